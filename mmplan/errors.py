@@ -1,0 +1,49 @@
+"""What a user is told when something is wrong, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+
+class MMPlanError(Exception):
+    """A failure with a message for the user; only these are caught, in ``cli``.
+
+    Args:
+        message: one line: what is wrong, where, and the numbers.
+        hint: an action that mends it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class RunFailedError(MMPlanError):
+    """It ran and met a failure: a worker died, gradients differ, a plan has a fault."""
+
+    exit_code = 1
+
+
+class InvalidInputError(MMPlanError):
+    """A file or the command line is wrong."""
+
+    exit_code = 2
+
+
+class InfeasibleError(MMPlanError):
+    """No plan fits the devices or their memory."""
+
+    exit_code = 3
+
+
+class UnfitEnvironmentError(MMPlanError):
+    """This machine cannot do what was asked: a package, a device or the network is missing."""
+
+    exit_code = 4
+
+
+class StoppedError(MMPlanError):
+    """Stopped on request after saving; run again to go on."""
+
+    exit_code = 75

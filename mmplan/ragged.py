@@ -1,0 +1,20 @@
+"""A batch whose samples have different lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Ragged(NamedTuple):
+    """Rows of several samples, one after another; travels like a tensor.
+
+    Attributes:
+        values: [sum(lengths), ...], the rows of sample 0, then of sample 1, ...
+        lengths: [batch], int64, rows of each sample; zero is allowed.
+    """
+
+    values: Tensor
+    lengths: Tensor
