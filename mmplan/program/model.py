@@ -1,0 +1,180 @@
+"""A program: stages, the edges between them, losses, reductions, and one list per rank.
+
+Samples are numbered over the task's batch, micro-batch-major: within a round the first
+micro-batches of all replicas come first, then the second ones. All units so walk the batch
+in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mmplan.program.instructions import Instruction
+
+SampleRange = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One argument of a stage or a loss: exactly one of edge, field and own output, or None.
+
+    Attributes:
+        edge: index of the edge that brings it.
+        field: data field.
+        own: True for the hosting stage's own output (losses only).
+        element: element of the own output's tuple, or None for all of it.
+    """
+
+    edge: int | None = None
+    field: str | None = None
+    own: bool = False
+    element: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Output of one stage into another.
+
+    Attributes:
+        element: element of the producer's output tuple, None for all of it.
+        internal: both ends are chunks of one unit (a cut between two blocks).
+        carries_gradient: whether gradients travel it backwards.
+    """
+
+    index: int
+    producer: int
+    consumer: int
+    element: int | None
+    internal: bool
+    carries_gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One pipeline position of a unit.
+
+    Attributes:
+        owner: module under whose name the parameters live (``share`` followed).
+        blocks: half-open range of the module's blocks.
+        trainable: ranges of its blocks that train.
+        ranks: ``[dp][tp]``.
+        microbatches: ``[dp][mb]``, global sample ranges of one whole step.
+        rounds: ``[dp]``, micro-batches of replica d in one round.
+        inputs: arguments of the first block.
+        hosted: indices of the per-sample losses computed with its forward.
+        syncs: indices of the cross-sample losses that take its output.
+        has_backward: something before, in, or hosted by the stage takes a gradient.
+    """
+
+    index: int
+    unit: str
+    task: str
+    module: str
+    owner: str
+    chunk: int
+    blocks: tuple[int, int]
+    trainable: tuple[tuple[int, int], ...]
+    tp: int
+    ranks: tuple[tuple[int, ...], ...]
+    microbatches: tuple[tuple[SampleRange, ...], ...]
+    rounds: tuple[int, ...]
+    inputs: tuple[Source, ...]
+    hosted: tuple[int, ...]
+    syncs: tuple[int, ...]
+    input_gradient: bool
+    has_backward: bool
+
+    @property
+    def dp(self) -> int:
+        """Number of replicas."""
+        return len(self.ranks)
+
+    def place(self, rank: int) -> tuple[int, int] | None:
+        """(replica, tp index) of a rank, None where it does not run the stage."""
+        for d, group in enumerate(self.ranks):
+            if rank in group:
+                return d, group.index(rank)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInput:
+    """One argument of a cross-sample loss: a stage's output, or a data field, or None."""
+
+    stage: int | None = None
+    element: int | None = None
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A term of the step's loss.
+
+    Attributes:
+        weight: the loss's weight times the task's.
+        ranks: cross-sample: every rank of the last stages it takes features from, sorted.
+            Per sample: the host's.
+        sync_batch: samples of one sync batch, None for a per-sample loss.
+        sync_inputs: arguments of a cross-sample loss.
+        host: stage whose forward computes a per-sample loss.
+        host_inputs: its arguments there.
+    """
+
+    index: int
+    name: str
+    task: str
+    weight: float
+    ranks: tuple[int, ...]
+    sync_batch: int | None
+    sync_inputs: tuple[LossInput, ...] = ()
+    host: int | None = None
+    host_inputs: tuple[Source, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """Gradients that are summed over ranks.
+
+    Attributes:
+        kind: blocks of a module, or the parameters of a loss.
+        owner: module (``share`` followed) or loss name.
+        blocks: half-open range of blocks; (0, 0) for a loss.
+        tp: degree and index of the shard that these ranks hold.
+        ranks: sorted; at least two.
+    """
+
+    index: int
+    kind: Literal["blocks", "loss"]
+    owner: str
+    blocks: tuple[int, int]
+    tp: int
+    tp_index: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Everything that a plan makes its ranks do in one optimizer step.
+
+    Attributes:
+        batches: samples of a step, by task.
+        instructions: one row per rank; a rank without work has an empty row.
+    """
+
+    name: str
+    batches: dict[str, int]
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    losses: tuple[Loss, ...]
+    reductions: tuple[Reduction, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, idle ones included."""
+        return len(self.instructions)
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages that a rank runs, in index order."""
+        return tuple(s for s in self.stages if s.place(rank) is not None)

@@ -1,0 +1,221 @@
+"""What every file of ours has in common: strict fields, versions, and errors that name the place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+from pydantic_core import ErrorDetails
+
+from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+
+# Scalars are strict ("3" is not 3); lists become tuples.
+Str = Annotated[str, Strict()]
+Bool = Annotated[bool, Strict()]
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Index = Annotated[int, Strict(), Field(ge=0)]
+Size = Annotated[float, Strict(), Field(ge=0)]
+Positive = Annotated[float, Strict(), Field(gt=0)]
+Range = tuple[Index, Index]
+
+
+class Record(BaseModel):
+    """A part of a file: immutable, unknown fields refused, no NaN and no infinity."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Document(Record):
+    """A whole file; ``version`` is the newest that this program reads and the one it writes."""
+
+    kind: ClassVar[str]
+    readable_version: ClassVar[int] = 1
+
+    version: Int = 1
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def load_document(model: type[DocumentT], path: str | Path) -> DocumentT:
+    """Read and validate one file, JSON or (where people write it) YAML 1.2.
+
+    Raises:
+        InvalidInputError: the file cannot be read, parsed or validated; the message
+            names the file and the field.
+    """
+    path = Path(path)
+    return parse_document(model, parse_text(read_text(path), path), source=str(path))
+
+
+def parse_document(model: type[DocumentT], data: object, *, source: str) -> DocumentT:
+    """Validate already parsed data; ``source`` is what errors call it."""
+    if not isinstance(data, dict):
+        raise InvalidInputError(
+            f"{source}: a {model.kind} is a mapping of fields, got {type(data).__name__}",
+            hint=f"see docs/schemas/{model.kind}.json for its fields",
+        )
+    version = data.get("version")
+    if isinstance(version, int) and not 1 <= version <= model.readable_version:
+        raise InvalidInputError(
+            f"{source}: {model.kind} has version {version}, this mmplan reads up to "
+            f"{model.readable_version}",
+            hint="upgrade mmplan, or write the file again with this version",
+        )
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, model, source) from None
+
+
+def read_text(path: Path) -> str:
+    """The file's text.
+
+    Raises:
+        InvalidInputError: there is no such file, or it is not UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InvalidInputError(
+            f"{path}: cannot be read: {reason}", hint="check the path"
+        ) from None
+
+
+def parse_text(text: str, path: Path) -> object:
+    """Parse JSON (a text that starts with a brace, or a .json file), else YAML 1.2."""
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return _parse_json(text, path)
+    return _parse_yaml(text, path)
+
+
+def _parse_json(text: str, path: Path) -> object:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise InvalidInputError(
+                    f"{path}: the key {key!r} stands twice in one object",
+                    hint="keep one of them",
+                )
+            seen[key] = value
+        return seen
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}",
+            hint="the file may be cut off; write it again",
+        ) from None
+    except RecursionError:
+        raise InvalidInputError(f"{path}: nested too deeply to be one of our files") from None
+
+
+def _parse_yaml(text: str, path: Path) -> object:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = " ".join(str(error.problem or error.context).split())
+        raise InvalidInputError(
+            f"{path}: not valid YAML{where}: {problem}", hint="mend that line"
+        ) from None
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise InvalidInputError(
+            f"{path}: not valid YAML: {' '.join(str(error).split())}", hint="mend the file"
+        ) from None
+
+
+_MENDS = {
+    "missing": "add the field",
+    "extra_forbidden": "remove it, or correct its spelling",
+    "finite_number": "NaN and infinity are not values; measure or write it again",
+}
+
+
+def _explain(error: ValidationError, model: type[Document], source: str) -> InvalidInputError:
+    """One line for the first fault; the others are only counted."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+    hint = _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
+    return InvalidInputError(f"{source}: {_place(first)}: {_problem(first)}{more}", hint=hint)
+
+
+def _place(fault: ErrorDetails) -> str:
+    # Union branches show up in the location as type names with brackets or lower-case tags.
+    parts = [p for p in fault["loc"] if isinstance(p, int) or not _is_branch_tag(p)]
+    return ".".join(str(part) for part in parts) or "the file"
+
+
+def _is_branch_tag(part: str) -> bool:
+    return "[" in part or part in {"bool", "int", "str", "float", "list", "tuple"}
+
+
+def _problem(fault: ErrorDetails) -> str:
+    match fault["type"]:
+        case "missing":
+            return "the field is missing"
+        case "extra_forbidden":
+            return "unknown field"
+        case "value_error":
+            return fault["msg"].removeprefix("Value error, ")
+        case _:
+            return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r:.60}"
+
+
+def document_text(document: Document) -> str:
+    """The file's text: indented JSON, stable order, ending in a newline."""
+    data = document.model_dump(mode="json", exclude_none=True)
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def save_document(document: Document, path: str | Path) -> None:
+    """Write the file whole or not at all."""
+    write_text(Path(path), document_text(document))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write to a temporary name and rename: a killed command leaves the old file whole.
+
+    Raises:
+        UnfitEnvironmentError: the folder is missing or read-only, or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UnfitEnvironmentError(
+            f"{path}: cannot be written: {error.strerror}",
+            hint="free some space or choose another folder with -o",
+        ) from None
+
+
+def file_sha256(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,127 @@
+"""cluster.yaml: devices and the links between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from mmplan.errors import InvalidInputError
+from mmplan.schema.base import Count, Document, Positive, Record, Size, Str, load_document
+
+
+class Device(Record):
+    """One accelerator, or one process on a cpu cluster."""
+
+    name: Str
+    memory_bytes: Positive
+    peak_flops: Positive = Field(description="FLOP per second")
+    communicator_bytes: Size = Field(default=0, description="device memory of one communicator")
+    type: Literal["cuda", "cpu"] | None = None
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether devices are processes of one machine, of which any number may be started."""
+        return self.type == "cpu" or (self.type is None and self.name.lower().startswith("cpu"))
+
+
+class Link(Record):
+    """A transfer of b bytes takes ``latency_s + b / bandwidth_bytes_per_s``."""
+
+    latency_s: Size
+    bandwidth_bytes_per_s: Positive
+
+
+class CollectiveLinks(Record):
+    """Links as collectives see them, where they were measured apart from point to point."""
+
+    all_reduce: Link | None = None
+    all_gather: Link | None = None
+
+
+class Links(Record):
+    """Point-to-point links; ``inter_node`` bandwidth is a whole node's."""
+
+    intra_node: Link
+    inter_node: Link | None = None
+    intra_node_collectives: CollectiveLinks | None = None
+    inter_node_collectives: CollectiveLinks | None = None
+
+
+class Cluster(Document):
+    """Nodes of equal devices; rank r sits on node ``r // devices_per_node``."""
+
+    kind: ClassVar[str] = "cluster"
+
+    name: Str
+    nodes: Count
+    devices_per_node: Count
+    device: Device
+    links: Links
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the whole cluster."""
+        return self.nodes * self.devices_per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node on which a rank sits."""
+        return rank // self.devices_per_node
+
+    def link_between(self, first: int, second: int) -> Link:
+        """The point-to-point link between two ranks."""
+        if self.node_of(first) == self.node_of(second) or self.links.inter_node is None:
+            return self.links.intra_node
+        return self.links.inter_node
+
+    def take(self, num_devices: int | None) -> Cluster:
+        """The cluster of the first ``num_devices`` devices (``--devices N``).
+
+        A cpu cluster is one node on which every process is a device, so any number is
+        allowed there. The last node may be used in part: ``nodes`` is rounded up and the
+        caller keeps ``num_devices``.
+
+        Raises:
+            InvalidInputError: more devices than the cluster has, or fewer than one.
+        """
+        if num_devices is None:
+            return self
+        if num_devices < 1:
+            raise InvalidInputError(f"--devices {num_devices}: at least one device is needed")
+        if self.device.is_cpu:
+            return self.model_copy(update={"nodes": 1, "devices_per_node": num_devices})
+        if num_devices > self.num_devices:
+            raise InvalidInputError(
+                f"--devices {num_devices}: cluster {self.name} has {self.num_devices}",
+                hint="ask for fewer devices, or name a larger --cluster",
+            )
+        if num_devices <= self.devices_per_node:
+            return self.model_copy(update={"nodes": 1, "devices_per_node": num_devices})
+        return self.model_copy(update={"nodes": -(-num_devices // self.devices_per_node)})
+
+
+def shipped_clusters() -> dict[str, Path]:
+    """Name to file of the clusters that come with the program."""
+    import profiles
+
+    folder = Path(profiles.__file__).parent / "clusters"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster by path, or by the name of one that ships with the program.
+
+    Raises:
+        InvalidInputError: neither a file nor a shipped name, or a faulty file.
+    """
+    path = Path(name_or_path)
+    shipped = shipped_clusters()
+    if not path.exists() and str(name_or_path) in shipped:
+        path = shipped[str(name_or_path)]
+    if not path.exists():
+        raise InvalidInputError(
+            f"cluster {name_or_path}: no such file, and no cluster of that name is shipped",
+            hint=f"shipped clusters: {', '.join(shipped)}",
+        )
+    return load_document(Cluster, path)

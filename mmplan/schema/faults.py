@@ -1,0 +1,128 @@
+"""What is wrong inside a plan that is valid field by field (edited by hand, say)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mmplan.schema.plan import Plan, PlannedTask, Unit
+from mmplan.schema.workload import parse_source
+
+
+def plan_faults(plan: Plan) -> list[str]:
+    """Every contradiction inside the plan, each one line that names the field."""
+    return [fault for check in _CHECKS for fault in check(plan)]
+
+
+def _names(plan: Plan) -> Iterator[str]:
+    for name, count in Counter(unit.name for unit in plan.units).items():
+        if count > 1:
+            yield f"units: {count} units are called {name!r}"
+    for unit in plan.units:
+        if unit.task not in plan.tasks:
+            yield f"units.{unit.name}.task: there is no task {unit.task!r}"
+        elif unit.module not in plan.tasks[unit.task].modules:
+            yield f"units.{unit.name}.module: task {unit.task} has no module {unit.module!r}"
+
+
+def _grids(plan: Plan) -> Iterator[str]:
+    for unit in plan.units:
+        where = f"units.{unit.name}"
+        shape = (unit.dp, unit.pp, unit.tp)
+        if len(unit.ranks) != unit.dp:
+            yield f"{where}.ranks: {len(unit.ranks)} replicas, dp is {unit.dp}"
+        elif any(len(replica) != unit.pp for replica in unit.ranks):
+            yield f"{where}.ranks: a replica has not pp = {unit.pp} stages: a stage is missing"
+        elif any(len(stage) != unit.tp for replica in unit.ranks for stage in replica):
+            yield f"{where}.ranks: the grid is not dp x pp x tp = {shape}"
+        for rank, count in Counter(unit.all_ranks).items():
+            if count > 1:
+                yield f"{where}.ranks: rank {rank} stands {count} times in one unit"
+            if rank >= plan.devices:
+                yield f"{where}.ranks: rank {rank} of {plan.devices} devices"
+    capacity = plan.cluster.num_devices
+    if plan.devices > capacity:
+        yield f"devices: {plan.devices}, the cluster has {capacity}"
+
+
+def _samples(plan: Plan) -> Iterator[str]:
+    for unit in plan.units:
+        where = f"units.{unit.name}"
+        task = plan.tasks.get(unit.task)
+        if task is None:
+            continue
+        for field in ("samples", "microbatches"):
+            if len(getattr(unit, field)) != unit.dp:
+                yield f"{where}.{field}: {len(getattr(unit, field))} replicas, dp is {unit.dp}"
+                return
+        if sum(unit.samples) != task.batch:
+            yield f"{where}.samples: add up to {sum(unit.samples)}, the batch is {task.batch}"
+            continue
+        round_samples = sum(map(sum, unit.microbatches))
+        if not round_samples or task.batch % round_samples:
+            yield (
+                f"{where}.microbatches: a round of {round_samples} samples does not divide the "
+                f"batch of {task.batch}"
+            )
+            continue
+        rounds = task.batch // round_samples
+        for d, sizes in enumerate(unit.microbatches):
+            if sum(sizes) * rounds != unit.samples[d]:
+                yield (
+                    f"{where}.microbatches.{d}: {rounds} rounds of {sum(sizes)} samples, "
+                    f"samples.{d} is {unit.samples[d]}"
+                )
+
+
+def _blocks(plan: Plan) -> Iterator[str]:
+    for unit in plan.units:
+        chunks = unit.pp * unit.vpp
+        if len(unit.blocks) != chunks:
+            yield f"units.{unit.name}.blocks: {len(unit.blocks)} chunks, pp x vpp is {chunks}"
+    for name, task in plan.tasks.items():
+        for module, planned in task.modules.items():
+            units = [u for u in plan.units if (u.task, u.module) == (name, module)]
+            yield from _coverage(f"task {name}, module {module}", units, planned.blocks)
+
+
+def _coverage(where: str, units: list[Unit], blocks: int) -> Iterator[str]:
+    """Chunks in pipeline order must tile [0, blocks)."""
+    if not units:
+        yield f"{where}: no unit runs it"
+        return
+    position = 0
+    for start, end in sorted((a, b) for unit in units for a, b in unit.blocks):
+        if start != position or end <= start:
+            yield (
+                f"{where}: blocks [{start}, {end}) come after block {position}: a stage is "
+                "missing, doubled or empty"
+            )
+            return
+        position = end
+    if position != blocks:
+        yield f"{where}: its units run {position} of {blocks} blocks: a stage is missing"
+
+
+def _losses(plan: Plan) -> Iterator[str]:
+    placed = Counter((loss.task, loss.name) for loss in plan.losses)
+    for name, task in plan.tasks.items():
+        for loss, planned in task.losses.items():
+            if placed[name, loss] != 1:
+                yield f"losses: {loss} of task {name} stands there {placed[name, loss]} times"
+            if planned.sync_batch and task.batch % planned.sync_batch:
+                yield (
+                    f"tasks.{name}.losses.{loss}.sync_batch: {planned.sync_batch} does not divide "
+                    f"the batch of {task.batch}"
+                )
+            yield from _loss_inputs(f"tasks.{name}.losses.{loss}.inputs", task, planned.inputs)
+    for loss in plan.losses:
+        if loss.task not in plan.tasks or loss.name not in plan.tasks[loss.task].losses:
+            yield f"losses: there is no loss {loss.name!r} in task {loss.task!r}"
+
+
+def _loss_inputs(where: str, task: PlannedTask, inputs: tuple[str | None, ...]) -> Iterator[str]:
+    if not any(parse_source(text, task.modules).module for text in inputs):
+        yield f"{where}: names no module of the task"
+
+
+_CHECKS = (_names, _grids, _samples, _blocks, _losses)

@@ -1,0 +1,229 @@
+"""plan.json: which devices, degrees, shares and schedule each module gets. Pure data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from mmplan.errors import InvalidInputError
+from mmplan.schema.base import (
+    Bool,
+    Count,
+    Document,
+    Float,
+    Index,
+    Int,
+    Range,
+    Record,
+    Size,
+    Str,
+    load_document,
+)
+from mmplan.schema.cluster import Cluster
+
+
+class FileReference(Record):
+    """A file this plan stands on; ``path`` is relative to the plan."""
+
+    path: Str
+    sha256: Str
+
+
+class RunnerUp(Record):
+    """Another plan that was simulated."""
+
+    label: Str
+    objective_s: Size
+    iteration_s: Size
+
+
+class SolverReport(Record):
+    """How the plan was found and how good it is proven to be.
+
+    ``objective_s`` is the value of the solver's own formula for this plan,
+    ``lower_bound_s`` a proven bound on that formula over every plan that the solver may
+    choose from, ``gap = objective_s / lower_bound_s - 1``.
+    """
+
+    name: Str
+    method: Str
+    seconds: Size
+    objective_s: Size
+    lower_bound_s: Size
+    gap: Float
+    notes: tuple[Str, ...] = ()
+    idle_ranks: tuple[Index, ...] = ()
+    largest_sync_batch: dict[Str, Index] = Field(default_factory=dict)
+    runners_up: tuple[RunnerUp, ...] = ()
+
+
+class Schedule(Record):
+    """Order of a unit's micro-batches.
+
+    Attributes:
+        kind: ``gpipe`` runs all forwards of a round, then all backwards; ``1f1b`` and
+            ``batch-sync`` alternate after their warm-up (a round is one sync batch);
+            ``interleaved`` is 1f1b with vpp chunks a rank; ``wave`` is set by waves.
+        lead: how many forwards a stage runs ahead of what its consumer needs; 1 is
+            optimal with free links, 0 saves memory and idles.
+        sync_lead: forwards of the last stage between the start and the end of a sync.
+        in_flight: most micro-batches a stage may hold, None for as many as the order needs.
+    """
+
+    kind: Literal["batch-sync", "gpipe", "1f1b", "interleaved", "wave"]
+    lead: Index = 1
+    sync_lead: Index = 0
+    in_flight: Count | None = None
+
+
+class Unit(Record):
+    """A module, or a slice of its blocks, on a grid of ranks ``dp x pp x tp``.
+
+    Attributes:
+        ranks: ``[dp][pp][tp]``.
+        blocks: ``pp * vpp`` half-open chunks; chunk c runs at pipeline position c mod pp.
+        samples: per replica, of one optimizer step.
+        microbatches: sizes per replica for one round: one sync batch, or the step where
+            the task has no cross-sample loss.
+    """
+
+    name: Str
+    task: Str
+    module: Str
+    tp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
+    dp: Count = 1
+    ranks: tuple[tuple[tuple[Index, ...], ...], ...]
+    blocks: tuple[Range, ...] = Field(min_length=1)
+    samples: tuple[Count, ...]
+    microbatches: tuple[tuple[Count, ...], ...]
+    schedule: Schedule
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Every rank of the grid, in grid order."""
+        return tuple(r for replica in self.ranks for stage in replica for r in stage)
+
+
+class PlanLoss(Record):
+    """Where a loss is computed: the ranks of the last stages it takes features from."""
+
+    name: Str
+    task: Str
+    ranks: tuple[Index, ...] = Field(min_length=1)
+
+
+class Slice(Record):
+    """A unit's forward in a wave; times from the step's start, of the forward pass."""
+
+    unit: Str
+    blocks: Range
+    devices: Count
+    ranks: tuple[Index, ...]
+    start_s: Size
+    duration_s: Size
+
+
+class Wave(Record):
+    """Slices that start together."""
+
+    start_s: Size
+    duration_s: Size
+    slices: tuple[Slice, ...]
+
+
+class PlannedModule(Record):
+    """What compiling and simulating need to know of a module in a task."""
+
+    inputs: tuple[Str | None, ...]
+    blocks: Count
+    frozen: Bool | tuple[Range, ...] = False
+    share: Str | None = None
+    recompute: Literal["none", "full"] = "none"
+    backbone: Bool = False
+
+
+class PlannedLoss(Record):
+    """What compiling and simulating need to know of a loss in a task."""
+
+    inputs: tuple[Str | None, ...]
+    sync_batch: Count | None = None
+    weight: Float = 1.0
+
+
+class PlannedTask(Record):
+    """A task as planned; ``inputs`` name modules of this task, all else is a data field."""
+
+    batch: Count
+    weight: Float = 1.0
+    modules: dict[Str, PlannedModule]
+    losses: dict[Str, PlannedLoss]
+
+
+class PlannedTraining(Record):
+    """What memory and time need to know of the training."""
+
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    zero: Literal[0, 1] = 0
+    optimizer: Str = "AdamW"
+    seed: Int = 0
+
+
+class Prediction(Record):
+    """From simulating the plan's program: one optimizer step without its update."""
+
+    iteration_s: Size
+    samples_per_s: Size
+    mfu: Size = 0
+    bubble_fraction: Size = 0
+    communication_fraction: Size = 0
+    memory_bytes: tuple[Size, ...] = ()
+    devices_used: Index = 0
+
+
+class Plan(Document):
+    """A whole plan; it names no code."""
+
+    kind: ClassVar[str] = "plan"
+
+    name: Str
+    workload: FileReference
+    profile: FileReference
+    cluster: Cluster
+    devices: Count = Field(description="ranks of the run; those in no unit stay idle")
+    training: PlannedTraining = PlannedTraining()
+    tasks: dict[Str, PlannedTask] = Field(min_length=1)
+    solver: SolverReport
+    units: tuple[Unit, ...] = Field(min_length=1)
+    losses: tuple[PlanLoss, ...] = Field(min_length=1)
+    waves: tuple[Wave, ...] = ()
+    predicted: Prediction
+
+    def unit(self, name: str) -> Unit:
+        """The unit of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return next(u for u in self.units if u.name == name)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read plan.json and refuse a faulty one.
+
+    Raises:
+        InvalidInputError: the file cannot be read, or :func:`plan_faults` finds a fault.
+    """
+    from mmplan.schema.faults import plan_faults
+
+    plan = load_document(Plan, path)
+    faults = plan_faults(plan)
+    if faults:
+        more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+        raise InvalidInputError(
+            f"{path}: {faults[0]}{more}", hint=f"mmplan check {path} lists every fault"
+        )
+    return plan

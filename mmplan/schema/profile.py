@@ -1,0 +1,213 @@
+"""profile.json: what modules, losses and links cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mmplan.errors import InvalidInputError
+from mmplan.schema.base import (
+    Count,
+    Document,
+    Positive,
+    Record,
+    Size,
+    Str,
+    load_document,
+)
+from mmplan.schema.cluster import Cluster
+
+
+class Point(Record):
+    """Time of ``blocks`` blocks (default: all) for one micro-batch on ``tp`` devices.
+
+    Communication inside the TP group is included; ``activation_bytes`` is what one device
+    holds for the micro-batch. ``backward_input_s`` is the part that computes input
+    gradients (absent: half of ``backward_s``). Spreads are the half-width of the middle
+    half of the repeats.
+    """
+
+    tp: Count = 1
+    microbatch: Count
+    blocks: Count | None = None
+    forward_s: Size
+    backward_s: Size
+    backward_input_s: Size | None = None
+    activation_bytes: Size = 0
+    forward_spread_s: Size | None = None
+    backward_spread_s: Size | None = None
+    repeats: Count | None = None
+
+
+class ModuleProfile(Record):
+    """One module; per-block lists are relative weights, equal when absent."""
+
+    blocks: Count
+    block_work: tuple[Size, ...] | None = None
+    block_parameters: tuple[Size, ...] | None = None
+    block_activation_bytes: tuple[Size, ...] | None = None
+    block_boundary_bytes: tuple[Size, ...] | None = Field(
+        default=None, description="bytes per sample after block i; replaces boundary_bytes"
+    )
+    parameters: Size
+    flops_per_sample: Size = 0
+    output_bytes_per_sample: Size = 0
+    boundary_bytes_per_sample: Size = 0
+    points: tuple[Point, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _lists_fit(self) -> ModuleProfile:
+        for name in (
+            "block_work",
+            "block_parameters",
+            "block_activation_bytes",
+            "block_boundary_bytes",
+        ):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) != self.blocks:
+                raise ValueError(f"{name} has {len(values)} values for {self.blocks} blocks")
+            if not sum(values) and name == "block_work":
+                raise ValueError("block_work adds up to 0")
+        for i, point in enumerate(self.points):
+            if point.blocks is not None and point.blocks > self.blocks:
+                raise ValueError(f"points.{i}.blocks: {point.blocks} of {self.blocks} blocks")
+        return self
+
+
+class LossPoint(Record):
+    """Time of a loss on ``samples`` samples (of a sync batch, or of a micro-batch)."""
+
+    samples: Count
+    forward_s: Size
+    backward_s: Size
+    activation_bytes: Size = 0
+
+
+class LossProfile(Record):
+    """One loss."""
+
+    points: tuple[LossPoint, ...] = Field(min_length=1)
+
+
+class Curve(Record):
+    """A continuous piecewise-linear time: ``alpha + sum of slope_i * length in piece i``.
+
+    Piece i of the size x lies between ``knots[i-1]`` and ``knots[i]``; all coefficients
+    are non-negative.
+    """
+
+    alpha: Size
+    knots: tuple[Positive, ...] = ()
+    slopes: tuple[Size, ...]
+    residual_median: Size = 0
+    residual_p90: Size = 0
+    points: Count = 1
+    lowest: Positive
+    highest: Positive
+
+    @model_validator(mode="after")
+    def _pieces_fit(self) -> Curve:
+        if len(self.slopes) != len(self.knots) + 1:
+            raise ValueError(f"{len(self.slopes)} slopes for {len(self.knots)} knots")
+        if any(b <= a for a, b in zip(self.knots, self.knots[1:], strict=False)):
+            raise ValueError("knots must increase")
+        return self
+
+    def at(self, size: float) -> float:
+        """The curve's value at a size."""
+        value, start = self.alpha, 0.0
+        for slope, end in zip(self.slopes, (*self.knots, float("inf")), strict=True):
+            value += slope * max(0.0, min(size, end) - start)
+            start = end
+        return value
+
+
+class ModuleFit(Record):
+    """Whole-module curves over the micro-batch size, for one tp."""
+
+    forward: Curve
+    backward: Curve
+    backward_input: Curve
+    activation_bytes: Curve
+
+
+class LossFit(Record):
+    """Curves over the number of samples."""
+
+    forward: Curve
+    backward: Curve
+
+
+class Fits(Record):
+    """Fitted curves: module, then tp (as text) to curves; losses likewise."""
+
+    modules: dict[Str, dict[Str, ModuleFit]] = Field(default_factory=dict)
+    losses: dict[Str, LossFit] = Field(default_factory=dict)
+
+
+class Profile(Document):
+    """Costs of a workload on a cluster."""
+
+    kind: ClassVar[str] = "profile"
+
+    name: Str
+    source: Literal["measured", "analytic", "given"]
+    cluster: Cluster
+    modules: dict[Str, ModuleProfile] = Field(min_length=1)
+    tasks: dict[Str, dict[Str, dict[Str, Any]]] = Field(default_factory=dict)
+    losses: dict[Str, LossProfile] = Field(default_factory=dict)
+    fits: Fits | None = None
+    provenance: dict[Str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _overrides_are_valid(self) -> Profile:
+        for task, modules in self.tasks.items():
+            for module in modules:
+                if module not in self.modules:
+                    raise ValueError(f"tasks.{task}.{module} differs from no module of the profile")
+                self.module(module, task)
+        return self
+
+    def module(self, name: str, task: str | None = None) -> ModuleProfile:
+        """The profile of a module as one task uses it.
+
+        Raises:
+            InvalidInputError: the profile has no such module.
+        """
+        if name not in self.modules:
+            raise InvalidInputError(
+                f"profile {self.name} has no module {name!r}; it has {', '.join(self.modules)}",
+                hint="profile this workload again: mmplan profile WORKLOAD -o PROFILE",
+            )
+        base = self.modules[name]
+        changes = self.tasks.get(task or "", {}).get(name)
+        if not changes:
+            return base
+        return ModuleProfile.model_validate(base.model_dump(exclude_none=True) | changes)
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read profile.json.
+
+    Raises:
+        InvalidInputError: the file or its contents are wrong; names file and field.
+    """
+    return load_document(Profile, path)
+
+
+__all__ = [
+    "Curve",
+    "Fits",
+    "LossFit",
+    "LossPoint",
+    "LossProfile",
+    "ModuleFit",
+    "ModuleProfile",
+    "Point",
+    "Profile",
+    "load_profile",
+]

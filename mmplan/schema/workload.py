@@ -1,0 +1,332 @@
+"""workload.yaml: modules, losses, tasks and data; also built in Python as the same object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from mmplan.schema.base import (
+    Bool,
+    Count,
+    Document,
+    Float,
+    Index,
+    Int,
+    Range,
+    Record,
+    Str,
+    load_document,
+)
+
+Factory = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"package.module:callable"'),
+]
+Degrees = Count | tuple[Count, ...]
+Frozen = Bool | tuple[Range, ...]
+Args = dict[Str, Any]
+DEFAULT_TASK = "default"
+
+
+class Pins(Record):
+    """Degrees a user fixes (a number) or limits (a list of candidates)."""
+
+    tp: Degrees | None = None
+    pp: Degrees | None = None
+    vpp: Degrees | None = None
+    dp: Degrees | None = None
+    microbatch: Degrees | None = None
+
+    def allows(self, name: str, value: int) -> bool:
+        """Whether a degree is among the candidates (all are, when none is given)."""
+        candidates = getattr(self, name)
+        if candidates is None:
+            return True
+        return value == candidates if isinstance(candidates, int) else value in candidates
+
+
+class ModuleSpec(Record):
+    """One part of the model that is planned on its own."""
+
+    factory: Factory
+    args: Args = Field(default_factory=dict)
+    inputs: tuple[Str | None, ...] = Field(min_length=1)
+    frozen: Frozen = False
+    init: Str | None = None
+    share: Str | None = None
+    recompute: Literal["none", "full"] = "none"
+    backbone: Bool | None = None
+    plan: Pins = Pins()
+
+
+class LossSpec(Record):
+    """A term of the step's loss."""
+
+    factory: Factory
+    args: Args = Field(default_factory=dict)
+    inputs: tuple[Str | None, ...] = Field(min_length=1)
+    cross_sample: Bool = False
+    sync_batch: Count | None = None
+    weight: Float = 1.0
+
+
+class DataSpec(Record):
+    """Where samples come from."""
+
+    factory: Factory
+    args: Args = Field(default_factory=dict)
+
+
+class TaskSpec(Record):
+    """Modules trained together on one stream of data; what is absent is the workload's."""
+
+    modules: tuple[Str, ...] = Field(min_length=1)
+    losses: tuple[Str, ...] = Field(min_length=1)
+    batch: Count | None = None
+    data: DataSpec | None = None
+    weight: Float = 1.0
+    inputs: dict[Str, tuple[Str | None, ...]] = Field(default_factory=dict)
+    frozen: dict[Str, Frozen] = Field(default_factory=dict)
+
+
+class TrainSpec(Record):
+    """How parameters are updated."""
+
+    seed: Int = 0
+    optimizer: Str = "AdamW"
+    optimizer_args: Args = Field(default_factory=dict)
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    zero: Literal[0, 1] = 0
+    steps: Index = 100
+
+
+class Workload(Document):
+    """A whole multimodal training job."""
+
+    kind: ClassVar[str] = "workload"
+
+    name: Str = Field(min_length=1)
+    batch: Count = Field(description="samples per optimizer step")
+    modules: dict[Str, ModuleSpec] = Field(min_length=1)
+    losses: dict[Str, LossSpec] = Field(min_length=1)
+    tasks: dict[Str, TaskSpec] = Field(default_factory=dict)
+    data: DataSpec | None = None
+    train: TrainSpec = TrainSpec()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Workload:
+        _check_names(self)
+        _check_shares(self)
+        for task in resolve_tasks(self).values():
+            _check_task(self, task)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One input of a module or loss.
+
+    Attributes:
+        module: name of the module whose output it is, or None.
+        element: element of that module's output tuple, or None for the whole output.
+        field: name of the data field it is, or None; all None is a ``null`` input.
+    """
+
+    module: str | None = None
+    element: int | None = None
+    field: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskView:
+    """A task with all defaults filled in.
+
+    Attributes:
+        inputs: module to its sources, in the task's module order (producers first).
+        loss_inputs: loss to its sources.
+        sync_batches: cross-sample losses to their sync batch.
+        frozen: module to True, False or ranges of blocks.
+        period: samples after which all sync batches begin anew; the batch without any.
+    """
+
+    name: str
+    batch: int
+    weight: float
+    data: DataSpec | None
+    inputs: Mapping[str, tuple[Source, ...]]
+    loss_inputs: Mapping[str, tuple[Source, ...]]
+    sync_batches: Mapping[str, int]
+    frozen: Mapping[str, bool | tuple[tuple[int, int], ...]]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The task's modules, producers before consumers."""
+        return tuple(self.inputs)
+
+    @property
+    def period(self) -> int:
+        """Samples after which all sync batches begin anew; the batch when there are none."""
+        return math.lcm(*self.sync_batches.values()) if self.sync_batches else self.batch
+
+
+def parse_source(text: str | None, modules: Mapping[str, Any] | set[str]) -> Source:
+    """What a string in ``inputs`` means: a module's output, an element of it, or a data field."""
+    if text is None:
+        return Source()
+    if text in modules:
+        return Source(module=text)
+    head, _, tail = text.rpartition(".")
+    if head in modules and tail.isdigit():
+        return Source(module=head, element=int(tail))
+    return Source(field=text)
+
+
+def resolve_tasks(workload: Workload) -> dict[str, TaskView]:
+    """Every task with its defaults filled in; one called "default" where none is written."""
+    specs = workload.tasks or {
+        DEFAULT_TASK: TaskSpec(modules=tuple(workload.modules), losses=tuple(workload.losses))
+    }
+    return {name: _resolve(workload, name, spec) for name, spec in specs.items()}
+
+
+def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
+    for field, keys in (("inputs", spec.inputs), ("frozen", spec.frozen)):
+        for key in keys:
+            if key not in spec.modules and (field == "frozen" or key not in spec.losses):
+                raise ValueError(f"tasks.{name}.{field}: {key!r} is not part of the task")
+    for kind, used, known in (
+        ("module", spec.modules, workload.modules),
+        ("loss", spec.losses, workload.losses),
+    ):
+        for item in used:
+            if item not in known:
+                raise ValueError(f"task {name} uses the {kind} {item!r}, which is not defined")
+    batch = spec.batch or workload.batch
+    inputs = {
+        module: _sources(workload, spec.inputs.get(module, workload.modules[module].inputs))
+        for module in spec.modules
+    }
+    losses = {loss: workload.losses[loss] for loss in spec.losses}
+    return TaskView(
+        name=name,
+        batch=batch,
+        weight=spec.weight,
+        data=spec.data or workload.data,
+        inputs=_producers_first(name, inputs),
+        loss_inputs={
+            loss: _sources(workload, spec.inputs.get(loss, item.inputs))
+            for loss, item in losses.items()
+        },
+        sync_batches={
+            loss: item.sync_batch or batch for loss, item in losses.items() if item.cross_sample
+        },
+        frozen={
+            module: spec.frozen.get(module, workload.modules[module].frozen)
+            for module in spec.modules
+        },
+    )
+
+
+def _sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[Source, ...]:
+    return tuple(parse_source(text, workload.modules) for text in inputs)
+
+
+def _producers_first(
+    task: str, inputs: Mapping[str, tuple[Source, ...]]
+) -> dict[str, tuple[Source, ...]]:
+    """Stable topological order of the task's modules."""
+    ordered: dict[str, tuple[Source, ...]] = {}
+    while len(ordered) < len(inputs):
+        ready = [
+            name
+            for name, sources in inputs.items()
+            if name not in ordered
+            and all(
+                s.module is None or s.module in ordered or s.module not in inputs for s in sources
+            )
+        ]
+        if not ready:
+            stuck = ", ".join(name for name in inputs if name not in ordered)
+            raise ValueError(
+                f"task {task}: the modules {stuck} take each other's output in a circle"
+            )
+        ordered[ready[0]] = inputs[ready[0]]
+    return ordered
+
+
+def _check_names(workload: Workload) -> None:
+    for name in (*workload.modules, *workload.losses, *workload.tasks):
+        if not name.replace("_", "").replace("-", "").isalnum():
+            raise ValueError(
+                f"{name!r} is not a usable name: letters, digits, _ and - only (it names files)"
+            )
+    both = sorted(set(workload.modules) & set(workload.losses))
+    if both:
+        raise ValueError(f"{both[0]!r} names a module and a loss; rename one of them")
+    if "losses" in workload.modules:
+        raise ValueError("'losses' cannot name a module: weights of losses are saved under it")
+    backbones = [name for name, spec in workload.modules.items() if spec.backbone]
+    if len(backbones) > 1:
+        raise ValueError(f"backbone is true for {', '.join(backbones)}; at most one can be it")
+
+
+def _check_shares(workload: Workload) -> None:
+    for name, spec in workload.modules.items():
+        if spec.share is None:
+            continue
+        owner = workload.modules.get(spec.share)
+        if owner is None or spec.share == name:
+            raise ValueError(f"modules.{name}.share: {spec.share!r} is not another module")
+        if owner.share is not None:
+            raise ValueError(
+                f"modules.{name}.share: {spec.share} itself shares {owner.share}; name that one"
+            )
+        if (owner.factory, owner.args) != (spec.factory, spec.args):
+            raise ValueError(
+                f"modules.{name}.share: {spec.share} has another factory or other args, "
+                "so their parameters differ"
+            )
+
+
+def _check_task(workload: Workload, task: TaskView) -> None:
+    where = f"task {task.name}: " if workload.tasks else ""
+    for consumer, sources in (*task.inputs.items(), *task.loss_inputs.items()):
+        for source in sources:
+            if source.module is not None and source.module not in task.inputs:
+                raise ValueError(
+                    f"{where}{consumer} takes the output of {source.module}, "
+                    "which is not among the task's modules"
+                )
+    for loss, sources in task.loss_inputs.items():
+        if not any(source.module for source in sources):
+            raise ValueError(f"{where}losses.{loss}.inputs names no module, so nothing is trained")
+    for loss, sync_batch in task.sync_batches.items():
+        if task.batch % sync_batch:
+            raise ValueError(
+                f"{where}losses.{loss}.sync_batch: {sync_batch} does not divide the batch of "
+                f"{task.batch}"
+            )
+    for loss in task.loss_inputs:
+        spec = workload.losses[loss]
+        if spec.sync_batch is not None and not spec.cross_sample:
+            raise ValueError(f"losses.{loss}.sync_batch needs cross_sample: true")
+
+
+def unused_modules(workload: Workload) -> list[str]:
+    """Modules that no task uses: ignored, with a warning."""
+    used = {module for task in resolve_tasks(workload).values() for module in task.modules}
+    return [name for name in workload.modules if name not in used]
+
+
+def load_workload(path: str | Path) -> Workload:
+    """Read workload.yaml.
+
+    Raises:
+        InvalidInputError: the file or its contents are wrong; names file and field.
+    """
+    return load_document(Workload, path)
