@@ -1,4 +1,4 @@
-"""What every file of ours has in common: strict fields, versions, and errors that name the place."""
+"""What every file of ours has in common: strict fields, versions, errors that name the place."""
 
 from __future__ import annotations
 

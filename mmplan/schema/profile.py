@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import (
+    Bool,
     Count,
     Document,
     Positive,
@@ -88,8 +89,13 @@ class LossPoint(Record):
 
 
 class LossProfile(Record):
-    """One loss."""
+    """One loss; points are the whole loss on one device.
 
+    ``sharded``: its work is spread evenly over the ranks that take part (DistMM section
+    5.3); False where every one of them computes all of it.
+    """
+
+    sharded: Bool = True
     points: tuple[LossPoint, ...] = Field(min_length=1)
 
 
