@@ -1,0 +1,332 @@
+"""Two small transformer towers whose blocks may be cut and split over tensor-parallel ranks.
+
+Both factories return an ``nn.Sequential`` of ``blocks`` children: child 0 also
+embeds, the last child also pools and projects, and every child holds one
+pre-LN transformer layer, so a block range ``[a, b]`` of a plan is layers a..b-1.
+
+Tensor parallelism: each block carries ``tp_plan`` (submodule name to rule). Who
+splits a block over tp ranks puts these in place of the weight [out, in]:
+
+- ``colwise``: rows [out/tp, in] and the same slice of the bias;
+- ``packed_colwise``: the weight is ``packed_parts`` (an int attribute of the
+  Linear; 3 for a fused qkv) matrices one above the other, each is cut colwise;
+- ``rowwise``: columns [out, in/tp]; partial outputs are summed over the ranks,
+  the bias is added once, after the sum.
+
+The blocks take their number of heads from the width of what they are given.
+
+Shape suffixes used in this file: B = batch, T = tokens, W = width, L = local
+width (W/tp), H = local heads, D = width of a head, E = embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmplan.errors import InvalidInputError
+
+TP_PLAN = {
+    "attention.qkv": "packed_colwise",
+    "attention.out": "rowwise",
+    "mlp.up": "colwise",
+    "mlp.down": "rowwise",
+}
+
+
+class Attention(nn.Module):
+    """Self-attention with a fused qkv; the number of heads follows the local width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv.packed_parts = 3  # pyright: ignore[reportArgumentType]
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BTW: Tensor, mask_BT: Tensor | None) -> Tensor:
+        """Mix tokens: [B, T, W] to [B, T, W].
+
+        Args:
+            x_BTW: normalised activations.
+            mask_BT: bool, True at the tokens that may be attended to; None for all.
+
+        Raises:
+            InvalidInputError: the local width cuts a head in two.
+        """
+        q, k, v = (self._heads(part) for part in self.qkv(x_BTW).chunk(3, dim=-1))
+        mask = None if mask_BT is None else mask_BT[:, None, None, :]
+        mixed_BHTD = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
+
+    def _heads(self, x_BTL: Tensor) -> Tensor:
+        if x_BTL.shape[-1] % self.head_dim:
+            raise InvalidInputError(
+                f"a tensor-parallel rank would get {x_BTL.shape[-1]} channels of attention, "
+                f"heads are {self.head_dim} wide",
+                hint="choose a tp that divides the number of heads",
+            )
+        return x_BTL.view(*x_BTL.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        """Map every token apart: [B, T, W] to [B, T, W]."""
+        return self.down(functional.gelu(self.up(x_BTW)))
+
+
+class Block(nn.Module):
+    """One pre-LN transformer layer, with the embedding before it or the head after it.
+
+    Dropout stands on the residual branches only, after the row-parallel sums:
+    there every tensor-parallel rank holds the same values, so one seed gives the
+    same masks whatever the degree.
+
+    Attributes:
+        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        dropout: float,
+        embed: nn.Module | None,
+        head: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.embed = embed
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width, round(width * mlp_ratio))
+        self.dropout = nn.Dropout(dropout)
+        self.head = head
+        self.tp_plan = dict(TP_PLAN)
+
+    def _layer(self, x_BTW: Tensor, mask_BT: Tensor | None) -> Tensor:
+        x_BTW = x_BTW + self.dropout(self.attention(self.norm1(x_BTW), mask_BT))
+        return x_BTW + self.dropout(self.mlp(self.norm2(x_BTW)))
+
+
+class VisionBlock(Block):
+    """A block of the image tower: takes images or activations, gives activations or features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block.
+
+        Args:
+            x: [B, channels, image, image] for the first block, else [B, T, W].
+
+        Returns:
+            [B, T, W], or [B, E] from the last block.
+        """
+        x_BTW = x if self.embed is None else self.embed(x)
+        x_BTW = self._layer(x_BTW, None)
+        return x_BTW if self.head is None else self.head(x_BTW.mean(dim=1))
+
+
+class TextBlock(Block):
+    """A block of the text tower; activations travel with the mask of real tokens."""
+
+    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            inputs: token ids [B, T] (int64, 0 is padding) for the first block,
+                else activations [B, T, W] and mask [B, T] (bool), as two
+                arguments or as one tuple.
+
+        Returns:
+            The same pair, or features [B, E] from the last block.
+        """
+        state: Any = inputs[0] if isinstance(inputs[0], tuple) else inputs
+        x_BTW: Tensor
+        mask_BT: Tensor
+        x_BTW, mask_BT = state if self.embed is None else self.embed(state[0])
+        x_BTW = self._layer(x_BTW, mask_BT)
+        if self.head is None:
+            return x_BTW, mask_BT
+        weight_BT = mask_BT.to(x_BTW.dtype)
+        sum_BW = torch.einsum("btw,bt->bw", x_BTW, weight_BT)
+        return self.head(sum_BW / weight_BT.sum(dim=1, keepdim=True))
+
+
+class PatchEmbedding(nn.Module):
+    """Images to tokens: each patch mapped linearly, plus a learned position."""
+
+    def __init__(self, *, width: int, patch: int, image: int, channels: int) -> None:
+        super().__init__()
+        self.patch = patch
+        self.shape = (channels, image, image)
+        self.project = nn.Linear(channels * patch**2, width)
+        self.position = nn.Parameter(0.02 * torch.randn((image // patch) ** 2, width))
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Embed [B, channels, image, image] as [B, T, W].
+
+        Raises:
+            InvalidInputError: images of another shape.
+        """
+        if tuple(image.shape[1:]) != self.shape:
+            raise InvalidInputError(
+                f"the image tower takes images {list(self.shape)}, got {list(image.shape[1:])}",
+                hint="set the factory's args image and channels to those of the data",
+            )
+        rows = image.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)
+        patches = rows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        return self.project(patches) + self.position
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids to activations and mask; id 0 is padding."""
+
+    def __init__(self, *, width: int, vocab: int, length: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed ids [B, T <= length] as activations [B, T, W] and mask [B, T].
+
+        Raises:
+            InvalidInputError: more tokens than positions.
+        """
+        length = tokens_BT.shape[1]
+        if length > len(self.position):
+            raise InvalidInputError(
+                f"the text tower has {len(self.position)} positions, got {length} tokens",
+                hint="set the factory's arg length to that of the data",
+            )
+        # The first token counts even as padding: attention over nothing would be NaN.
+        first_T = torch.arange(length, device=tokens_BT.device) == 0
+        return self.token(tokens_BT) + self.position[:length], (tokens_BT != 0) | first_T
+
+
+def vision(
+    blocks: int,
+    width: int,
+    *,
+    heads: int = 4,
+    patch: int = 2,
+    image: int = 8,
+    channels: int = 1,
+    embed: int = 64,
+    mlp_ratio: float = 4.0,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Build a vision transformer with mean pooling.
+
+    Args:
+        blocks: children of the Sequential, each with one transformer layer.
+        width: channels of the activations, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        patch: side of a patch in pixels, divides ``image``.
+        image: side of the (square) image in pixels.
+        channels: colour channels.
+        embed: width of the features that come out.
+        mlp_ratio: hidden width of the MLP over ``width``.
+        dropout: probability, on the residual branches.
+
+    Returns:
+        Takes images [B, channels, image, image], gives features [B, embed].
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    _check(blocks=blocks, width=width, heads=heads, patch=patch, image=image, embed=embed)
+    _check_divides("heads", heads, "width", width)
+    _check_divides("patch", patch, "image", image)
+    return nn.Sequential(
+        *(
+            VisionBlock(
+                width=width,
+                heads=heads,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                embed=PatchEmbedding(width=width, patch=patch, image=image, channels=channels)
+                if index == 0
+                else None,
+                head=_head(width, embed) if index == blocks - 1 else None,
+            )
+            for index in range(blocks)
+        )
+    )
+
+
+def text(
+    blocks: int,
+    width: int,
+    *,
+    heads: int = 4,
+    vocab: int = 64,
+    length: int = 8,
+    embed: int = 64,
+    mlp_ratio: float = 4.0,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Build a text transformer with mean pooling over the tokens that are not padding.
+
+    Args:
+        blocks: children of the Sequential, each with one transformer layer.
+        width: channels of the activations, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        vocab: number of token ids; 0 is padding. The default fits ``zoo.digits``.
+        length: most tokens of a text. The default fits ``zoo.digits``.
+        embed: width of the features that come out.
+        mlp_ratio: hidden width of the MLP over ``width``.
+        dropout: probability, on the residual branches.
+
+    Returns:
+        Takes token ids [B, T], gives features [B, embed].
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    _check(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
+    _check_divides("heads", heads, "width", width)
+    return nn.Sequential(
+        *(
+            TextBlock(
+                width=width,
+                heads=heads,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                embed=TokenEmbedding(width=width, vocab=vocab, length=length)
+                if index == 0
+                else None,
+                head=_head(width, embed) if index == blocks - 1 else None,
+            )
+            for index in range(blocks)
+        )
+    )
+
+
+def _head(width: int, embed: int) -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, embed, bias=False))
+
+
+def _check(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise InvalidInputError(f"{name} is {size}", hint=f"give {name} a size of 1 or more")
+
+
+def _check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
+    if whole % part:
+        raise InvalidInputError(
+            f"{part_name} {part} does not divide {whole_name} {whole}",
+            hint=f"choose a {whole_name} that is a multiple of {part}",
+        )
