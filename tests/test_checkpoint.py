@@ -1,0 +1,484 @@
+"""Checkpoints: any layout reads any other bit for bit; no kill, flip or full disk loses one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmlaunch.boxes import Box, ShardStyle, assemble, cover, flat_to_boxes, shard_boxes, whole
+from mmlaunch.checkpoint import Entry, clean, latest, save
+from mmlaunch.restore import open_checkpoint
+from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Ranks:
+    """gather and barrier for threads that play the ranks of one run."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world, timeout=20)
+        self._slots: list[Any] = [None] * world
+
+    def gather(self, rank: int) -> Callable[[Any], list[Any] | None]:
+        def call(item: Any) -> list[Any] | None:
+            self._slots[rank] = item
+            self._barrier.wait()
+            got = list(self._slots) if rank == 0 else None
+            self._barrier.wait()
+            return got
+
+        return call
+
+    def barrier(self) -> None:
+        self._barrier.wait()
+
+
+def save_all(root: Path, step: int, entries: Sequence[Sequence[Entry]], keep: int = 2) -> list[Any]:
+    """Every rank saves, in threads; what each returned or raised."""
+    ranks = Ranks(len(entries))
+
+    def one(rank: int) -> Any:
+        try:
+            return save(
+                root=root,
+                step=step,
+                entries=entries[rank],
+                state={"sampler": {"seed": 3, "step": step}},
+                meta={"plan": "abc"},
+                rank=rank,
+                gather=ranks.gather(rank),
+                barrier=ranks.barrier,
+                keep=keep,
+            )
+        except Exception as exc:
+            return exc
+
+    with ThreadPoolExecutor(len(entries)) as pool:
+        return list(pool.map(one, range(len(entries))))
+
+
+def parts(full: Tensor, boxes: Sequence[Box]) -> list[tuple[tuple[int, ...], Tensor]]:
+    return [(box.offsets, full[box.slices]) for box in boxes]
+
+
+def two_rank_entries(value: float, rows: int = 6) -> list[list[Entry]]:
+    """A weight cut in rows with optimizer state as a flat slice, and a replicated scalar."""
+    weight = torch.full((rows, 5), value)
+    moment = torch.full((rows, 5), value + 0.5, dtype=torch.float64)
+    half = weight.numel() // 2 + 1
+    flat = [flat_to_boxes(weight.shape, 0, half), flat_to_boxes(weight.shape, half, rows * 5)]
+    return [
+        [
+            Entry(
+                name="vision.0.weight",
+                kind="param",
+                full_shape=(rows, 5),
+                boxes=parts(weight, shard_boxes((rows, 5), "colwise", rank, 2)),
+            ),
+            Entry(
+                name="vision.0.weight",
+                kind="optim.exp_avg",
+                full_shape=(rows, 5),
+                boxes=parts(moment, flat[rank]),
+            ),
+            Entry(
+                name="losses.clip.logit_scale",
+                kind="param",
+                full_shape=(),
+                boxes=[((), torch.tensor(value + rank))],
+            ),
+        ]
+        for rank in range(2)
+    ]
+
+
+def check_content(path: Path) -> None:
+    """Everything in it is of its own step."""
+    checkpoint = open_checkpoint(path)
+    step = checkpoint.step
+    assert path.name == f"step-{step}"
+    assert checkpoint.state["sampler"]["step"] == step
+    assert (checkpoint.load_whole("vision.0.weight") == step).all()
+    assert (checkpoint.load_whole("vision.0.weight", "optim.exp_avg") == step + 0.5).all()
+    assert checkpoint.load_whole("losses.clip.logit_scale").item() == step
+
+
+# ---- boxes ----
+
+
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[Box]]:
+    """Boxes per rank: TP shards, plain or packed, or a flat slice each."""
+    styles: list[tuple[ShardStyle | None, int, int]] = [(None, 1, 1)]
+    cuts: list[tuple[ShardStyle, int, int]] = [("colwise", 0, 1), ("rowwise", 1, 1)]
+    cuts += [("packed_colwise", 0, 2), ("packed_colwise", 0, 3)]
+    for style, dim, num_parts in cuts:
+        size = shape[dim] if len(shape) > dim else 1
+        counts = [n for n in range(2, size + 1) if size % (n * num_parts) == 0]
+        styles += [(style, count, num_parts) for count in counts]
+    if draw(st.booleans()):
+        style, count, num_parts = draw(st.sampled_from(styles))
+        return [shard_boxes(shape, style, index, count, num_parts) for index in range(count)]
+    numel = prod(shape)
+    ends = [0, *sorted(draw(st.lists(st.integers(0, numel), max_size=4))), numel]
+    return [flat_to_boxes(shape, lo, hi) for lo, hi in itertools.pairwise(ends)]
+
+
+@st.composite
+def reshardings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]], list[list[Box]]]:
+    shape = draw(shapes)
+    return shape, draw(layouts(shape)), draw(layouts(shape))
+
+
+@given(reshardings())
+def test_any_layout_becomes_any_other_bit_for_bit(
+    case: tuple[tuple[int, ...], list[list[Box]], list[list[Box]]],
+) -> None:
+    shape, old, new = case
+    full = torch.arange(prod(shape), dtype=torch.float64).reshape(shape)
+    stored = [(box, full[box.slices].clone()) for boxes in old for box in boxes]
+    assert sum(box.num_elements for box, _ in stored) == full.numel()
+    for boxes in new:
+        for box in boxes:
+            got = assemble("w", box, stored, dtype=torch.float64)
+            assert torch.equal(got, full[box.slices])
+
+
+@given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.integers(0, prod(s)))), st.data())
+def test_flat_slice_is_its_boxes_one_after_another(
+    case: tuple[tuple[int, ...], int], data: st.DataObject
+) -> None:
+    shape, lo = case
+    hi = data.draw(st.integers(lo, prod(shape)))
+    full = torch.arange(prod(shape)).reshape(shape)
+    boxes = flat_to_boxes(shape, lo, hi)
+    flat = [full[box.slices].reshape(-1) for box in boxes]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *flat]), torch.arange(lo, hi))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(reshardings(), st.data())
+def test_a_missing_part_is_a_hole_and_named(
+    case: tuple[tuple[int, ...], list[list[Box]], list[list[Box]]], data: st.DataObject
+) -> None:
+    shape, old, _ = case
+    boxes = [box for rank in old for box in rank]
+    lost = data.draw(st.integers(0, len(boxes) - 1))
+    kept = boxes[:lost] + boxes[lost + 1 :]
+    holes = cover(whole(shape), kept).holes
+    assert sum(hole.num_elements for hole in holes) == boxes[lost].num_elements
+    stored = [(box, torch.zeros(box.sizes)) for box in kept]
+    with pytest.raises(InvalidInputError, match=r"text\.1\.bias: \d+ of the wanted elements"):
+        assemble("text.1.bias", whole(shape), stored, dtype=torch.float32)
+
+
+def test_packed_shards_take_their_part_of_each_third() -> None:
+    boxes = shard_boxes((12, 4), "packed_colwise", 1, 2, 3)
+    assert [str(box) for box in boxes] == ["[2:4, 0:4]", "[6:8, 0:4]", "[10:12, 0:4]"]
+
+
+def test_rowwise_bias_is_whole_and_odd_sizes_are_refused() -> None:
+    assert shard_boxes((7,), "rowwise", 1, 2) == [whole((7,))]
+    with pytest.raises(InvalidInputError, match=r"\[7, 3\] cannot be cut colwise in 2"):
+        shard_boxes((7, 3), "colwise", 0, 2)
+
+
+# ---- save and restore ----
+
+
+@settings(max_examples=25, deadline=None)
+@given(reshardings(), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]))
+def test_saved_under_one_layout_loads_under_another(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[tuple[int, ...], list[list[Box]], list[list[Box]]],
+    dtype: torch.dtype,
+) -> None:
+    shape, old, new = case
+    root = tmp_path_factory.mktemp("run") / "checkpoints"
+    full = torch.randint(0, 2, shape).to(dtype)
+    entries = [
+        [Entry(name="m.0.w", kind="param", full_shape=shape, boxes=parts(full, boxes))]
+        for boxes in old
+    ]
+    assert save_all(root, 4, entries) == [root / "step-4"] * len(old)
+    checkpoint = open_checkpoint(root / "step-4")
+    for boxes in new:
+        for box, got in zip(boxes, checkpoint.load("m.0.w", "param", boxes), strict=True):
+            assert got.dtype == dtype
+            assert torch.equal(got, full[box.slices])
+
+
+def test_state_meta_and_kinds_come_back_and_replicas_are_the_lowest_rank_s(tmp_path: Path) -> None:
+    save_all(tmp_path, 7, two_rank_entries(7.0))
+    check_content(tmp_path / "step-7")
+    checkpoint = open_checkpoint(tmp_path / "step-7")
+    assert checkpoint.meta == {"plan": "abc"}
+    assert checkpoint.kinds("vision.0.weight") == ["param", "optim.exp_avg"]
+    assert checkpoint.names() == ["vision.0.weight", "losses.clip.logit_scale"]
+    (half,) = checkpoint.load("vision.0.weight", "param", [whole((6, 5))], torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+
+
+def test_only_the_newest_stay_and_the_saved_one_always_does(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save_all(tmp_path, step, two_rank_entries(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-30"]
+    save_all(tmp_path, 20, two_rank_entries(20), keep=1)  # went on from an earlier one
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-30"]
+    check_content(tmp_path / "step-20")
+
+
+def test_other_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    checkpoint = open_checkpoint(tmp_path / "step-1")
+    with pytest.raises(InvalidInputError, match=r"no vision\.0\.weights .*but vision\.0\.weight"):
+        checkpoint.load("vision.0.weights", "param", [])
+    with pytest.raises(InvalidInputError, match=r"has shape \(6, 4\), .* holds \(6, 5\)"):
+        checkpoint.load("vision.0.weight", "param", [], full_shape=(6, 4))
+
+
+def test_parts_that_are_not_a_whole_tensor_are_refused_before_anything_is_lost(
+    tmp_path: Path,
+) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    broken = two_rank_entries(2.0)
+    broken[1] = broken[1][1:]
+    first, second = save_all(tmp_path, 2, broken)
+    assert isinstance(first, RunFailedError)
+    assert "vision.0.weight (param): no rank saves its part [3:6, 0:5]" in first.message
+    assert isinstance(second, RunFailedError)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:
+    entries = two_rank_entries(1.0)
+    bad = torch.zeros(6, 5, dtype=torch.complex64)
+    entries[1].append(Entry(name="x", kind="param", full_shape=(6, 5), boxes=[((0, 0), bad)]))
+    first, second = save_all(tmp_path, 1, entries)
+    assert isinstance(first, MMPlanError)
+    assert isinstance(second, MMPlanError)
+    assert "complex64" in first.message
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- damage ----
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def test_any_flipped_bit_of_the_manifest_is_refused(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    path = tmp_path / "step-1" / "manifest.json"
+    for position, bit in itertools.product(range(path.stat().st_size), range(8)):
+        flip(path, position, bit)
+        with pytest.raises(InvalidInputError, match=r"manifest\.json is damaged"):
+            open_checkpoint(tmp_path / "step-1")
+        flip(path, position, bit)
+    check_content(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("name", ["rank-0.safetensors", "rank-1.safetensors"])
+def test_any_flipped_bit_of_a_file_is_refused_and_the_mend_named(tmp_path: Path, name: str) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    save_all(tmp_path, 2, two_rank_entries(2.0))
+    path = tmp_path / "step-2" / name
+    size = path.stat().st_size
+    for position, bit in itertools.product(range(0, size, 7), range(8)):
+        flip(path, position, bit)
+        with pytest.raises(InvalidInputError, match=f"{name} is damaged") as caught:
+            check_content(tmp_path / "step-2")
+        assert f"resume from the one before, {tmp_path / 'step-1'}" in (caught.value.hint or "")
+        flip(path, position, bit)
+    check_content(tmp_path / "step-2")
+
+
+def test_a_short_a_missing_and_a_newer_file_are_refused(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    path = tmp_path / "step-1" / "rank-1.safetensors"
+    whole_file = path.read_bytes()
+    path.write_bytes(whole_file[:-1])
+    with pytest.raises(InvalidInputError, match="the manifest says"):
+        open_checkpoint(tmp_path / "step-1")
+    path.unlink()
+    with pytest.raises(InvalidInputError, match=r"rank-1\.safetensors is missing") as caught:
+        open_checkpoint(tmp_path / "step-1")
+    assert "no earlier checkpoint" in (caught.value.hint or "")
+
+
+# ---- kills ----
+
+
+def save_forever(root: Path, rows: int) -> None:
+    torch.set_num_threads(1)
+    newest = latest(root)
+    step = open_checkpoint(newest).step if newest else 0
+    while True:
+        step += 1
+        save_all(root, step, two_rank_entries(float(step), rows))
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, "the saving process did not get going"
+        time.sleep(0.001)
+
+
+def kill_while_saving(root: Path, num_kills: int) -> None:
+    """Kill a saving process until so many kills have left a half-written folder behind."""
+    pick, num_cut_short = random.Random(0), 0
+    while num_cut_short < num_kills:
+        before = latest(root)
+        child = FORK.Process(target=save_forever, args=(root, 20_000), daemon=True)
+        child.start()
+        wait_for(lambda before=before: latest(root) != before)
+        time.sleep(pick.uniform(0, 0.06))
+        os.kill(child.pid or 0, signal.SIGKILL)
+        child.join()
+        num_cut_short += any(path.name.startswith(".") for path in root.iterdir())
+        clean(root)
+        newest = latest(root)
+        assert newest is not None
+        check_content(newest)
+        assert all(path.name.startswith("step-") for path in root.iterdir())
+
+
+def test_ten_kills_during_the_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 10)
+
+
+@pytest.mark.slow
+def test_fifty_kills_during_the_save_leave_a_whole_checkpoint(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 50)
+
+
+def die_at_call(root: Path, step: int, call: int) -> None:
+    """Save once, and die of SIGKILL just before the call-th change of the disk."""
+    torch.set_num_threads(1)
+    calls = itertools.count()
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
+        setattr(os, name, dying(getattr(os, name)))
+    save_all(root, step, two_rank_entries(float(step)))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["the same step again", "a new step"])
+def test_a_kill_before_every_single_change_of_the_disk(tmp_path: Path, step: int) -> None:
+    outcomes: list[str] = []
+    for call in itertools.count():
+        root = tmp_path / str(call)
+        for earlier in (1, 2):
+            save_all(root, earlier, two_rank_entries(float(earlier)))
+        child = FORK.Process(target=die_at_call, args=(root, step, call), daemon=True)
+        child.start()
+        child.join()
+        clean(root)
+        newest = latest(root)
+        assert newest is not None
+        check_content(newest)
+        assert newest.name in ("step-2", f"step-{step}")
+        for path in root.iterdir():
+            check_content(path)
+        outcomes.append(newest.name)
+        if child.exitcode == 0:
+            break
+    assert len(outcomes) > 15
+    assert outcomes[0] == "step-2"
+    assert outcomes[-1] == f"step-{step}"
+
+
+# ---- full disks ----
+
+
+@contextlib.contextmanager
+def tiny_disk(path: Path, size: str) -> Iterator[None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    path.mkdir()
+    options = f"size={size}".encode()
+    if libc.mount(b"tmpfs", bytes(path), b"tmpfs", 0, options) != 0:
+        pytest.skip(f"mounting a tmpfs is not permitted: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        libc.umount2(bytes(path), 2)
+
+
+def test_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with tiny_disk(disk, "256k"):
+        root = disk / "checkpoints"
+        save_all(root, 1, two_rank_entries(1.0, rows=100))
+        for error in save_all(root, 2, two_rank_entries(2.0, rows=10_000)):
+            assert isinstance(error, MMPlanError)
+        error = save_all(root, 2, two_rank_entries(2.0, rows=10_000))[0]
+        assert isinstance(error, UnfitEnvironmentError)
+        assert f"needs 600,008 bytes in {root}, " in error.message
+        assert "are free" in error.message
+        assert "goes on from step-1" in (error.hint or "")
+        assert [path.name for path in root.iterdir()] == ["step-1"]
+        check_content(root / "step-1")
+
+
+def save_under_a_limit(root: Path, answer: Any) -> None:
+    torch.set_num_threads(1)  # the parent's thread pool is not in a forked child
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    outcomes = save_all(root, 2, two_rank_entries(2.0, rows=10_000))
+    answer.send([(type(o).__name__, o.message, o.exit_code) for o in outcomes])
+
+
+def test_a_file_that_may_not_grow_is_one_clear_error(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    receiver, sender = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=save_under_a_limit, args=(tmp_path, sender), daemon=True)
+    child.start()
+    assert receiver.poll(20)
+    for name, message, exit_code in receiver.recv():
+        assert (name, exit_code) == ("UnfitEnvironmentError", 4)
+        assert "File too large" in message
+    child.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    check_content(tmp_path / "step-1")
+
+
+def test_root_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    for error in save_all(tmp_path / "checkpoints", 2, two_rank_entries(2.0)):
+        assert isinstance(error, UnfitEnvironmentError)
