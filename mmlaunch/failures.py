@@ -1,0 +1,290 @@
+"""Who is to blame when a run fails.
+
+When one worker dies, the others die of it: their connections close or time out, often
+before the launcher has looked once. So every worker that raises leaves a record, and
+the launcher ranks what it finds: an error of a worker's own, then a worker that vanished
+without a word, and errors of the network last; within each, the earliest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mmlaunch.heartbeat import Snapshot, State, Where
+from mmplan.errors import RunFailedError
+
+# What torch, gloo and NCCL say when the other side is gone or late.
+_NETWORK_ERROR = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|\bgloo/|\bNCCL\b|socket|recvBytes|sendBytes"
+    r"|timed out waiting|wait timeout|timeout after|application timeout|failed to connect",
+    re.IGNORECASE,
+)
+
+
+class WorkerFailedError(RunFailedError):
+    """A worker died, hung or was stopped, and the run with it.
+
+    Attributes:
+        rank: the global rank to blame.
+        detail: that worker's traceback, or where it hangs; may be empty.
+    """
+
+    def __init__(self, message: str, *, hint: str | None, rank: int, detail: str) -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureRecord:
+    """What a worker writes about its own end; one JSON file per attempt and rank.
+
+    Attributes:
+        rank: global rank.
+        attempt: 0 for the first start, then one more for each restart.
+        module: name of the unit or module that ran; may be empty.
+        step: training step; -1 before the first.
+        instruction: the instruction as printed; may be empty.
+        kind: class of the exception.
+        message: text of the exception.
+        traceback: the whole traceback.
+        wall_time_s: when, seconds since the epoch.
+        is_network: the other side was gone or late, so somebody else is to blame.
+    """
+
+    rank: int
+    attempt: int
+    module: str
+    step: int
+    instruction: str
+    kind: str
+    message: str
+    traceback: str
+    wall_time_s: float
+    is_network: bool
+
+    @property
+    def where(self) -> Where:
+        """The place in the program."""
+        return Where(module=self.module, step=self.step, instruction=self.instruction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The one worker to blame, and what to say about it.
+
+    Attributes:
+        rank: its global rank.
+        line: one line for the user.
+        hint: what may mend it.
+        detail: traceback, or empty.
+        is_hang: it still lives and does not move.
+    """
+
+    rank: int
+    line: str
+    hint: str | None = None
+    detail: str = ""
+    is_hang: bool = False
+
+    def error(self) -> WorkerFailedError:
+        """The exception that ends the run."""
+        return WorkerFailedError(self.line, hint=self.hint, rank=self.rank, detail=self.detail)
+
+
+def describe(rank: int, where: Where) -> str:
+    """``rank 2 (module vision, step 17, instruction 0F3)``."""
+    return f"rank {rank} ({where})" if str(where) else f"rank {rank}"
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that a peer was gone or late."""
+    cause: BaseException | None = error
+    while cause is not None:
+        names = {base.__name__ for base in type(cause).__mro__}
+        if "DistError" in names:  # DistNetworkError, DistStoreError, DistBackendError
+            return True
+        if "RuntimeError" in names and _NETWORK_ERROR.search(str(cause)):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def write_record(
+    folder: Path, *, rank: int, attempt: int, where: Where, error: BaseException
+) -> None:
+    """Leave a record of ``error``, whole or not at all."""
+    record = FailureRecord(
+        rank=rank,
+        attempt=attempt,
+        module=where.module,
+        step=where.step,
+        instruction=where.instruction,
+        kind=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        wall_time_s=time.time(),
+        is_network=is_network_error(error),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"attempt-{attempt}-rank-{rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_records(folder: Path, *, attempt: int) -> list[FailureRecord]:
+    """Records of one attempt; a file that is not a record is passed over."""
+    records: list[FailureRecord] = []
+    for path in sorted(folder.glob(f"attempt-{attempt}-rank-*.json")):
+        try:
+            records.append(FailureRecord(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return records
+
+
+def remove_records(folder: Path, ranks: Sequence[int]) -> None:
+    """Remove what an earlier run in the same folder left for these ranks."""
+    for rank in ranks:
+        for path in folder.glob(f"attempt-*-rank-{rank}.json"):
+            path.unlink(missing_ok=True)
+
+
+def blame_death(
+    records: Sequence[FailureRecord],
+    vanished: Sequence[tuple[int, int | None, Where]],
+    *,
+    include_network: bool,
+) -> Verdict | None:
+    """Pick the worker whose death explains the others.
+
+    Args:
+        records: what workers wrote.
+        vanished: (global rank, exit code or None, last place) of each worker that ended
+            without a record, in the order in which they were noticed.
+        include_network: blame a worker that only lost its peer when there is no other;
+            False while a better explanation may still arrive.
+    """
+    own = [record for record in records if not record.is_network]
+    if own:
+        return _raised(min(own, key=lambda record: record.wall_time_s))
+    if vanished:
+        rank, exit_code, where = vanished[0]
+        return _vanished(rank, exit_code, where)
+    if records and include_network:
+        return _lost_peer(min(records, key=lambda record: record.wall_time_s))
+    return None
+
+
+def _raised(record: FailureRecord) -> Verdict:
+    first_line = record.message.strip().partition("\n")[0]
+    said = f"{record.kind}: {first_line}" if first_line else record.kind
+    return Verdict(
+        rank=record.rank,
+        line=f"{describe(record.rank, record.where)} died: {said}",
+        detail=record.traceback,
+    )
+
+
+def _lost_peer(record: FailureRecord) -> Verdict:
+    verdict = _raised(record)
+    return Verdict(
+        rank=record.rank,
+        line=verdict.line.replace(" died: ", " lost a peer: ", 1),
+        detail=record.traceback,
+        hint="no worker of this machine died first: look at the other machines and the network",
+    )
+
+
+def _vanished(rank: int, exit_code: int | None, where: Where) -> Verdict:
+    hint = None
+    if exit_code is not None and exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        how = f"was killed by {name}"
+        if name == "SIGKILL":
+            hint = "if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks"
+    elif exit_code is None:
+        how = "vanished"
+    else:
+        how = f"left with exit code {exit_code} before it had finished"
+    return Verdict(rank=rank, line=f"{describe(rank, where)} {how}", hint=hint)
+
+
+def blame_silence(
+    snapshots: Sequence[Snapshot], *, base_rank: int, stalled_s: float
+) -> Verdict | None:
+    """Pick the worker that keeps the others waiting.
+
+    In this order: one that is stopped; one that does not wait for anybody (the longest
+    silent); one that has finished while others wait for it; else all wait for each other.
+
+    Args:
+        snapshots: every local worker, all silent.
+        base_rank: global rank of local rank 0.
+        stalled_s: how long nothing has moved, seconds, for the message.
+
+    Returns:
+        The verdict; None when every worker has finished.
+    """
+    unfinished = sorted(
+        (shot for shot in snapshots if shot.state is not State.DONE),
+        key=lambda shot: shot.progress_s,
+    )
+    if not unfinished:
+        return None
+    for shot in unfinished:
+        if shot.process is not None and shot.process.stopped():
+            return _silent(base_rank, shot, f"is stopped: no progress for {stalled_s:.1f} s")
+    for shot in unfinished:
+        if shot.state is not State.WAITING:
+            waiters = _ranks(base_rank, [s for s in unfinished if s.state is State.WAITING])
+            tail = f" while {waiters} waited" if waiters else ""
+            return _silent(base_rank, shot, f"hangs: no progress for {stalled_s:.1f} s{tail}")
+    return _blame_wait(unfinished, snapshots, base_rank=base_rank, stalled_s=stalled_s)
+
+
+def _blame_wait(
+    waiting: Sequence[Snapshot], everyone: Sequence[Snapshot], *, base_rank: int, stalled_s: float
+) -> Verdict:
+    awaited = {peer for shot in waiting for peer in shot.peers}
+    for shot in everyone:
+        if shot.state is State.DONE and base_rank + shot.local_rank in awaited:
+            waiters = [s for s in waiting if base_rank + shot.local_rank in s.peers]
+            what = f"has finished, and {_ranks(base_rank, waiters)} still waited for it"
+            return _silent(base_rank, shot, f"{what} after {stalled_s:.1f} s")
+    first = waiting[0]
+    peers = ", ".join(map(str, first.peers))
+    of_whom = f" for rank {peers}" if peers else ""
+    local = {base_rank + shot.local_rank for shot in everyone}
+    others = "" if awaited <= local else ", which runs on another machine"
+    what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
+    return _silent(base_rank, first, what)
+
+
+def _silent(base_rank: int, shot: Snapshot, what: str) -> Verdict:
+    rank = base_rank + shot.local_rank
+    return Verdict(
+        rank=rank,
+        line=f"{describe(rank, shot.where)} {what}",
+        hint="if a step may take that long, allow a longer timeout",
+        is_hang=True,
+    )
+
+
+def _ranks(base_rank: int, shots: Sequence[Snapshot]) -> str:
+    ranks = sorted(base_rank + shot.local_rank for shot in shots)
+    if not ranks:
+        return ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,347 @@
+"""Start workers, watch them, and end them all together.
+
+Stands on torch's elastic agent (rendezvous, restarts, several machines) with the fork
+server as start method, torch imported once. The agent's own judgement is replaced: it
+blames whichever worker it sees first, waits half a minute for one that is stopped, and
+never notices one that hangs (see ``launch_watch``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server import Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from mmlaunch import failures
+from mmlaunch.failures import Verdict
+from mmlaunch.guard import ProcessId
+from mmlaunch.launch_watch import OnEvent, Watch
+from mmlaunch.launch_worker import Entry, Job, WorkerContext, check_entry, worker_main
+from mmplan.errors import InvalidInputError, RunFailedError
+
+__all__ = ["WorkerContext", "launch"]
+
+_POLL_S = 0.05
+_JOIN_S = 900  # how long the machines of one run may take to come together
+_EXIT_BARRIER_S = 60.0
+# The guard first: it takes the fork server out of the terminal's reach before torch loads.
+_PRELOAD = ["mmlaunch.forkserver_guard", "torch", "mmlaunch.launch"]
+
+
+def launch(
+    *,
+    entry: Entry | str,
+    args: tuple[Any, ...] = (),
+    num_ranks: int,
+    run_dir: Path,
+    timeout_s: float,
+    max_restarts: int = 0,
+    nnodes: int = 1,
+    node_rank: int = 0,
+    ranks_per_node: int | None = None,
+    rdzv_endpoint: str | None = None,
+    on_event: OnEvent | None = None,
+) -> list[Any]:
+    """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
+
+    The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
+    everything at once. In the main thread only: elsewhere signals are the caller's.
+
+    Args:
+        entry: function that a fresh process can import, or "package.module:function".
+        args: its arguments after the context, picklable.
+        num_ranks: ranks in the whole run.
+        run_dir: made if absent; one launch at a time may use it on a machine.
+        timeout_s: seconds without any progress after which the run ends.
+        max_restarts: how often all workers are started anew after a failure.
+        nnodes: machines; each calls this function with the same arguments but ``node_rank``.
+        node_rank: which machine this is; rank r runs on machine r div ``ranks_per_node``.
+        ranks_per_node: default ``num_ranks`` / ``nnodes``, rounded up.
+        rdzv_endpoint: HOST:PORT of machine 0, with several machines.
+        on_event: gets what ``ctx.report`` sends, within 0.2 s, and the launcher's own
+            events (see ``Watch``).
+
+    Returns:
+        What the entries of this machine returned, in rank order.
+
+    Raises:
+        WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
+        InvalidInputError: the arguments contradict each other, or the folder is in use.
+        KeyboardInterrupt: a second signal came.
+    """
+    check_entry(entry)
+    per_node = ranks_per_node or -(-num_ranks // nnodes)
+    base_rank = node_rank * per_node
+    num_local = min(per_node, num_ranks - base_rank)
+    _check_nodes(num_local, per_node, num_ranks, nnodes, node_rank, rdzv_endpoint)
+    with _control_dir(run_dir, node_rank) as control_dir:
+        job = Job(
+            entry=entry,
+            args=args,
+            run_dir=run_dir.absolute(),
+            control_dir=control_dir,
+            timeout_s=timeout_s,
+            launcher=ProcessId.of(os.getpid()),
+            environment=dict(os.environ),
+            num_nodes=nnodes,
+            base_rank=base_rank,
+            num_local=num_local,
+        )
+        failures.remove_records(job.failures_dir, range(base_rank, base_rank + num_local))
+        watch = Watch(job, on_event=on_event)
+        try:
+            _run_agent(
+                job, watch, max_restarts=max_restarts, node_rank=node_rank, endpoint=rdzv_endpoint
+            )
+            return watch.results()
+        finally:
+            watch.kill()
+            watch.close()
+
+
+def _check_nodes(
+    num_local: int,
+    per_node: int,
+    num_ranks: int,
+    nnodes: int,
+    node_rank: int,
+    endpoint: str | None,
+) -> None:
+    if num_ranks < 1:
+        raise InvalidInputError(f"{num_ranks} ranks to start", hint="start at least one")
+    if nnodes > 1 and not endpoint:
+        raise InvalidInputError(
+            f"{nnodes} nodes and no rendezvous endpoint",
+            hint="give --rdzv-endpoint HOST:PORT of node 0 on every node",
+        )
+    if not 0 <= node_rank < nnodes:
+        raise InvalidInputError(
+            f"node rank {node_rank} of {nnodes} nodes", hint=f"count nodes from 0 to {nnodes - 1}"
+        )
+    if per_node * nnodes < num_ranks or num_local < 1:
+        raise InvalidInputError(
+            f"{num_ranks} ranks do not fill {nnodes} nodes with {per_node} ranks each",
+            hint="change --nnodes to the number of machines that the plan uses",
+        )
+
+
+@contextmanager
+def _control_dir(run_dir: Path, node_rank: int) -> Iterator[Path]:
+    """The launch's own folder, locked against a second launch and removed at the end."""
+    control_dir = run_dir.absolute() / f"launch-node{node_rank}"
+    try:
+        control_dir.mkdir(parents=True, exist_ok=True)
+        lock = (control_dir / "lock").open("w")
+    except OSError as error:
+        raise InvalidInputError(
+            f"cannot write to run directory {run_dir}: {error.strerror}",
+            hint="choose another with --run-dir",
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InvalidInputError(
+                f"run directory {run_dir} is in use by another launch",
+                hint="wait for it, or choose another with --run-dir",
+            ) from error
+        for stale in control_dir.iterdir():
+            if stale.name != "lock":
+                shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
+        try:
+            yield control_dir
+        finally:
+            shutil.rmtree(control_dir, ignore_errors=True)
+
+
+def _run_agent(
+    job: Job, watch: Watch, *, max_restarts: int, node_rank: int, endpoint: str | None
+) -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    single_node = job.num_nodes == 1
+    parameters = RendezvousParameters(
+        backend="c10d",
+        # Port 0: the system picks a free one and it stays bound, so launches cannot collide.
+        endpoint="127.0.0.1:0" if single_node else endpoint or "",
+        run_id=uuid.uuid4().hex if single_node else "mmlaunch",
+        min_nodes=job.num_nodes,
+        max_nodes=job.num_nodes,
+        local_addr="127.0.0.1" if single_node else None,
+        is_host="true" if node_rank == 0 else "false",
+        timeout=_JOIN_S,
+    )
+    handler = get_rendezvous_handler(parameters)
+    try:
+        spec = WorkerSpec(
+            role="mmlaunch",
+            local_world_size=job.num_local,
+            entrypoint=worker_main,
+            args=(job,),
+            rdzv_handler=handler,
+            max_restarts=max_restarts,
+            monitor_interval=_POLL_S,
+            local_addr=parameters.local_addr,
+        )
+        agent = _Agent(spec=spec, job=job, watch=watch, node_rank=node_rank)
+        with _signals(watch):
+            agent.run()
+    except SignalException as error:
+        raise KeyboardInterrupt from error
+    finally:
+        handler.shutdown()
+    if agent.verdict is not None:
+        raise agent.verdict.error()
+    if not watch.all_done():
+        raise RunFailedError(
+            "the workers' group broke up before they had finished",
+            hint="look at the launchers on the other machines",
+        )
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, with the watch's judgement and with machines in the user's order."""
+
+    def __init__(self, *, spec: WorkerSpec, job: Job, watch: Watch, node_rank: int) -> None:
+        super().__init__(
+            spec=spec,
+            logs_specs=DefaultLogsSpecs(log_dir=str(job.control_dir / "logs")),
+            start_method="forkserver",
+            exit_barrier_timeout=_EXIT_BARRIER_S,
+        )
+        self._job = job
+        self._watch = watch
+        self._node_rank = node_rank
+        self._num_starts = 0
+        self.verdict: Verdict | None = None
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Number workers machine by machine, as ``node_rank`` says.
+
+        The rendezvous orders machines by name, which says nothing about the plan's ranks.
+        """
+        mine = {"num_local": spec.local_world_size, "node_rank": self._node_rank}
+        store.set(f"mmlaunch/node/{group_rank}", json.dumps(mine))
+        nodes = [json.loads(store.get(f"mmlaunch/node/{n}")) for n in range(group_world_size)]
+        _check_distinct([node["node_rank"] for node in nodes])
+        world_size = sum(node["num_local"] for node in nodes)
+        ranks = range(self._job.base_rank, self._job.base_rank + spec.local_world_size)
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=rank,
+                role_rank=rank,
+                world_size=world_size,
+                role_world_size=world_size,
+            )
+            for local_rank, rank in enumerate(ranks)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        job = replace(self._job, **self._agree_on_attempt(worker_group))
+        worker_group.spec.args = (job,)
+        self._watch.begin(job)
+        pids = super()._start_workers(worker_group)
+        self._watch.adopt(pids)
+        return pids
+
+    def _agree_on_attempt(self, worker_group: WorkerGroup) -> dict[str, Any]:
+        """One number and one store prefix per attempt, the same on every machine.
+
+        All attempts share the agent's store; without a prefix of its own the second one
+        reads the addresses of the first one's dead workers.
+        """
+        store, key = worker_group.store, "mmlaunch/attempt"
+        if worker_group.group_rank == 0:
+            mine = {"attempt": self._num_starts, "store_prefix": uuid.uuid4().hex}
+            store.set(key, json.dumps(mine))
+        agreed: dict[str, Any] = json.loads(store.get(key))
+        self._num_starts = agreed["attempt"] + 1
+        return agreed
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        verdict = self._watch.poll()
+        if verdict is None and not self._watch.all_done():
+            return RunResult(state=WorkerState.HEALTHY)
+        if verdict is None:
+            self._watch.release()
+            result = super()._monitor_workers(worker_group)
+            if not result.is_failed():
+                return result
+            verdict = self._watch.poll()
+        return self._fail(verdict)
+
+    def _fail(self, verdict: Verdict | None) -> RunResult:
+        self._watch.kill()
+        if self._watch.stop_requested:
+            self._remaining_restarts = 0
+        if verdict is not None and self._remaining_restarts > 0:
+            self._watch.announce({"launcher": "restart", "cause": verdict.line})
+        else:
+            self.verdict = verdict
+        return RunResult(state=WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._watch.kill()
+        super()._shutdown(death_sig, timeout)
+
+
+def _check_distinct(node_ranks: list[int]) -> None:
+    if sorted(node_ranks) != list(range(len(node_ranks))):
+        raise InvalidInputError(
+            f"the machines say they are nodes {sorted(node_ranks)}",
+            hint=f"give each machine its own --node-rank, from 0 to {len(node_ranks) - 1}",
+        )
+
+
+@contextmanager
+def _signals(watch: Watch) -> Iterator[None]:
+    """First signal: ask for a stop. Second: end everything. Restores what was there before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(_signum: int, _frame: object) -> None:
+        if watch.stop_requested:
+            watch.kill()
+            raise KeyboardInterrupt
+        watch.request_stop()
+
+    ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # The agent installs handlers of its own each time it starts workers; one it must have.
+    before: dict[signal.Signals, Any] = {
+        sig: signal.getsignal(sig) for sig in (*ours, signal.SIGQUIT)
+    }
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    variable_before = os.environ.get(variable)
+    os.environ[variable] = "SIGQUIT"
+    for sig in ours:
+        signal.signal(sig, handle)
+    try:
+        yield
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+        if variable_before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = variable_before
