@@ -217,7 +217,7 @@ def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
         batch=batch,
         weight=spec.weight,
         data=spec.data or workload.data,
-        inputs=_producers_first(name, inputs),
+        inputs=producers_first(name, inputs),
         loss_inputs={
             loss: _sources(workload, spec.inputs.get(loss, item.inputs))
             for loss, item in losses.items()
@@ -236,10 +236,14 @@ def _sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[Source
     return tuple(parse_source(text, workload.modules) for text in inputs)
 
 
-def _producers_first(
+def producers_first(
     task: str, inputs: Mapping[str, tuple[Source, ...]]
 ) -> dict[str, tuple[Source, ...]]:
-    """Stable topological order of the task's modules."""
+    """Stable topological order of a task's modules.
+
+    Raises:
+        ValueError: some take each other's output in a circle.
+    """
     ordered: dict[str, tuple[Source, ...]] = {}
     while len(ordered) < len(inputs):
         ready = [

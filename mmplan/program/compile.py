@@ -1,0 +1,186 @@
+"""Compile a plan: pure data in, one instruction list per rank out. No profile, no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.lower import Graph, lower
+from mmplan.program.model import Program, Stage
+from mmplan.program.order import order_stage
+from mmplan.program.timeline import Event, Link, Timeline, edge_links
+from mmplan.schema.plan import Plan
+
+# Receives are posted this many computes before the one that waits for them.
+RECEIVES_AHEAD = 2
+
+
+def compile_plan(plan: Plan) -> Program:
+    """The program of a plan without faults; the same plan always gives the same program.
+
+    Raises:
+        InvalidInputError: the plan's schedules wait for each other, or see
+            :func:`mmplan.program.lower.lower`.
+    """
+    graph = lower(plan)
+    batches = {name: task.batch for name, task in plan.tasks.items()}
+    links = [edge_links(graph.stages, edge) for edge in graph.edges]
+    timeline = Timeline(
+        stages=graph.stages,
+        edges=graph.edges,
+        losses=graph.losses,
+        reductions=graph.reductions,
+        batches=batches,
+        forwards_before=_orders(plan, graph),
+        links=links,
+    )
+    projection = _Projection(graph, links, plan.devices)
+    for event in timeline.run():
+        projection.add(event)
+    return Program(
+        name=plan.name,
+        batches=batches,
+        stages=tuple(graph.stages),
+        edges=tuple(graph.edges),
+        losses=tuple(graph.losses),
+        reductions=tuple(graph.reductions),
+        instructions=tuple(hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()),
+    )
+
+
+def _orders(plan: Plan, graph: Graph) -> list[list[list[int]]]:
+    """Every stage's order, consumers before producers."""
+    orders: list[list[list[int]]] = [[] for _ in graph.stages]
+    for stage in reversed(graph.stages):
+        consumers = [
+            (graph.stages[e.consumer], orders[e.consumer])
+            for e in graph.edges
+            if e.producer == stage.index
+        ]
+        sync_batches = [graph.losses[index].sync_batch or 0 for index in stage.syncs]
+        orders[stage.index] = order_stage(
+            stage, plan.unit(stage.unit).schedule, sync_batches, consumers
+        )
+    return orders
+
+
+class _Projection:
+    """Writes each event into the rows of its ranks, with the messages around it."""
+
+    def __init__(self, graph: Graph, links: Sequence[Sequence[Link]], num_ranks: int) -> None:
+        self._graph = graph
+        self._rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
+        self._incoming: defaultdict[tuple[int, int, int], list[tuple[int, Link]]] = defaultdict(
+            list
+        )
+        self._outgoing: defaultdict[tuple[int, int, int], list[tuple[int, Link]]] = defaultdict(
+            list
+        )
+        for edge in graph.edges:
+            for link in links[edge.index]:
+                self._outgoing[edge.producer, link.d, link.mb].append((edge.index, link))
+                self._incoming[edge.consumer, link.d2, link.mb2].append((edge.index, link))
+        self._to_forward = self._forwards_per_sync()
+        for loss in graph.losses:
+            if loss.host is not None:
+                for rank in loss.ranks:
+                    self._rows[rank].append(Collective(Op.COUNT, loss.index))
+
+    def _forwards_per_sync(self) -> dict[tuple[int, int, int], int]:
+        """(rank, loss, sync batch) to the local forwards that must come before its start."""
+        counts: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+        for stage in self._graph.stages:
+            for d, spans in enumerate(stage.microbatches):
+                for mb in range(len(spans)):
+                    for rank in stage.ranks[d]:
+                        for loss, g in self._syncs_of(stage, d, mb):
+                            counts[rank, loss, g] += 1
+        return dict(counts)
+
+    def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
+        start, stop = stage.microbatches[d][mb]
+        found: list[tuple[int, int]] = []
+        for index in stage.syncs:
+            size = self._graph.losses[index].sync_batch or 1
+            found += [(index, g) for g in range(start // size, -(-stop // size))]
+        return found
+
+    def add(self, event: Event) -> None:
+        """Append the event to every rank that takes part."""
+        for t, rank in enumerate(event.ranks):
+            row = self._rows[rank]
+            match event.op:
+                case Op.FORWARD:
+                    row += self._forward(event, t, rank)
+                case Op.BACKWARD:
+                    row += self._backward(event, t)
+                case Op.SYNC_WAIT:
+                    row.append(Sync(event.op, event.index, event.mb))
+                case _:
+                    row.append(Collective(event.op, event.index))
+
+    def _forward(self, event: Event, t: int, rank: int) -> list[Instruction]:
+        stage = self._graph.stages[event.index]
+        key = event.index, event.d, event.mb
+        items: list[Instruction] = []
+        for edge, link in self._incoming[key]:
+            group = self._graph.stages[self._graph.edges[edge].producer].ranks[link.d]
+            items.append(_message(Op.RECV_F, event, edge, group[t % len(group)], link))
+        items.append(Compute(Op.FORWARD, event.index, event.mb))
+        for edge, link in self._outgoing[key]:
+            group = self._graph.stages[self._graph.edges[edge].consumer].ranks[link.d2]
+            items += [
+                _message(Op.SEND_F, event, edge, peer, link)
+                for t2, peer in enumerate(group)
+                if t2 % stage.tp == t
+            ]
+        for loss, g in self._syncs_of(stage, event.d, event.mb):
+            self._to_forward[rank, loss, g] -= 1
+            if self._to_forward[rank, loss, g] == 0:
+                items.append(Sync(Op.SYNC_START, loss, g))
+        return items
+
+    def _backward(self, event: Event, t: int) -> list[Instruction]:
+        stage = self._graph.stages[event.index]
+        key = event.index, event.d, event.mb
+        items: list[Instruction] = []
+        for edge, link in self._outgoing[key]:
+            if self._graph.edges[edge].carries_gradient:
+                group = self._graph.stages[self._graph.edges[edge].consumer].ranks[link.d2]
+                items.append(_message(Op.RECV_B, event, edge, group[t % len(group)], link))
+        items.append(Compute(Op.BACKWARD, event.index, event.mb))
+        for edge, link in self._incoming[key]:
+            if self._graph.edges[edge].carries_gradient:
+                group = self._graph.stages[self._graph.edges[edge].producer].ranks[link.d]
+                items += [
+                    _message(Op.SEND_B, event, edge, peer, link)
+                    for t2, peer in enumerate(group)
+                    if t2 % stage.tp == t
+                ]
+        return items
+
+    def rows(self) -> list[tuple[Instruction, ...]]:
+        """Every rank's program; a rank without work has an empty row."""
+        return [(*row, Step()) if row else () for row in self._rows]
+
+
+def _message(op: Op, event: Event, edge: int, peer: int, link: Link) -> Message:
+    return Message(op, event.index, event.mb, edge, peer, *link.span)
+
+
+def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction, ...]:
+    """Post each receive up to ``ahead`` computes early; receives keep their order.
+
+    A receive that is posted before its message arrives needs no copy and lets the sender
+    finish; the compute that uses it still waits for it.
+    """
+    slots: list[list[Instruction]] = [[]]
+    for item in row:
+        if isinstance(item, Message) and not item.is_send:
+            slots[max(0, len(slots) - 1 - ahead)].append(item)
+        elif isinstance(item, Compute):
+            slots.append([item])
+        else:
+            slots[-1].append(item)
+    return tuple(item for slot in slots for item in slot)

@@ -1,0 +1,320 @@
+"""From a plan's units to stages, edges, losses and reductions: the parts without an order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
+from mmplan.program.samples import number_samples
+from mmplan.schema import workload as names
+from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
+
+
+@dataclass(slots=True)
+class Graph:
+    """Stages, edges, losses and reductions of a plan, under construction."""
+
+    stages: list[Stage] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+
+    def connect(self, producer: int, consumer: int, element: int | None, *, internal: bool) -> int:
+        """The edge between two stages for that element, new or already there."""
+        for edge in self.edges:
+            if (edge.producer, edge.consumer, edge.element) == (producer, consumer, element):
+                return edge.index
+        self.edges.append(
+            Edge(
+                index=len(self.edges),
+                producer=producer,
+                consumer=consumer,
+                element=element,
+                internal=internal,
+                carries_gradient=False,
+            )
+        )
+        return self.edges[-1].index
+
+
+def lower(plan: Plan) -> Graph:
+    """Build the graph of a plan that has no faults (:func:`mmplan.schema.faults.plan_faults`).
+
+    Raises:
+        InvalidInputError: modules feed each other in a circle, a loss is placed on other
+            ranks than those that hold its features, or one module has two tp degrees.
+    """
+    graph = Graph()
+    for name, task in plan.tasks.items():
+        last = _add_stages(graph, plan, name, task)
+        for loss_name, loss in task.losses.items():
+            _add_loss(graph, plan, name, task, loss_name, loss, last)
+    _mark_gradients(graph)
+    graph.reductions = list(_reductions(graph))
+    return graph
+
+
+def modules_in_order(name: str, task: PlannedTask) -> list[str]:
+    """The task's modules, producers before consumers.
+
+    Raises:
+        InvalidInputError: they take each other's output in a circle.
+    """
+    sources = {
+        module: tuple(names.parse_source(text, task.modules) for text in planned.inputs)
+        for module, planned in task.modules.items()
+    }
+    try:
+        return list(names.producers_first(name, sources))
+    except ValueError as error:
+        raise InvalidInputError(str(error), hint="solve the workload again") from None
+
+
+def _add_stages(graph: Graph, plan: Plan, name: str, task: PlannedTask) -> dict[str, int]:
+    """Append the stages of a task; returns each module's last stage."""
+    last: dict[str, int] = {}
+    for module in modules_in_order(name, task):
+        units = [u for u in plan.units if (u.task, u.module) == (name, module)]
+        chunks = sorted(
+            ((unit, c) for unit in units for c in range(len(unit.blocks))),
+            key=lambda item: item[0].blocks[item[1]],
+        )
+        for position, (unit, chunk) in enumerate(chunks):
+            stage = _stage(len(graph.stages), unit, chunk, task)
+            graph.stages.append(stage)
+            if position:
+                cut = graph.connect(stage.index - 1, stage.index, None, internal=True)
+                inputs = (Source(edge=cut),)
+            else:
+                inputs = tuple(
+                    _source(graph, text, task, last, stage.index)
+                    for text in task.modules[module].inputs
+                )
+            graph.stages[-1] = replace(stage, inputs=inputs)
+        last[module] = len(graph.stages) - 1
+    return last
+
+
+def _stage(index: int, unit: Unit, chunk: int, task: PlannedTask) -> Stage:
+    planned = task.modules[unit.module]
+    return Stage(
+        index=index,
+        unit=unit.name,
+        task=unit.task,
+        module=unit.module,
+        owner=planned.share or unit.module,
+        chunk=chunk,
+        blocks=unit.blocks[chunk],
+        trainable=tuple(trainable_ranges(unit.blocks[chunk], planned.frozen)),
+        tp=unit.tp,
+        ranks=tuple(replica[chunk % unit.pp] for replica in unit.ranks),
+        microbatches=number_samples(unit.microbatches, task.batch),
+        rounds=tuple(map(len, unit.microbatches)),
+        inputs=(),
+        hosted=(),
+        syncs=(),
+        input_gradient=False,
+        has_backward=False,
+    )
+
+
+def trainable_ranges(
+    blocks: tuple[int, int], frozen: bool | tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, int]]:
+    """The parts of ``blocks`` that no frozen range covers."""
+    if frozen is True:
+        return
+    start, end = blocks
+    for a, b in sorted(frozen or ()):
+        if b <= start or a >= end:
+            continue
+        if a > start:
+            yield start, a
+        start = max(start, b)
+    if start < end:
+        yield start, end
+
+
+def _source(
+    graph: Graph, text: str | None, task: PlannedTask, last: Mapping[str, int], consumer: int
+) -> Source:
+    source = names.parse_source(text, task.modules)
+    if source.module is None:
+        return Source(field=source.field)
+    producer = last[source.module]
+    return Source(edge=graph.connect(producer, consumer, source.element, internal=False))
+
+
+def _add_loss(
+    graph: Graph,
+    plan: Plan,
+    task_name: str,
+    task: PlannedTask,
+    name: str,
+    loss: PlannedLoss,
+    last: Mapping[str, int],
+) -> None:
+    index = len(graph.losses)
+    sources = [names.parse_source(text, task.modules) for text in loss.inputs]
+    stages = sorted({last[s.module] for s in sources if s.module is not None})
+    weight = loss.weight * task.weight
+    if loss.sync_batch is None:
+        host = stages[-1]
+        inputs = tuple(
+            Source(own=True, element=s.element)
+            if s.module is not None and last[s.module] == host
+            else _source(graph, text, task, last, host)
+            for s, text in zip(sources, loss.inputs, strict=True)
+        )
+        ranks = _ranks(graph, [host])
+        made = Loss(
+            index=index,
+            name=name,
+            task=task_name,
+            weight=weight,
+            ranks=ranks,
+            sync_batch=None,
+            host=host,
+            host_inputs=inputs,
+        )
+        graph.stages[host] = replace(graph.stages[host], hosted=(*graph.stages[host].hosted, index))
+    else:
+        ranks = _ranks(graph, stages)
+        made = Loss(
+            index=index,
+            name=name,
+            task=task_name,
+            weight=weight,
+            ranks=ranks,
+            sync_batch=loss.sync_batch,
+            sync_inputs=tuple(
+                LossInput(
+                    stage=None if s.module is None else last[s.module],
+                    element=s.element,
+                    field=s.field,
+                )
+                for s in sources
+            ),
+        )
+        for stage in stages:
+            graph.stages[stage] = replace(
+                graph.stages[stage], syncs=(*graph.stages[stage].syncs, index)
+            )
+    _check_placement(plan, task_name, name, ranks)
+    graph.losses.append(made)
+
+
+def _ranks(graph: Graph, stages: list[int]) -> tuple[int, ...]:
+    return tuple(sorted({r for s in stages for group in graph.stages[s].ranks for r in group}))
+
+
+def _check_placement(plan: Plan, task: str, name: str, ranks: tuple[int, ...]) -> None:
+    placed = next(x for x in plan.losses if (x.task, x.name) == (task, name))
+    if tuple(sorted(placed.ranks)) != ranks:
+        raise InvalidInputError(
+            f"losses.{name}.ranks: {sorted(placed.ranks)}, its features are on {list(ranks)}",
+            hint="list the ranks of the last stages of the modules that it takes",
+        )
+
+
+def _mark_gradients(graph: Graph) -> None:
+    """Where gradients flow: from losses back to the first trainable block, and no further."""
+    makes_gradient = [bool(stage.trainable) for stage in graph.stages]
+    for edge in sorted(graph.edges, key=lambda e: e.consumer):
+        makes_gradient[edge.consumer] |= makes_gradient[edge.producer]
+    reaches_loss = [bool(stage.hosted or stage.syncs) for stage in graph.stages]
+    for edge in sorted(graph.edges, key=lambda e: -e.producer):
+        reaches_loss[edge.producer] |= reaches_loss[edge.consumer]
+    graph.edges = [
+        replace(e, carries_gradient=makes_gradient[e.producer] and reaches_loss[e.consumer])
+        for e in graph.edges
+    ]
+    inward = {e.consumer for e in graph.edges if e.carries_gradient}
+    graph.stages = [
+        replace(
+            stage,
+            input_gradient=stage.index in inward,
+            # A loss may own parameters, so a stage that hosts one always has a backward.
+            has_backward=(makes_gradient[stage.index] and reaches_loss[stage.index])
+            or bool(stage.hosted),
+        )
+        for stage in graph.stages
+    ]
+
+
+def _reductions(graph: Graph) -> Iterator[Reduction]:
+    index = 0
+    for owner in dict.fromkeys(stage.owner for stage in graph.stages):
+        stages = [s for s in graph.stages if s.owner == owner]
+        for blocks, tp, tp_index, ranks in _block_groups(owner, stages):
+            if len(ranks) > 1:
+                yield Reduction(
+                    index=index,
+                    kind="blocks",
+                    owner=owner,
+                    blocks=blocks,
+                    tp=tp,
+                    tp_index=tp_index,
+                    ranks=ranks,
+                )
+                index += 1
+    for name in dict.fromkeys(loss.name for loss in graph.losses):
+        ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
+        if len(ranks) > 1:
+            yield Reduction(
+                index=index,
+                kind="loss",
+                owner=name,
+                blocks=(0, 0),
+                tp=1,
+                tp_index=0,
+                ranks=ranks,
+            )
+            index += 1
+
+
+def _block_groups(
+    owner: str, stages: list[Stage]
+) -> Iterator[tuple[tuple[int, int], int, int, tuple[int, ...]]]:
+    """(blocks, tp, tp index, ranks) of the largest block ranges with one set of holders."""
+    cuts = sorted({x for s in stages for span in (s.blocks, *s.trainable) for x in span})
+    groups: list[tuple[tuple[int, int], tuple[tuple[int, ...], ...]]] = []
+    for a, b in pairwise(cuts):
+        holders = [s for s in stages if s.blocks[0] <= a and b <= s.blocks[1]]
+        if not any(x <= a and b <= y for s in holders for x, y in s.trainable):
+            continue
+        shards = _shards(owner, holders)
+        if groups and groups[-1][0][1] == a and groups[-1][1] == shards:
+            groups[-1] = ((groups[-1][0][0], b), shards)
+        else:
+            groups.append(((a, b), shards))
+    for blocks, shards in groups:
+        for tp_index, ranks in enumerate(shards):
+            yield blocks, len(shards), tp_index, ranks
+
+
+def _shards(owner: str, holders: list[Stage]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that hold each tp shard."""
+    degrees = {s.tp for s in holders}
+    if len(degrees) > 1:
+        raise InvalidInputError(
+            f"module {owner} runs with tp {' and '.join(map(str, sorted(degrees)))} in one plan",
+            hint="give its units one tp degree",
+        )
+    shards = tuple(
+        tuple(sorted({group[t] for s in holders for group in s.ranks}))
+        for t in range(degrees.pop())
+    )
+    seen: set[int] = set()
+    for ranks in shards:
+        twice = seen & set(ranks)
+        if twice:
+            raise InvalidInputError(
+                f"module {owner}: rank {min(twice)} holds two different tp shards of one block",
+                hint="keep the order of ranks inside the tp groups of a shared module",
+            )
+        seen |= set(ranks)
+    return shards

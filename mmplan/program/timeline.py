@@ -1,0 +1,277 @@
+"""One global order of all events, so that the ranks' programs cannot deadlock.
+
+Every stage replica has a fixed order of its own (:mod:`mmplan.program.order`). Events that
+several ranks take part in (a tensor-parallel compute, a sync, a reduction) happen on all of
+them at once. List scheduling with nominal durations puts all events into one sequence in
+which each comes after what it depends on; a rank's program is its part of that sequence.
+Any set of programs made this way runs to the end under blocking semantics, however long
+the events really take.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Op
+from mmplan.program.model import Edge, Loss, Reduction, Stage
+from mmplan.program.samples import RangeIndex, SampleRange, intersect
+
+# Ties at one instant: free memory first, then feed others; collectives last.
+_PRIORITY = {Op.SYNC_WAIT: 0, Op.BACKWARD: 1, Op.FORWARD: 2, Op.REDUCE: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Samples that micro-batch ``mb`` of producer replica ``d`` gives to ``(d2, mb2)``."""
+
+    d: int
+    mb: int
+    d2: int
+    mb2: int
+    span: SampleRange
+
+
+def edge_links(stages: Sequence[Stage], edge: Edge) -> list[Link]:
+    """Every non-empty intersection of a producer's and a consumer's micro-batch."""
+    index = RangeIndex(stages[edge.producer].microbatches)
+    return [
+        Link(d, mb, d2, mb2, span)
+        for d2, spans in enumerate(stages[edge.consumer].microbatches)
+        for mb2, wanted in enumerate(spans)
+        for span, d, mb in index.overlapping(wanted)
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """Something that happens once, on ``ranks`` together.
+
+    ``index`` is the stage of a compute, the loss of a sync, the reduction of a REDUCE;
+    ``d`` and ``mb`` place a compute, ``mb`` is the sync batch of a sync.
+    """
+
+    op: Op
+    index: int
+    d: int
+    mb: int
+    ranks: tuple[int, ...]
+    duration: int
+    first_sample: int
+    waiting_for: int = 0
+    ready_at: int = 0
+    then: list[Event] = field(default_factory=list)
+
+    def after(self, other: Event) -> None:
+        """Declare that this event needs the other one to be over."""
+        other.then.append(self)
+        self.waiting_for += 1
+
+
+class Timeline:
+    """Builds the events of a graph and schedules them.
+
+    Args:
+        forwards_before: per stage, the result of :func:`mmplan.program.order.order_stage`.
+        links: per edge, :func:`edge_links`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Sequence[Stage],
+        edges: Sequence[Edge],
+        losses: Sequence[Loss],
+        reductions: Sequence[Reduction],
+        batches: dict[str, int],
+        forwards_before: Sequence[Sequence[Sequence[int]]],
+        links: Sequence[Sequence[Link]],
+    ) -> None:
+        self._stages = stages
+        self._edges = edges
+        self._losses = losses
+        self._batches = batches
+        self._computes: dict[tuple[Op, int, int, int], Event] = {}
+        self._sequences: list[list[Event]] = []
+        self._syncs: dict[tuple[int, int], Event] = {}
+        self._forwards_before = forwards_before
+        for stage in stages:
+            for d, before in enumerate(forwards_before[stage.index]):
+                self._sequences.append(self._sequence(stage, d, before))
+        for edge in edges:
+            self._connect(edge, links[edge.index])
+        for loss in losses:
+            self._add_syncs(loss)
+        self._reductions = [self._reduction(r) for r in reductions]
+
+    def _sequence(self, stage: Stage, d: int, before: Sequence[int]) -> list[Event]:
+        """The replica's own order: forwards up to ``before[m]``, then backward m."""
+        events: list[Event] = []
+        done = 0
+        for m in range(len(stage.microbatches[d])):
+            while done < before[m]:
+                events.append(self._compute(Op.FORWARD, stage, d, done))
+                done += 1
+            if stage.has_backward:
+                events.append(self._compute(Op.BACKWARD, stage, d, m))
+        return events
+
+    def _compute(self, op: Op, stage: Stage, d: int, mb: int) -> Event:
+        start, stop = stage.microbatches[d][mb]
+        work = (stop - start) * (stage.blocks[1] - stage.blocks[0])
+        event = Event(
+            op=op,
+            index=stage.index,
+            d=d,
+            mb=mb,
+            ranks=stage.ranks[d],
+            duration=work if op == Op.FORWARD else 2 * work,
+            first_sample=start,
+        )
+        self._computes[op, stage.index, d, mb] = event
+        return event
+
+    def _connect(self, edge: Edge, links: Sequence[Link]) -> None:
+        for link in links:
+            consumer = self._computes[Op.FORWARD, edge.consumer, link.d2, link.mb2]
+            consumer.after(self._computes[Op.FORWARD, edge.producer, link.d, link.mb])
+            if edge.carries_gradient:
+                producer = self._computes[Op.BACKWARD, edge.producer, link.d, link.mb]
+                producer.after(self._computes[Op.BACKWARD, edge.consumer, link.d2, link.mb2])
+
+    def _add_syncs(self, loss: Loss) -> None:
+        if loss.sync_batch is None:
+            return
+        batch = self._batches[loss.task]
+        syncs = [
+            Event(
+                op=Op.SYNC_WAIT,
+                index=loss.index,
+                d=0,
+                mb=g,
+                ranks=loss.ranks,
+                duration=0,
+                first_sample=g * loss.sync_batch,
+            )
+            for g in range(batch // loss.sync_batch)
+        ]
+        self._syncs.update(((loss.index, sync.mb), sync) for sync in syncs)
+        for stage in self._stages:
+            if loss.index in stage.syncs:
+                self._join(stage, syncs, loss.sync_batch)
+
+    def _join(self, stage: Stage, syncs: Sequence[Event], size: int) -> None:
+        for d, spans in enumerate(stage.microbatches):
+            joined: set[int] = set()
+            for mb, span in enumerate(spans):
+                for sync in syncs[span[0] // size : -(-span[1] // size)]:
+                    sync.after(self._computes[Op.FORWARD, stage.index, d, mb])
+                    if stage.has_backward:
+                        self._computes[Op.BACKWARD, stage.index, d, mb].after(sync)
+                        if sync.mb not in joined:
+                            # The forwards that hide the sync stand between its start and end.
+                            last = self._forwards_before[stage.index][d][mb] - 1
+                            sync.after(self._computes[Op.FORWARD, stage.index, d, last])
+                            joined.add(sync.mb)
+
+    def _reduction(self, reduction: Reduction) -> Event:
+        event = Event(
+            op=Op.REDUCE,
+            index=reduction.index,
+            d=0,
+            mb=0,
+            ranks=reduction.ranks,
+            duration=0,
+            first_sample=max(self._batches.values()),
+        )
+        for sequence in self._sequences:
+            stage = self._stages[sequence[-1].index]
+            if self._contributes(stage, reduction) and set(sequence[-1].ranks) & set(event.ranks):
+                event.after(sequence[-1])
+        for (index, _), sync in self._syncs.items():
+            if reduction.kind == "loss" and self._losses[index].name == reduction.owner:
+                event.after(sync)
+        return event
+
+    def _contributes(self, stage: Stage, reduction: Reduction) -> bool:
+        if reduction.kind == "loss":
+            return any(self._losses[index].name == reduction.owner for index in stage.hosted)
+        return stage.owner == reduction.owner and bool(intersect(stage.blocks, reduction.blocks))
+
+    def run(self) -> Iterator[Event]:
+        """All events, each after those that it depends on.
+
+        Raises:
+            InvalidInputError: the orders of the stages wait for each other.
+        """
+        return _ListScheduler(self._sequences, [*self._syncs.values(), *self._reductions]).run()
+
+
+class _ListScheduler:
+    """Starts at each instant what can start, first by time, then by priority."""
+
+    def __init__(self, sequences: list[list[Event]], loose: list[Event]) -> None:
+        self._remaining = sum(map(len, sequences)) + len(loose)
+        self._next: dict[int, Event] = {}
+        self._held: set[int] = set()
+        self._free_at: defaultdict[int, int] = defaultdict(int)
+        self._heap: list[tuple[int, int, int, int, int, int, Event]] = []
+        self._ticket = 0
+        for sequence in sequences:
+            for first, second in pairwise(sequence):
+                self._next[id(first)] = second
+                self._held.add(id(second))
+        for event in (*(s[0] for s in sequences if s), *loose):
+            self._offer(event)
+
+    def run(self) -> Iterator[Event]:
+        while self._heap:
+            *_, event = heapq.heappop(self._heap)
+            start = self._start(event)
+            if self._heap and start > self._heap[0][0]:
+                self._push(event)
+                continue
+            yield event
+            self._finish(event, start + event.duration)
+        if self._remaining:
+            raise InvalidInputError(
+                f"the units' schedules wait for each other: {self._remaining} instructions "
+                "can never start",
+                hint="raise schedule.in_flight or schedule.lead, or solve the workload again",
+            )
+
+    def _start(self, event: Event) -> int:
+        return max(event.ready_at, *(self._free_at[rank] for rank in event.ranks))
+
+    def _finish(self, event: Event, end: int) -> None:
+        self._remaining -= 1
+        for rank in event.ranks:
+            self._free_at[rank] = end
+        for other in event.then:
+            other.waiting_for -= 1
+            other.ready_at = max(other.ready_at, end)
+            self._offer(other)
+        following = self._next.get(id(event))
+        if following is not None:
+            self._held.discard(id(following))
+            self._offer(following)
+
+    def _offer(self, event: Event) -> None:
+        if event.waiting_for == 0 and id(event) not in self._held:
+            self._push(event)
+
+    def _push(self, event: Event) -> None:
+        self._ticket += 1
+        key = (
+            self._start(event),
+            _PRIORITY[event.op],
+            event.first_sample,
+            -event.index,
+            event.mb,
+            self._ticket,
+        )
+        heapq.heappush(self._heap, (*key, event))
