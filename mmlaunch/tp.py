@@ -1,0 +1,262 @@
+"""Tensor parallelism inside a block: plain shards, as Megatron-LM cuts them.
+
+A block says in ``tp_plan`` which of its Linears are cut and how. Column-cut Linears take
+the whole input and give a slice of the channels, row-cut ones take that slice and sum
+their partial outputs over the group; so one all-reduce per row-cut Linear in forward and
+one per column-cut Linear in backward. Parameter names stay, only shapes shrink. All other
+parameters are replicated, and their gradients are equal on every rank of the group.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmlaunch.boxes import ShardStyle, shard_boxes
+from mmplan.errors import InvalidInputError
+
+STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
+
+
+class TensorParallelComm(Protocol):
+    """What a block needs of its tensor-parallel group."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the group; blocks until it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """How a rank's parameter lies in the full one (``boxes.shard_boxes`` gives the place).
+
+    Attributes:
+        full_shape: shape without tensor parallelism.
+        style: how it is cut.
+        parts: equal parts of dim 0 that are cut apart (fused qkv: 3).
+    """
+
+    full_shape: tuple[int, ...]
+    style: ShardStyle
+    parts: int = 1
+
+
+def shard_block(
+    block: nn.Module,
+    *,
+    index: int,
+    count: int,
+    comm: TensorParallelComm,
+    where: str = "block",
+) -> dict[str, ParameterShard]:
+    """Cut a block's Linears in place to one rank's share of a tensor-parallel group.
+
+    Args:
+        block: may carry ``tp_plan``: submodule name to style; without it the block stays
+            whole on every rank.
+        index: this rank's position in the group.
+        count: ranks of the group.
+        comm: sums tensors over the group.
+        where: what errors call the block (``vision.3``).
+
+    Returns:
+        The cut parameters by name inside the block; the others are replicated.
+
+    Raises:
+        InvalidInputError: the plan names no Linear of the block, an unknown style, or sizes
+            (heads too) that ``count`` does not divide.
+    """
+    plan = block_plan(block, where=where)
+    if count == 1:
+        return {}
+    _check_not_tied(block, plan, where)
+    shards: dict[str, ParameterShard] = {}
+    for name, style in plan.items():
+        linear = _linear(block, name, where)
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
+        for parameter, shard in _cut(linear, style, parts, index, count).items():
+            shards[f"{name}.{parameter}"] = shard
+        linear.__class__ = _RowwiseLinear if style == "rowwise" else _ColwiseLinear
+        # Past nn.Module's __setattr__: a comm that is a module must not become a child.
+        object.__setattr__(linear, "tp_comm", comm)
+    return shards
+
+
+def block_plan(block: nn.Module, *, where: str = "block") -> dict[str, ShardStyle]:
+    """A block's ``tp_plan``, checked; empty when it has none.
+
+    Raises:
+        InvalidInputError: the plan is no dict of known styles.
+    """
+    plan: object = getattr(block, "tp_plan", None)
+    if plan is None:
+        return {}
+    if not isinstance(plan, dict):
+        raise InvalidInputError(
+            f"{where}: tp_plan is a {type(plan).__name__}",
+            hint='give it a dict: {"mlp.up": "colwise", "mlp.down": "rowwise"}',
+        )
+    for name, style in plan.items():
+        if style not in STYLES:
+            raise InvalidInputError(
+                f"{where}: tp_plan[{name!r}] is {style!r}", hint=f"choose of {', '.join(STYLES)}"
+            )
+    return cast("dict[str, ShardStyle]", plan)
+
+
+def packed_parts(linear: nn.Module, name: str) -> int:
+    """Matrices that lie one above the other in a fused Linear: its ``packed_parts``.
+
+    Without the attribute: 3 for a name with "qkv" in it, else 2 (gate and up).
+    """
+    return int(cast(Any, getattr(linear, "packed_parts", 3 if "qkv" in name else 2)))
+
+
+class _ColwiseLinear(nn.Linear):
+    """Rows of the weight: whole input, a slice of the output channels."""
+
+    tp_comm: TensorParallelComm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out / count]; the input's gradient is summed over the group."""
+        return functional.linear(_enter(input, self.tp_comm), self.weight, self.bias)
+
+
+class _RowwiseLinear(nn.Linear):
+    """Columns of the weight: a slice of the input channels, whole output."""
+
+    tp_comm: TensorParallelComm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in / count] to [..., out], summed over the group; the bias is added once."""
+        summed = _leave(functional.linear(input, self.weight), self.tp_comm)
+        # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
+        return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+
+
+class _Enter(torch.autograd.Function):
+    """Megatron's f: identity, and a sum over the group in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy: the incoming gradient may be in use by another consumer.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(grad)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Megatron's g: a sum over the group, and identity in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
+        ctx.mark_dirty(x)
+        comm.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _enter(x: Tensor, comm: TensorParallelComm) -> Tensor:
+    return x if _has_no_values(x) else cast(Tensor, _Enter.apply(x, comm))
+
+
+def _leave(x: Tensor, comm: TensorParallelComm) -> Tensor:
+    return x if _has_no_values(x) else cast(Tensor, _Leave.apply(x, comm))
+
+
+def _has_no_values(x: Tensor) -> bool:
+    """Whether only shapes are inferred, on one rank alone: nobody would answer a sum."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
+    try:
+        found = block.get_submodule(name)
+    except AttributeError:
+        children = [child for child, m in block.named_modules() if isinstance(m, nn.Linear)]
+        raise InvalidInputError(
+            f"{where}: tp_plan names {name!r}, which the block does not have",
+            hint=f"its Linears are {', '.join(children) or '(none)'}",
+        ) from None
+    plain = isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward
+    if not plain or "weight" not in found._parameters:
+        raise InvalidInputError(
+            f"{where}: tp_plan names {name!r}, a {type(found).__name__}",
+            hint="only nn.Linear can be cut; leave others out of tp_plan to replicate them",
+        )
+    return cast(nn.Linear, found)
+
+
+def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        cut = [n for n in (other, name) if n.rpartition(".")[0] in plan]
+        if other != name and cut:
+            raise InvalidInputError(
+                f"{where}: tp_plan cuts {cut[0]}, which is tied to "
+                f"{name if cut[0] == other else other}",
+                hint="leave it out of tp_plan: tied parameters stay whole",
+            )
+
+
+def _check_sizes(
+    block: nn.Module,
+    name: str,
+    linear: nn.Linear,
+    *,
+    style: ShardStyle,
+    parts: int,
+    count: int,
+    where: str,
+) -> None:
+    width = linear.in_features if style == "rowwise" else linear.out_features
+    side = "in_features" if style == "rowwise" else "out_features"
+    packed = f" in {parts} parts" if parts > 1 else ""
+    if parts < 1 or width % (parts * count):
+        raise InvalidInputError(
+            f"{where}: {name} has {side} {width}{packed}, which tp {count} does not divide",
+            hint=f"choose a tp that divides {width // max(parts, 1)}, or take {name} out of "
+            "tp_plan with the Linears that share its channels",
+        )
+    part = width // parts
+    head_dim = getattr(block.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if isinstance(head_dim, int) and part % head_dim == 0 and (part // count) % head_dim:
+        raise InvalidInputError(
+            f"{where}: {name} has {part // head_dim} heads of {head_dim} channels, "
+            f"which tp {count} does not divide",
+            hint=f"choose a tp that divides {part // head_dim}",
+        )
+
+
+def _cut(
+    linear: nn.Linear, style: ShardStyle, parts: int, index: int, count: int
+) -> dict[str, ParameterShard]:
+    """Replace a Linear's parameters by their shares, on memory of their own."""
+    shards: dict[str, ParameterShard] = {}
+    for name, full in list(linear.named_parameters()):
+        if style == "rowwise" and full.dim() == 1:
+            continue  # added once, after the sum: whole on every rank
+        boxes = shard_boxes(tuple(full.shape), style, index, count, parts)
+        local = torch.cat([full.detach()[box.slices] for box in boxes])
+        setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))
+        shards[name] = ParameterShard(full_shape=tuple(full.shape), style=style, parts=parts)
+    linear.out_features, linear.in_features = linear.weight.shape
+    return shards
