@@ -150,12 +150,12 @@ def _evaluate(module: nn.Module, inputs: Tensor) -> Tensor:
 def _load() -> tuple[Tensor, Tensor]:
     """All images [1797, 1, 8, 8] in [0, 1] and labels [1797]."""
     try:
-        from sklearn import datasets
+        from sklearn import datasets  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise UnfitEnvironmentError(
             "the captioned digits need scikit-learn, which is not installed",
             hint="pip install scikit-learn",
         ) from error
-    raw = cast(Any, datasets).load_digits()
-    images = torch.from_numpy(raw.images).float()[:, None] / 16
-    return images, torch.from_numpy(raw.target).long()
+    raw: Any = cast(Any, datasets).load_digits()
+    images = torch.as_tensor(raw.images, dtype=torch.float32)[:, None] / 16
+    return images, torch.as_tensor(raw.target, dtype=torch.int64)

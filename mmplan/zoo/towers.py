@@ -220,7 +220,7 @@ def vision(
     width: int,
     *,
     heads: int = 4,
-    patch: int = 2,
+    patch: int = 4,
     image: int = 8,
     channels: int = 1,
     embed: int = 64,

@@ -1,0 +1,311 @@
+"""Turn a model with a list of layers into the ``nn.Sequential`` that a module factory returns.
+
+    def encoder() -> nn.Sequential:
+        model = MyEncoder()
+        return from_layers(
+            model,
+            "encoder.layers",
+            before=lambda part, images: part.embeddings(images),
+            after=lambda part, hidden: part.head(part.norm(hidden[:, 0])),
+            first=["embeddings"],
+            last=["norm", "head"],
+            tp_plan={"attention.query": "colwise", "attention.out": "rowwise"},
+        )
+
+Each child of the Sequential is one layer; the first runs ``before`` ahead of it,
+the last runs ``after`` behind it. The functions get a *part*: a module that owns
+the submodules and parameters of the model that ``first`` (or ``last``) names,
+under the names that they have in the model. They must not reach for the model
+itself: a rank keeps only its own blocks, so the model does not exist there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from mmplan.errors import InvalidInputError
+
+TP_RULES = ("colwise", "rowwise", "packed_colwise")
+
+# before(part, *inputs), after(part, *state) and each(layer, *state).
+StateFunction = Callable[..., Any]
+TPPlan = Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]
+
+
+class Part(nn.Module):
+    """A function and what it owns of the model, under the model's own names."""
+
+    def __init__(self, function: StateFunction, model: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self._function = function
+        for name in names:
+            _adopt(self, model, name)
+
+    def forward(self, *state: Any) -> Any:
+        """Call the function with this part and the state."""
+        return self._function(self, *state)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{name!r} is not owned by this block; name it in from_layers(first=...) "
+                "or from_layers(last=...)"
+            ) from error
+
+
+class LayerBlock(nn.Module):
+    """One layer of the model, with ``before`` ahead of it or ``after`` behind it.
+
+    Attributes:
+        tp_plan: submodule name in this block to "colwise", "rowwise" or "packed_colwise".
+    """
+
+    def __init__(
+        self,
+        *,
+        layer: nn.Module,
+        each: StateFunction,
+        before: nn.Module | None,
+        after: nn.Module | None,
+        tp_plan: Mapping[str, str],
+    ) -> None:
+        super().__init__()
+        self._each = each
+        self.before = before
+        self.layer = layer
+        self.after = after
+        if tp_plan:
+            self.tp_plan = {f"layer.{name}": rule for name, rule in tp_plan.items()}
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the block on tensors, or on one tuple of tensors; returns a tensor or a tuple."""
+        state = _state(inputs[0]) if len(inputs) == 1 else inputs
+        if self.before is not None:
+            state = _state(self.before(*state))
+        state = _state(self._each(self.layer, *state))
+        if self.after is not None:
+            state = _state(self.after(*state))
+        return state[0] if len(state) == 1 else state
+
+
+class LayerSequential(nn.Sequential):
+    """The blocks, and where their tensors come from.
+
+    Attributes:
+        source_names: name of each parameter and persistent buffer here to the name
+            of the same tensor in the model's own ``state_dict``, for ``init`` files
+            that use the model's names. A tensor with several names in the model
+            has the first one here.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], source_names: Mapping[str, str]) -> None:
+        super().__init__(*blocks)
+        self.source_names = dict(source_names)
+
+
+def from_layers(
+    model: nn.Module,
+    layers: str,
+    *,
+    before: StateFunction | nn.Module | None = None,
+    after: StateFunction | nn.Module | None = None,
+    each: StateFunction | None = None,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+    tp_plan: TPPlan | None = None,
+    ignore: Sequence[str] = (),
+) -> LayerSequential:
+    """Cut a model at its layers.
+
+    The model's tensors are used, not copied; nothing refers to the model afterwards.
+
+    Args:
+        model: holds the layers and what runs before and after them.
+        layers: dotted name of its ``nn.ModuleList`` (or ``nn.Sequential``) of layers.
+        before: takes (part, *inputs of the module), returns what the first layer
+            takes: a tensor, or a tuple of tensors. A module is owned whole and
+            takes the inputs only. None: the first layer takes the inputs.
+        after: takes (part, *what the last layer returned), returns the output.
+        each: runs a layer, takes (layer, *state) and returns the next state. By
+            default the layer is called with the whole state and its output (the
+            first element, if a tuple) replaces the first tensor of the state.
+        first: dotted names of submodules, parameters or buffers of the model that
+            ``before`` uses; ``last`` the same for ``after``. A name in both is one
+            shared (tied) module.
+        last: see ``first``.
+        tp_plan: submodule names inside a layer to rules, or a function that gives
+            these for a layer.
+        ignore: dotted names of what is left out on purpose.
+
+    Returns:
+        As many children as there are layers.
+
+    Raises:
+        InvalidInputError: a name that the model lacks, no layers, a trainable
+            parameter that no block owns, or a tp rule for what is not a Linear.
+    """
+    modules = _layers(model, layers)
+    run_each = each or _call_layer
+    _check_outside(model, modules, [*first, *last])
+    first_part, last_part = _part(before, model, first), _part(after, model, last)
+    blocks = [
+        LayerBlock(
+            layer=layer,
+            each=run_each,
+            before=first_part if index == 0 else None,
+            after=last_part if index == len(modules) - 1 else None,
+            tp_plan=_tp_plan(layer, tp_plan),
+        )
+        for index, layer in enumerate(modules)
+    ]
+    _check_nothing_lost(model, blocks, ignore)
+    return LayerSequential(blocks, _source_names(model, nn.Sequential(*blocks)))
+
+
+def _state(value: Any) -> tuple[Any, ...]:
+    """A plain tuple is a state; a NamedTuple such as Ragged is one tensor of it."""
+    return cast("tuple[Any, ...]", value) if type(value) is tuple else (value,)
+
+
+def _call_layer(layer: nn.Module, *state: Any) -> tuple[Any, ...]:
+    output = _state(layer(*state))
+    return (output[0], *state[1:])
+
+
+def _layers(model: nn.Module, name: str) -> list[nn.Module]:
+    found = _find(model, name)
+    if not isinstance(found, nn.ModuleList | nn.Sequential) or len(found) == 0:
+        lists = [n for n, m in _modules(model) if isinstance(m, nn.ModuleList) and len(m)]
+        raise InvalidInputError(
+            f"{name} in {type(model).__name__} is no list of layers but a {type(found).__name__}",
+            hint=f"its lists are: {', '.join(lists) or 'none'}",
+        )
+    return list(found)
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | Tensor:
+    """The submodule, parameter or buffer of this dotted name."""
+    owner: Any = model
+    for piece in name.split("."):
+        found = getattr(owner, piece, None)
+        if not isinstance(found, nn.Module | Tensor):
+            raise InvalidInputError(
+                f"{type(model).__name__} has no {name!r}: there is no {piece!r}",
+                hint=f"at that place it has: {', '.join(_names_of(owner)) or 'nothing'}",
+            )
+        owner = found
+    return owner
+
+
+def _names_of(owner: Any) -> list[str]:
+    if not isinstance(owner, nn.Module):
+        return []
+    named = [*owner.named_children(), *owner.named_parameters(recurse=False)]
+    return [name for name, _ in [*named, *owner.named_buffers(recurse=False)]]
+
+
+def _part(
+    run: StateFunction | nn.Module | None, model: nn.Module, names: Sequence[str]
+) -> nn.Module | None:
+    if run is None or isinstance(run, nn.Module):
+        if names:
+            raise InvalidInputError(
+                f"{', '.join(names)} would be owned by a block that runs no function with them",
+                hint="give a function that uses them, or leave the names out",
+            )
+        return run
+    return Part(run, model, names)
+
+
+def _check_outside(model: nn.Module, layers: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Refuse a part that would own the layers, which belong to blocks of their own."""
+    for name in names:
+        found = _find(model, name)
+        inside = set(found.modules()) if isinstance(found, nn.Module) else set[nn.Module]()
+        if inside.intersection(layers):
+            raise InvalidInputError(
+                f"{name!r} contains the layers", hint="name only what runs before or after them"
+            )
+
+
+def _adopt(part: nn.Module, model: nn.Module, name: str) -> None:
+    """Register the model's ``a.b.c`` in the part under the same dotted name."""
+    *path, leaf = name.split(".")
+    found, container = _find(model, name), part
+    for piece in path:
+        child = dict(container.named_children()).get(piece)
+        if child is None:
+            child = nn.Module()
+            container.add_module(piece, child)
+        container = child
+    if leaf in _names_of(container):
+        raise InvalidInputError(
+            f"{name!r} is owned twice by one block",
+            hint="name a submodule or its parts, not both",
+        )
+    if isinstance(found, nn.Module):
+        container.add_module(leaf, found)
+    elif isinstance(found, nn.Parameter):
+        container.register_parameter(leaf, found)
+    else:
+        container.register_buffer(leaf, found, persistent=name in model.state_dict())
+
+
+def _tp_plan(layer: nn.Module, rule: TPPlan | None) -> Mapping[str, str]:
+    plan = rule(layer) if callable(rule) else (rule or {})
+    linear = {name for name, module in _modules(layer) if isinstance(module, nn.Linear)}
+    for name, kind in plan.items():
+        if kind not in TP_RULES:
+            raise InvalidInputError(
+                f"tp rule {kind!r} for {name!r} is unknown", hint=f"rules: {', '.join(TP_RULES)}"
+            )
+        if name not in linear:
+            raise InvalidInputError(
+                f"tp rule for {name!r}, which is no Linear of {type(layer).__name__}",
+                hint=f"its Linears: {', '.join(sorted(linear)) or 'none'}",
+            )
+    return plan
+
+
+def _check_nothing_lost(
+    model: nn.Module, blocks: Sequence[nn.Module], ignore: Sequence[str]
+) -> None:
+    owned = {id(p) for block in blocks for p in block.parameters()}
+    ignored = set[int]()
+    for name in ignore:
+        found = _find(model, name)
+        ignored |= {
+            id(p) for p in (found.parameters() if isinstance(found, nn.Module) else [found])
+        }
+    lost = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in owned | ignored
+    ]
+    if lost:
+        shown = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise InvalidInputError(
+            f"no block owns {len(lost)} trainable parameters of {type(model).__name__}: {shown}",
+            hint="name their modules in first or last, or in ignore to leave them out",
+        )
+
+
+def _source_names(model: nn.Module, blocks: nn.Module) -> dict[str, str]:
+    original: dict[int, str] = {}
+    # keep_vars: without it state_dict gives new tensor objects, which identify nothing.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        original.setdefault(id(tensor), name)
+    return {
+        name: original[id(tensor)]
+        for name, tensor in blocks.state_dict(keep_vars=True).items()
+        if id(tensor) in original
+    }
