@@ -1,0 +1,247 @@
+"""What a program's instructions cost: the cost model applied to stages, edges and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mmplan.module_costs import CostModel, check_cluster, gradient_blocks
+from mmplan.program.instructions import Message, Op
+from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.schema.plan import Plan
+
+__all__ = ["CostModel", "ProgramCosts", "check_cluster", "gradient_blocks"]
+
+Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A block's shard on some rank, and the stage through which its costs are asked."""
+
+    stage: Stage
+    trainable: bool
+
+
+class ProgramCosts:
+    """Seconds, bytes and FLOPs of a compiled plan, for the simulator and the memory check.
+
+    Args:
+        program: the compiled plan.
+        costs: the profile's costs.
+        plan: for what the program leaves out: recomputation.
+    """
+
+    def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
+        self.program = program
+        self.costs = costs
+        self._recompute = {
+            (task, name): module.recompute
+            for task, planned in plan.tasks.items()
+            for name, module in planned.modules.items()
+        }
+        self._compute: dict[tuple[int, Op, int], float] = {}
+        self._syncs: dict[int, float] = {}
+        self._blocks = _trained_blocks(program)
+        self._state_shards = _state_shards(program.reductions)
+
+    # --- seconds ---------------------------------------------------------------------
+
+    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of a stage's forward or backward, its hosted losses included."""
+        key = stage.index, op, samples
+        if key not in self._compute:
+            self._compute[key] = self._module_s(stage, op, samples) + self._hosted_s(
+                stage, op, samples
+            )
+        return self._compute[key]
+
+    def _module_s(self, stage: Stage, op: Op, samples: int) -> float:
+        if op is Op.FORWARD:
+            return self.costs.forward_s(
+                task=stage.task,
+                module=stage.module,
+                tp=stage.tp,
+                samples=samples,
+                blocks=stage.blocks,
+            )
+        return self.costs.backward_s(
+            task=stage.task,
+            module=stage.module,
+            tp=stage.tp,
+            samples=samples,
+            blocks=stage.blocks,
+            trainable=stage.trainable,
+            input_gradient=stage.input_gradient,
+            recompute=self._recompute[stage.task, stage.module],
+        )
+
+    def _hosted_s(self, stage: Stage, op: Op, samples: int) -> float:
+        # Every tensor-parallel rank of the host computes the whole loss of its micro-batch.
+        losses = (self.program.losses[index].name for index in stage.hosted)
+        pairs = (self.costs.loss_s(loss=name, samples=samples) for name in losses)
+        return sum(pair[0 if op is Op.FORWARD else 1] for pair in pairs)
+
+    def edge_bytes(self, edge: Edge, samples: int) -> float:
+        """Bytes of ``samples`` samples along an edge, the same in both directions."""
+        producer = self.program.stages[edge.producer]
+        return samples * self.costs.cut_bytes(
+            task=producer.task, module=producer.module, after_block=producer.blocks[1] - 1
+        )
+
+    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
+        """Seconds of one message between two ranks; 0 to itself."""
+        return self.costs.message_s(
+            source=source, target=target, num_bytes=self.edge_bytes(edge, samples)
+        )
+
+    def sync_s(self, loss: Loss, batch: int = 0) -> float:
+        """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
+
+        Every sync batch holds ``loss.sync_batch`` samples, so all take the same time.
+        """
+        if loss.index not in self._syncs:
+            samples = loss.sync_batch or 0
+            gather_s = self.costs.all_gather_s(
+                ranks=loss.ranks, num_bytes=samples * self._feature_bytes(loss)
+            )
+            own_s = self.costs.loss_s(loss=loss.name, samples=samples, shards=len(loss.ranks))
+            self._syncs[loss.index] = gather_s + sum(own_s)
+        return self._syncs[loss.index]
+
+    def _feature_bytes(self, loss: Loss) -> float:
+        """Bytes per sample of all features that the loss takes, each stage's once."""
+        indices = {item.stage for item in loss.sync_inputs if item.stage is not None}
+        stages = (self.program.stages[index] for index in sorted(indices))
+        return sum(
+            self.costs.cut_bytes(task=s.task, module=s.module, after_block=s.blocks[1] - 1)
+            for s in stages
+        )
+
+    def reduce_s(self, reduction: Reduction) -> float:
+        """Seconds of summing the gradients of a reduction over its ranks.
+
+        The shards of a tensor-parallel module are reduced at the same time and share
+        their nodes' bandwidth. ZeRO-1's reduce-scatter and gather move the same bytes. A
+        loss's few parameters cost the latency only.
+        """
+        return self.costs.all_reduce_s(
+            ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction), sharers=reduction.tp
+        )
+
+    def reduced_bytes(self, reduction: Reduction) -> float:
+        """Bytes of gradient that every rank of a reduction brings."""
+        if reduction.kind == "loss":
+            return 0.0
+        held = (self._blocks.get((reduction.owner, b)) for b in range(*reduction.blocks))
+        numbers = sum(
+            self._block_parameters(block.stage, b)
+            for b, block in zip(range(*reduction.blocks), held, strict=True)
+            if block is not None and block.trainable
+        )
+        return numbers / reduction.tp * self.costs.gradient_bytes
+
+    # --- bytes -----------------------------------------------------------------------
+
+    def activation_bytes(self, stage: Stage, samples: int) -> float:
+        """Bytes that a device holds of one micro-batch until its backward has run.
+
+        Only blocks that a gradient passes keep anything: nothing is saved before them.
+        """
+        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        if passed is None or not stage.has_backward:
+            return 0.0
+        return self.costs.activation_bytes(
+            task=stage.task,
+            module=stage.module,
+            tp=stage.tp,
+            samples=samples,
+            blocks=passed,
+            recompute=self._recompute[stage.task, stage.module],
+        )
+
+    def static_bytes(self, rank: int) -> float:
+        """Weights, gradients and optimizer state on a rank, each shard of a block once.
+
+        Under ZeRO-1 a shard's state is divided by the ranks that reduce it.
+        """
+        total = 0.0
+        for owner, block, tp, tp_index in self._shards(rank):
+            held = self._blocks[owner, block]
+            shards = self._state_shards.get((owner, block, tp, tp_index), 1)
+            each = self.costs.bytes_per_parameter(trainable=held.trainable, dp=shards)
+            total += self._block_parameters(held.stage, block) / tp * each
+        return total
+
+    def _shards(self, rank: int) -> set[Shard]:
+        """The distinct shards of blocks that a rank holds."""
+        return {
+            (stage.owner, block, stage.tp, place[1])
+            for stage in self.program.stages
+            if (place := stage.place(rank)) is not None
+            for block in range(*stage.blocks)
+        }
+
+    def _block_parameters(self, stage: Stage, block: int) -> float:
+        return self.costs.parameters(
+            task=stage.task, module=stage.module, blocks=(block, block + 1)
+        )
+
+    def communicators(self, rank: int) -> int:
+        """Communicators of a rank: one for each distinct group, one more for messages."""
+        groups = {group for group in self._groups() if rank in group and len(group) > 1}
+        row = self.program.instructions[rank]
+        talks = any(isinstance(item, Message) and item.peer != rank for item in row)
+        return len(groups) + talks
+
+    def _groups(self) -> Iterable[frozenset[int]]:
+        for stage in self.program.stages:
+            yield from map(frozenset, stage.ranks)
+        for reduction in self.program.reductions:
+            yield frozenset(reduction.ranks)
+        for loss in self.program.losses:
+            yield frozenset(loss.ranks)
+
+    # --- work ------------------------------------------------------------------------
+
+    def flops(self) -> float:
+        """Model FLOPs of one step: a forward, and as much again for each of the gradients.
+
+        Input gradients count over the blocks that a gradient passes, weight gradients
+        over those that train; recomputation is no useful work and does not count.
+        """
+        return sum(self._stage_flops(stage) for stage in self.program.stages)
+
+    def _stage_flops(self, stage: Stage) -> float:
+        task, module = stage.task, stage.module
+        ranges = [stage.blocks, *(stage.trainable if stage.has_backward else ())]
+        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        if passed is not None and stage.has_backward:
+            ranges.append(passed)
+        share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
+        per_sample = self.costs.flops_per_sample(task=task, module=module)
+        return share * per_sample * self.program.batches[task]
+
+
+def _trained_blocks(program: Program) -> dict[tuple[str, int], _Held]:
+    """Every block that is run, by owner; it trains where any task trains it."""
+    blocks: dict[tuple[str, int], _Held] = {}
+    for stage in program.stages:
+        for block in range(*stage.blocks):
+            trains = any(a <= block < b for a, b in stage.trainable)
+            known = blocks.get((stage.owner, block))
+            blocks[stage.owner, block] = _Held(
+                stage=known.stage if known else stage,
+                trainable=trains or (known is not None and known.trainable),
+            )
+    return blocks
+
+
+def _state_shards(reductions: Iterable[Reduction]) -> dict[Shard, int]:
+    """Ranks over which the optimizer state of a shard of a block may be spread."""
+    return {
+        (item.owner, block, item.tp, item.tp_index): len(item.ranks)
+        for item in reductions
+        if item.kind == "blocks"
+        for block in range(*item.blocks)
+    }
