@@ -259,11 +259,9 @@ def _blame_wait(
     waiting: Sequence[Snapshot], everyone: Sequence[Snapshot], *, base_rank: int, stalled_s: float
 ) -> Verdict:
     awaited = {peer for shot in waiting for peer in shot.peers}
-    for shot in everyone:
-        if shot.state is State.DONE and base_rank + shot.local_rank in awaited:
-            waiters = [s for s in waiting if base_rank + shot.local_rank in s.peers]
-            what = f"has finished, and {_ranks(base_rank, waiters)} still waited for it"
-            return _silent(base_rank, shot, f"{what} after {stalled_s:.1f} s")
+    finished = blame_finished(waiting, everyone, base_rank=base_rank)
+    if finished is not None:
+        return finished
     first = waiting[0]
     peers = ", ".join(map(str, first.peers))
     of_whom = f" for rank {peers}" if peers else ""
@@ -271,6 +269,45 @@ def _blame_wait(
     others = "" if awaited <= local else ", which runs on another machine"
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
     return _silent(base_rank, first, what)
+
+
+def blame_finished(
+    waiting: Sequence[Snapshot], everyone: Sequence[Snapshot], *, base_rank: int
+) -> Verdict | None:
+    """Pick a worker that has finished while one of ``waiting`` still named it as awaited."""
+    for shot in everyone:
+        rank = base_rank + shot.local_rank
+        waiters = [waiter for waiter in waiting if rank in waiter.peers]
+        if shot.state is State.DONE and waiters:
+            return Verdict(
+                rank=rank,
+                line=f"{describe(rank, shot.where)} had finished when "
+                f"{_ranks(base_rank, waiters)} still waited for it",
+                hint="its program ends too early: see that every receive has its send",
+            )
+    return None
+
+
+def own_stack(text: str) -> str:
+    """The part of a faulthandler dump that is about the worker's own code.
+
+    Other threads and the frames by which the process was started are left out.
+    """
+    cause = [line for line in text.splitlines() if line.startswith("Fatal Python error")]
+    _, found, current = text.partition("(most recent call first):\n")
+    for title in ("Current thread", "Stack"):
+        at = text.rfind(title)
+        if at >= 0:
+            _, found, current = text[at:].partition("(most recent call first):\n")
+            break
+    if not found:
+        return text
+    frames: list[str] = []
+    for line in current.splitlines():
+        if not line.startswith("  File") or "launch_worker.py" in line:
+            break
+        frames.append(line)
+    return "\n".join([*cause, "Stack (most recent call first):", *frames])
 
 
 def _silent(base_rank: int, shot: Snapshot, what: str) -> Verdict:

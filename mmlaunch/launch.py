@@ -9,30 +9,25 @@ never notices one that hangs (see ``launch_watch``).
 from __future__ import annotations
 
 import fcntl
-import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-from torch.distributed.elastic.agent.server import Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from mmlaunch import failures
-from mmlaunch.failures import Verdict
 from mmlaunch.guard import ProcessId
+from mmlaunch.launch_agent import Agent
 from mmlaunch.launch_watch import OnEvent, Watch
 from mmlaunch.launch_worker import Entry, Job, WorkerContext, check_entry, worker_main
 from mmplan.errors import InvalidInputError, RunFailedError
@@ -41,7 +36,6 @@ __all__ = ["WorkerContext", "launch"]
 
 _POLL_S = 0.05
 _JOIN_S = 900  # how long the machines of one run may take to come together
-_EXIT_BARRIER_S = 60.0
 # The guard first: it takes the fork server out of the terminal's reach before torch loads.
 _PRELOAD = ["mmlaunch.forkserver_guard", "torch", "mmlaunch.launch"]
 
@@ -200,7 +194,7 @@ def _run_agent(
             monitor_interval=_POLL_S,
             local_addr=parameters.local_addr,
         )
-        agent = _Agent(spec=spec, job=job, watch=watch, node_rank=node_rank)
+        agent = Agent(spec=spec, job=job, watch=watch, node_rank=node_rank)
         with _signals(watch):
             agent.run()
     except SignalException as error:
@@ -213,103 +207,6 @@ def _run_agent(
         raise RunFailedError(
             "the workers' group broke up before they had finished",
             hint="look at the launchers on the other machines",
-        )
-
-
-class _Agent(LocalElasticAgent):
-    """torch's agent, with the watch's judgement and with machines in the user's order."""
-
-    def __init__(self, *, spec: WorkerSpec, job: Job, watch: Watch, node_rank: int) -> None:
-        super().__init__(
-            spec=spec,
-            logs_specs=DefaultLogsSpecs(log_dir=str(job.control_dir / "logs")),
-            start_method="forkserver",
-            exit_barrier_timeout=_EXIT_BARRIER_S,
-        )
-        self._job = job
-        self._watch = watch
-        self._node_rank = node_rank
-        self._num_starts = 0
-        self.verdict: Verdict | None = None
-
-    def _assign_worker_ranks(
-        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        """Number workers machine by machine, as ``node_rank`` says.
-
-        The rendezvous orders machines by name, which says nothing about the plan's ranks.
-        """
-        mine = {"num_local": spec.local_world_size, "node_rank": self._node_rank}
-        store.set(f"mmlaunch/node/{group_rank}", json.dumps(mine))
-        nodes = [json.loads(store.get(f"mmlaunch/node/{n}")) for n in range(group_world_size)]
-        _check_distinct([node["node_rank"] for node in nodes])
-        world_size = sum(node["num_local"] for node in nodes)
-        ranks = range(self._job.base_rank, self._job.base_rank + spec.local_world_size)
-        return [
-            Worker(
-                local_rank=local_rank,
-                global_rank=rank,
-                role_rank=rank,
-                world_size=world_size,
-                role_world_size=world_size,
-            )
-            for local_rank, rank in enumerate(ranks)
-        ]
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        job = replace(self._job, **self._agree_on_attempt(worker_group))
-        worker_group.spec.args = (job,)
-        self._watch.begin(job)
-        pids = super()._start_workers(worker_group)
-        self._watch.adopt(pids)
-        return pids
-
-    def _agree_on_attempt(self, worker_group: WorkerGroup) -> dict[str, Any]:
-        """One number and one store prefix per attempt, the same on every machine.
-
-        All attempts share the agent's store; without a prefix of its own the second one
-        reads the addresses of the first one's dead workers.
-        """
-        store, key = worker_group.store, "mmlaunch/attempt"
-        if worker_group.group_rank == 0:
-            mine = {"attempt": self._num_starts, "store_prefix": uuid.uuid4().hex}
-            store.set(key, json.dumps(mine))
-        agreed: dict[str, Any] = json.loads(store.get(key))
-        self._num_starts = agreed["attempt"] + 1
-        return agreed
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        verdict = self._watch.poll()
-        if verdict is None and not self._watch.all_done():
-            return RunResult(state=WorkerState.HEALTHY)
-        if verdict is None:
-            self._watch.release()
-            result = super()._monitor_workers(worker_group)
-            if not result.is_failed():
-                return result
-            verdict = self._watch.poll()
-        return self._fail(verdict)
-
-    def _fail(self, verdict: Verdict | None) -> RunResult:
-        self._watch.kill()
-        if self._watch.stop_requested:
-            self._remaining_restarts = 0
-        if verdict is not None and self._remaining_restarts > 0:
-            self._watch.announce({"launcher": "restart", "cause": verdict.line})
-        else:
-            self.verdict = verdict
-        return RunResult(state=WorkerState.FAILED)
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._watch.kill()
-        super()._shutdown(death_sig, timeout)
-
-
-def _check_distinct(node_ranks: list[int]) -> None:
-    if sorted(node_ranks) != list(range(len(node_ranks))):
-        raise InvalidInputError(
-            f"the machines say they are nodes {sorted(node_ranks)}",
-            hint=f"give each machine its own --node-rank, from 0 to {len(node_ranks) - 1}",
         )
 
 

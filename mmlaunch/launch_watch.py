@@ -161,8 +161,11 @@ class Watch:
             return self._with_stack(verdict)
         if now_s - self._trouble_s < _SETTLE_S:
             return None
-        return self._blame_survivor(shots) or failures.blame_death(
-            records, vanished, include_network=True
+        lost = [shots[rank] for rank in recorded if 0 <= rank < len(shots)]
+        return (
+            self._blame_survivor(shots)
+            or failures.blame_finished(lost, shots, base_rank=self._job.base_rank)
+            or failures.blame_death(records, vanished, include_network=True)
         )
 
     def _blame_survivor(self, shots: list[Snapshot]) -> Verdict | None:
@@ -201,7 +204,7 @@ class Watch:
             time.sleep(_STACK_S)
         path = self._job.stack_path(local_rank)
         stack = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        return replace(verdict, detail=stack)
+        return replace(verdict, detail=failures.own_stack(stack))
 
     def _is_late(self, shot: Snapshot, now_s: float) -> bool:
         is_busy = shot.state in (State.COMPUTING, State.NOT_STARTED)

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -27,9 +28,8 @@ Entry = Callable[..., Any]
 # The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
 # collective only the rank that waited.
 _COLLECTIVE_GRACE_S = 2.0
-_SET_BY_AGENT = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME "
-    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+_SET_BY_AGENT = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*)"
 )
 
 
@@ -164,8 +164,7 @@ _kept_open: list[Any] = []  # faulthandler keeps the descriptor only
 def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
     rank = job.base_rank + local_rank
     try:
-        inherited = {k: v for k, v in job.environment.items() if k not in _SET_BY_AGENT}
-        os.environ.update(inherited)
+        _take_environment(job.environment)
         device = pick(local_rank, local_world_size=job.num_local)
         device.apply(single_node=job.num_nodes == 1)
     except BaseException as error:
@@ -182,6 +181,14 @@ def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
         heartbeat=heartbeat,
         events_fd=os.open(job.events_path, os.O_WRONLY | os.O_APPEND),
     )
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """Make this process's variables the launcher's; the fork server may be older than they."""
+    kept = {name: value for name, value in os.environ.items() if _SET_BY_AGENT.fullmatch(name)}
+    for name in os.environ.keys() - environment.keys() - kept.keys():
+        del os.environ[name]
+    os.environ.update({**environment, **kept})
 
 
 def _run_entry(job: Job, context: WorkerContext) -> None:
@@ -208,7 +215,7 @@ def _init_process_group(job: Job, context: WorkerContext) -> None:
     timeout = timedelta(seconds=job.timeout_s + _COLLECTIVE_GRACE_S)
     with context.heartbeat.waiting():
         # The agent's store, bound since before any worker started: no port to race for.
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
@@ -216,7 +223,7 @@ def _init_process_group(job: Job, context: WorkerContext) -> None:
         )
         dist.init_process_group(
             context.device.backend,
-            store=dist.PrefixStore(job.store_prefix, store),
+            store=dist.PrefixStore(job.store_prefix, store),  # pyright: ignore[reportPrivateImportUsage]
             rank=context.rank,
             world_size=context.world_size,
             timeout=timeout,

@@ -1,0 +1,387 @@
+"""Launches over real processes and gloo: results, deaths, silence, and nothing left behind."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmlaunch import failures, guard
+from mmlaunch.device import pick
+from mmlaunch.heartbeat import Board, Heartbeat, State, Where
+from mmlaunch.launch import launch
+from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from tests import launch_entries as entries
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    """Every launch must take its workers with it; the fork server itself may stay."""
+    yield
+    import multiprocessing
+
+    assert multiprocessing.active_children() == []
+
+
+def run(entry: Any, tmp_path: Path, *args: int, ranks: int = 2, **more: Any) -> list[Any]:
+    more.setdefault("timeout_s", 30.0)
+    return launch(entry=entry, args=args, num_ranks=ranks, run_dir=tmp_path / "run", **more)
+
+
+def start_launcher(entry: str, tmp_path: Path, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.launch_entries", entry, "2", str(tmp_path / "run")]
+    return subprocess.Popen(
+        [*command, *map(str, args)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def next_event(launcher: subprocess.Popen[str]) -> dict[str, Any]:
+    assert launcher.stdout is not None
+    line = launcher.stdout.readline()
+    assert line, launcher.communicate()[1]
+    return ast.literal_eval(line)
+
+
+def assert_gone(pids: list[int], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while alive := [pid for pid in pids if guard.ProcessId.of(pid).alive()]:
+        assert time.monotonic() < deadline_s, f"{alive} still alive after {within_s} s"
+        time.sleep(0.02)
+
+
+def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
+    got = run(entries.rank_and_sum, tmp_path, 2, ranks=3)
+    assert got == [(rank, 6.0, 1) for rank in range(3)]
+    assert list((tmp_path / "run").iterdir()) == []  # the launch's own files are gone
+
+
+def test_entry_by_name_and_threads_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fork server of this test process started before the variable was set.
+    monkeypatch.setenv("MMLAUNCH_THREADS", "2")
+    assert run("tests.launch_entries:rank_and_sum", tmp_path, 1) == [(0, 1.0, 2), (1, 1.0, 2)]
+
+
+def test_raising_worker_is_named_with_its_traceback(tmp_path: Path) -> None:
+    died_before_s = time.monotonic()
+    with pytest.raises(failures.WorkerFailedError) as caught:
+        run(entries.raise_at_step, tmp_path, 1, ranks=3)
+    assert time.monotonic() - died_before_s < 8  # start included
+    line = "rank 1 (module vision, step 3, instruction 0F3) died: ValueError: the sample is bad"
+    assert caught.value.message == line
+    assert caught.value.exit_code == 1
+    assert 'raise ValueError("the sample is bad")' in caught.value.detail
+    record = json.loads((tmp_path / "run/failures/attempt-0-rank-1.json").read_text())
+    assert record["kind"] == "ValueError"
+    assert record["is_network"] is False
+    assert time.time() - record["wall_time_s"] < 3  # noticed, and everybody ended
+
+
+def test_records_of_an_earlier_run_blame_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "failures"
+    failures.write_record(folder, rank=1, attempt=0, where=Where(), error=ValueError("old"))
+    assert run(entries.rank_and_sum, tmp_path, 1) == [(0, 1.0, 1), (1, 1.0, 1)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_killed_worker_is_named_and_not_its_peer(tmp_path: Path, signum: signal.Signals) -> None:
+    with pytest.raises(failures.WorkerFailedError) as caught:
+        run(entries.signal_self, tmp_path, 1, int(signum))
+    assert caught.value.message == (
+        f"rank 1 (module text, step 2, instruction 0B2) was killed by {signum.name}"
+    )
+    if signum is signal.SIGSEGV:
+        assert "in signal_self" in caught.value.detail
+        assert "forkserver.py" not in caught.value.detail
+
+
+def test_stopped_worker_is_named_within_the_timeout(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(failures.WorkerFailedError, match=r"^rank 1 .*step 2.* is stopped"):
+        run(entries.signal_self, tmp_path, 1, int(signal.SIGSTOP), timeout_s=3.0)
+    assert time.monotonic() - started_s < 3 + 5
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_hanging_worker_is_named_and_not_those_who_wait(tmp_path: Path, culprit: int) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(failures.WorkerFailedError) as caught:
+        run(entries.hang_in_compute, tmp_path, culprit, ranks=3, timeout_s=2.0)
+    assert time.monotonic() - started_s < 2 + 5
+    assert re.match(
+        rf"rank {culprit} \(module vision, step 2, instruction 0F2\) hangs", caught.value.message
+    )
+    assert "in _never_returns" in caught.value.detail
+
+
+def test_worker_that_finished_too_early_is_named(tmp_path: Path) -> None:
+    with pytest.raises(failures.WorkerFailedError, match="rank 1 had finished when rank 0 still"):
+        run(entries.leave_early, tmp_path, 1, timeout_s=3.0)
+
+
+def test_restart_succeeds_and_says_why(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    got = run(entries.fail_first_attempt, tmp_path, max_restarts=1, on_event=events.append)
+    assert got == [1, 1]
+    assert events == [{"launcher": "restart", "cause": "rank 1 was killed by SIGKILL"}]
+
+
+def test_no_restart_left_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(failures.WorkerFailedError, match=r"rank 1 .*ValueError"):
+        run(entries.raise_at_step, tmp_path, 1, max_restarts=1)
+    records = sorted(path.name for path in (tmp_path / "run/failures").glob("*rank-1.json"))
+    assert records == ["attempt-0-rank-1.json", "attempt-1-rank-1.json"]
+
+
+def test_events_arrive_in_order_and_soon(tmp_path: Path) -> None:
+    delays_s: list[float] = []
+    seen: list[int] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        seen.append(event["index"])
+        delays_s.append(time.monotonic() - event["sent_s"])
+
+    run(entries.report_times, tmp_path, ranks=1, on_event=on_event)
+    assert seen == list(range(5))
+    assert sorted(delays_s)[2] < 0.2
+
+
+def test_a_failing_listener_ends_the_workers(tmp_path: Path) -> None:
+    def on_event(event: dict[str, Any]) -> None:
+        raise LookupError(str(event["index"]))
+
+    with pytest.raises(LookupError):
+        run(entries.report_times, tmp_path, ranks=1, on_event=on_event)
+
+
+def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+    launcher = start_launcher("report_pid_with_child", tmp_path, 30)
+    pids = [pid for _ in range(2) for pid in next_event(launcher)["pids"]]
+    assert len(pids) == 4
+    os.kill(pids[0], signal.SIGSTOP)  # cannot look after itself any more
+    launcher.kill()
+    launcher.wait()
+    assert_gone(pids, within_s=3)
+    launcher.communicate()
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_first_signal_asks_to_stop(tmp_path: Path, signum: signal.Signals) -> None:
+    launcher = start_launcher("reduce_forever", tmp_path, 30)
+    next_event(launcher)
+    launcher.send_signal(signum)
+    out, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0, err
+    lines = [ast.literal_eval(line) for line in out.splitlines()]
+    assert {"launcher": "stop-requested"} in lines
+    first, second = lines[-1]["results"]
+    assert first == second  # they agreed on the step
+
+
+def test_second_signal_ends_at_once(tmp_path: Path) -> None:
+    launcher = start_launcher("report_pid_with_child", tmp_path, 30)
+    pids = [pid for _ in range(2) for pid in next_event(launcher)["pids"]]
+    launcher.send_signal(signal.SIGINT)
+    assert next_event(launcher) == {"launcher": "stop-requested"}
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=5)
+    assert "KeyboardInterrupt" in err
+    assert_gone(pids, within_s=3)
+
+
+def test_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    launcher = start_launcher("report_pid_with_child", tmp_path, 30)
+    next_event(launcher)
+    with pytest.raises(InvalidInputError, match="in use by another launch"):
+        run(entries.rank_and_sum, tmp_path, 1)
+    launcher.kill()
+    launcher.communicate()
+
+
+@pytest.mark.slow
+def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom mmlaunch.launch import launch\n"
+        "node = int(sys.argv[1])\n"
+        "print(launch(entry='tests.launch_entries:rank_and_sum', args=(1,), num_ranks=3,"
+        " run_dir=Path(sys.argv[2]), timeout_s=30, nnodes=2, node_rank=node,"
+        f" rdzv_endpoint='127.0.0.1:{port}'))\n"
+    )
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(node), str(tmp_path / "run")],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in (1, 0)
+    ]
+    (out_1, err_1), (out_0, err_0) = (node.communicate(timeout=60) for node in nodes)
+    assert out_0 == "[(0, 3.0, 1), (1, 3.0, 1)]\n", err_0
+    assert out_1 == "[(2, 3.0, 1)]\n", err_1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_twenty_launches_at_once_do_not_fight_over_ports(tmp_path: Path) -> None:
+    launchers = [start_launcher("rank_and_sum", tmp_path / str(n), 120, 1) for n in range(20)]
+    for launcher in launchers:
+        out, err = launcher.communicate(timeout=240)
+        assert launcher.returncode == 0, err
+        assert ast.literal_eval(out) == {"results": [(0, 1.0, 1), (1, 1.0, 1)]}
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="entry is 'nowhere'"):
+        run("nowhere", tmp_path)
+    with pytest.raises(InvalidInputError, match="no rendezvous endpoint"):
+        run(entries.rank_and_sum, tmp_path, 1, nnodes=2)
+    with pytest.raises(InvalidInputError, match="node rank 2 of 2"):
+        run(entries.rank_and_sum, tmp_path, 1, nnodes=2, node_rank=2, rdzv_endpoint="h:1")
+    with pytest.raises(InvalidInputError, match="do not fill 3 nodes"):
+        run(entries.rank_and_sum, tmp_path, 1, nnodes=3, node_rank=2, rdzv_endpoint="h:1")
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match="cannot write to run directory"):
+        launch(
+            entry=entries.rank_and_sum, num_ranks=1, run_dir=tmp_path / "file" / "x", timeout_s=5
+        )
+
+
+def test_entry_that_cannot_be_imported_is_a_named_failure(tmp_path: Path) -> None:
+    with pytest.raises(failures.WorkerFailedError, match="ModuleNotFoundError: No module named"):
+        run("tests.no_such_module:entry", tmp_path, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_network"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:1"), True),
+        (RuntimeError("Timed out waiting 5000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ConnectionResetError("the data server is gone"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_network_errors_are_told_from_others(error: Exception, is_network: bool) -> None:
+    assert failures.is_network_error(error) is is_network
+    wrapped = RuntimeError("rank 1, instruction 4")
+    wrapped.__cause__ = error
+    assert failures.is_network_error(wrapped) is is_network
+
+
+def test_blame_prefers_own_errors_then_the_vanished_then_the_earliest(tmp_path: Path) -> None:
+    lost = RuntimeError("Connection closed by peer")
+    for rank, error in [(0, lost), (3, ValueError("first")), (2, ValueError("second"))]:
+        failures.write_record(tmp_path, rank=rank, attempt=0, where=Where(), error=error)
+        time.sleep(0.01)
+    records = failures.read_records(tmp_path, attempt=0)
+    gone = [(1, -9, Where(module="text"))]
+
+    def blamed(records: Any, gone: Any, include_network: bool = True) -> int | None:
+        verdict = failures.blame_death(records, gone, include_network=include_network)
+        return verdict and verdict.rank
+
+    network_only = [record for record in records if record.is_network]
+    assert blamed(records, gone) == 3
+    assert blamed(network_only, gone) == 1
+    assert blamed(network_only, []) == 0
+    assert blamed(network_only, [], include_network=False) is None
+
+
+def test_a_torn_record_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "attempt-0-rank-0.json").write_text('{"rank": 0, "att')
+    (tmp_path / "attempt-0-rank-1.json").write_text('{"other": 0}')
+    assert failures.read_records(tmp_path, attempt=0) == []
+
+
+def test_board_shows_what_workers_say(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", num_slots=3, create=True)
+    other = Board(tmp_path / "board", num_slots=3)
+    heartbeat = other.heartbeat(1)
+    heartbeat.register()
+    heartbeat.beat(17, 5, "0F3", "vision")
+    with heartbeat.waiting((4, 2)):
+        shot = board.snapshots()[1]
+        assert (shot.state, shot.peers) == (State.WAITING, (4, 2))
+    shot = board.snapshots()[1]
+    assert str(shot.where) == "module vision, step 17, instruction 0F3"
+    assert shot.where.instruction_index == 5
+    assert shot.state is State.COMPUTING
+    assert shot.process == guard.ProcessId.of(os.getpid())
+    assert board.snapshots()[0].process is None
+    board.request_stop()
+    board.clear()  # a restart
+    assert heartbeat.should_stop()
+    assert board.snapshots()[1].process is None
+
+
+def test_heartbeats_are_cheap() -> None:
+    heartbeat = Heartbeat.detached()
+    best_s = float("inf")
+    for _ in range(5):
+        started_s = time.perf_counter()
+        for index in range(2000):
+            heartbeat.beat(1, index, "0F3")
+            with heartbeat.waiting((1,)):
+                pass
+        best_s = min(best_s, (time.perf_counter() - started_s) / 2000)
+    assert best_s < 10e-6  # about 1.5 µs on a quiet machine
+
+
+def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMLAUNCH_DEVICE", "cpu")
+    assert (pick().device, pick().backend) == (torch.device("cpu"), "gloo")
+    monkeypatch.delenv("MMLAUNCH_DEVICE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    chosen = pick(1, local_world_size=2)
+    assert (chosen.device, chosen.backend) == (torch.device("cuda", 1), "nccl")
+    crowded = pick(1, local_world_size=3)
+    assert (crowded.backend, crowded.reason) == ("gloo", "3 local ranks share 2 GPUs")
+    monkeypatch.setenv("MMLAUNCH_DEVICE", "cuda")
+    with pytest.raises(UnfitEnvironmentError, match="3 local ranks share 2 GPUs"):
+        pick(1, local_world_size=3)
+    monkeypatch.setenv("MMLAUNCH_DEVICE", "tpu")
+    with pytest.raises(InvalidInputError, match="MMLAUNCH_DEVICE is 'tpu'"):
+        pick()
+
+
+def test_threads_are_one_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MMLAUNCH_THREADS", raising=False)
+    assert pick().num_threads == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert pick().num_threads == 4
+    monkeypatch.setenv("MMLAUNCH_THREADS", "3")
+    assert pick().num_threads == 3
+    monkeypatch.setenv("MMLAUNCH_THREADS", "many")
+    with pytest.raises(InvalidInputError, match="MMLAUNCH_THREADS is 'many'"):
+        pick()
