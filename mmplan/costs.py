@@ -102,12 +102,15 @@ class ProgramCosts:
         """
         if loss.index not in self._syncs:
             samples = loss.sync_batch or 0
-            gather_s = self.costs.all_gather_s(
-                ranks=loss.ranks, num_bytes=samples * self._feature_bytes(loss)
-            )
             own_s = self.costs.loss_s(loss=loss.name, samples=samples, shards=len(loss.ranks))
-            self._syncs[loss.index] = gather_s + sum(own_s)
+            self._syncs[loss.index] = self.gather_s(loss) + sum(own_s)
         return self._syncs[loss.index]
+
+    def gather_s(self, loss: Loss) -> float:
+        """Seconds of the part of a batch-sync that forwards can hide: the features' gather."""
+        samples = loss.sync_batch or 0
+        num_bytes = samples * self._feature_bytes(loss)
+        return self.costs.all_gather_s(ranks=loss.ranks, num_bytes=num_bytes)
 
     def _feature_bytes(self, loss: Loss) -> float:
         """Bytes per sample of all features that the loss takes, each stage's once."""
@@ -186,6 +189,11 @@ class ProgramCosts:
         return self.costs.parameters(
             task=stage.task, module=stage.module, blocks=(block, block + 1)
         )
+
+    @property
+    def communicator_bytes(self) -> float:
+        """Device memory of one communicator."""
+        return self.costs.cluster.device.communicator_bytes
 
     def communicators(self, rank: int) -> int:
         """Communicators of a rank: one for each distinct group, one more for messages."""
