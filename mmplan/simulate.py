@@ -1,0 +1,301 @@
+"""Simulate a program: clocks and bytes of every rank for one optimizer step.
+
+The same instruction lists that the launcher executes, against the cost model instead of
+torch. The step's update is left out: times are those of forward, backward, communication
+and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
+from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.program.replay import Clocks, Durations, replay
+from mmplan.program.trace import TimedInstruction
+from mmplan.program.wiring import Wiring, wire
+from mmplan.schema.plan import Plan, Prediction
+
+
+class Costs(Protocol):
+    """What the simulator asks; :class:`mmplan.costs.ProgramCosts` answers from a profile."""
+
+    @property
+    def communicator_bytes(self) -> float:
+        """Device memory of one communicator."""
+        ...
+
+    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of a forward or backward, hosted losses included."""
+        ...
+
+    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
+        """Seconds of one message."""
+        ...
+
+    def gather_s(self, loss: Loss) -> float:
+        """Seconds of a batch-sync that can be hidden: the gather of its features."""
+        ...
+
+    def sync_s(self, loss: Loss) -> float:
+        """Seconds of a whole batch-sync: gather, loss, gradient."""
+        ...
+
+    def reduce_s(self, reduction: Reduction) -> float:
+        """Seconds of a reduction."""
+        ...
+
+    def activation_bytes(self, stage: Stage, samples: int) -> float:
+        """Bytes that a device holds of a micro-batch from its forward to its backward."""
+        ...
+
+    def static_bytes(self, rank: int) -> float:
+        """Weights, gradients and optimizer state."""
+        ...
+
+    def communicators(self, rank: int) -> int:
+        """Number of communicators that a rank belongs to."""
+        ...
+
+    def flops(self) -> float:
+        """Useful FLOPs of the step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One simulated step; per-rank values have one entry per rank, idle ranks included.
+
+    For a rank that is used, ``busy_s + communication_s + idle_s == iteration_s``.
+
+    Attributes:
+        busy_s: in computes and losses.
+        communication_s: in reductions, or waiting for data that were on their way.
+        idle_s: waiting for others to start something.
+        used: whether the rank computes at all.
+        peak_bytes: most bytes held at any time.
+        samples: of the step, over all tasks.
+        flops: useful work of the step.
+    """
+
+    program: Program
+    costs: Costs
+    clocks: Clocks
+    iteration_s: float
+    busy_s: tuple[float, ...]
+    communication_s: tuple[float, ...]
+    idle_s: tuple[float, ...]
+    used: tuple[bool, ...]
+    peak_bytes: tuple[float, ...]
+    samples: int
+    flops: float
+
+    @property
+    def devices_used(self) -> int:
+        """Ranks that compute something."""
+        return sum(self.used)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the device time of the ranks used."""
+        return self._share(self.idle_s)
+
+    @property
+    def communication_fraction(self) -> float:
+        """Share of that device time in which communication is not hidden."""
+        return self._share(self.communication_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput; 0 for a step that takes no time."""
+        return self.samples / self.iteration_s if self.iteration_s else 0.0
+
+    def _share(self, seconds: tuple[float, ...]) -> float:
+        total = self.devices_used * self.iteration_s
+        return sum(seconds) / total if total else 0.0
+
+    def events(self) -> Iterator[TimedInstruction]:
+        """Every instruction but STEP with its times, rank by rank in program order."""
+        for rank, row in enumerate(self.program.instructions):
+            times = zip(row, self.clocks.start[rank], self.clocks.end[rank], strict=True)
+            for position, (item, start_s, end_s) in enumerate(times):
+                if not isinstance(item, Step):
+                    yield TimedInstruction(rank, position, start_s, end_s)
+
+    def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
+        """(second, bytes held from then on) of a rank, from 0 to its last change."""
+        fixed = _fixed_bytes(self.costs, rank)
+        points = [(0.0, fixed)]
+        held = 0.0
+        for position, is_end, change in _memory_changes(self.program, self.costs, rank):
+            clock = self.clocks.end if is_end else self.clocks.start
+            held += change
+            points.append((clock[rank][position], fixed + held))
+        return points
+
+
+def simulate(program: Program, costs: Costs) -> Simulation:
+    """Run one step of a program that has no faults.
+
+    A send returns at once and its message arrives ``message_s`` later; the messages from
+    one rank to another go one after the other. A compute waits for its messages.
+    SYNC_START returns at once; the gather begins when the loss's last rank has started, and
+    SYNC_WAIT ends when it is over, every rank is there and the loss is computed.
+    Tensor-parallel computes, COUNT and REDUCE begin when their last rank is there.
+
+    Raises:
+        InvalidInputError: the program deadlocks.
+    """
+    wiring = wire(program)
+    durations = _durations(program, costs, wiring)
+    clocks = replay(wiring, durations)
+    if clocks.stuck:
+        rank, position = min(clocks.stuck.items())
+        raise InvalidInputError(
+            f"the program deadlocks: rank {rank} waits for ever at instruction {position} "
+            f"({program.instructions[rank][position]})",
+            hint="mmplan check PLAN lists every fault; solve the workload again",
+        )
+    iteration_s = max((row[-1] for row in clocks.end if row), default=0.0)
+    busy = tuple(_seconds(program, durations, rank, (Compute, Sync)) for rank in _ranks(program))
+    communication = tuple(
+        clocks.exposed[rank] + _seconds(program, durations, rank, (Collective,))
+        for rank in _ranks(program)
+    )
+    used = tuple(any(isinstance(x, Compute) for x in row) for row in program.instructions)
+    return Simulation(
+        program=program,
+        costs=costs,
+        clocks=clocks,
+        iteration_s=iteration_s,
+        busy_s=busy,
+        communication_s=communication,
+        # Rounding may leave a few ulps below zero.
+        idle_s=tuple(
+            max(0.0, iteration_s - b - c) if u else 0.0
+            for b, c, u in zip(busy, communication, used, strict=True)
+        ),
+        used=used,
+        peak_bytes=tuple(_peak_bytes(program, costs, rank) for rank in _ranks(program)),
+        samples=sum(program.batches.values()),
+        flops=costs.flops(),
+    )
+
+
+def prediction(simulation: Simulation, plan: Plan) -> Prediction:
+    """What the plan says of itself; ``mfu`` counts all of its devices, idle ones too."""
+    peak_flops = plan.devices * plan.cluster.device.peak_flops
+    iteration_s = simulation.iteration_s
+    return Prediction(
+        iteration_s=iteration_s,
+        samples_per_s=simulation.samples_per_s,
+        mfu=simulation.flops / (iteration_s * peak_flops) if iteration_s else 0.0,
+        bubble_fraction=simulation.bubble_fraction,
+        communication_fraction=simulation.communication_fraction,
+        memory_bytes=simulation.peak_bytes,
+        devices_used=simulation.devices_used,
+    )
+
+
+def _ranks(program: Program) -> range:
+    return range(program.num_ranks)
+
+
+def _durations(program: Program, costs: Costs, wiring: Wiring) -> Durations:
+    losses = [program.losses[index] for index, _ in wiring.syncs]
+    return Durations(
+        instruction=_instruction_seconds(program, costs),
+        message=_message_seconds(program, costs, wiring),
+        gather=[costs.gather_s(loss) for loss in losses],
+    )
+
+
+def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
+    """Seconds of computes, losses and reductions; zero for the rest."""
+    known: dict[tuple[int, Op, int], float] = {}
+    loss_s = {
+        loss.index: costs.sync_s(loss) - costs.gather_s(loss)
+        for loss in program.losses
+        if loss.sync_batch is not None
+    }
+    reduce_s = [costs.reduce_s(reduction) for reduction in program.reductions]
+
+    def seconds(item: Instruction, samples: dict[int, list[int]]) -> float:
+        if isinstance(item, Compute):
+            key = item.stage, item.op, samples[item.stage][item.mb]
+            if key not in known:
+                known[key] = costs.compute_s(program.stages[item.stage], item.op, key[2])
+            return known[key]
+        if isinstance(item, Sync) and item.op is Op.SYNC_WAIT:
+            return loss_s[item.loss]
+        if isinstance(item, Collective) and item.op is Op.REDUCE:
+            return reduce_s[item.index]
+        return 0.0
+
+    rows: list[list[float]] = []
+    for rank, row in enumerate(program.instructions):
+        samples = _samples(program, rank)
+        rows.append([seconds(item, samples) for item in row])
+    return rows
+
+
+def _message_seconds(program: Program, costs: Costs, wiring: Wiring) -> list[float]:
+    known: dict[tuple[int, int, int, int], float] = {}
+    result: list[float] = []
+    for edge, _, source, target, start, stop in wiring.messages:
+        key = source, target, edge, stop - start
+        if key not in known:
+            known[key] = costs.message_s(source, target, program.edges[edge], stop - start)
+        result.append(known[key])
+    return result
+
+
+def _samples(program: Program, rank: int) -> dict[int, list[int]]:
+    """Stage to the sizes of its micro-batches on a rank."""
+    sizes: dict[int, list[int]] = {}
+    for stage in program.stages:
+        place = stage.place(rank)
+        if place is not None:
+            sizes[stage.index] = [b - a for a, b in stage.microbatches[place[0]]]
+    return sizes
+
+
+def _seconds(
+    program: Program, durations: Durations, rank: int, kinds: tuple[type[Instruction], ...]
+) -> float:
+    row = zip(program.instructions[rank], durations.instruction[rank], strict=True)
+    return sum(seconds for item, seconds in row if isinstance(item, kinds))
+
+
+def _fixed_bytes(costs: Costs, rank: int) -> float:
+    return costs.static_bytes(rank) + costs.communicators(rank) * costs.communicator_bytes
+
+
+def _peak_bytes(program: Program, costs: Costs, rank: int) -> float:
+    changes = (change for *_, change in _memory_changes(program, costs, rank))
+    return _fixed_bytes(costs, rank) + max(accumulate(changes, initial=0.0))
+
+
+def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple[int, bool, float]]:
+    """(position, at its end rather than its start, bytes gained) in program order.
+
+    A micro-batch is held from the start of its forward to the end of its backward; without
+    a backward, to the end of its forward.
+    """
+    samples = _samples(program, rank)
+    known: dict[tuple[int, int], float] = {}
+    for position, item in enumerate(program.instructions[rank]):
+        if not isinstance(item, Compute):
+            continue
+        stage = program.stages[item.stage]
+        key = item.stage, samples[item.stage][item.mb]
+        if key not in known:
+            known[key] = costs.activation_bytes(stage, key[1])
+        if item.op is Op.FORWARD:
+            yield position, False, known[key]
+        if item.op is Op.BACKWARD or not stage.has_backward:
+            yield position, True, -known[key]
