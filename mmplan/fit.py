@@ -3,7 +3,7 @@
 A curve over the micro-batch size u is ``T(u) = alpha + sum_i slope_i * (length of u in
 piece i)``. Points on one line are passed through exactly. Otherwise coefficients minimise
 
-    sum_k huber((T(u_k) - T_k) / T_k),   alpha, slope_i >= 0,
+    sum_k huber((T(u_k) - T_k) / T_k),   T and all slopes >= 0,
 
 and the number of pieces is the one with the least BIC, knots being measured sizes.
 
@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmplan.errors import InvalidInputError
+from mmplan.robust import Array, Design, relative_weights, select
 from mmplan.schema.profile import (
     Curve,
     Fits,
@@ -34,17 +32,9 @@ from mmplan.schema.profile import (
     Profile,
 )
 
-Array = NDArray[np.float64]
-
 # Relative error below which points count as lying on one line.
 EXACT = 1e-9
-# Relative noise that no timing is free of: residuals below it are no reason for a knot.
-NOISE_FLOOR = 0.005
-# Huber's constant: 95% efficiency under normal errors.
-_HUBER = 1.345
-_MAD_TO_SIGMA = 1.4826
 _MAX_KNOT_CANDIDATES = 8
-_ROUNDS = 12
 
 
 def fit_curve(
@@ -69,20 +59,21 @@ def fit_curve(
     Raises:
         InvalidInputError: no points, or sizes and values that are not what they must be.
     """
-    size_K, value_K = _checked(sizes, values)
-    curve = _through_line(size_K, value_K)
+    size_K, value_K, spread_K = _checked(sizes, values, spreads)
+    lowest, highest = float(size_K.min()), float(size_K.max())
+    if lowest == highest:
+        level = float(np.median(value_K))
+        curve = _curve(level, (), (level / lowest,), lowest, highest)
+    else:
+        curve = _through_line(size_K, value_K)
     if curve is None:
-        weight_K = _weights(value_K, spreads)
-        candidates = _knot_candidates(size_K)
-        chosen = _select(
-            [
-                _Design(knots=knots, columns=_columns(size_K, knots))
-                for knots in _knot_sets(candidates, len(np.unique(size_K)), knots_max)
-            ],
-            value_K,
-            weight_K,
-        )
-        curve = _as_curve(chosen, size_K)
+        designs = [
+            Design(columns=_columns(size_K, knots), knots=knots)
+            for knots in _knot_sets(size_K, knots_max)
+        ]
+        chosen = select(designs, value_K, relative_weights(value_K, spread_K))
+        level, *slopes = (float(x) for x in chosen.coefficients)
+        curve = _curve(level, chosen.design.knots, tuple(slopes), lowest, highest)
     return with_residuals(curve, size_K, value_K)
 
 
@@ -101,12 +92,19 @@ def with_residuals(
     return curve.model_copy(update=changes)
 
 
-def _checked(sizes: Sequence[float], values: Sequence[float]) -> tuple[Array, Array]:
+def _checked(
+    sizes: Sequence[float],
+    values: Sequence[float],
+    spreads: Sequence[float | None] | None,
+) -> tuple[Array, Array, list[float | None]]:
     size_K = np.asarray(sizes, dtype=np.float64)
     value_K = np.asarray(values, dtype=np.float64)
-    if size_K.size == 0 or size_K.shape != value_K.shape:
+    spread_K: list[float | None] = list(spreads or [None] * len(size_K))
+    if not 0 < len(size_K) == len(value_K) == len(spread_K):
         raise InvalidInputError(
-            f"a fit needs as many values as sizes, got {size_K.size} and {value_K.size}"
+            f"a fit needs as many values as sizes, got {len(size_K)} sizes, {len(value_K)} "
+            f"values and {len(spread_K)} spreads",
+            hint="give one value (and one spread, or none at all) for each size",
         )
     good = np.isfinite(size_K) & np.isfinite(value_K) & (size_K > 0) & (value_K >= 0)
     if not good.all():
@@ -115,159 +113,60 @@ def _checked(sizes: Sequence[float], values: Sequence[float]) -> tuple[Array, Ar
             f"point {k} (size {size_K[k]:g}, value {value_K[k]:g}) cannot be fitted",
             hint="sizes must be positive, values finite and not negative",
         )
-    order = np.argsort(size_K, kind="stable")
-    return size_K[order], value_K[order]
+    return size_K, value_K, spread_K
 
 
 def _tiny(value_K: Array) -> float:
     """What relative errors of zero are measured against."""
-    return max(float(value_K.max(initial=0.0)) * 1e-9, 1e-300)
-
-
-def _weights(value_K: Array, spreads: Sequence[float | None] | None) -> Array:
-    """1/T, less for points whose repeats spread wider than is usual among these points."""
-    weight_K = 1.0 / np.maximum(value_K, max(float(value_K.max()) * 1e-3, 1e-300))
-    if spreads is None or all(spread is None for spread in spreads):
-        return weight_K
-    known = [spread for spread in spreads if spread is not None]
-    spread_K = np.array([np.median(known) if spread is None else spread for spread in spreads])
-    relative_K = np.maximum(spread_K * weight_K, NOISE_FLOOR)
-    return weight_K * np.minimum(1.0, float(np.median(relative_K)) / relative_K)
+    return max(float(value_K.max()) * 1e-9, 1e-300)
 
 
 def _through_line(size_K: Array, value_K: Array) -> Curve | None:
-    """The curve through points that lie on one rising line; None where they do not.
-
-    A line that is negative at 0 becomes two pieces with their knot at the smallest size:
-    proportional below it, exact above.
-    """
-    lowest, highest = float(size_K[0]), float(size_K[-1])
-    if lowest == highest:
-        if np.ptp(value_K) > EXACT * value_K.max():
-            return None
-        slope = float(value_K[0]) / lowest
-        return Curve(alpha=0.0, slopes=(slope,), lowest=lowest, highest=highest)
-    slope = float(value_K[-1] - value_K[0]) / (highest - lowest)
-    line_K = value_K[0] + slope * (size_K - lowest)
-    if slope < 0 or (np.abs(line_K - value_K) > EXACT * np.maximum(value_K, 0)).any():
+    """The curve through points that lie on one rising line; None where they do not."""
+    first, last = int(size_K.argmin()), int(size_K.argmax())
+    lowest, highest = float(size_K[first]), float(size_K[last])
+    level, rise = float(value_K[first]), float(value_K[last] - value_K[first])
+    line_K = level + rise / (highest - lowest) * (size_K - lowest)
+    if rise < 0 or (np.abs(line_K - value_K) > EXACT * value_K).any():
         return None
-    alpha = float(value_K[0]) - slope * lowest
-    if alpha >= -EXACT * float(value_K[0]):
-        # Rounding must not push a proportional line below zero.
-        return Curve(alpha=max(alpha, 0.0), slopes=(slope,), lowest=lowest, highest=highest)
-    first = float(value_K[0]) / lowest
-    return Curve(alpha=0.0, knots=(lowest,), slopes=(first, slope), lowest=lowest, highest=highest)
+    return _curve(level, (), (rise / (highest - lowest),), lowest, highest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Design:
-    """One candidate model: its linear columns, and what makes it this one."""
+def _curve(
+    level: float,
+    knots: tuple[float, ...],
+    slopes: tuple[float, ...],
+    lowest: float,
+    highest: float,
+) -> Curve:
+    """The curve that is ``level`` at the smallest size and rises by the slopes from there.
 
-    columns: Array
-    knots: tuple[float, ...] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        # A knot that was searched for is a parameter too.
-        return self.columns.shape[1] + len(self.knots)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fitted:
-    design: _Design
-    coefficients: Array
-    errors: Array
+    Where the first slope would lead below zero at size 0, a knot at the smallest size
+    makes the curve proportional below it, so that it stays exact above.
+    """
+    alpha = level - slopes[0] * lowest
+    if alpha < -EXACT * level:
+        knots, slopes = (lowest, *knots), (level / lowest, *slopes)
+    return Curve(alpha=max(alpha, 0.0), knots=knots, slopes=slopes, lowest=lowest, highest=highest)
 
 
 def _columns(size_K: Array, knots: tuple[float, ...]) -> Array:
-    """[K, 2 + len(knots)]: a constant, then the length of each size in each piece."""
-    edges = (0.0, *knots, np.inf)
+    """[K, 2 + len(knots)]: the level at the smallest size, then the length in each piece."""
+    edges = (float(size_K.min()), *knots, np.inf)
     pieces = [np.clip(size_K, a, b) - a for a, b in itertools.pairwise(edges)]
     return np.stack([np.ones_like(size_K), *pieces], axis=1)
 
 
-def _knot_candidates(size_K: Array) -> list[float]:
-    interior = np.unique(size_K)[1:-1]
-    if len(interior) > _MAX_KNOT_CANDIDATES:
-        chosen = np.linspace(0, len(interior) - 1, _MAX_KNOT_CANDIDATES).round().astype(int)
-        interior = interior[np.unique(chosen)]
-    return [float(size) for size in interior]
-
-
-def _knot_sets(
-    candidates: list[float], num_sizes: int, knots_max: int
-) -> Iterator[tuple[float, ...]]:
-    """Sets of knots that leave at least one size more than there are coefficients."""
+def _knot_sets(size_K: Array, knots_max: int) -> Iterator[tuple[float, ...]]:
+    """Interior sizes as knots; more sizes than coefficients, or a bend explains any noise."""
+    distinct = np.unique(size_K)
+    inner = distinct[1:-1]
+    if len(inner) > _MAX_KNOT_CANDIDATES:
+        spaced = np.linspace(0, len(inner) - 1, _MAX_KNOT_CANDIDATES).round().astype(int)
+        inner = inner[np.unique(spaced)]
     for num in range(knots_max + 1):
-        if num and num_sizes < num + 3:
-            return
-        yield from itertools.combinations(candidates, num)
-
-
-def _select(designs: Sequence[_Design], value_K: Array, weight_K: Array) -> _Fitted:
-    """The design with the least BIC, its errors measured in units of one common noise."""
-    fitted = [_fit_robust(design, value_K, weight_K) for design in designs]
-    # The noise is judged by the richest designs: a bend left out must not count as noise.
-    most = max(item.design.num_parameters for item in fitted)
-    rich = [_sigma(item.errors) for item in fitted if item.design.num_parameters == most]
-    sigma = min(rich)
-    return min(fitted, key=lambda item: _bic(item, sigma))
-
-
-def _bic(fitted: _Fitted, sigma: float) -> float:
-    num = len(fitted.errors)
-    size_K = np.abs(fitted.errors) / sigma
-    huber_K = np.where(size_K <= _HUBER, size_K**2, 2 * _HUBER * size_K - _HUBER**2)
-    floor = (NOISE_FLOOR / sigma) ** 2
-    return num * float(np.log(huber_K.mean() + floor)) + fitted.design.num_parameters * float(
-        np.log(num)
-    )
-
-
-def _sigma(error_K: Array) -> float:
-    return max(_MAD_TO_SIGMA * float(np.median(np.abs(error_K))), NOISE_FLOOR)
-
-
-def _fit_robust(design: _Design, value_K: Array, weight_K: Array) -> _Fitted:
-    """Non-negative least squares, reweighted until Huber's weights settle.
-
-    The scale is taken anew each round; starting from the median-like weights of least
-    absolute errors keeps early outliers from deciding it.
-    """
-    trust_K = np.ones_like(value_K)
-    coefficient_P = _solve(design.columns, value_K, weight_K)
-    error_K = np.zeros_like(value_K)
-    for _ in range(_ROUNDS):
-        error_K = (design.columns @ coefficient_P - value_K) * weight_K
-        size_K = np.abs(error_K)
-        limit = _HUBER * _sigma(error_K)
-        new_K = np.minimum(1.0, limit / np.maximum(size_K, limit))
-        if np.abs(new_K - trust_K).max() < 1e-4:
-            break
-        trust_K = new_K
-        coefficient_P = _solve(design.columns, value_K, weight_K * np.sqrt(trust_K))
-    return _Fitted(design=design, coefficients=coefficient_P, errors=error_K)
-
-
-def _solve(columns_KP: Array, value_K: Array, weight_K: Array) -> Array:
-    from scipy.optimize import nnls  # pyright: ignore
-
-    scaled_KP = columns_KP * weight_K[:, None]
-    # Columns of one length: nnls stops by an absolute tolerance.
-    length_P = np.maximum(np.linalg.norm(scaled_KP, axis=0), 1e-300)
-    solution_P = cast(Array, nnls(scaled_KP / length_P, value_K * weight_K)[0])
-    return solution_P / length_P
-
-
-def _as_curve(fitted: _Fitted, size_K: Array) -> Curve:
-    alpha, *slopes = (float(x) for x in fitted.coefficients)
-    return Curve(
-        alpha=alpha,
-        knots=fitted.design.knots,
-        slopes=tuple(slopes),
-        lowest=float(size_K[0]),
-        highest=float(size_K[-1]),
-    )
+        if num == 0 or len(distinct) >= num + 3:
+            yield from itertools.combinations(map(float, inner), num)
 
 
 def fit_key(module: str, task: str | None) -> str:
@@ -308,13 +207,15 @@ def fit_module(module: ModuleProfile, tp: int) -> ModuleFit:
     work = share_of(module.block_work, module.blocks)
     held = share_of(module.block_activation_bytes, module.blocks)
 
-    def curve(value: Callable[[Point], float], share: Callable[[int], float]) -> Curve:
-        return _fit_points(module, points, value, share)
+    def curve(
+        value: Callable[[Point], float], share: Callable[[int], float], spread: str = ""
+    ) -> Curve:
+        return _fit_points(module, points, value, share, spread)
 
     return ModuleFit(
-        forward=curve(lambda p: p.forward_s, work),
-        backward=curve(lambda p: p.backward_s, work),
-        backward_input=curve(input_backward_s, work),
+        forward=curve(lambda p: p.forward_s, work, "forward_spread_s"),
+        backward=curve(lambda p: p.backward_s, work, "backward_spread_s"),
+        backward_input=curve(input_backward_s, work, "backward_spread_s"),
         activation_bytes=curve(lambda p: p.activation_bytes, held),
     )
 
@@ -337,6 +238,7 @@ def _fit_points(
     points: Sequence[Point],
     value: Callable[[Point], float],
     share: Callable[[int], float],
+    spread: str,
 ) -> Curve:
     def whole(point: Point) -> float:
         part = share(point.blocks or module.blocks)
@@ -347,7 +249,7 @@ def _fit_points(
     curve = fit_curve(
         [p.microbatch for p in deciding],
         [whole(p) for p in deciding],
-        spreads=[p.forward_spread_s for p in deciding],
+        spreads=[getattr(p, spread, None) for p in deciding],
     )
     if len(deciding) == len(points):
         return curve
