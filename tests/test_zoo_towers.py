@@ -63,7 +63,7 @@ def test_every_parameter_has_a_gradient(build: object, data: object) -> None:
     tower(data()).square().sum().backward()
     without = [name for name, p in tower.named_parameters() if p.grad is None]
     assert not without
-    # The qkv bias of the keys is the one that moves all logits of a row alike.
+    # (The keys' third of a qkv bias has none: it moves all logits of a row alike.)
     assert all(p.grad.abs().max() > 0 for p in tower.parameters())
 
 
