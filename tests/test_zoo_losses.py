@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmplan import Ragged
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import losses
 from tests.zoo_tp import Meeting, run_ranks
@@ -228,6 +229,20 @@ def test_token_sums_over_counts_do_not_depend_on_the_micro_batches(shift: bool) 
     want = torch.nn.functional.cross_entropy(shown[0].transpose(1, 2), shown[1])
     torch.testing.assert_close(parts / counts.sum(), want)
     assert counts.tolist() == ([1, 4, 4, 0, 4, 0] if shift else [2, 5, 5, 1, 5, 0])
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_ragged_tokens_count_and_sum_as_padded_ones(shift: bool) -> None:
+    lengths = torch.tensor([3, 0, 1, 5])
+    logits, labels = torch.randn(4, 5, 11, dtype=torch.float64), torch.randint(11, (4, 5))
+    inside = torch.arange(5) < lengths[:, None]
+    labels[~inside] = -100
+    labels[3, 2] = -100
+    packed_logits, packed_labels = Ragged(logits[inside], lengths), Ragged(labels[inside], lengths)
+    loss = losses.token_cross_entropy(shift=shift)
+    torch.testing.assert_close(loss(packed_logits, packed_labels), loss(logits, labels))
+    assert torch.equal(loss.count({"x": packed_labels}), loss.count({"x": labels}))
+    assert loss.count({"x": packed_labels}).tolist() == ([2, 0, 0, 3] if shift else [3, 0, 1, 4])
 
 
 def test_token_loss_finds_its_labels() -> None:

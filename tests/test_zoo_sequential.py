@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import operator
 import weakref
 from typing import Any
 
@@ -207,8 +208,18 @@ def test_no_list_of_layers_is_refused_with_the_lists_there_are(name: str) -> Non
     assert "core.layers" in str(caught.value.hint)
 
 
-def test_a_function_that_uses_what_its_block_does_not_own_is_told() -> None:
+@pytest.mark.parametrize("name", ["decode", "core.token"])
+def test_a_function_that_uses_what_its_block_does_not_own_is_told(name: str) -> None:
+    def reach(part: Any, hidden: Tensor, strength: Tensor) -> Tensor:
+        del strength
+        return operator.attrgetter(name)(part)(hidden)
+
     model = LanguageModel().double()
-    blocks = cut(model, after=lambda part, hidden, strength: part.decode(hidden))
-    with pytest.raises(AttributeError, match="'decode' is not owned by this block"):
-        blocks(data())
+    with pytest.raises(AttributeError, match=f"'{name.split('.')[-1]}' is not owned by this block"):
+        cut(model, after=reach)(data())
+
+
+def test_a_slice_is_a_sequential_of_the_same_blocks() -> None:
+    model, inputs = LanguageModel().double(), data()
+    blocks = cut(model)
+    torch.testing.assert_close(blocks[1:](blocks[:1](inputs)), model(*inputs))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from mmlaunch.boxes import shard_boxes
+from mmlaunch.tp import ParameterShard, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
-from tests.zoo_tp import run_split_block
+from tests.zoo_tp import Meeting, run_ranks, run_split_block
 
 
 def images() -> Tensor:
@@ -38,6 +42,72 @@ def test_split_blocks_equal_whole_ones(build: object, data: object, tp: int) -> 
         got = run_split_block(block, state, tp)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         state = want if isinstance(want, tuple) else (want,)
+
+
+@pytest.mark.parametrize(("build", "data"), CASES)
+def test_the_launchers_shards_give_the_gradients_of_whole_blocks(
+    build: object, data: object
+) -> None:
+    """The runtime's own shards, with an all-reduce between threads."""
+    state, generator = (data(),), torch.Generator().manual_seed(0)
+    for block in build().double():
+        want, weights = gradients(block, state, generator.get_state())
+        split = [copy.deepcopy(block) for _ in range(2)]
+
+        def run(
+            rank: int,
+            meeting: Meeting,
+            split: list[nn.Module] = split,
+            state: tuple[Tensor, ...] = state,
+        ) -> tuple[object, dict[str, Tensor]]:
+            shards = shard_block(split[rank], index=rank, count=2, comm=Sum(rank, meeting))
+            output, grads = gradients(split[rank], state, generator.get_state())
+            return output, {
+                name: grad if name not in shards else place(grad, shards[name], rank)
+                for name, grad in grads.items()
+            }
+
+        for output, grads in run_ranks(2, run):
+            torch.testing.assert_close(output, want, rtol=1e-12, atol=1e-12)
+            for name, grad in grads.items():
+                known = ~grad.isnan()
+                assert known.any()
+                torch.testing.assert_close(grad[known], weights[name][known], msg=name)
+        state = want if isinstance(want, tuple) else (want,)
+
+
+class Sum:
+    """An all-reduce between threads."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self._rank, self._meeting = rank, meeting
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._meeting.all_gather(self._rank, tensor.clone())).sum(0))
+
+
+def place(grad: Tensor, shard: ParameterShard, rank: int) -> Tensor:
+    """A rank's slice where it lies in the full gradient; NaN elsewhere."""
+    full = grad.new_full(shard.full_shape, float("nan"))
+    start = 0
+    for box in shard_boxes(shard.full_shape, shard.style, rank, 2, shard.parts):
+        size = box.slices[0].stop - box.slices[0].start
+        full[box.slices] = grad[start : start + size]
+        start += size
+    return full
+
+
+def gradients(
+    block: nn.Module, state: tuple[Tensor, ...], rng: Tensor
+) -> tuple[object, dict[str, Tensor]]:
+    """Output (detached) and gradients by name for a fixed random gradient of the output."""
+    output = block(*state)
+    first = output[0] if isinstance(output, tuple) else output
+    generator = torch.Generator()
+    generator.set_state(rng)
+    first.backward(torch.randn(first.shape, generator=generator, dtype=first.dtype))
+    grads = {name: p.grad for name, p in block.named_parameters()}
+    return (first.detach(), *output[1:]) if isinstance(output, tuple) else first.detach(), grads
 
 
 @pytest.mark.parametrize(("build", "data"), CASES)

@@ -153,7 +153,7 @@ def _load() -> tuple[Tensor, Tensor]:
         from sklearn import datasets  # pyright: ignore[reportMissingTypeStubs]
     except ImportError as error:
         raise UnfitEnvironmentError(
-            "the captioned digits need scikit-learn, which is not installed",
+            f"the captioned digits need scikit-learn: {error}",
             hint="pip install scikit-learn",
         ) from error
     raw: Any = cast(Any, datasets).load_digits()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
+from mmplan.ragged import Ragged
 
 Exchange = Callable[[dict[int, Tensor]], list[Tensor]]
 
@@ -219,23 +220,23 @@ class TokenCrossEntropy(nn.Module):
         self.shift = shift
         self.ignore_index = ignore_index
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor | Ragged, labels: Tensor | Ragged) -> Tensor:
         """Sum of the cross entropy over the targets.
 
         Args:
-            logits: [B, T, V].
-            labels: [B, T], int64; ``ignore_index`` where there is no target.
+            logits: [B, T, V], or ragged with values [tokens, V].
+            labels: [B, T] int64, or ragged with values [tokens]; ``ignore_index``
+                where there is no target.
         """
-        if self.shift:
-            logits = logits[:, :-1]
+        scores = logits.values if isinstance(logits, Ragged) else logits.flatten(0, 1)
         return functional.cross_entropy(
-            logits.flatten(0, 1),
+            scores,
             self._targets(labels).flatten(),
             ignore_index=self.ignore_index,
             reduction="sum",
         )
 
-    def count(self, fields: Mapping[str, Tensor]) -> Tensor:
+    def count(self, fields: Mapping[str, Tensor | Ragged]) -> Tensor:
         """Target tokens of each sample, [B] int64.
 
         Args:
@@ -251,10 +252,25 @@ class TokenCrossEntropy(nn.Module):
                 f"token_cross_entropy has no labels: field {name!r}, its data {sorted(fields)}",
                 hint="name the field of the labels: args: {field: NAME}",
             )
-        return (self._targets(fields[name]) != self.ignore_index).sum(dim=1)
+        labels = fields[name]
+        is_target = (self._targets(labels) != self.ignore_index).long()
+        if not isinstance(labels, Ragged):
+            return is_target.sum(dim=1)
+        num_samples = len(labels.lengths)
+        sample = torch.arange(num_samples, device=is_target.device)
+        sample = sample.repeat_interleave(labels.lengths.to(is_target.device))
+        return is_target.new_zeros(num_samples).index_add(0, sample, is_target)
 
-    def _targets(self, labels: Tensor) -> Tensor:
-        return labels[:, 1:] if self.shift else labels
+    def _targets(self, labels: Tensor | Ragged) -> Tensor:
+        """What each position predicts, in the shape of the labels' values."""
+        values = labels.values if isinstance(labels, Ragged) else labels
+        if not self.shift:
+            return values
+        targets = values.roll(-1, dims=-1)
+        if isinstance(labels, Ragged):
+            last = labels.lengths.cumsum(0)[labels.lengths > 0] - 1
+            return targets.index_fill(0, last.to(targets.device), self.ignore_index)
+        return targets.index_fill(1, targets.new_tensor([values.shape[1] - 1]), self.ignore_index)
 
 
 class MeanSquaredError(nn.Module):
@@ -332,7 +348,7 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> CrossEntropy:
 def token_cross_entropy(
     *, field: str | None = None, shift: bool = True, ignore_index: int = -100
 ) -> TokenCrossEntropy:
-    """Language-model loss: inputs are logits [B, T, V] and labels [B, T].
+    """Language-model loss: inputs are logits [B, T, V] and labels [B, T], or both ragged.
 
     Args:
         field: data field of the labels; needed when the loss has several data fields.

@@ -35,7 +35,20 @@ StateFunction = Callable[..., Any]
 TPPlan = Mapping[str, str] | Callable[[nn.Module], Mapping[str, str]]
 
 
-class Part(nn.Module):
+class Owned(nn.Module):
+    """What a block owns of the model at one level of its names."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{name!r} is not owned by this block; name it in from_layers(first=...) "
+                "or from_layers(last=...)"
+            ) from error
+
+
+class Part(Owned):
     """A function and what it owns of the model, under the model's own names."""
 
     def __init__(self, function: StateFunction, model: nn.Module, names: Sequence[str]) -> None:
@@ -47,15 +60,6 @@ class Part(nn.Module):
     def forward(self, *state: Any) -> Any:
         """Call the function with this part and the state."""
         return self._function(self, *state)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"{name!r} is not owned by this block; name it in from_layers(first=...) "
-                "or from_layers(last=...)"
-            ) from error
 
 
 class LayerBlock(nn.Module):
@@ -100,12 +104,13 @@ class LayerSequential(nn.Sequential):
         source_names: name of each parameter and persistent buffer here to the name
             of the same tensor in the model's own ``state_dict``, for ``init`` files
             that use the model's names. A tensor with several names in the model
-            has the first one here.
+            has the first one here. Empty in a slice, whose names are not these.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], source_names: Mapping[str, str]) -> None:
+    # Takes what nn.Sequential takes: slicing one makes another of its class.
+    def __init__(self, *blocks: Any) -> None:
         super().__init__(*blocks)
-        self.source_names = dict(source_names)
+        self.source_names: dict[str, str] = {}
 
 
 def from_layers(
@@ -164,7 +169,9 @@ def from_layers(
         for index, layer in enumerate(modules)
     ]
     _check_nothing_lost(model, blocks, ignore)
-    return LayerSequential(blocks, _source_names(model, nn.Sequential(*blocks)))
+    cut = LayerSequential(*blocks)
+    cut.source_names = _source_names(model, cut)
+    return cut
 
 
 def _state(value: Any) -> tuple[Any, ...]:
@@ -244,7 +251,7 @@ def _adopt(part: nn.Module, model: nn.Module, name: str) -> None:
     for piece in path:
         child = dict(container.named_children()).get(piece)
         if child is None:
-            child = nn.Module()
+            child = Owned()
             container.add_module(piece, child)
         container = child
     if leaf in _names_of(container):
