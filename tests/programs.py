@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mmplan.program.lower import modules_in_order
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.plan import (
     FileReference,
@@ -290,7 +291,8 @@ def _task(
 
 def _placed(spec: LossSpec, task: PlannedTask, units: Sequence[Unit]) -> PlanLoss:
     sources = [parse_source(text, task.modules).module for text in spec.inputs]
-    modules = [module for module in sources if module]
+    # A per-sample loss is computed where the last of its inputs is made.
+    modules = [module for module in modules_in_order(spec.task, task) if module in sources]
     ranks: set[int] = set()
     for module in modules if spec.sync_batch else modules[-1:]:
         same = [u for u in units if (u.task, u.module) == (spec.task, module)]

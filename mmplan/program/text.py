@@ -1,0 +1,98 @@
+"""A whole program as text: what it is made of, then a row per rank, and the rows back.
+
+Lines that start with ``#`` describe stages, edges, losses and reductions; the rest are
+``rank N: instructions``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Instruction, format_row, parse_row
+from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+
+_ROW = re.compile(r"rank (\d+):(.*)")
+
+
+def format_program(program: Program) -> str:
+    """Header and rows; ends in a newline."""
+    batches = ", ".join(f"{task} {batch}" for task, batch in program.batches.items())
+    lines = [f"# program {program.name}: {program.num_ranks} ranks, batch of {batches}"]
+    lines += map(_stage, program.stages)
+    lines += map(_edge, program.edges)
+    lines += map(_loss, program.losses)
+    lines += map(_reduction, program.reductions)
+    for rank, row in enumerate(program.instructions):
+        lines.append(f"rank {rank}: {format_row(row)}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def parse_program_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
+    """The rows of :func:`format_program`'s text, in rank order.
+
+    Raises:
+        InvalidInputError: a line is no row, or a rank is missing or stands twice.
+    """
+    rows: list[tuple[Instruction, ...]] = []
+    for number, line in _row_lines(text):
+        match = _ROW.fullmatch(line)
+        if match is None or int(match[1]) != len(rows):
+            raise InvalidInputError(
+                f"line {number}: expected the row of rank {len(rows)}, got {line[:40]!r}",
+                hint='rows are "rank 0: 0F0 0B0 STEP", one per rank, in order',
+            )
+        rows.append(parse_row(match[2]))
+    return tuple(rows)
+
+
+def _row_lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            yield number, line
+
+
+def _span(blocks: tuple[int, int]) -> str:
+    return f"[{blocks[0]},{blocks[1]})"
+
+
+def _stage(stage: Stage) -> str:
+    grid = " ".join("+".join(map(str, group)) for group in stage.ranks)
+    sizes = " ".join(_sizes(spans) for spans in stage.microbatches)
+    trained = "".join(map(_span, stage.trainable)) or "none"
+    return (
+        f"# stage {stage.index}: {stage.task}.{stage.unit} chunk {stage.chunk}, blocks "
+        f"{_span(stage.blocks)} of {stage.owner}, trains {trained}, ranks {grid}, "
+        f"micro-batches {sizes}"
+    )
+
+
+def _sizes(spans: tuple[tuple[int, int], ...]) -> str:
+    """Sizes, runs shortened: 4x8 is four micro-batches of 8."""
+    runs: list[list[int]] = []
+    for start, stop in spans:
+        if runs and runs[-1][1] == stop - start:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, stop - start])
+    return "+".join(f"{count}x{size}" for count, size in runs)
+
+
+def _edge(edge: Edge) -> str:
+    element = "" if edge.element is None else f" element {edge.element}"
+    gradient = "gradient back" if edge.carries_gradient else "no gradient"
+    return f"# edge {edge.index}: stage {edge.producer}{element} > {edge.consumer}, {gradient}"
+
+
+def _loss(loss: Loss) -> str:
+    kind = f"sync batch {loss.sync_batch}" if loss.sync_batch else f"in stage {loss.host}"
+    ranks = " ".join(map(str, loss.ranks))
+    return f"# loss {loss.index}: {loss.task}.{loss.name} x {loss.weight:g}, {kind}, ranks {ranks}"
+
+
+def _reduction(reduction: Reduction) -> str:
+    what = f"blocks {_span(reduction.blocks)} of " if reduction.kind == "blocks" else "loss "
+    shard = f" shard {reduction.tp_index}/{reduction.tp}" if reduction.tp > 1 else ""
+    ranks = " ".join(map(str, reduction.ranks))
+    return f"# reduction {reduction.index}: {what}{reduction.owner}{shard}, ranks {ranks}"
