@@ -219,6 +219,7 @@ def _vanished(rank: int, exit_code: int | None, where: Where) -> Verdict:
         how = "vanished"
     else:
         how = f"left with exit code {exit_code} before it had finished"
+        hint = "if it wrote to stderr, that stands above"
     return Verdict(rank=rank, line=f"{describe(rank, where)} {how}", hint=hint)
 
 

@@ -62,10 +62,11 @@ class Watch:
         self._job = job
         self._board.clear()
         self._processes, self._process_ids, self._vanished = {}, {}, {}
-        self._started_s, self._trouble_s = time.monotonic(), None
+        self._trouble_s = None
 
     def adopt(self, pids: Mapping[int, int]) -> None:
-        """Take note of the workers' processes, by local rank."""
+        """Take note of the workers' processes, by local rank; their time runs from here."""
+        self._started_s = time.monotonic()
         children = {child.pid: child for child in multiprocessing.active_children()}
         self._process_ids = {rank: guard.ProcessId.of(pid) for rank, pid in pids.items()}
         self._processes = {rank: children.get(pid) for rank, pid in pids.items()}
@@ -86,9 +87,11 @@ class Watch:
             self._stop_announced = True
             self.announce({"launcher": "stop-requested"})
         self._deliver()
+        # In this order: what a worker says before it ends is there once its end is seen.
+        exits = self._exits()
         shots = self._snapshots()
         records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
-        self._note_deaths(shots, records)
+        self._note_deaths(exits, shots, records)
         if records or self._vanished:
             return self._judge_death(shots, records)
         return self._judge_silence(shots)
@@ -112,8 +115,14 @@ class Watch:
         SIGKILL at once: nobody saves on the way out (checkpoints are whole or absent at
         any moment), and a worker that waits in a collective would not hear anything else.
         """
-        for process_id in self._process_ids.values():
-            guard.kill_group(process_id.pid)
+        # A second Ctrl-C may come between starting workers and adopting them.
+        registered = {
+            shot.process.pid
+            for shot in self._board.snapshots()
+            if shot.process is not None and shot.process.alive()
+        }
+        for pid in registered | {process_id.pid for process_id in self._process_ids.values()}:
+            guard.kill_group(pid)
         deadline_s = time.monotonic() + _REAP_S
         for process in self._processes.values():
             if process is not None:
@@ -138,13 +147,21 @@ class Watch:
             for shot in self._board.snapshots()
         ]
 
-    def _note_deaths(self, shots: list[Snapshot], records: list[FailureRecord]) -> None:
+    def _exits(self) -> dict[int, int | None]:
+        """Exit codes of the local ranks that have ended; None where it was not caught."""
+        return {
+            local_rank: None if process is None else process.exitcode
+            for local_rank, process in self._processes.items()
+            if process is None or process.exitcode is not None
+        }
+
+    def _note_deaths(
+        self, exits: dict[int, int | None], shots: list[Snapshot], records: list[FailureRecord]
+    ) -> None:
         recorded = {record.rank - self._job.base_rank for record in records}
-        for local_rank, process in self._processes.items():
-            exit_code = None if process is None else process.exitcode
-            is_dead = process is None or exit_code is not None
+        for local_rank, exit_code in exits.items():
             finished = shots[local_rank].state is State.DONE and exit_code == 0
-            if is_dead and not finished and local_rank not in recorded:
+            if not finished and local_rank not in recorded:
                 self._vanished.setdefault(local_rank, exit_code)
 
     def _judge_death(self, shots: list[Snapshot], records: list[FailureRecord]) -> Verdict | None:

@@ -181,6 +181,8 @@ def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     launcher.wait()
     assert_gone(pids, within_s=3)
     launcher.communicate()
+    # What it left in the run directory stops nobody.
+    assert run(entries.rank_and_sum, tmp_path, 1) == [(0, 1.0, 1), (1, 1.0, 1)]
 
 
 @pytest.mark.parametrize(
