@@ -165,7 +165,9 @@ def clean(root: Path) -> None:
 
 
 def _prepare(root: Path, temp: Path) -> None:
-    root.mkdir(parents=True, exist_ok=True)
+    if not root.exists():
+        root.mkdir(parents=True)
+        sync_folder(root.parent)
     clean(root)
     temp.mkdir()
 

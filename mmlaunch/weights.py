@@ -134,11 +134,13 @@ def _write_index(
 
 def _remove_stale(path: Path, current: Sequence[str]) -> None:
     """Remove an earlier run's files of the same stem, now that the new ones are whole."""
+    # The index before its shards: it must never name what is gone.
     stale = [path.name, path.stem + _INDEX_SUFFIX]
     stale += [item.name for item in path.parent.glob(f"{path.stem}-*-of-*.safetensors")]
     stale += [item.name for item in path.parent.glob(f".{path.stem}.safetensors*.tmp")]
-    for name in set(stale) - set(current):
-        path.with_name(name).unlink(missing_ok=True)
+    for name in stale:
+        if name not in current:
+            path.with_name(name).unlink(missing_ok=True)
 
 
 class WeightSource:
@@ -234,13 +236,15 @@ def _weight_files(path: Path) -> list[Path]:
     """The safetensors files behind a path; an index is followed."""
     if path.is_dir():
         indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
-        files = sorted(path.glob("*.safetensors"))
+        # Shards without an index are what a kill left of a write: they hold only a part.
+        shards = set(path.glob("*-?????-of-?????.safetensors"))
+        files = sorted(set(path.glob("*.safetensors")) - shards)
         if len(indexes) == 1:
             return _indexed_files(indexes[0])
         if not indexes and len(files) == 1:
             return files
         raise InvalidInputError(
-            f"{path} holds {len(files)} safetensors files and {len(indexes)} indexes",
+            f"{path} holds {len(files)} whole safetensors files and {len(indexes)} indexes",
             hint=f"name the file to start from, or the *{_INDEX_SUFFIX}",
         )
     if not path.is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import multiprocessing
 import os
 import random
 import resource
@@ -28,8 +27,7 @@ from mmlaunch.boxes import Box, ShardStyle, assemble, cover, flat_to_boxes, shar
 from mmlaunch.checkpoint import Entry, clean, latest, save
 from mmlaunch.restore import open_checkpoint
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
-
-FORK = multiprocessing.get_context("fork")
+from tests.disk_kills import FORK, killed_at
 
 
 class Ranks:
@@ -153,6 +151,7 @@ def reshardings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]], list
     return shape, draw(layouts(shape)), draw(layouts(shape))
 
 
+@settings(deadline=None)
 @given(reshardings())
 def test_any_layout_becomes_any_other_bit_for_bit(
     case: tuple[tuple[int, ...], list[list[Box]], list[list[Box]]],
@@ -167,6 +166,7 @@ def test_any_layout_becomes_any_other_bit_for_bit(
             assert torch.equal(got, full[box.slices])
 
 
+@settings(deadline=None)
 @given(shapes.flatmap(lambda s: st.tuples(st.just(s), st.integers(0, prod(s)))), st.data())
 def test_flat_slice_is_its_boxes_one_after_another(
     case: tuple[tuple[int, ...], int], data: st.DataObject
@@ -180,6 +180,7 @@ def test_flat_slice_is_its_boxes_one_after_another(
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
+@settings(deadline=None)
 @given(reshardings(), st.data())
 def test_a_missing_part_is_a_hole_and_named(
     case: tuple[tuple[int, ...], list[list[Box]], list[list[Box]]], data: st.DataObject
@@ -381,25 +382,6 @@ def test_fifty_kills_during_the_save_leave_a_whole_checkpoint(tmp_path: Path) ->
     kill_while_saving(tmp_path, 50)
 
 
-def die_at_call(root: Path, step: int, call: int) -> None:
-    """Save once, and die of SIGKILL just before the call-th change of the disk."""
-    torch.set_num_threads(1)
-    calls = itertools.count()
-
-    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir", "open"):
-        setattr(os, name, dying(getattr(os, name)))
-    save_all(root, step, two_rank_entries(float(step)))
-    os._exit(0)
-
-
 @pytest.mark.parametrize("step", [2, 3], ids=["the same step again", "a new step"])
 def test_a_kill_before_every_single_change_of_the_disk(tmp_path: Path, step: int) -> None:
     outcomes: list[str] = []
@@ -407,22 +389,45 @@ def test_a_kill_before_every_single_change_of_the_disk(tmp_path: Path, step: int
         root = tmp_path / str(call)
         for earlier in (1, 2):
             save_all(root, earlier, two_rank_entries(float(earlier)))
-        child = FORK.Process(target=die_at_call, args=(root, step, call), daemon=True)
-        child.start()
-        child.join()
+        entries = two_rank_entries(float(step))
+        killed = killed_at(call, lambda root=root, entries=entries: save_all(root, step, entries))
         clean(root)
         newest = latest(root)
         assert newest is not None
-        check_content(newest)
-        assert newest.name in ("step-2", f"step-{step}")
         for path in root.iterdir():
             check_content(path)
         outcomes.append(newest.name)
-        if child.exitcode == 0:
+        if not killed:
             break
     assert len(outcomes) > 15
     assert outcomes[0] == "step-2"
     assert outcomes[-1] == f"step-{step}"
+
+
+def test_everything_is_on_the_disk_before_its_name_and_names_before_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        events.append(f"rename {self.name} {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    save_all(tmp_path, 2, two_rank_entries(2.0), keep=1)
+    published = events.index("rename .step-2.tmp step-2")
+    before, after = events[:published], events[published + 1 :]
+    for name in ("rank-0.safetensors", "rank-1.safetensors", "manifest.json"):
+        assert f"sync {name}" in before
+    assert before[-1] == "sync .step-2.tmp"
+    assert after == [f"sync {tmp_path.name}", "rename step-1 .step-1.drop"]
 
 
 # ---- full disks ----
@@ -455,6 +460,27 @@ def test_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_path:
         assert "goes on from step-1" in (error.hint or "")
         assert [path.name for path in root.iterdir()] == ["step-1"]
         check_content(root / "step-1")
+
+
+def test_a_disk_that_is_full_at_any_point_of_the_save(tmp_path: Path) -> None:
+    disk, page_bytes = tmp_path / "disk", os.sysconf("SC_PAGE_SIZE")
+    with tiny_disk(disk, "128k"):
+        root, filler = disk / "checkpoints", disk / "filler"
+        save_all(root, 1, two_rank_entries(1.0))
+        saved: list[bool] = []
+        for num_free in range(12):
+            free_bytes = os.statvfs(disk).f_bavail * page_bytes
+            filler.write_bytes(bytes(free_bytes - num_free * page_bytes))
+            outcomes = save_all(root, 2, two_rank_entries(2.0, rows=60), keep=2)
+            filler.unlink()
+            saved.append(outcomes == [root / "step-2"] * 2)
+            if not saved[-1]:
+                assert all(isinstance(error, MMPlanError) for error in outcomes)
+                assert "disk full" in outcomes[0].message
+                assert [path.name for path in root.iterdir()] == ["step-1"]
+            check_content(root / "step-1")
+        assert not saved[0]
+        assert saved[-1]
 
 
 def save_under_a_limit(root: Path, answer: Any) -> None:

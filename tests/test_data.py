@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +28,7 @@ from mmlaunch.tensorfile import TensorSpec
 from mmlaunch.weights import WeightSource, weights_order, write_weights
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
+from tests.disk_kills import killed_at
 
 
 class Numbers(Dataset[dict[str, Any]]):
@@ -72,6 +73,7 @@ def closing() -> Iterator[Callable[..., StepLoader]]:
 # ---- order ----
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**31), st.integers(0, 30))
 def test_order_is_the_contract_s(num: int, batch: int, seed: int, step: int) -> None:
     if num < batch:
@@ -93,6 +95,7 @@ def test_every_sample_at_most_once_per_epoch_and_epochs_differ() -> None:
 # ---- ranges ----
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6))
 def test_merged_ranges_are_the_union(ranges: list[tuple[int, int]]) -> None:
     merged = merge_ranges(ranges)
@@ -325,6 +328,7 @@ def trees(draw: st.DrawFn) -> tuple[int, Any]:
     return num, (torch.arange(num), (leaf(kinds[0]),), *map(leaf, kinds[1:]))
 
 
+@settings(deadline=None)
 @given(trees(), st.data())
 def test_cut_and_joined_a_batch_is_itself(case: tuple[int, Any], data: st.DataObject) -> None:
     num, tree = case
@@ -437,6 +441,36 @@ def test_a_failed_write_leaves_the_old_weights_and_no_temporary(tmp_path: Path) 
     assert path.read_bytes() == before
 
 
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_weights(tmp_path: Path) -> None:
+    new = {name: value.flip(0) if value.dim() else value + 1 for name, value in WEIGHTS.items()}
+    seen: list[int] = []
+    for call in itertools.count():
+        path = tmp_path / str(call) / "final.safetensors"
+        # One file, then several, then several others, then one file again.
+        versions = [(WEIGHTS, 10**9), (new, 60), (WEIGHTS, 60), (new, 10**9)]
+        old_values, old_limit = versions[call % 3]
+        values, limit = versions[call % 3 + 1]
+        write_weights(path, SPECS, old_values.__getitem__, max_file_bytes=old_limit)
+        killed = killed_at(
+            call // 3,
+            lambda path=path, values=values, limit=limit: write_weights(
+                path, SPECS, values.__getitem__, max_file_bytes=limit
+            ),
+        )
+        source = WeightSource(path.parent)
+        got = {name: source.get(name)[0] for name in source.names()}
+        assert equal_values(got, old_values) or equal_values(got, values)
+        seen.append(equal_values(got, values))
+        if not killed and call % 3 == 2:
+            break
+    assert seen[:3] == [False] * 3
+    assert seen[-3:] == [True] * 3
+
+
+def equal_values(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_wrong_weights_to_start_from(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file(WEIGHTS, path)
@@ -448,7 +482,7 @@ def test_wrong_weights_to_start_from(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="24 of the wanted elements are stored nowhere"):
         source.get("vision.0.weight", [Box(offsets=(4, 0), sizes=(4, 6))])
     save_file(WEIGHTS, tmp_path / "b.safetensors")
-    with pytest.raises(InvalidInputError, match="holds 2 safetensors files and 0 indexes"):
+    with pytest.raises(InvalidInputError, match="holds 2 whole safetensors files and 0 indexes"):
         WeightSource(tmp_path)
     with pytest.raises(InvalidInputError, match="does not exist"):
         WeightSource(tmp_path / "c.safetensors")
