@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.lower import Graph, lower
+from mmplan.program.match import match_receives
 from mmplan.program.model import Program, Stage
 from mmplan.program.order import order_stage
 from mmplan.program.timeline import Event, Link, Timeline, edge_links
@@ -45,7 +46,9 @@ def compile_plan(plan: Plan) -> Program:
         edges=tuple(graph.edges),
         losses=tuple(graph.losses),
         reductions=tuple(graph.reductions),
-        instructions=tuple(hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()),
+        instructions=match_receives(
+            [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
+        ),
     )
 
 
