@@ -276,7 +276,7 @@ class _RankCheck:
         if reduction.kind == "loss":
             for (_, loss, _), positions in self._syncs.items():
                 named = self._program.losses[loss].name == reduction.owner
-                if named and positions[-1] > reduce:
+                if named and positions and positions[-1] > reduce:
                     yield f"{self._at(positions[-1])}: adds to gradients already reduced"
 
     def _step_faults(self) -> Iterator[str]:
