@@ -1,0 +1,206 @@
+"""A profile without devices: modules counted on the meta device, timed by a roofline.
+
+Its numbers are as good as the stated efficiencies (see :mod:`mmplan.profiling.roofline`):
+fit for choosing between plans and for sizes that no one has at hand, not for promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmplan.errors import InvalidInputError
+from mmplan.fit import fit_profile
+from mmplan.profiling.counting import Array, BlockCount, block_parameters
+from mmplan.profiling.flow import BASE, TaskFlow
+from mmplan.profiling.grid import microbatch_sizes
+from mmplan.profiling.roofline import Roofline
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
+from mmplan.schema.workload import Workload, resolve_tasks
+
+TP_DEGREES = (1, 2, 4, 8)
+PHASES = ("forward", "backward", "backward_input")
+
+
+def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Profile:
+    """Profile a workload for a cluster that need not exist.
+
+    Args:
+        workload: the job; its factories are called on the meta device, its data set is
+            built for the shapes of its first sample.
+        folder: the workload file's folder.
+        cluster: whose device and links the times are for.
+
+    Returns:
+        A profile with source "analytic", fitted, constants in its provenance.
+
+    Raises:
+        InvalidInputError: no data, a factory that fails, or a block that needs values.
+    """
+    roofline = Roofline(cluster, workload.train.precision)
+    modules: dict[str, ModuleProfile] = {}
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    losses: dict[str, LossProfile] = {}
+    left_out: dict[str, str] = {}
+    for name, task in resolve_tasks(workload).items():
+        flow = TaskFlow(workload, folder, task)
+        for module in task.modules:
+            own = _module_profile(flow, module, cluster, roofline, left_out)
+            changed = _difference(own, modules.setdefault(module, own))
+            if changed:
+                tasks.setdefault(name, {})[module] = changed
+        for loss in task.loss_inputs:
+            if loss not in losses:
+                losses[loss] = _loss_profile(flow, loss, roofline)
+    profile = Profile(
+        name=workload.name,
+        source="analytic",
+        cluster=cluster,
+        modules=modules,
+        tasks=tasks,
+        losses=losses,
+        provenance={
+            **roofline.provenance(),
+            "precision": workload.train.precision,
+            "torch": str(torch.__version__),
+            "tp_left_out": left_out,
+        },
+    )
+    return profile.model_copy(update={"fits": fit_profile(profile)})
+
+
+def _module_profile(
+    flow: TaskFlow,
+    module: str,
+    cluster: Cluster,
+    roofline: Roofline,
+    left_out: dict[str, str],
+) -> ModuleProfile:
+    built = flow.build(module)
+    sizes = microbatch_sizes(flow.task.batch)
+    base = flow.count_module(module, tp=1, samples=BASE)
+    points = _points(flow, module, sizes, 1, roofline)
+    for tp in _tp_candidates(built, cluster):
+        try:
+            points += _points(flow, module, sizes, tp, roofline)
+        except InvalidInputError as error:
+            left_out[f"{module} tp {tp}"] = error.message
+    parameters = block_parameters(built)
+    outputs = [count.output_bytes / BASE for count in base]
+    saved = tuple(count.saved_bytes for count in base)
+    return ModuleProfile(
+        blocks=len(base),
+        block_work=tuple(
+            roofline.seconds(c.forward.table) + roofline.seconds(c.backward.table) for c in base
+        ),
+        block_parameters=tuple(map(float, parameters)) if any(parameters) else None,
+        block_activation_bytes=saved if any(saved) else None,
+        block_boundary_bytes=tuple(outputs),
+        parameters=float(sum(parameters)),
+        flops_per_sample=sum(float(c.forward.table[:, 0].sum()) for c in base) / BASE,
+        output_bytes_per_sample=outputs[-1],
+        boundary_bytes_per_sample=max(outputs[:-1], default=outputs[-1]),
+        points=tuple(points),
+    )
+
+
+def _tp_candidates(built: Any, cluster: Cluster) -> list[int]:
+    """Degrees above 1 that fit a node; none for a module that no block says how to split.
+
+    Such a module would be replicated, which saves neither time nor memory.
+    """
+    if not any(getattr(block, "tp_plan", None) for block in built):
+        return []
+    return [tp for tp in TP_DEGREES[1:] if tp <= cluster.devices_per_node]
+
+
+def _points(
+    flow: TaskFlow, module: str, sizes: Sequence[int], tp: int, roofline: Roofline
+) -> list[Point]:
+    small = flow.count_module(module, tp=tp, samples=BASE)
+    large = flow.count_module(module, tp=tp, samples=2 * BASE)
+    grown = _Growth(small, large) if _same_kernels(small, large) else None
+
+    def point(samples: int) -> Point:
+        exact = grown or _Growth.exactly(flow.count_module(module, tp=tp, samples=samples))
+
+        def seconds(phase: str) -> float:
+            return sum(roofline.seconds(t, tp=tp) for t in exact.tables(phase, samples))
+
+        return Point(
+            tp=tp,
+            microbatch=samples,
+            forward_s=seconds("forward"),
+            backward_s=seconds("backward"),
+            backward_input_s=seconds("backward_input"),
+            activation_bytes=exact.saved_bytes(samples),
+        )
+
+    return [point(samples) for samples in sizes]
+
+
+def _same_kernels(small: list[BlockCount], large: list[BlockCount]) -> bool:
+    return all(
+        getattr(a, phase).names == getattr(b, phase).names
+        for a, b in zip(small, large, strict=True)
+        for phase in PHASES
+    )
+
+
+class _Growth:
+    """Blocks at any micro-batch size, from two sizes: FLOPs and bytes are affine in samples."""
+
+    def __init__(self, small: list[BlockCount], large: list[BlockCount]) -> None:
+        self._small, self._large = small, large
+
+    @classmethod
+    def exactly(cls, counts: list[BlockCount]) -> _Growth:
+        """Blocks that were counted at the very size that will be asked for."""
+        return cls(counts, counts)
+
+    def tables(self, phase: str, samples: int) -> list[Array]:
+        """One table [kernels, 3] a block."""
+        return [
+            _affine(getattr(a, phase).table, getattr(b, phase).table, samples)
+            for a, b in zip(self._small, self._large, strict=True)
+        ]
+
+    def saved_bytes(self, samples: int) -> float:
+        """Bytes kept for the backward by all blocks."""
+        pairs = zip(self._small, self._large, strict=True)
+        return float(sum(_affine(a.saved_bytes, b.saved_bytes, samples) for a, b in pairs))
+
+
+def _affine(small: Any, large: Any, samples: int) -> Any:
+    grown = small + (large - small) * ((samples - BASE) / BASE)
+    return grown.clip(min=0.0) if hasattr(grown, "clip") else max(grown, 0.0)
+
+
+def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
+    sync_batch = flow.task.sync_batches.get(loss)
+    counted = [
+        (n, flow.count_loss(loss, n)) for n in microbatch_sizes(sync_batch or flow.task.batch)
+    ]
+    from_modules = all(source.module is not None for source in flow.task.loss_inputs[loss])
+    points = tuple(
+        LossPoint(
+            samples=n,
+            forward_s=roofline.seconds(count.forward.table),
+            backward_s=roofline.seconds(count.backward.table),
+            activation_bytes=count.saved_bytes,
+        )
+        for n, count in counted
+    )
+    # The runtime shards a loss that says how, when all it takes are features.
+    sharded = from_modules and hasattr(flow.build_loss(loss), "sharded")
+    return LossProfile(sharded=sharded, points=points)
+
+
+def _difference(own: ModuleProfile, base: ModuleProfile) -> dict[str, Any]:
+    """Fields in which a task's use of a module differs from the first task's."""
+    ours, theirs = own.model_dump(mode="json"), base.model_dump(mode="json")
+    return {key: value for key, value in ours.items() if value != theirs[key] and value is not None}

@@ -1,0 +1,282 @@
+"""What a block computes, moves and keeps, counted on the meta device: no memory, no devices.
+
+Every kernel of a block's forward and backward is recorded with its FLOPs (torch's own
+formulas), the bytes of its arguments and results, and the bytes that tensor parallelism
+sums over the group. Attention counts as one fused kernel, as accelerators run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+Array = NDArray[np.float64]
+State = Any  # a tensor, or a tuple of tensors
+
+# No kernel runs for these: they make a name, or memory that another kernel fills.
+_FREE = frozenset(
+    {
+        *("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"),
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    }
+)
+# Five matrix products (one of them repeats the forward's) against the forward's two.
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Kernels of one phase of a block.
+
+    Attributes:
+        names: one per kernel.
+        table: [kernels, 3], FLOPs, bytes moved, and bytes summed over the TP group.
+    """
+
+    names: tuple[str, ...]
+    table: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCount:
+    """A block at one micro-batch size.
+
+    Attributes:
+        backward: input and weight gradients.
+        backward_input: the part that computes input gradients.
+        saved_bytes: kept for the backward and not kept by an earlier block.
+        output_bytes: of all its outputs.
+    """
+
+    forward: Kernels
+    backward: Kernels
+    backward_input: Kernels
+    saved_bytes: float
+    output_bytes: float
+
+
+@dataclass(slots=True)
+class _Log:
+    names: list[str] = field(default_factory=lambda: [])
+    rows: list[tuple[float, float, float]] = field(default_factory=lambda: [])
+
+    def add(self, name: str, *, flops: float = 0, moved: float = 0, summed: float = 0) -> None:
+        self.names.append(name)
+        self.rows.append((float(flops), float(moved), float(summed)))
+
+    def take(self) -> Kernels:
+        table = np.array(self.rows, dtype=np.float64).reshape(-1, 3)
+        kernels = Kernels(names=tuple(self.names), table=table)
+        self.names.clear()
+        self.rows.clear()
+        return kernels
+
+
+class Counter:
+    """Counts blocks one after another; remembers what earlier ones already keep.
+
+    Args:
+        module: whose parameters are no activations.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._log = _Log()
+        self._kept = [*module.parameters(), *module.buffers()]
+        self._known = {_storage(tensor) for tensor in self._kept}
+
+    def count(
+        self, call: Callable[..., State], inputs: Sequence[State]
+    ) -> tuple[BlockCount, State]:
+        """Run forward and backward of a block (or of a loss) on meta tensors.
+
+        Args:
+            call: the module.
+            inputs: its arguments; floating ones are given gradients.
+
+        Returns:
+            The counts, and the outputs, cut from the graph.
+        """
+        inputs = [pytree.tree_map(_as_leaf, value) for value in inputs]
+        parameters = [p for p in _parameters(call) if p.requires_grad]
+        saved = _Saved(self._known, self._kept)
+        with _Kernels(self._log), _FusedAttention(self._log):
+            with torch.autograd.graph.saved_tensors_hooks(saved.keep, _same):
+                outputs = call(*inputs)
+            forward = self._log.take()
+            backward_input = self._gradients(outputs, _floating(inputs), last=False)
+            backward = self._gradients(outputs, [*_floating(inputs), *parameters], last=True)
+        count = BlockCount(
+            forward=forward,
+            backward=backward,
+            backward_input=backward_input,
+            saved_bytes=saved.num_bytes,
+            output_bytes=sum(map(_num_bytes, _tensors(outputs))),
+        )
+        return count, pytree.tree_map(_cut, outputs)
+
+    def _gradients(self, outputs: State, wanted: list[Tensor], *, last: bool) -> Kernels:
+        roots = [t for t in _tensors(outputs) if t.requires_grad]
+        if roots and wanted:
+            ones = [torch.empty_like(t) for t in roots]
+            torch.autograd.grad(roots, wanted, ones, retain_graph=not last, allow_unused=True)
+        return self._log.take()
+
+    def watch_tensor_parallel(
+        self, rowwise: Iterable[nn.Module], colwise: Iterable[nn.Module]
+    ) -> None:
+        """Record the sums over the group: outputs of row-cut Linears in forward, input
+        gradients of column-cut ones in backward.
+        """
+        for linear in rowwise:
+            linear.register_forward_hook(self._sum_output)
+        for linear in colwise:
+            linear.register_forward_pre_hook(self._sum_input_gradient)
+
+    def _sum_output(self, _: nn.Module, __: Any, output: Tensor) -> None:
+        self._log.add("all_reduce", summed=_num_bytes(output))
+
+    def _sum_input_gradient(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return cast(Any, _SumGradient).apply(args[0], self._log), *args[1:]
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose backward records the sum of the gradient over the TP group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: _Log) -> Tensor:
+        ctx.log = log
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.log.add("all_reduce", summed=_num_bytes(gradients[0]))
+        return gradients[0], None
+
+
+class _Kernels(TorchDispatchMode):
+    """Writes every kernel into a log."""
+
+    def __init__(self, log: _Log) -> None:
+        cast(Any, super()).__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or name in _FREE or not _tensors(out):
+            return out
+        formula = flop_registry.get(func._overloadpacket)
+        flops = formula(*args, **kwargs, out_val=out) if formula else 0
+        moved = sum(map(_num_bytes, _tensors((args, kwargs, out))))
+        self._log.add(name, flops=flops, moved=moved)
+        return out
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Takes the place of scaled_dot_product_attention: no matrix of scores is kept."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        return cast(Any, _Attention).apply(named["query"], named["key"], named["value"], self._log)
+
+
+class _Attention(torch.autograd.Function):
+    """Shapes, FLOPs and saved tensors of a fused attention kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log: _Log) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.log = log
+        ctx.flops = 2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        log.add("attention", flops=ctx.flops, moved=sum(map(_num_bytes, (q, k, v, out))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, *_ = ctx.saved_tensors
+        moved = 2 * sum(map(_num_bytes, (q, k, v, gradients[0])))
+        ctx.log.add("attention", flops=_ATTENTION_BACKWARD * ctx.flops, moved=moved)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+
+class _Saved:
+    """Sums the bytes of storages that autograd saves, each once, parameters not at all."""
+
+    def __init__(self, known: set[int], kept: list[Tensor]) -> None:
+        self._known, self._kept = known, kept
+        self.num_bytes = 0.0
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self._known:
+            self._known.add(storage)
+            self._kept.append(tensor.detach())  # a freed storage's address would come again
+            self.num_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return cast(Any, tensor.untyped_storage())._cdata
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    # An expanded tensor is read once.
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _floating(tree: Any) -> list[Tensor]:
+    return [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
+
+
+def _cut(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _as_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().requires_grad_(leaf.is_floating_point())
+
+
+def _parameters(call: Callable[..., State]) -> list[nn.Parameter]:
+    return list(call.parameters()) if isinstance(call, nn.Module) else []
+
+
+def block_parameters(module: nn.Sequential) -> tuple[int, ...]:
+    """Parameters of each block; one that is tied to an earlier block's counts there."""
+    seen: set[int] = set()
+    counts: list[int] = []
+    for block in module:
+        own = {id(p): p.numel() for p in block.parameters() if id(p) not in seen}
+        seen |= own.keys()
+        counts.append(sum(own.values()))
+    return tuple(counts)

@@ -1,0 +1,197 @@
+"""A task's data flowing through its modules on the meta device: shapes without values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.profiling.counting import BlockCount, Counter
+from mmplan.ragged import Ragged
+from mmplan.schema.factories import build_dataset, build_loss, build_module
+from mmplan.schema.workload import Source, TaskView, Workload
+
+# Samples of the run that fixes shapes: two, so that no dimension is squeezed away.
+BASE = 2
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+
+
+class TaskFlow:
+    """Counts a task's modules and losses at any micro-batch size and tp.
+
+    Shapes come from sample 0 of the task's data set, repeated: per-sample sizes that vary
+    are not seen.
+
+    Args:
+        workload: the job.
+        folder: the workload file's folder.
+        task: one of its tasks.
+
+    Raises:
+        InvalidInputError: the task has no data, or its factories cannot be used.
+    """
+
+    def __init__(self, workload: Workload, folder: Path, task: TaskView) -> None:
+        self._workload, self._folder, self.task = workload, folder, task
+        self._dtype = DTYPES[workload.train.precision]
+        self._fields = self._read_fields()
+        self._outputs: dict[str, Any] = {}
+
+    def _read_fields(self) -> dict[str, Any]:
+        data = self.task.data
+        if data is None:
+            raise InvalidInputError(
+                f"task {self.task.name} has no data, so the shapes of its inputs are unknown",
+                hint="add data: {factory: ...} to the workload",
+            )
+        dataset = build_dataset(data, self._folder, seed=self._workload.train.seed)
+        samples = [dataset[0]] * BASE
+        collate = getattr(dataset, "collate", None) or _collate
+        return {name: self._on_meta(value) for name, value in collate(samples).items()}
+
+    def _on_meta(self, tree: Any) -> Any:
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf.to("meta", self._dtype if leaf.is_floating_point() else None)
+
+        return pytree.tree_map(move, tree)
+
+    def inputs(self, consumer: str, sources: Sequence[Source], samples: int) -> list[Any]:
+        """Arguments of a module or a loss for a micro-batch, on the meta device.
+
+        Raises:
+            InvalidInputError: a data field that the data set does not have.
+        """
+        return [resize(self._value(consumer, source), samples) for source in sources]
+
+    def _value(self, consumer: str, source: Source) -> Any:
+        if source.module is not None:
+            output = self._output(source.module)
+            return output if source.element is None else output[source.element]
+        if source.field is None:
+            return None
+        if source.field not in self._fields:
+            raise InvalidInputError(
+                f"{consumer} takes {source.field!r}, which is no module and no field of the data",
+                hint=f"the data has {', '.join(sorted(self._fields))}",
+            )
+        return self._fields[source.field]
+
+    def _output(self, module: str) -> Any:
+        if module not in self._outputs:
+            self.count_module(module, tp=1, samples=BASE)
+        return self._outputs[module]
+
+    def build(self, module: str, tp: int = 1) -> nn.Sequential:
+        """A module on the meta device, one rank's share of it where tp is larger than 1."""
+        built = build_module(self._workload, module, self._folder, device="meta").to(self._dtype)
+        for block in built:
+            shard_shapes(block, tp, where=f"modules.{module}")
+        return built
+
+    def count_module(self, module: str, *, tp: int, samples: int) -> list[BlockCount]:
+        """Every block at a micro-batch size.
+
+        Raises:
+            InvalidInputError: a block cannot run without values, or cannot be split by tp.
+        """
+        built = self.build(module, tp)
+        counter = Counter(built)
+        state: Any = self.inputs(f"modules.{module}", self.task.inputs[module], samples)
+        counts: list[BlockCount] = []
+        for index, block in enumerate(built):
+            if tp > 1:
+                counter.watch_tensor_parallel(*_cut_linears(block))
+            arguments = state if index == 0 else [state]
+            count, state = _run(counter, block, arguments, f"modules.{module}: block {index}")
+            counts.append(count)
+        if tp == 1 and samples == BASE:
+            self._outputs[module] = state
+        return counts
+
+    def count_loss(self, loss: str, samples: int) -> BlockCount:
+        """A loss on a number of samples.
+
+        Raises:
+            InvalidInputError: it cannot run without values.
+        """
+        built = self.build_loss(loss)
+        inputs = self.inputs(f"losses.{loss}", self.task.loss_inputs[loss], samples)
+        return _run(Counter(built), built, inputs, f"losses.{loss}")[0]
+
+    def build_loss(self, loss: str) -> nn.Module:
+        """A loss on the meta device."""
+        return build_loss(self._workload, loss, self._folder, device="meta").to(self._dtype)
+
+
+def resize(tree: Any, samples: int) -> Any:
+    """A batch of ``BASE`` samples as one of another size; shapes only."""
+
+    def grow(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        return leaf.new_empty((leaf.shape[0] * samples // BASE, *leaf.shape[1:]))
+
+    return pytree.tree_map(grow, tree)
+
+
+def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {name: _join([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _join(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Ragged):
+        return Ragged(*(torch.cat(column) for column in zip(*values, strict=True)))
+    return torch.stack(list(values))
+
+
+def shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
+    """Give a block's cut Linears the shapes of one rank's shards.
+
+    Raises:
+        InvalidInputError: a size that tp does not divide.
+    """
+    plan: dict[str, str] = getattr(block, "tp_plan", None) or {}
+    for name, style in plan.items() if tp > 1 else ():
+        linear: Any = block.get_submodule(name)
+        size = linear.weight.shape[1 if style == "rowwise" else 0]
+        if size % tp:
+            raise InvalidInputError(
+                f"{where}: {name} has {size} channels, tp {tp} does not divide them",
+                hint="choose a tp that does",
+            )
+        if style == "rowwise":
+            linear.weight = nn.Parameter(linear.weight[:, : size // tp].detach())
+            linear.in_features = size // tp
+            continue
+        linear.weight = nn.Parameter(linear.weight[: size // tp].detach())
+        linear.out_features = size // tp
+        if linear.bias is not None:
+            linear.bias = nn.Parameter(linear.bias[: size // tp].detach())
+
+
+def _cut_linears(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The row-cut and the column-cut Linears of a block."""
+    plan: dict[str, str] = getattr(block, "tp_plan", None) or {}
+    rowwise = [block.get_submodule(name) for name, style in plan.items() if style == "rowwise"]
+    colwise = [block.get_submodule(name) for name, style in plan.items() if style != "rowwise"]
+    return rowwise, colwise
+
+
+def _run(counter: Counter, call: nn.Module, inputs: list[Any], what: str) -> tuple[BlockCount, Any]:
+    try:
+        return counter.count(call, inputs)
+    except MMPlanError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise InvalidInputError(
+            f"{what} cannot run on shapes alone: {type(error).__name__}: {(lines or [''])[0]}",
+            hint="profile it on real devices: leave --analytic out",
+        ) from error
