@@ -110,18 +110,25 @@ def shipped_clusters() -> dict[str, Path]:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A cluster by path, or by the name of one that ships with the program.
+    """A cluster by path, by the name of one that ships with the program, or ``NAME-N``.
+
+    ``NAME-N`` is N nodes like those of the shipped cluster NAME (``a800-162``), and for
+    a cpu cluster N processes.
 
     Raises:
         InvalidInputError: neither a file nor a shipped name, or a faulty file.
     """
-    path = Path(name_or_path)
-    shipped = shipped_clusters()
-    if not path.exists() and str(name_or_path) in shipped:
-        path = shipped[str(name_or_path)]
-    if not path.exists():
-        raise InvalidInputError(
-            f"cluster {name_or_path}: no such file, and no cluster of that name is shipped",
-            hint=f"shipped clusters: {', '.join(shipped)}",
-        )
-    return load_document(Cluster, path)
+    path, name, shipped = Path(name_or_path), str(name_or_path), shipped_clusters()
+    if path.is_file():
+        return load_document(Cluster, path)
+    if name in shipped:
+        return load_document(Cluster, shipped[name])
+    family, _, nodes = name.rpartition("-")
+    if family in shipped and nodes.isdecimal() and int(nodes) > 0:
+        cluster = load_document(Cluster, shipped[family])
+        grown = "devices_per_node" if cluster.device.is_cpu else "nodes"
+        return cluster.model_copy(update={"name": name, grown: int(nodes)})
+    raise InvalidInputError(
+        f"cluster {name}: no such file, and no cluster of that name is shipped",
+        hint=f"shipped clusters: {', '.join(shipped)}; NAME-N is N nodes of one",
+    )
