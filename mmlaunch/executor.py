@@ -1,0 +1,402 @@
+"""Run one rank's program: one optimizer step.
+
+The program decides the order; the executor never reorders or skips, and waits only for
+what an instruction names. State lives for one call of ``run``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.batch_sync import BatchSync
+from mmlaunch.batches import cat_samples, slice_samples
+from mmlaunch.data import StepData
+from mmlaunch.heartbeat import Heartbeat
+from mmlaunch.model import LocalModel
+from mmlaunch.payload import (
+    MOST_TENSORS,
+    Incoming,
+    IncomingGradient,
+    Outbox,
+    element_of,
+    float_leaves,
+    map_tensors,
+    message_tensors,
+)
+from mmlaunch.reductions import Reductions
+from mmlaunch.seeds import Seeds
+from mmlaunch.transport import Transport
+from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.model import Loss, Program, Source, Stage
+
+MicroBatch = tuple[int, int]  # (stage, micro-batch)
+
+
+class ExecutionError(RunFailedError):
+    """An instruction failed; the message shows it between its neighbours."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a micro-batch's forward leaves for its backward.
+
+    Attributes:
+        inputs: assembled inputs by edge; their floating leaves collect gradients.
+        output: the stage's output tree, with its graph.
+        losses: weighted terms of hosted losses, with their graphs.
+    """
+
+    inputs: dict[int, Any]
+    output: Any
+    losses: list[Tensor]
+    sends_left: int
+    messages: list[tuple[Message, IncomingGradient]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an instruction ran, seconds since the step began."""
+
+    index: int
+    start_s: float
+    end_s: float
+
+
+class Executor:
+    """Interprets the instructions of one rank.
+
+    Args:
+        program: the whole program.
+        model: this rank's blocks and losses.
+        transport: moves tensors between ranks.
+        specs: output spec of every stage (:func:`mmlaunch.shapes.infer_shapes`).
+        seeds: makes random numbers independent of the schedule.
+        reductions: COUNT and REDUCE.
+        prepare: moves a data field to the device and its training type.
+        heartbeat: told of every instruction.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        specs: Sequence[Any],
+        seeds: Seeds,
+        reductions: Reductions,
+        prepare: Callable[[Any], Any],
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._program = program
+        self._row = program.instructions[transport.rank]
+        self._texts = [str(instruction) for instruction in self._row]
+        self._model = model
+        self._transport = transport
+        self._specs = specs
+        self._seeds = seeds
+        self._reductions = reductions
+        self._prepare = prepare
+        self._heartbeat = heartbeat
+        self._places = {s.index: s.place(transport.rank) or (0, 0) for s in program.stages}
+        self._sends = Counter(
+            (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
+        )
+        self._most_samples = max(program.batches.values())
+        self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Compute: self._compute,
+            Message: self._message,
+            Sync: self._synchronise,
+            Collective: self._collective,
+            Step: self._finish,
+        }
+        self._data: Mapping[str, StepData] = {}
+        self._step = 0
+
+    def run(
+        self, step: int, data: Mapping[str, StepData], *, timed: bool = False
+    ) -> tuple[float, list[Span]]:
+        """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
+
+        Args:
+            step: number of the step, which seeds dropout.
+            data: this rank's samples by task.
+            timed: note when each instruction ran (on CUDA this waits for each to end).
+
+        Returns:
+            This rank's part of the step's loss (the parts add up to it), and the times.
+
+        Raises:
+            ExecutionError: an instruction failed; the cause is kept.
+        """
+        self._begin(step, data)
+        spans: list[Span] = []
+        origin = time.perf_counter()
+        for position, instruction in enumerate(self._row):
+            self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
+            began = time.perf_counter() if timed else 0.0
+            try:
+                self._handlers[type(instruction)](instruction)
+            except MMPlanError:
+                raise
+            except Exception as error:
+                raise ExecutionError(
+                    f"{self._describe(position)}: {type(error).__name__}: {error}"
+                ) from error
+            if timed:
+                self._drain()
+                spans.append(Span(position, began - origin, time.perf_counter() - origin))
+        return float(self._loss + self._sync.loss), spans
+
+    def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
+        self._step = step
+        self._data = data
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        self._received: defaultdict[MicroBatch, list[tuple[Message, Incoming]]] = defaultdict(list)
+        self._gradients: defaultdict[MicroBatch, list[tuple[Message, IncomingGradient]]] = (
+            defaultdict(list)
+        )
+        self._live: dict[MicroBatch, _Live] = {}
+        self._outbox = Outbox(self._transport)
+        self._reductions.begin()
+        self._sync.begin(step)
+
+    def _compute(self, instruction: Compute) -> None:
+        stage = self._program.stages[instruction.stage]
+        if instruction.op == Op.FORWARD:
+            self._forward(stage, instruction.mb)
+        else:
+            self._backward(stage, instruction.mb)
+
+    def _forward(self, stage: Stage, mb: int) -> None:
+        key = stage.index, mb
+        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
+        inputs = self._assemble(stage, mb)
+        frozen = self._model.frozen_here(stage.index)
+        with torch.set_grad_enabled(stage.has_backward):
+            _require_gradients(frozen, wanted=False)
+            try:
+                output = self._run_blocks(stage, start, stop, inputs)
+            finally:
+                _require_gradients(frozen, wanted=True)
+            losses = [
+                self._hosted_loss(self._program.losses[index], output, inputs, stage, start, stop)
+                for index in stage.hosted
+            ]
+        self._sync.keep(stage, mb, output)
+        sends = self._sends[Op.SEND_F, stage.index, mb]
+        if stage.has_backward:
+            self._live[key] = _Live(inputs, output, losses, sends)
+        elif sends:
+            self._live[key] = _Live({}, output, [], sends)
+
+    def _assemble(self, stage: Stage, mb: int) -> dict[int, Any]:
+        """The stage's inputs by edge, each joined from the messages that brought it."""
+        pieces: defaultdict[int, list[tuple[int, Incoming]]] = defaultdict(list)
+        for message, incoming in self._received.pop((stage.index, mb), ()):
+            pieces[message.edge].append((message.start, incoming))
+        inputs: dict[int, Any] = {}
+        for edge, items in pieces.items():
+            items.sort(key=lambda item: item[0])
+            tree = cat_samples([incoming.wait() for _, incoming in items])
+            if self._program.edges[edge].carries_gradient:
+                tree = map_tensors(tree, _leaf)
+            inputs[edge] = tree
+        return inputs
+
+    def _argument(
+        self, source: Source, stage: Stage, inputs: Mapping[int, Any], start: int, stop: int
+    ) -> Any:
+        if source.edge is not None:
+            return inputs[source.edge]
+        return None if source.field is None else self._field(stage.task, source.field, start, stop)
+
+    def _field(self, task: str, name: str, start: int, stop: int) -> Any:
+        return self._prepare(self._data[task].get(name, start, stop))
+
+    def _run_blocks(self, stage: Stage, start: int, stop: int, inputs: Mapping[int, Any]) -> Any:
+        arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
+        for index in range(*stage.blocks):
+            self._seeds.enter(self._step, stage.module, index, start)
+            output = self._model.blocks[stage.owner, index](*arguments)
+            arguments = [output]
+        return arguments[0]
+
+    def _hosted_loss(
+        self,
+        loss: Loss,
+        output: Any,
+        inputs: Mapping[int, Any],
+        stage: Stage,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """This micro-batch's weighted term of a per-sample loss."""
+        arguments = [
+            element_of(output, source.element, stage.module)
+            if source.own
+            else self._argument(source, stage, inputs, start, stop)
+            for source in loss.host_inputs
+        ]
+        self._seeds.enter(self._step, f"losses.{loss.name}", 0, start)
+        first = self._places[stage.index][1] == 0
+        module = self._model.losses[loss.name]
+        own = [p for p in module.parameters() if p.requires_grad and not first]
+        # Of a tensor-parallel group only the first rank counts for the loss's parameters.
+        _require_gradients(own, wanted=False)
+        try:
+            value = module(*arguments)
+        finally:
+            _require_gradients(own, wanted=True)
+        batch = self._program.batches[loss.task]
+        term = value * self._reductions.scale(loss, stop - start, batch)
+        if first:
+            self._loss += term.detach()
+        return term
+
+    def _backward(self, stage: Stage, mb: int) -> None:
+        live = self._live[stage.index, mb]
+        live.messages = self._gradients.pop((stage.index, mb), [])
+        roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
+        grads: list[Tensor | None] = [None] * len(roots)
+        for leaf, grad in self._output_gradients(stage, mb, live):
+            roots.append(leaf)
+            grads.append(grad)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        live.output, live.losses, live.messages = None, [], []
+        live.sends_left = self._sends[Op.SEND_B, stage.index, mb]
+        if not live.sends_left:
+            del self._live[stage.index, mb]
+
+    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> list[tuple[Tensor, Tensor]]:
+        """Floating outputs that need a gradient, each with the sum over its consumers."""
+        start, _ = stage.microbatches[self._places[stage.index][0]][mb]
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def add(tree: Any, part: Any, first_row: int, given: Sequence[Tensor]) -> None:
+            for whole, cut, grad in zip(float_leaves(tree), float_leaves(part), given, strict=True):
+                if not whole.requires_grad:
+                    continue
+                if id(whole) not in sums and len(cut) == len(whole):
+                    sums[id(whole)] = whole, grad
+                    continue
+                if id(whole) not in sums:
+                    sums[id(whole)] = whole, torch.zeros_like(whole)
+                total = sums[id(whole)][1]
+                total[first_row : first_row + len(cut)] += grad
+
+        for message, incoming in live.messages:
+            edge = self._program.edges[message.edge]
+            tree = element_of(live.output, edge.element, stage.module)
+            low, high = message.start - start, message.stop - start
+            part = slice_samples(tree, low, high)
+            row = int(tree.lengths[:low].sum()) if hasattr(tree, "lengths") else low
+            add(tree, part, row, incoming.wait(part))
+        for element, low, high, grad in self._sync.gradients(stage, mb):
+            tree = element_of(live.output, element, stage.module)
+            add(tree, slice_samples(tree, low - start, high - start), low - start, [grad])
+        return list(sums.values())
+
+    def _message(self, message: Message) -> None:
+        tag = self._tag(message)
+        key = message.stage, message.mb
+        edge = self._program.edges[message.edge]
+        samples = message.stop - message.start
+        if message.op == Op.RECV_F:
+            producer = self._program.stages[edge.producer]
+            spec = element_of(self._specs[edge.producer], edge.element, producer.module)
+            incoming = Incoming(self._transport, spec, samples, message.peer, tag)
+            self._received[key].append((message, incoming))
+        elif message.op == Op.RECV_B:
+            spec = element_of(self._specs[edge.producer], edge.element, "")
+            gradient = IncomingGradient(self._transport, spec, samples, message.peer, tag)
+            self._gradients[key].append((message, gradient))
+        else:
+            self._send(message, tag)
+
+    def _send(self, message: Message, tag: int) -> None:
+        live = self._live[message.stage, message.mb]
+        stage = self._program.stages[message.stage]
+        edge = self._program.edges[message.edge]
+        first = stage.microbatches[self._places[stage.index][0]][message.mb][0]
+        low, high = message.start - first, message.stop - first
+        if message.op == Op.SEND_F:
+            tree = element_of(live.output, edge.element, stage.module)
+            tensors = message_tensors(slice_samples(tree, low, high))
+        else:
+            tree = live.inputs[message.edge]
+            grads = map_tensors(tree, _gradient_of)
+            tensors = list(float_leaves(slice_samples(grads, low, high)))
+        if len(tensors) > MOST_TENSORS:
+            raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
+        self._outbox.send(tensors, message.peer, tag, backward=message.op == Op.SEND_B)
+        live.sends_left -= 1
+        after_backward = message.op == Op.SEND_B
+        if not live.sends_left and (after_backward or not stage.has_backward):
+            del self._live[message.stage, message.mb]
+
+    def _tag(self, message: Message) -> int:
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        place = (message.edge * 2 + backward) * self._most_samples + message.start
+        return place * MOST_TENSORS
+
+    def _synchronise(self, instruction: Sync) -> None:
+        if instruction.op == Op.SYNC_START:
+            self._sync.start(instruction.loss, instruction.batch)
+        else:
+            self._sync.wait(instruction.loss, instruction.batch)
+
+    def _collective(self, instruction: Collective) -> None:
+        if instruction.op == Op.REDUCE:
+            self._reductions.reduce(instruction.index)
+        else:
+            self._reductions.count(instruction.index, self._field)
+
+    def _finish(self, _: Step) -> None:
+        """Gradients are complete after this; the caller updates the parameters."""
+        self._outbox.finish()
+        self._reductions.finish()
+
+    def _unit(self, instruction: Instruction) -> str | None:
+        if isinstance(instruction, Compute | Message):
+            return self._program.stages[instruction.stage].unit
+        return None
+
+    def _drain(self) -> None:
+        if self._transport.device.type == "cuda":
+            torch.cuda.synchronize(self._transport.device)
+
+    def _describe(self, position: int) -> str:
+        near = range(max(0, position - 2), min(len(self._row), position + 3))
+        shown = " ".join(f">{self._texts[k]}<" if k == position else self._texts[k] for k in near)
+        return (
+            f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
+            f"{len(self._row)}: {shown}"
+        )
+
+
+def _require_gradients(parameters: Sequence[torch.nn.Parameter], *, wanted: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(wanted)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A tensor that collects its gradient, where it can have one."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    """Its gradient, zeros where none reached it; other tensors as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,0 +1,198 @@
+"""All ranks as threads of one process: the executor without processes.
+
+One thread runs at a time and gives way only where it waits for another rank, so a run is
+deterministic, and a deadlock is seen at once instead of hanging. Random numbers belong to
+the rank: the generator's state is put back after every wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mmlaunch.transport import Done, Ranks, Work
+from mmplan.errors import RunFailedError
+
+T = TypeVar("T")
+
+
+class _AbandonedError(Exception):
+    """Another rank failed; this one has nothing to add."""
+
+
+class InProcessWorld:
+    """A set of ranks that share this process.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._turn = threading.Condition()
+        self._mailbox: dict[tuple[int, int, int, bool], list[Tensor]] = {}
+        self._deposits: dict[tuple[Ranks, int], dict[int, Any]] = {}
+        self._collected: dict[tuple[Ranks, int], int] = {}
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._alive = 0
+        self._failure: BaseException | None = None
+
+    def run(self, entry: Callable[[InProcessTransport], T]) -> list[T]:
+        """Call ``entry`` once per rank and return the results by rank.
+
+        Raises:
+            BaseException: the first failure of a rank.
+            RunFailedError: the ranks wait for each other.
+        """
+        results: list[Any] = [None] * self.size
+
+        def body(rank: int) -> None:
+            with self._turn:
+                try:
+                    if self._failure is None:
+                        results[rank] = entry(InProcessTransport(self, rank))
+                except _AbandonedError:
+                    pass
+                except BaseException as error:
+                    self._failure = self._failure or error
+                finally:
+                    self._alive -= 1
+                    self._see_deadlock()
+                    self._turn.notify_all()
+
+        self._alive = self.size
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def wait_until(self, rank: int, condition: Callable[[], bool]) -> None:
+        """Let other ranks run until the condition holds."""
+        if condition():
+            return
+        state = torch.get_rng_state()
+        self._waiting[rank] = condition
+        self._see_deadlock()
+        self._turn.notify_all()
+        self._turn.wait_for(lambda: self._failure is not None or condition())
+        del self._waiting[rank]
+        if self._failure is not None:
+            raise _AbandonedError
+        torch.set_rng_state(state)
+
+    def _see_deadlock(self) -> None:
+        if self._failure is not None or not self._alive or len(self._waiting) < self._alive:
+            return
+        if not any(condition() for condition in self._waiting.values()):
+            self._failure = RunFailedError(
+                f"ranks {sorted(self._waiting)} wait for each other",
+                hint="mmplan check PLAN says where",
+            )
+
+    def put(self, key: tuple[int, int, int, bool], tensor: Tensor) -> None:
+        """Leave a message."""
+        self._mailbox.setdefault(key, []).append(tensor)
+        self._turn.notify_all()
+
+    def take(self, rank: int, key: tuple[int, int, int, bool]) -> Tensor:
+        """Wait for a message and remove it."""
+        self.wait_until(rank, lambda: bool(self._mailbox.get(key)))
+        return self._mailbox[key].pop(0)
+
+    def exchange(self, rank: int, ranks: Ranks, sequence: int, item: Any) -> list[Any]:
+        """Leave an item, wait for all of the group's, return them in rank order."""
+        key = ranks, sequence
+        deposits = self._deposits.setdefault(key, {})
+        deposits[rank] = item
+        self._turn.notify_all()
+        self.wait_until(rank, lambda: len(deposits) == len(ranks))
+        self._collected[key] = self._collected.get(key, 0) + 1
+        if self._collected[key] == len(ranks):
+            del self._deposits[key], self._collected[key]
+        return [deposits[r] for r in ranks]
+
+
+class _Receive:
+    def __init__(self, world: InProcessWorld, rank: int, key: Any, into: Tensor) -> None:
+        self._world, self._rank, self._key, self._into = world, rank, key, into
+
+    def wait(self) -> None:
+        """Copy the message, which must have the promised shape and type."""
+        sent = self._world.take(self._rank, self._key)
+        if sent.shape != self._into.shape or sent.dtype != self._into.dtype:
+            raise RunFailedError(
+                f"a message of {tuple(sent.shape)} {sent.dtype} came where "
+                f"{tuple(self._into.shape)} {self._into.dtype} was expected"
+            )
+        self._into.copy_(sent)
+
+
+class _Gather:
+    def __init__(self, exchange: Callable[[], list[Tensor]], into: list[Tensor]) -> None:
+        self._exchange, self._into = exchange, into
+
+    def wait(self) -> None:
+        """Fill the tensors that were promised."""
+        for target, source in zip(self._into, self._exchange(), strict=True):
+            target.copy_(source)
+
+
+class InProcessTransport:
+    """One rank's :class:`mmlaunch.transport.Transport` in an :class:`InProcessWorld`."""
+
+    def __init__(self, world: InProcessWorld, rank: int) -> None:
+        self.rank = rank
+        self.world_size = world.size
+        self.device = torch.device("cpu")
+        self._world = world
+        self._sequence: dict[Ranks, int] = {}
+
+    def prepare(self, groups: Sequence[Ranks]) -> None:
+        """Groups need no preparation here."""
+
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """See :class:`mmlaunch.transport.Transport`."""
+        self._world.put((self.rank, peer, tag, backward), tensor.clone())
+        return Done()
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """See :class:`mmlaunch.transport.Transport`."""
+        return _Receive(self._world, self.rank, (peer, self.rank, tag, backward), tensor)
+
+    def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
+        """See :class:`mmlaunch.transport.Transport`; sums in rank order."""
+        parts = self._exchange(ranks, self._next(ranks), tensor.clone())
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        tensor.copy_(total)
+
+    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+        """See :class:`mmlaunch.transport.Transport`."""
+        gathered = [torch.empty_like(tensor) for _ in ranks]
+        sequence, item = self._next(ranks), tensor.clone()
+        return _Gather(lambda: self._exchange(ranks, sequence, item), gathered), gathered
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """See :class:`mmlaunch.transport.Transport`."""
+        world = tuple(range(self.world_size))
+        return self._exchange(world, self._next(world), item)
+
+    def broadcast_object(self, item: Any, source: int) -> Any:
+        """See :class:`mmlaunch.transport.Transport`."""
+        return self.gather_objects(item)[source]
+
+    def _next(self, ranks: Ranks) -> int:
+        self._sequence[ranks] = self._sequence.get(ranks, -1) + 1
+        return self._sequence[ranks]
+
+    def _exchange(self, ranks: Ranks, sequence: int, item: Any) -> list[Any]:
+        return self._world.exchange(self.rank, ranks, sequence, item)

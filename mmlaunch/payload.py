@@ -1,0 +1,219 @@
+"""What messages carry: trees of tensors cut to samples, sent leaf by leaf.
+
+A *tree* is what blocks take and return: a tensor, ``Ragged``, None, or a tuple of trees.
+Its *spec* is the same tree with a :class:`LeafSpec` for each leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.transport import Transport, Work
+from mmplan.errors import RunFailedError
+from mmplan.ragged import Ragged
+
+# Tags have room for this many tensors in one message.
+MOST_TENSORS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """Shape of a leaf without its first dimension, and its type."""
+
+    tail: tuple[int, ...]
+    dtype: torch.dtype
+    ragged: bool = False
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients travel back for it."""
+        return self.dtype.is_floating_point
+
+
+def spec_of(tree: Any) -> Any:
+    """The spec of a tree.
+
+    Raises:
+        RunFailedError: there is something in it that cannot travel.
+    """
+    if isinstance(tree, Ragged):
+        return LeafSpec(tuple(tree.values.shape[1:]), tree.values.dtype, ragged=True)
+    if isinstance(tree, Tensor):
+        if tree.dim() == 0:
+            raise RunFailedError(
+                "a block returned a tensor without a batch dimension",
+                hint="blocks return tensors whose first dimension is the samples",
+            )
+        return LeafSpec(tuple(tree.shape[1:]), tree.dtype)
+    if isinstance(tree, tuple):
+        return tuple(map(spec_of, tree))
+    if tree is None:
+        return None
+    raise RunFailedError(
+        f"a block returned a {type(tree).__name__}",
+        hint="blocks take and return tensors, mmplan.Ragged, tuples of these or None",
+    )
+
+
+def element_of(tree: Any, element: int | None, what: str) -> Any:
+    """An element of a module's output (or of its spec), or all of it.
+
+    Raises:
+        RunFailedError: the output is no tuple, or too short.
+    """
+    if element is None:
+        return tree
+    if not isinstance(tree, tuple) or isinstance(tree, Ragged) or element >= len(tree):
+        size = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else "no tuple"
+        raise RunFailedError(
+            f"{what}.{element} is asked for, but {what} returns {size}",
+            hint="correct the element's number in inputs",
+        )
+    return tree[element]
+
+
+def map_tensors(tree: Any, change: Any) -> Any:
+    """The tree with every tensor changed (values and lengths of ``Ragged`` too)."""
+    if isinstance(tree, Ragged):
+        return Ragged(change(tree.values), change(tree.lengths))
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(map_tensors(item, change) for item in tree)
+    return tree
+
+
+def float_leaves(tree: Any) -> Iterator[Tensor]:
+    """The tensors for which gradients travel back, in order."""
+    if isinstance(tree, Ragged):
+        yield from float_leaves(tree.values)
+    elif isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from float_leaves(item)
+
+
+class Outbox:
+    """Sends under way; tensors are kept until their send is over."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._sent: list[tuple[Work, Tensor]] = []
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, *, backward: bool) -> None:
+        """Start sending; returns at once."""
+        for i, tensor in enumerate(tensors):
+            whole = tensor.detach().contiguous()
+            work = self._transport.isend(whole, peer, tag + i, backward=backward)
+            self._sent.append((work, whole))
+
+    def finish(self) -> None:
+        """Wait until everything is sent."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+
+def message_tensors(tree: Any) -> list[Tensor]:
+    """What a forward message sends, in order."""
+    if isinstance(tree, Ragged):
+        return [tree.lengths, tree.values]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, tuple):
+        return [tensor for item in tree for tensor in message_tensors(item)]
+    return []
+
+
+class Incoming:
+    """A forward message under way: buffers are posted at once, ``wait`` gives the tree.
+
+    The values of ``Ragged`` are only received when their lengths are known.
+    """
+
+    def __init__(self, transport: Transport, spec: Any, samples: int, peer: int, tag: int) -> None:
+        self._transport, self._peer, self._next_tag = transport, peer, tag
+        self._posted = self._post(spec, samples)
+
+    def wait(self) -> Any:
+        """The tree that was sent."""
+        return self._collect(self._posted)
+
+    def _post(self, spec: Any, samples: int) -> Any:
+        if isinstance(spec, LeafSpec):
+            if spec.ragged:
+                lengths = self._receive((samples,), torch.int64)
+                self._next_tag += 1
+                return spec, lengths, self._next_tag - 1
+            return spec, self._receive((samples, *spec.tail), spec.dtype), 0
+        if isinstance(spec, tuple):
+            return [self._post(item, samples) for item in spec]
+        return None
+
+    def _receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, tag: int | None = None
+    ) -> tuple[Work, Tensor]:
+        buffer = torch.empty(shape, dtype=dtype, device=self._transport.device)
+        if tag is None:
+            tag, self._next_tag = self._next_tag, self._next_tag + 1
+        return self._transport.irecv(buffer, self._peer, tag, backward=False), buffer
+
+    def _collect(self, posted: Any) -> Any:
+        if isinstance(posted, list):
+            return tuple(map(self._collect, posted))
+        if posted is None:
+            return None
+        spec, (work, buffer), values_tag = posted
+        work.wait()
+        if not spec.ragged:
+            return buffer
+        shape = (int(buffer.sum()), *spec.tail)
+        values_work, values = self._receive(shape, spec.dtype, values_tag)
+        values_work.wait()
+        return Ragged(values, buffer)
+
+
+class IncomingGradient:
+    """A backward message under way: one tensor for each floating leaf.
+
+    Shapes are known from the forward output, which may not exist yet when the message is
+    posted; only dense leaves are then posted early.
+    """
+
+    def __init__(self, transport: Transport, spec: Any, samples: int, peer: int, tag: int) -> None:
+        self._transport, self._peer, self._tag = transport, peer, tag
+        leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]
+        self._posted: list[tuple[Work, Tensor]] | None = None
+        if not any(leaf.ragged for leaf in leaves):
+            shapes = [((samples, *leaf.tail), leaf.dtype) for leaf in leaves]
+            self._posted = [self._post(i, *item) for i, item in enumerate(shapes)]
+
+    def wait(self, output: Any) -> list[Tensor]:
+        """Gradients of the floating leaves of ``output``, the samples that were sent."""
+        posted = self._posted
+        if posted is None:
+            leaves = list(float_leaves(output))
+            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
+        for work, _ in posted:
+            work.wait()
+        return [buffer for _, buffer in posted]
+
+    def _post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Work, Tensor]:
+        buffer = torch.empty(shape, dtype=dtype, device=self._transport.device)
+        tag = self._tag + index
+        return self._transport.irecv(buffer, self._peer, tag, backward=True), buffer
+
+
+def _spec_leaves(spec: Any) -> Iterator[LeafSpec]:
+    if isinstance(spec, LeafSpec):
+        yield spec
+    elif isinstance(spec, tuple):
+        for item in spec:
+            yield from _spec_leaves(item)

@@ -1,0 +1,50 @@
+"""Random numbers that do not depend on the schedule or the cut.
+
+Before each block the generators are seeded from (train.seed, step, module, block, first
+sample of the micro-batch): dropout is then the same in every order, on every rank, and
+when a block runs again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+class Seeds:
+    """Seeds the generators of the device in use.
+
+    Args:
+        seed: the workload's ``train.seed``.
+        device: the CPU's generator is always seeded, this device's as well.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._places: dict[tuple[str, int], int] = {}
+
+    def enter(self, step: int, name: str, index: int, first_sample: int) -> None:
+        """Seed for one block (or loss) on one micro-batch (or sync batch)."""
+        place = self._places.get((name, index))
+        if place is None:
+            digest = hashlib.sha256(f"{self._seed}:{name}:{index}".encode()).digest()
+            place = self._places[name, index] = int.from_bytes(digest[:8], "big")
+        # Mixed twice: neighbours in step and sample must not get neighbouring seeds.
+        mixed = _mix(_mix(place + step) + first_sample) >> 1
+        for generator in self._generators:
+            generator.manual_seed(mixed)
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64: every input bit changes half of the output bits."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,454 @@
+"""The training loop as a small API: a plan in, steps out.
+
+Under torchrun, in a script of your own::
+
+    import mmlaunch
+
+    with mmlaunch.Session.from_plan("plan.json") as session:
+        for result in session.steps(200):
+            if session.rank == 0 and result.step % 50 == 0:
+                print(result.step, result.loss)
+
+``mmlaunch run`` is its first user.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmlaunch import checkpoint as checkpoints
+from mmlaunch.data import StepData, StepLoader, check_fields
+from mmlaunch.device import pick
+from mmlaunch.executor import Executor, Span
+from mmlaunch.heartbeat import Heartbeat
+from mmlaunch.model import LocalModel, build_owner, trainable_blocks
+from mmlaunch.needs import rank_needs
+from mmlaunch.optimizer import build_optimizer
+from mmlaunch.payload import map_tensors
+from mmlaunch.reductions import Reductions, gather_ties, reduction_groups
+from mmlaunch.restore import open_checkpoint
+from mmlaunch.seeds import Seeds
+from mmlaunch.shapes import infer_shapes
+from mmlaunch.state import LocalState, gather_weights, write_final_weights
+from mmlaunch.transport import DistTransport, Ranks, Transport
+from mmplan.errors import InvalidInputError
+from mmplan.program.compile import compile_plan
+from mmplan.schema.base import file_sha256
+from mmplan.schema.factories import build_dataset, build_loss, dtype_of
+from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step.
+
+    Attributes:
+        step: its number, from 0.
+        loss: the whole step's loss, the same on all ranks.
+        iteration_s: forward, backward, communication and losses.
+        update_s: the optimizer's update.
+        spans: when each instruction of this rank ran; empty unless asked for.
+    """
+
+    step: int
+    loss: float
+    iteration_s: float
+    update_s: float
+    spans: list[Span]
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions called with the session and what happened; all ranks call them.
+
+    Attributes:
+        on_step: after each update, with its :class:`StepResult`.
+        on_loss: after backward and before the update, with the loss; gradients are whole.
+        on_checkpoint: after a checkpoint is complete, with its folder.
+    """
+
+    on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
+    on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
+    on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)
+
+
+class _GroupSum:
+    """A tensor-parallel group as blocks see it."""
+
+    def __init__(self, transport: Transport, ranks: Ranks) -> None:
+        self._transport, self._ranks = transport, ranks
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over the group."""
+        self._transport.all_reduce(tensor, self._ranks)
+
+
+class Session:
+    """One rank's part of a planned training run.
+
+    Args:
+        plan: the plan.
+        workload: the workload that it was made for.
+        folder: the workload file's folder.
+        transport: this rank's; its world has as many ranks as the plan.
+        heartbeat: told of every instruction.
+        num_workers: data loading processes of this rank.
+
+    Attributes:
+        step_count: steps done, which is the number of the next one.
+        hooks: functions to call on steps, losses and checkpoints.
+
+    Raises:
+        InvalidInputError: the plan needs another number of ranks, asks for something this
+            version does not execute, or a factory is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        workload: Workload,
+        folder: Path,
+        transport: Transport,
+        heartbeat: Heartbeat | None = None,
+        num_workers: int = 0,
+        meta: dict[str, Any] | None = None,
+    ) -> None:
+        _check_runnable(plan, workload, transport.world_size)
+        self.plan, self.workload, self.folder = plan, workload, folder
+        self.transport = transport
+        self.hooks = Hooks()
+        self.step_count = 0
+        self._meta = meta or {}
+        self._num_workers = num_workers
+        self._loaders: dict[str, StepLoader] = {}
+        self._owns_process_group = False
+        self.program = compile_plan(plan)
+        self._dtype = dtype_of(workload.train.precision)
+        self._tasks = {
+            name: view for name, view in resolve_tasks(workload).items() if name in plan.tasks
+        }
+        self._needs = rank_needs(self.program, transport.rank)
+        self.model = LocalModel(
+            workload=workload,
+            folder=folder,
+            program=self.program,
+            rank=transport.rank,
+            device=transport.device,
+            comm=lambda ranks: _GroupSum(transport, ranks),
+        )
+        ties = gather_ties(self.model, transport)
+        transport.prepare(reduction_groups(self.program, ties))
+        self._datasets = {
+            name: self._dataset(view) for name, view in self._tasks.items() if name in self._needs
+        }
+        specs = infer_shapes(self.program, self.model, transport, self._first_data, self._prepare)
+        self._close_loaders()
+        self.executor = Executor(
+            program=self.program,
+            model=self.model,
+            transport=transport,
+            specs=specs,
+            seeds=Seeds(workload.train.seed, transport.device),
+            reductions=Reductions(self.program, self.model, transport, ties),
+            prepare=self._prepare,
+            heartbeat=heartbeat or Heartbeat.detached(),
+        )
+        self.optimizer = build_optimizer(
+            workload.train,
+            self.model.trained(),
+            sharded=any(stage.tp > 1 for stage in self.program.stages),
+        )
+        self._state = LocalState(self.program, self.model, transport.rank)
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: str | Path,
+        *,
+        workload: str | Path | None = None,
+        timeout_s: float = 600.0,
+        heartbeat: Heartbeat | None = None,
+        num_workers: int = 0,
+    ) -> Session:
+        """A session of this process, as started by torchrun or ``mmlaunch run``.
+
+        Args:
+            plan: path of plan.json.
+            workload: path of the workload; default: the one that the plan names.
+            timeout_s: longest wait for another rank; used when this call creates the
+                process group.
+
+        Raises:
+            InvalidInputError: a file is wrong, or the workload is not the plan's.
+        """
+        path = Path(plan)
+        loaded = load_plan(path)
+        workload_path = find_workload(loaded, path, workload)
+        device = pick(int(os.environ.get("LOCAL_RANK", "0")))
+        owns = not dist.is_initialized()
+        if owns:
+            device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
+            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+                os.environ.setdefault(name, value)
+            store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(
+                device.backend,
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timedelta(seconds=timeout_s),
+            )
+        watch = heartbeat or Heartbeat.detached()
+        session = cls(
+            plan=loaded,
+            workload=load_workload(workload_path),
+            folder=workload_path.parent,
+            transport=DistTransport(device.device, watch),
+            heartbeat=watch,
+            num_workers=num_workers,
+            meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
+        )
+        session._owns_process_group = owns
+        return session
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop loading data, and leave the process group if this session created it."""
+        self._close_loaders()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def steps(self, until: int) -> Iterator[StepResult]:
+        """Train until ``until`` steps are done in all."""
+        while self.step_count < until:
+            yield self.step()
+
+    def step(self, *, timed: bool = False) -> StepResult:
+        """One whole forward, backward and update on the next batch.
+
+        Args:
+            timed: note when each instruction ran.
+        """
+        loss, iteration_s, spans = self.forward_backward(timed=timed)
+        for hook in self.hooks.on_loss:
+            hook(self, loss)
+        began = time.perf_counter()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        result = StepResult(
+            step=self.step_count,
+            loss=loss,
+            iteration_s=iteration_s,
+            update_s=time.perf_counter() - began,
+            spans=spans,
+        )
+        self.step_count += 1
+        for hook in self.hooks.on_step:
+            hook(self, result)
+        return result
+
+    def forward_backward(self, *, timed: bool = False) -> tuple[float, float, list[Span]]:
+        """Loss of the next batch, seconds and spans; gradients are left in ``.grad``."""
+        data = {name: next(self._loader(name)) for name in self._needs}
+        began = time.perf_counter()
+        part, spans = self.executor.run(self.step_count, data, timed=timed)
+        total = torch.tensor([part], dtype=torch.float64, device=self.transport.device)
+        self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
+        return float(total), time.perf_counter() - began, spans
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank says so; every rank gets the same answer."""
+        votes = torch.tensor([float(flag)], device=self.transport.device)
+        self.transport.all_reduce(votes, tuple(range(self.transport.world_size)))
+        return bool(votes.item())
+
+    def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
+        """Call a function on rank 0 with whole modules and losses; all ranks get its result.
+
+        Args:
+            function: takes the modules by name and the losses as ``losses.NAME``, in
+                evaluation mode, with the current weights, on the CPU.
+        """
+        weights = gather_weights(self._state, self.transport)
+        result = None
+        if self.rank == 0:
+            with torch.no_grad():
+                result = function(self._whole_modules(weights))
+        answer: Any = self.transport.broadcast_object(result, 0)
+        return answer
+
+    def save(self, folder: str | Path, *, keep: int = 2) -> Path:
+        """Write ``folder/step-N``, complete or not at all.
+
+        Raises:
+            UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
+        """
+        path = checkpoints.save(
+            root=Path(folder),
+            step=self.step_count,
+            entries=self._state.entries(self.optimizer),
+            state={"step": self.step_count, "seed": self.workload.train.seed},
+            meta=self._meta,
+            rank=self.rank,
+            gather=self.transport.gather_objects,
+            barrier=self._barrier,
+            keep=keep,
+        )
+        for hook in self.hooks.on_checkpoint:
+            hook(self, path)
+        return path
+
+    def _barrier(self) -> None:
+        self.transport.gather_objects(None)
+
+    def load(self, path: str | Path) -> None:
+        """Take parameters, optimizer state and step count from a checkpoint of any plan.
+
+        Raises:
+            InvalidInputError: it is damaged, or of another workload's shapes.
+        """
+        checkpoint = open_checkpoint(Path(path))
+        try:
+            checkpoint.verify()
+            self._state.load(checkpoint, self.optimizer)
+        finally:
+            checkpoint.close()
+        self.step_count = int(checkpoint.state["step"])
+        self._close_loaders()
+
+    def write_weights(self, path: str | Path) -> list[Path]:
+        """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
+        return write_final_weights(Path(path), self._state, self.transport)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients by full parameter name (shards of cut parameters)."""
+        return {n: p.grad for n, p in self.model.trained() if p.grad is not None}
+
+    def _dataset(self, view: TaskView) -> Any:
+        if view.data is None:
+            raise InvalidInputError(
+                f"task {view.name} has no data", hint="add data: {factory: ...} to the workload"
+            )
+        field_name = "data" if view.data == self.workload.data else f"tasks.{view.name}.data"
+        dataset = build_dataset(
+            view.data, self.folder, seed=self.workload.train.seed, field=field_name
+        )
+        if not hasattr(dataset, "collate"):
+            check_fields(dataset[0], self.workload.modules)
+        return dataset
+
+    def _loader(self, task: str) -> StepLoader:
+        if task not in self._loaders:
+            need = self._needs[task]
+            self._loaders[task] = StepLoader(
+                self._datasets[task],
+                batch=self._tasks[task].batch,
+                seed=self.workload.train.seed,
+                ranges=need.ranges,
+                fields=need.fields,
+                start_step=self.step_count,
+                num_workers=self._num_workers,
+                pin_memory=self.transport.device.type == "cuda",
+            )
+        return self._loaders[task]
+
+    def _first_data(self, task: str) -> StepData:
+        return next(self._loader(task))
+
+    def _close_loaders(self) -> None:
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
+
+    def _prepare(self, tree: Any) -> Any:
+        def move(tensor: Tensor) -> Tensor:
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self.transport.device, dtype, non_blocking=True)
+
+        return map_tensors(tree, move)
+
+    def _whole_modules(self, weights: dict[str, Tensor]) -> dict[str, nn.Module]:
+        modules: dict[str, nn.Module] = {}
+        trains = trainable_blocks(self.program)
+        for owner in dict.fromkeys(stage.owner for stage in self.program.stages):
+            module = build_owner(self.workload, owner, self.folder, trains)
+            modules[owner] = _filled(module, weights, owner)
+        for name in dict.fromkeys(loss.name for loss in self.program.losses):
+            loss = build_loss(self.workload, name, self.folder)
+            modules[f"losses.{name}"] = _filled(loss, weights, f"losses.{name}")
+        return modules
+
+
+def _filled(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> nn.Module:
+    own = {
+        name.removeprefix(f"{prefix}."): value
+        for name, value in weights.items()
+        if name.startswith(f"{prefix}.")
+    }
+    module.load_state_dict(own, strict=False)
+    return module.eval()
+
+
+def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
+    """The workload file of a plan: the given one, or the one it names, unchanged.
+
+    Raises:
+        InvalidInputError: it is not there, or no longer the one that was planned.
+    """
+    path = Path(given) if given is not None else plan_path.parent / plan.workload.path
+    if not path.is_file():
+        raise InvalidInputError(
+            f"{plan_path}: its workload {path} is not there",
+            hint="name the file with --workload FILE",
+        )
+    if file_sha256(path) != plan.workload.sha256:
+        raise InvalidInputError(
+            f"{path} has changed since {plan_path} was made for it",
+            hint="solve again: mmplan solve WORKLOAD --profile PROFILE -o PLAN",
+        )
+    return path
+
+
+def _check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
+    if world_size != plan.devices:
+        raise InvalidInputError(
+            f"the plan is for {plan.devices} ranks, {world_size} were started",
+            hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
+        )
+    unsupported = {
+        "train.zero: 1": workload.train.zero != 0,
+        "train.precision: bf16": workload.train.precision == "bf16",
+    }
+    for name, spec in workload.modules.items():
+        unsupported[f"modules.{name}.recompute: full"] = spec.recompute != "none"
+    for text, asked in unsupported.items():
+        if asked:
+            raise InvalidInputError(
+                f"{text} is planned and simulated, but this version does not execute it",
+                hint="remove it from the workload and solve again",
+            )

@@ -1,0 +1,152 @@
+"""What every stage returns, known on all ranks before the first message.
+
+A receive buffer of the wrong size is filled in part, or aborts the process; so shapes are
+inferred when workers start: each stage runs once on fake tensors, in pipeline order, and
+its first rank tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmlaunch.data import StepData
+from mmlaunch.model import LocalModel
+from mmlaunch.payload import LeafSpec, element_of, map_tensors, spec_of
+from mmlaunch.transport import Transport
+from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.program.model import Program, Source, Stage
+from mmplan.ragged import Ragged
+
+# Two samples: a batch of one is what some modules squeeze away.
+_SAMPLES = 2
+
+
+def infer_shapes(
+    program: Program,
+    model: LocalModel,
+    transport: Transport,
+    data: Callable[[str], StepData],
+    prepare: Callable[[Any], Any],
+) -> list[Any]:
+    """The output spec of every stage, the same list on all ranks.
+
+    Args:
+        program: the program.
+        model: this rank's blocks.
+        transport: tells the specs to all ranks.
+        data: some step's data of a task.
+        prepare: moves a data field to the device and its training type.
+
+    Raises:
+        MMPlanError: a block raised, or returned something that cannot travel; on all ranks.
+    """
+    specs: list[Any] = []
+    for stage in program.stages:
+        leader = stage.ranks[0][0]
+        answer: Any = None
+        if transport.rank == leader:
+            try:
+                answer = _infer(stage, program, model, specs, data(stage.task), prepare)
+            except MMPlanError as error:
+                answer = error
+            except Exception as error:
+                where = f"{stage.module} blocks {list(stage.blocks)}"
+                answer = RunFailedError(
+                    f"{where}: {type(error).__name__}: {error}",
+                    hint="run the blocks on a batch of two samples to see where",
+                )
+        answer = transport.broadcast_object(answer, leader)
+        if isinstance(answer, MMPlanError):
+            raise answer
+        specs.append(answer)
+    return specs
+
+
+def _infer(
+    stage: Stage,
+    program: Program,
+    model: LocalModel,
+    specs: list[Any],
+    data: StepData,
+    prepare: Callable[[Any], Any],
+) -> Any:
+    start, stop = stage.microbatches[0][0]
+    samples = min(_SAMPLES, stop - start)
+    arguments = [
+        _argument(source, stage, program, specs, data, start, samples, prepare)
+        for source in stage.inputs
+    ]
+    blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
+    try:
+        return _run_fake(blocks, arguments)
+    except Exception:
+        if stage.tp > 1:
+            raise
+        # Some blocks look at values, which fake tensors do not have.
+        with torch.no_grad():
+            return spec_of(_chain(blocks, arguments))
+
+
+def _argument(
+    source: Source,
+    stage: Stage,
+    program: Program,
+    specs: list[Any],
+    data: StepData,
+    start: int,
+    samples: int,
+    prepare: Callable[[Any], Any],
+) -> Any:
+    if source.field is not None:
+        return prepare(data.get(source.field, start, start + samples))
+    if source.edge is None:
+        return None
+    edge = program.edges[source.edge]
+    producer = program.stages[edge.producer]
+    return _example(element_of(specs[edge.producer], edge.element, producer.module), samples)
+
+
+def _example(spec: Any, samples: int) -> Any:
+    """Zeros of a spec; one row for each sample of ``Ragged``."""
+    if isinstance(spec, LeafSpec):
+        values = torch.zeros((samples, *spec.tail), dtype=spec.dtype)
+        return Ragged(values, torch.ones(samples, dtype=torch.int64)) if spec.ragged else values
+    return tuple(_example(item, samples) for item in spec) if isinstance(spec, tuple) else None
+
+
+def _run_fake(blocks: list[nn.Module], arguments: list[Any]) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Weights are swapped for fake ones: a fake input never meets a real parameter.
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake: dict[int, Tensor] = {}
+
+        def convert(tensor: Tensor) -> Tensor:
+            if id(tensor) not in fake:
+                fake[id(tensor)] = mode.from_tensor(tensor)
+            return fake[id(tensor)]
+
+        tree: Any = [map_tensors(argument, convert) for argument in arguments]
+        for position, block in enumerate(blocks):
+            state = {n: convert(t) for n, t in _state(block)}
+            given = tuple(tree) if position == 0 else (tree,)
+            tree = torch.func.functional_call(block, state, given, tie_weights=False)
+        return spec_of(tree)
+
+
+def _state(block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *block.named_parameters(remove_duplicate=False),
+        *block.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _chain(blocks: list[nn.Module], arguments: list[Any]) -> Any:
+    tree = blocks[0](*arguments)
+    for block in blocks[1:]:
+        tree = block(tree)
+    return tree

@@ -1,0 +1,284 @@
+"""Parameters and optimizer state of one rank, as parts of full tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.boxes import Box, shard_boxes, whole
+from mmlaunch.checkpoint import Entry
+from mmlaunch.model import LocalModel
+from mmlaunch.restore import Checkpoint
+from mmlaunch.tensorfile import TensorSpec
+from mmlaunch.tp import ParameterShard
+from mmlaunch.transport import Transport
+from mmlaunch.weights import weights_order, write_weights
+from mmplan.program.model import Program
+
+_WEIGHT = "param"
+_OPTIMIZER = "optim."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a local tensor lies in the full one.
+
+    Attributes:
+        boxes: its parts; concatenated along ``dim`` they are the local tensor.
+        writes: whether this rank is the replica that saves it.
+    """
+
+    full_shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    dim: int
+    writes: bool
+
+
+class LocalState:
+    """Saves, loads and gathers what a rank holds, under any later layout.
+
+    Args:
+        program: says who else holds a block.
+        model: this rank's parameters.
+        rank: this rank.
+    """
+
+    def __init__(self, program: Program, model: LocalModel, rank: int) -> None:
+        self._model = model
+        self._tensors: dict[str, Tensor] = dict(model.named_parameters())
+        self._trained = dict(model.trained())
+        self._tensors.update(model.named_buffers())
+        writers = _writers(program)
+        self._places: dict[str, _Place] = {}
+        for name, tensor in self._tensors.items():
+            index, count, writer = _holder(name, program, rank, writers)
+            shard = self._shard_of(name)
+            self._places[name] = _place(tensor, shard, index, count, writes=writer == rank)
+
+    def _shard_of(self, name: str) -> ParameterShard | None:
+        return self._model.shards.get(name)
+
+    def entries(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
+        """What this rank writes into a checkpoint: of replicas, one writes."""
+        found: list[Entry] = []
+        for name, tensor in self._tensors.items():
+            place = self._places[name]
+            if not place.writes:
+                continue
+            found.append(_entry(name, _WEIGHT, tensor.detach(), place))
+            for key, value in self._optimizer_state(optimizer, name).items():
+                if isinstance(value, Tensor) and value.shape == tensor.shape:
+                    found.append(_entry(name, _OPTIMIZER + key, value, place))
+                elif value is not None:
+                    scalar = torch.as_tensor(value).reshape(1)
+                    alone = _Place(full_shape=(1,), boxes=(whole((1,)),), dim=0, writes=True)
+                    found.append(_entry(name, _OPTIMIZER + key, scalar, alone))
+        return found
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer | None, name: str
+    ) -> Mapping[str, Any]:
+        if optimizer is None or name not in self._trained:
+            return {}
+        return optimizer.state.get(self._trained[name], {})
+
+    def load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
+        """Fill parameters and optimizer state from a checkpoint of any plan.
+
+        Raises:
+            InvalidInputError: a parameter is missing or has another shape.
+        """
+        for name, tensor in self._tensors.items():
+            place = self._places[name]
+            with torch.no_grad():
+                tensor.copy_(_read(checkpoint, name, _WEIGHT, place, tensor.dtype))
+            if optimizer is not None and name in self._trained:
+                self._load_optimizer(checkpoint, optimizer, name, place)
+
+    def _load_optimizer(
+        self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, name: str, place: _Place
+    ) -> None:
+        parameter = self._trained[name]
+        for kind in checkpoint.kinds(name):
+            if not kind.startswith(_OPTIMIZER):
+                continue
+            key = kind.removeprefix(_OPTIMIZER)
+            shape = checkpoint.full_shape(name, kind)
+            if shape == place.full_shape and shape != (1,):
+                value = _read(checkpoint, name, kind, place, parameter.dtype)
+                optimizer.state[parameter][key] = value.to(parameter.device)
+            else:
+                # A step count, or the state of a parameter with one element.
+                value = checkpoint.load_whole(name, kind)
+                alike = parameter.numel() == 1 and parameter.dim() == 1 and key != "step"
+                optimizer.state[parameter][key] = (
+                    value.to(parameter.device) if alike else value.reshape(())
+                )
+
+    def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
+        """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
+        return [
+            (name, self._places[name].full_shape, tensor.dtype, self._places[name].boxes)
+            for name, tensor in self._tensors.items()
+            if self._places[name].writes
+        ]
+
+    def parts(self, name: str) -> list[Tensor]:
+        """The local tensor cut into its boxes."""
+        return _cut(self._tensors[name].detach(), self._places[name])
+
+
+def write_final_weights(path: Path, state: LocalState, transport: Transport) -> list[Path]:
+    """Rank 0 writes all weights, unsharded; the others send it their parts in turn.
+
+    Raises:
+        UnfitEnvironmentError: disk full, or another failure of the file system.
+    """
+    catalogue = _Catalogue(transport.gather_objects(state.specs()))
+    order = [spec for file in weights_order(catalogue.specs) for spec in file]
+    if transport.rank == 0:
+        feed = _feed(order, catalogue, state, transport)
+        return write_weights(path, catalogue.specs, lambda name: next(feed))
+    for spec in order:
+        _send_parts(spec.name, catalogue, state, transport)
+    return []
+
+
+def gather_weights(state: LocalState, transport: Transport) -> dict[str, Tensor]:
+    """All weights on rank 0, on the CPU; empty on the others."""
+    catalogue = _Catalogue(transport.gather_objects(state.specs()))
+    if transport.rank == 0:
+        feed = _feed(catalogue.specs, catalogue, state, transport)
+        return {spec.name: next(feed) for spec in catalogue.specs}
+    for spec in catalogue.specs:
+        _send_parts(spec.name, catalogue, state, transport)
+    return {}
+
+
+class _Catalogue:
+    """Which rank has which boxes of every weight."""
+
+    def __init__(self, by_rank: Sequence[Any]) -> None:
+        self.holders: defaultdict[str, list[tuple[int, tuple[Box, ...]]]] = defaultdict(list)
+        found: dict[str, TensorSpec] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for rank, specs in enumerate(by_rank):
+            for name, shape, dtype, boxes in specs:
+                self.holders[name].append((rank, boxes))
+                self.dtypes[name] = dtype
+                found[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
+        self.specs = [found[name] for name in sorted(found, key=_natural)]
+
+
+def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """Sort key that puts block 2 before block 10."""
+    return tuple(
+        (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")
+    )
+
+
+def _feed(
+    order: Sequence[TensorSpec], catalogue: _Catalogue, state: LocalState, transport: Transport
+) -> Iterator[Tensor]:
+    """Full tensors in order, each assembled from the ranks that hold it."""
+    for spec in order:
+        stored: list[tuple[Box, Tensor]] = []
+        for rank, boxes in catalogue.holders[spec.name]:
+            if rank == 0:
+                parts = state.parts(spec.name)
+            else:
+                parts = [_receive(box, spec.name, rank, catalogue, transport) for box in boxes]
+            stored += zip(boxes, (part.cpu() for part in parts), strict=True)
+        full = torch.empty(spec.shape, dtype=catalogue.dtypes[spec.name])
+        for box, part in stored:
+            full[box.slices] = part
+        yield full
+
+
+def _receive(box: Box, name: str, rank: int, catalogue: _Catalogue, transport: Transport) -> Tensor:
+    buffer = torch.empty(box.sizes, dtype=catalogue.dtypes[name], device=transport.device)
+    transport.irecv(buffer, rank, 0, backward=False).wait()
+    return buffer
+
+
+def _send_parts(name: str, catalogue: _Catalogue, state: LocalState, transport: Transport) -> None:
+    for rank, _ in catalogue.holders[name]:
+        if rank == transport.rank:
+            for part in state.parts(name):
+                transport.isend(part.contiguous(), 0, 0, backward=False).wait()
+
+
+def _writers(program: Program) -> dict[tuple[str, int, int], int]:
+    """(owner, block, tp index) and ("losses.name", 0, 0) to the lowest rank that holds it."""
+    writers: dict[tuple[str, int, int], int] = {}
+    for stage in program.stages:
+        for group in stage.ranks:
+            for t, rank in enumerate(group):
+                for block in range(*stage.blocks):
+                    key = stage.owner, block, t
+                    writers[key] = min(writers.get(key, rank), rank)
+    for loss in program.losses:
+        key = f"losses.{loss.name}", 0, 0
+        writers[key] = min(writers.get(key, loss.ranks[0]), *loss.ranks)
+    return writers
+
+
+def _holder(
+    name: str, program: Program, rank: int, writers: Mapping[tuple[str, int, int], int]
+) -> tuple[int, int, int]:
+    """(tp index, tp degree, writing rank) of a tensor on this rank."""
+    first, second = name.split(".")[:2]
+    if first == "losses":
+        return 0, 1, writers[f"losses.{second}", 0, 0]
+    block = int(second)
+    for stage in program.stages_of(rank):
+        place = stage.place(rank)
+        if (
+            place is not None
+            and stage.owner == first
+            and stage.blocks[0] <= block < stage.blocks[1]
+        ):
+            return place[1], stage.tp, writers[first, block, place[1]]
+    # A tied parameter saved under the name of a block that lies on another rank.
+    return 0, 1, min(w for (owner, _, _), w in writers.items() if owner == first)
+
+
+def _place(
+    tensor: Tensor, shard: ParameterShard | None, index: int, count: int, *, writes: bool
+) -> _Place:
+    if shard is None:
+        shape = tuple(tensor.shape)
+        # Whole on every rank of the group: the first one writes it.
+        return _Place(full_shape=shape, boxes=(whole(shape),), dim=0, writes=writes and index == 0)
+    boxes = shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
+    dim = 1 if shard.style == "rowwise" else 0
+    return _Place(full_shape=shard.full_shape, boxes=tuple(boxes), dim=dim, writes=writes)
+
+
+def _cut(tensor: Tensor, place: _Place) -> list[Tensor]:
+    if len(place.boxes) == 1:
+        return [tensor]
+    return list(tensor.split([box.sizes[place.dim] for box in place.boxes], dim=place.dim))
+
+
+def _entry(name: str, kind: str, tensor: Tensor, place: _Place) -> Entry:
+    parts = zip(place.boxes, _cut(tensor, place), strict=True)
+    return Entry(
+        name=name,
+        kind=kind,
+        full_shape=place.full_shape,
+        boxes=[(tuple(box.offsets), part.contiguous()) for box, part in parts],
+    )
+
+
+def _read(
+    checkpoint: Checkpoint, name: str, kind: str, place: _Place, dtype: torch.dtype
+) -> Tensor:
+    parts = checkpoint.load(name, kind, list(place.boxes), dtype, full_shape=place.full_shape)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=place.dim)

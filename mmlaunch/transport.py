@@ -1,0 +1,167 @@
+"""What the executor needs of a process group, and its torch.distributed form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmlaunch.heartbeat import Heartbeat
+
+Ranks = tuple[int, ...]
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Any:
+        """Block until the transfer is over (on CUDA: until the stream has it in order)."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between ranks. Groups are tuples of ranks in ascending order."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def prepare(self, groups: Sequence[Ranks]) -> None:
+        """Create the communicators; every rank passes the same groups in the same order."""
+        ...
+
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """Send a contiguous tensor; it must not change before the work is waited for."""
+        ...
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """Receive into a contiguous tensor of the sent shape and type."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
+        """Replace the tensor by its sum over the ranks."""
+        ...
+
+    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+        """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
+        ...
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Every rank's object, by rank; only used outside the training steps."""
+        ...
+
+    def broadcast_object(self, item: Any, source: int) -> Any:
+        """The source's object on every rank; only used outside the training steps."""
+        ...
+
+
+class _SelfReceive:
+    """A message of a rank to itself: the send comes before the wait in every program."""
+
+    def __init__(self, mailbox: dict[tuple[int, bool], Tensor], key: Any, into: Tensor) -> None:
+        self._mailbox, self._key, self._into = mailbox, key, into
+
+    def wait(self) -> None:
+        """Copy what was sent."""
+        self._into.copy_(self._mailbox.pop(self._key))
+
+
+class Done:
+    """Work that is over."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class _Watched:
+    """Tells the heartbeat whom this rank waits for."""
+
+    def __init__(self, work: Any, heartbeat: Heartbeat, peers: Ranks) -> None:
+        self._work, self._heartbeat, self._peers = work, heartbeat, peers
+
+    def wait(self) -> None:
+        """Wait, marked as waiting."""
+        with self._heartbeat.waiting(self._peers):
+            self._work.wait()
+
+
+class DistTransport:
+    """torch.distributed, on gloo or NCCL, with its default process group initialised.
+
+    gloo tells messages apart by tags. NCCL ignores tags: there the order of the program
+    must serve, and two ranks that both receive before they send on one communicator would
+    block each other, so each direction has a communicator of its own.
+
+    Args:
+        device: where tensors live.
+        heartbeat: told of every wait.
+    """
+
+    def __init__(self, device: torch.device, heartbeat: Heartbeat) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = device
+        self._heartbeat = heartbeat
+        self._groups: dict[Ranks, Any] = {tuple(range(self.world_size)): dist.group.WORLD}
+        self._directions: dict[tuple[bool, bool], Any] = {}
+        self._mailbox: dict[tuple[int, bool], Tensor] = {}
+
+    def prepare(self, groups: Sequence[Ranks]) -> None:
+        """See :class:`Transport`."""
+        for ranks in groups:
+            if ranks not in self._groups and len(ranks) > 1:
+                self._groups[ranks] = dist.new_group(list(ranks))
+        if dist.get_backend() == "nccl" and not self._directions:
+            self._directions = {
+                (backward, upward): dist.new_group(list(range(self.world_size)))
+                for backward in (False, True)
+                for upward in (False, True)
+            }
+
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """See :class:`Transport`."""
+        if peer == self.rank:
+            self._mailbox[tag, backward] = tensor
+            return Done()
+        group = self._directions.get((backward, self.rank < peer))
+        work = dist.isend(tensor, dst=peer, tag=tag, group=group)
+        return _Watched(work, self._heartbeat, (peer,))
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+        """See :class:`Transport`."""
+        if peer == self.rank:
+            return _SelfReceive(self._mailbox, (tag, backward), tensor)
+        group = self._directions.get((backward, peer < self.rank))
+        work = dist.irecv(tensor, src=peer, tag=tag, group=group)
+        return _Watched(work, self._heartbeat, (peer,))
+
+    def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
+        """See :class:`Transport`."""
+        if len(ranks) > 1:
+            with self._heartbeat.waiting(ranks):
+                dist.all_reduce(tensor, group=self._groups[ranks])
+
+    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            return Done(), [tensor]
+        gathered = [torch.empty_like(tensor) for _ in ranks]
+        work = dist.all_gather(gathered, tensor, group=self._groups[ranks], async_op=True)
+        return _Watched(work, self._heartbeat, ranks), gathered
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """See :class:`Transport`."""
+        items: list[Any] = [None] * self.world_size
+        with self._heartbeat.waiting():
+            dist.all_gather_object(items, item)
+        return items
+
+    def broadcast_object(self, item: Any, source: int) -> Any:
+        """See :class:`Transport`."""
+        box = [item]
+        with self._heartbeat.waiting((source,)):
+            dist.broadcast_object_list(box, src=source)
+        return box[0]

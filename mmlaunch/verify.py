@@ -1,0 +1,145 @@
+"""One planned step against one process: every gradient, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.boxes import shard_boxes
+from mmlaunch.reference import Reference
+from mmlaunch.session import Session
+from mmlaunch.tp import ParameterShard
+from mmplan.program.model import Program
+from mmplan.schema.workload import Workload
+
+# Largest difference allowed, relative to the largest gradient of the whole model.
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalGradients:
+    """What one rank reports of its step.
+
+    Attributes:
+        loss: the step's loss.
+        gradients: by full parameter name.
+        shards: how cut parameters lie in the full ones: (shard, index, count).
+    """
+
+    rank: int
+    loss: float
+    gradients: dict[str, Tensor]
+    shards: dict[str, tuple[ParameterShard, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A gradient that is not what one process computes.
+
+    Attributes:
+        name: parameter, or ``loss``.
+        rank: where.
+        error: largest absolute difference over the largest gradient of the model;
+            infinite where one side has no gradient.
+    """
+
+    name: str
+    rank: int
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Result of a verification.
+
+    Attributes:
+        compared: number of (parameter, rank) pairs.
+        worst: the largest error that was seen, within the tolerance or not.
+        differences: those above the tolerance, worst first.
+        loss, reference_loss: of the planned step and of the single process.
+    """
+
+    compared: int
+    worst: float
+    tolerance: float
+    differences: tuple[Difference, ...]
+    loss: float
+    reference_loss: float
+
+
+def planned_step(session: Session) -> LocalGradients:
+    """Run one step of a session, without the update, and report its gradients."""
+    loss, _, _ = session.forward_backward()
+    places: dict[str, tuple[ParameterShard, int, int]] = {}
+    for stage in session.program.stages_of(session.rank):
+        place = stage.place(session.rank)
+        if place is None:
+            continue
+        for name, shard in session.model.shards.items():
+            owner, block = name.split(".")[:2]
+            if owner == stage.owner and stage.blocks[0] <= int(block) < stage.blocks[1]:
+                places[name] = (shard, place[1], stage.tp)
+    gradients = {name: grad.cpu() for name, grad in session.gradients().items()}
+    return LocalGradients(rank=session.rank, loss=loss, gradients=gradients, shards=places)
+
+
+def compare(
+    workload: Workload, folder: Path, program: Program, found: Sequence[LocalGradients]
+) -> Verdict:
+    """Hold the ranks' gradients against one process's, computed here."""
+    reference = Reference(workload=workload, folder=folder, program=program)
+    expected_loss = reference.step()
+    expected = reference.named_parameters()
+    tolerance = TOLERANCE[workload.train.precision]
+    scale = (
+        max(
+            (p.grad.abs().max().item() for p in expected.values() if p.grad is not None),
+            default=0.0,
+        )
+        or 1.0
+    )
+    errors: list[Difference] = []
+    for rank in found:
+        loss_error = abs(rank.loss - expected_loss) / max(abs(expected_loss), 1e-300)
+        errors.append(Difference(name="loss", rank=rank.rank, error=loss_error))
+        for name, grad in rank.gradients.items():
+            error = _error(grad, expected[name].grad, rank.shards.get(name), scale)
+            errors.append(Difference(name=name, rank=rank.rank, error=error))
+    reached = {name for rank in found for name in rank.gradients}
+    errors += [
+        Difference(name=name, rank=-1, error=math.inf)
+        for name, parameter in expected.items()
+        if parameter.grad is not None and bool(parameter.grad.any()) and name not in reached
+    ]
+    faults = [e for e in errors if not e.error <= tolerance]
+    return Verdict(
+        compared=len(errors),
+        worst=max(e.error for e in errors),
+        tolerance=tolerance,
+        differences=tuple(sorted(faults, key=lambda e: -e.error)),
+        loss=found[0].loss,
+        reference_loss=expected_loss,
+    )
+
+
+def _error(
+    grad: Tensor, whole: Tensor | None, place: tuple[ParameterShard, int, int] | None, scale: float
+) -> float:
+    if whole is None:
+        # Zeros where one process has no gradient at all are no difference to the optimizer's
+        # sums, anything else is.
+        return 0.0 if not bool(grad.any()) else math.inf
+    expected: Any = whole
+    if place is not None:
+        shard, index, count = place
+        boxes = shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
+        dim = 1 if shard.style == "rowwise" else 0
+        expected = torch.cat([whole[box.slices] for box in boxes], dim=dim)
+    difference = (grad - expected).abs().max().item() if grad.numel() else 0.0
+    return math.inf if math.isnan(difference) else difference / scale

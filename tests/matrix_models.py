@@ -1,0 +1,111 @@
+"""Small modules, losses and data that together use every feature a program has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Two Linears that tensor parallelism can cut."""
+
+    tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, inputs: int, width: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(inputs)
+        self.up = nn.Linear(inputs, width)
+        self.down = nn.Linear(width, outputs)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        x = sum(inputs[1:], inputs[0])
+        return self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Split(nn.Module):
+    """A block that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def tower(blocks: int, dropout: float = 0.0, tuple_output: bool = False) -> nn.Sequential:
+    items: list[nn.Module] = [
+        Block(WIDTH, 2 * WIDTH, WIDTH, dropout) for _ in range(blocks - tuple_output)
+    ]
+    return nn.Sequential(*items, *([Split()] if tuple_output else []))
+
+
+def tied(blocks: int) -> nn.Sequential:
+    """The first and the last block share a weight."""
+    items = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)]
+    items[-1][0].weight = items[0][0].weight
+    return nn.Sequential(*items)
+
+
+class Contrastive(nn.Module):
+    """InfoNCE over any number of modalities, with a parameter and no sharded form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, first: Tensor, *others: Tensor) -> Tensor:
+        target = torch.arange(len(first), device=first.device)
+        a = nn.functional.normalize(first, dim=-1)
+        terms = [
+            nn.functional.cross_entropy(
+                a @ nn.functional.normalize(b, dim=-1).t() * self.scale.exp(), target
+            )
+            for b in others
+        ]
+        return torch.stack(terms).sum()
+
+
+class Regression(nn.Module):
+    """Mean over samples, with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, features: Tensor, target: Tensor) -> Tensor:
+        return (self.head(features).squeeze(-1) - target).square().mean()
+
+
+class Counted(nn.Module):
+    """A sum over targets, of which each sample has another number."""
+
+    def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+        return (features.square() * mask).sum()
+
+    def count(self, fields: dict[str, Tensor]) -> Tensor:
+        return fields["mask"].sum(dim=1)
+
+
+class Samples(Dataset):
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.values: dict[str, Tensor] = {
+            name: torch.randn(length, WIDTH, generator=generator, dtype=torch.float64)
+            for name in ("a", "b", "c")
+        }
+        self.values["target"] = torch.randn(length, generator=generator, dtype=torch.float64)
+        counts = torch.randint(0, WIDTH + 1, (length, 1), generator=generator)
+        self.values["mask"] = (torch.arange(WIDTH) < counts).to(torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.values["a"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: value[index] for name, value in self.values.items()}

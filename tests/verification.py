@@ -1,0 +1,87 @@
+"""Run a plan on the in-process transport and hold it against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mmlaunch.inprocess import InProcessWorld
+from mmlaunch.session import Session
+from mmlaunch.verify import Verdict, compare, planned_step
+from mmplan.program.compile import compile_plan
+from mmplan.program.model import Program
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+from tests.programs import LossSpec, UnitSpec, make_plan
+
+HERE = Path(__file__).parent
+MODELS = "tests.matrix_models"
+FACTORIES = {"contrastive": "Contrastive", "regression": "Regression", "counted": "Counted"}
+
+
+def make_workload(
+    units: list[UnitSpec],
+    losses: list[LossSpec],
+    *,
+    batch: int,
+    precision: str = "fp64",
+    args: dict[str, dict[str, Any]] | None = None,
+    factories: dict[str, str] | None = None,
+) -> Workload:
+    """The workload that a test's units and losses stand for."""
+    modules = {
+        unit.module: {
+            "factory": f"{MODELS}:{(factories or {}).get(unit.module, 'tower')}",
+            "args": {"blocks": unit.blocks, **(args or {}).get(unit.module, {})},
+            "inputs": list(unit.inputs),
+            "frozen": unit.frozen if isinstance(unit.frozen, bool) else list(unit.frozen),
+            "share": unit.share,
+        }
+        for unit in units
+    }
+    spelled = {
+        loss.name: {
+            "factory": (factories or {}).get(loss.name)
+            or f"{MODELS}:{FACTORIES[loss.name.rstrip('0123456789')]}",
+            "inputs": list(loss.inputs),
+            "cross_sample": loss.sync_batch is not None,
+            "sync_batch": loss.sync_batch,
+            "weight": loss.weight,
+        }
+        for loss in losses
+    }
+    return Workload.model_validate(
+        {
+            "name": "matrix",
+            "batch": batch,
+            "modules": modules,
+            "losses": spelled,
+            "data": {"factory": f"{MODELS}:Samples", "args": {"length": 2 * batch}},
+            "train": {"precision": precision, "seed": 3},
+        }
+    )
+
+
+def verify_in_process(
+    plan: Plan, workload: Workload, *, change: Callable[[Program], Program] | None = None
+) -> Verdict:
+    """One step on threads against one process; ``change`` plants a fault in the program."""
+
+    def entry(transport: Any) -> Any:
+        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        if change is not None:
+            session.executor._row = change(session.program).instructions[transport.rank]
+            session.executor._texts = [str(i) for i in session.executor._row]
+        return planned_step(session)
+
+    found = InProcessWorld(plan.devices).run(entry)
+    return compare(workload, HERE, compile_plan(plan), found)
+
+
+def verify_units(
+    units: list[UnitSpec], losses: list[LossSpec], *, batch: int, **options: Any
+) -> Verdict:
+    """Plan and verify in one call."""
+    plan = make_plan(*units, losses=losses, batch=batch)
+    return verify_in_process(plan, make_workload(units, losses, batch=batch, **options))
