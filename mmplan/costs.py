@@ -44,6 +44,7 @@ class ProgramCosts:
         self._syncs: dict[int, float] = {}
         self._blocks = _trained_blocks(program)
         self._state_shards = _state_shards(program.reductions)
+        self._groups = _groups(program)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -95,22 +96,22 @@ class ProgramCosts:
             source=source, target=target, num_bytes=self.edge_bytes(edge, samples)
         )
 
+    def gather_s(self, loss: Loss) -> float:
+        """Seconds of gathering all features of a sync batch on every rank of the loss."""
+        size = (loss.sync_batch or 0) * self._feature_bytes(loss)
+        return self.costs.all_gather_s(ranks=loss.ranks, num_bytes=size)
+
     def sync_s(self, loss: Loss, batch: int = 0) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
 
         Every sync batch holds ``loss.sync_batch`` samples, so all take the same time.
         """
         if loss.index not in self._syncs:
-            samples = loss.sync_batch or 0
-            own_s = self.costs.loss_s(loss=loss.name, samples=samples, shards=len(loss.ranks))
+            own_s = self.costs.loss_s(
+                loss=loss.name, samples=loss.sync_batch or 0, shards=len(loss.ranks)
+            )
             self._syncs[loss.index] = self.gather_s(loss) + sum(own_s)
         return self._syncs[loss.index]
-
-    def gather_s(self, loss: Loss) -> float:
-        """Seconds of the part of a batch-sync that forwards can hide: the features' gather."""
-        samples = loss.sync_batch or 0
-        num_bytes = samples * self._feature_bytes(loss)
-        return self.costs.all_gather_s(ranks=loss.ranks, num_bytes=num_bytes)
 
     def _feature_bytes(self, loss: Loss) -> float:
         """Bytes per sample of all features that the loss takes, each stage's once."""
@@ -196,19 +197,20 @@ class ProgramCosts:
         return self.costs.cluster.device.communicator_bytes
 
     def communicators(self, rank: int) -> int:
-        """Communicators of a rank: one for each distinct group, one more for messages."""
-        groups = {group for group in self._groups() if rank in group and len(group) > 1}
-        row = self.program.instructions[rank]
-        talks = any(isinstance(item, Message) and item.peer != rank for item in row)
-        return len(groups) + talks
+        """Communicators of a rank, as the launcher creates them on devices that have any.
 
-    def _groups(self) -> Iterable[frozenset[int]]:
-        for stage in self.program.stages:
-            yield from map(frozenset, stage.ranks)
-        for reduction in self.program.reductions:
-            yield frozenset(reduction.ranks)
-        for loss in self.program.losses:
-            yield frozenset(loss.ranks)
+        One for all ranks, one for each other group that the rank reduces, gathers or
+        splits a module with, and one for each direction in which it sends or receives:
+        activations and gradients, to higher and to lower ranks.
+        """
+        everyone = frozenset(range(self.program.num_ranks))
+        groups = {everyone, *(group for group in self._groups if rank in group)}
+        directions = {
+            (item.op in (Op.SEND_B, Op.RECV_B), (rank < item.peer) == item.is_send)
+            for item in self.program.instructions[rank]
+            if isinstance(item, Message) and item.peer != rank
+        }
+        return sum(len(group) > 1 for group in groups) + len(directions)
 
     # --- work ------------------------------------------------------------------------
 
@@ -229,6 +231,15 @@ class ProgramCosts:
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
+
+
+def _groups(program: Program) -> set[frozenset[int]]:
+    """Ranks of every collective."""
+    return {
+        *(frozenset(group) for stage in program.stages for group in stage.ranks),
+        *(frozenset(reduction.ranks) for reduction in program.reductions),
+        *(frozenset(loss.ranks) for loss in program.losses),
+    }
 
 
 def _trained_blocks(program: Program) -> dict[tuple[str, int], _Held]:
