@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
-from mmplan.zoo import digits, losses, towers
+from mmplan.schema.factories import build_dataset, build_loss, build_module
+from mmplan.schema.workload import Workload, load_workload
+from mmplan.zoo import digits, towers
 
 pytest.importorskip("sklearn")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "clip-digits" / "workload.yaml"
 
 
 def test_fields_of_a_sample() -> None:
@@ -118,19 +124,42 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def build_example() -> tuple[Workload, nn.ModuleDict]:
+    workload = load_workload(EXAMPLE)
+    modules = {name: build_module(workload, name, EXAMPLE.parent) for name in workload.modules}
+    losses = {name: build_loss(workload, name, EXAMPLE.parent) for name in workload.losses}
+    return workload, nn.ModuleDict(modules | losses)
+
+
+def example_loss(modules: nn.ModuleDict, batch: dict[str, Tensor]) -> Tensor:
+    return modules["contrastive"](
+        modules["vision"](batch["image"]), modules["text"](batch["tokens"])
+    )
+
+
+def test_the_example_is_a_workload_whose_parts_fit_one_another() -> None:
+    workload, modules = build_example()
+    sizes = [sum(p.numel() for p in modules[name].parameters()) for name in ("vision", "text")]
+    assert sizes[0] > 2 * sizes[1]
+    data = build_dataset(workload.data, EXAMPLE.parent)
+    loss = example_loss(modules, default_collate([data[i] for i in range(4)]))
+    assert loss.isfinite()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
-def test_two_small_towers_learn_the_digits() -> None:
-    """The example's sizes at half its steps (about 15 CPU seconds)."""
-    torch.manual_seed(0)
-    vision, text, loss = towers.vision(6, 96), towers.text(4, 64), losses.clip()
-    modules = nn.ModuleList([vision, text, loss])
-    optimizer = torch.optim.AdamW(modules.parameters(), lr=5e-4)
-    data = digits.captioned()
-    for _ in range(100):
-        batch = torch.randperm(len(data))[:256]
+def test_the_example_learns_in_half_its_steps() -> None:
+    """About 15 CPU seconds; five seeds gave 93.6 to 96.7% here and 96.1 to 97.2% at the end."""
+    workload, modules = build_example()
+    data = build_dataset(workload.data, EXAMPLE.parent)
+    optimizer = torch.optim.AdamW(modules.parameters(), **workload.train.optimizer_args)
+    per_epoch = len(data) // workload.batch
+    for step in range(workload.train.steps // 2):
+        epoch, index = divmod(step, per_epoch)
+        generator = torch.Generator().manual_seed(workload.train.seed + epoch)
+        chosen = torch.randperm(len(data), generator=generator).split(workload.batch)[index]
         optimizer.zero_grad()
-        loss(vision(data.images[batch]), text(data.tokens[batch])).backward()
+        example_loss(modules, default_collate([data[i] for i in chosen])).backward()
         optimizer.step()
-    assert digits.zero_shot_accuracy(vision, text) >= 0.9
+    assert digits.zero_shot_accuracy(modules["vision"], modules["text"]) >= 0.93

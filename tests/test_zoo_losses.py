@@ -48,9 +48,17 @@ def clip_by_hand(xs: list[Tensor], scale: float) -> float:
 
 
 def run_sharded(
-    loss: losses.CLIPLoss, xs: list[Tensor], owners: Owners, num_ranks: int
+    loss: losses.CLIPLoss,
+    xs: list[Tensor],
+    owners: Owners,
+    num_ranks: int,
+    *,
+    with_empty: bool = False,
 ) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """Sum of the ranks' losses, the gradients put together, the sum of the scale's gradients."""
+    """Sum of the ranks' losses, the gradients put together, the sum of the scale's gradients.
+
+    A rank without rows of a modality leaves it out, or passes none ``with_empty``.
+    """
     full = [x.detach() for x in xs]
     copies = [losses.clip().double() for _ in range(num_ranks)]
     for copy in copies:
@@ -59,9 +67,9 @@ def run_sharded(
 
     def run(rank: int, meeting: Meeting) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
         rows = {
-            i: torch.tensor([s for s, owner in enumerate(row) if owner == rank])
+            i: torch.tensor([s for s, owner in enumerate(row) if owner == rank], dtype=torch.int64)
             for i, row in enumerate(owners)
-            if rank in row
+            if rank in row or with_empty
         }
 
         def exchange(stats: dict[int, Tensor]) -> list[Tensor]:
@@ -88,12 +96,14 @@ def run_sharded(
     return total, grads, torch.stack(scales).sum() if scales else None
 
 
-def check_sharded(xs: list[Tensor], owners: Owners, num_ranks: int, scale: float = 14.0) -> None:
-    loss = losses.clip(init_scale=scale).double()
+def check_sharded(
+    xs: list[Tensor], owners: Owners, num_ranks: int, *, with_empty: bool = False
+) -> None:
+    loss = losses.clip().double()
     leaves = [x.clone().requires_grad_() for x in xs]
     want = loss(*leaves)
     want.backward()
-    got, grads, scale_grad = run_sharded(loss, xs, owners, num_ranks)
+    got, grads, scale_grad = run_sharded(loss, xs, owners, num_ranks, with_empty=with_empty)
     torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12)
     for grad, leaf in zip(grads, leaves, strict=True):
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-12, atol=1e-12)
@@ -109,10 +119,13 @@ def owner_tables(draw: st.DrawFn) -> tuple[Owners, int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(owner_tables(), st.integers(0, 1000))
-def test_sharded_clip_equals_one_process(case: tuple[Owners, int], seed: int) -> None:
+@given(owner_tables(), st.integers(0, 1000), st.booleans())
+def test_sharded_clip_equals_one_process(
+    case: tuple[Owners, int], seed: int, with_empty: bool
+) -> None:
     owners, num_ranks = case
-    check_sharded(features(len(owners), len(owners[0]), seed), owners, num_ranks)
+    xs = features(len(owners), len(owners[0]), seed)
+    check_sharded(xs, owners, num_ranks, with_empty=with_empty)
 
 
 @pytest.mark.parametrize(
