@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +60,8 @@ class StepResult:
         loss: the whole step's loss, the same on all ranks.
         iteration_s: forward, backward, communication and losses.
         update_s: the optimizer's update.
+        data_s: waiting for the batch's data before that.
+        stop: whether any rank's ``should_stop`` said so; the same on all ranks.
         spans: when each instruction of this rank ran; empty unless asked for.
     """
 
@@ -67,6 +69,8 @@ class StepResult:
     loss: float
     iteration_s: float
     update_s: float
+    data_s: float
+    stop: bool
     spans: list[Span]
 
 
@@ -106,6 +110,8 @@ class Session:
         transport: this rank's; its world has as many ranks as the plan.
         heartbeat: told of every instruction.
         num_workers: data loading processes of this rank.
+        meta: kept in checkpoints: hashes of plan and workload.
+        should_stop: asked once a step; see :class:`StepResult`.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -126,6 +132,7 @@ class Session:
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
         meta: dict[str, Any] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         _check_runnable(plan, workload, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
@@ -133,6 +140,7 @@ class Session:
         self.hooks = Hooks()
         self.step_count = 0
         self._meta = meta or {}
+        self._should_stop = should_stop
         self._num_workers = num_workers
         self._loaders: dict[str, StepLoader] = {}
         self._owns_process_group = False
@@ -183,6 +191,7 @@ class Session:
         timeout_s: float = 600.0,
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -220,6 +229,7 @@ class Session:
             transport=DistTransport(device.device, watch),
             heartbeat=watch,
             num_workers=num_workers,
+            should_stop=should_stop,
             meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
         )
         session._owns_process_group = owns
@@ -253,39 +263,39 @@ class Session:
         Args:
             timed: note when each instruction ran.
         """
-        loss, iteration_s, spans = self.forward_backward(timed=timed)
+        done = self.forward_backward(timed=timed)
+        loss = done.loss
         for hook in self.hooks.on_loss:
             hook(self, loss)
         began = time.perf_counter()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        result = StepResult(
-            step=self.step_count,
-            loss=loss,
-            iteration_s=iteration_s,
-            update_s=time.perf_counter() - began,
-            spans=spans,
-        )
+        result = replace(done, update_s=time.perf_counter() - began)
         self.step_count += 1
         for hook in self.hooks.on_step:
             hook(self, result)
         return result
 
-    def forward_backward(self, *, timed: bool = False) -> tuple[float, float, list[Span]]:
-        """Loss of the next batch, seconds and spans; gradients are left in ``.grad``."""
+    def forward_backward(self, *, timed: bool = False) -> StepResult:
+        """A step without its update; the gradients are left in ``.grad``."""
+        asked = time.perf_counter()
         data = {name: next(self._loader(name)) for name in self._needs}
         began = time.perf_counter()
         part, spans = self.executor.run(self.step_count, data, timed=timed)
-        total = torch.tensor([part], dtype=torch.float64, device=self.transport.device)
+        sums = [part, float(self._should_stop())]
+        total = torch.tensor(sums, dtype=torch.float64, device=self.transport.device)
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
-        return float(total), time.perf_counter() - began, spans
-
-    def agree(self, flag: bool) -> bool:
-        """Whether any rank says so; every rank gets the same answer."""
-        votes = torch.tensor([float(flag)], device=self.transport.device)
-        self.transport.all_reduce(votes, tuple(range(self.transport.world_size)))
-        return bool(votes.item())
+        loss, votes = total.tolist()
+        return StepResult(
+            step=self.step_count,
+            loss=loss,
+            iteration_s=time.perf_counter() - began,
+            update_s=0.0,
+            data_s=began - asked,
+            stop=votes > 0,
+            spans=spans,
+        )
 
     def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.

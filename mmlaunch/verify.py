@@ -75,7 +75,7 @@ class Verdict:
 
 def planned_step(session: Session) -> LocalGradients:
     """Run one step of a session, without the update, and report its gradients."""
-    loss, _, _ = session.forward_backward()
+    loss = session.forward_backward().loss
     places: dict[str, tuple[ParameterShard, int, int]] = {}
     for stage in session.program.stages_of(session.rank):
         place = stage.place(session.rank)

@@ -1,0 +1,235 @@
+"""``mmlaunch run`` and ``mmlaunch verify``: start a plan's workers, collect what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmplan.errors import InvalidInputError
+from mmplan.schema.base import file_sha256, write_text
+from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.workload import Workload, load_workload
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the command line says about a run; see ``mmlaunch run --help``."""
+
+    plan: Path
+    steps: int | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    save_every: int = 0
+    max_restarts: int = 0
+    workload: Path | None = None
+    tasks: tuple[str, ...] | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    timeout_s: float = 300.0
+    num_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a run did.
+
+    Attributes:
+        spans: rank to the (instruction index, start_s, end_s) of its last step.
+        stopped: whether it saved and ended early on request.
+    """
+
+    run_dir: Path
+    steps: int
+    stopped: bool
+    spans: dict[int, list[tuple[int, float, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan and its workload, checked, before anything of the user's is imported."""
+
+    plan: Plan
+    workload: Workload
+    workload_path: Path
+
+    @property
+    def imports(self) -> list[str]:
+        """The factories that workers are about to import."""
+        parts = [*self.workload.modules.values(), *self.workload.losses.values()]
+        data = [t.data for t in self.workload.tasks.values()] + [self.workload.data]
+        found = [p.factory for p in parts] + [d.factory for d in data if d is not None]
+        return list(dict.fromkeys(found))
+
+
+def prepare(options: RunOptions) -> Prepared:
+    """Check plan, workload and devices.
+
+    Raises:
+        InvalidInputError: a file is wrong or has changed, or there are too few devices.
+    """
+    from mmlaunch.session import find_workload
+
+    plan = load_plan(options.plan)
+    path = find_workload(plan, options.plan, options.workload)
+    _check_devices(plan, options)
+    if options.tasks is not None and set(options.tasks) != set(plan.tasks):
+        raise InvalidInputError(
+            f"--tasks {','.join(options.tasks)}: the plan is for {', '.join(plan.tasks)}",
+            hint="solve for those tasks: mmplan solve WORKLOAD --tasks A,B",
+        )
+    return Prepared(plan=plan, workload=load_workload(path), workload_path=path)
+
+
+def run(options: RunOptions, prepared: Prepared, on_event: OnEvent) -> RunSummary:
+    """Train in one process per rank and write the run folder.
+
+    Raises:
+        WorkerFailedError: a worker died or hung.
+        InvalidInputError: the run folder holds another run.
+    """
+    from mmlaunch.launch import launch
+    from mmlaunch.worker import TrainJob
+
+    run_dir = _run_dir(options, prepared.plan)
+    _write_record(run_dir, options, prepared)
+    on_event({"kind": "start", "run_dir": str(run_dir)})
+    steps = prepared.workload.train.steps if options.steps is None else options.steps
+    job = TrainJob(
+        plan=str(options.plan.absolute()),
+        workload=str(prepared.workload_path.absolute()),
+        steps=steps,
+        save_every=options.save_every,
+        resume=options.resume,
+        num_workers=options.num_workers,
+    )
+    results = launch(
+        entry="mmlaunch.worker:train",
+        args=(job,),
+        num_ranks=prepared.plan.devices,
+        run_dir=run_dir,
+        timeout_s=options.timeout_s,
+        max_restarts=options.max_restarts,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        rdzv_endpoint=options.rdzv_endpoint,
+        on_event=on_event,
+    )
+    return RunSummary(
+        run_dir=run_dir,
+        steps=results[0].step,
+        stopped=results[0].stopped,
+        spans={result.rank: result.spans for result in results},
+    )
+
+
+def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
+    """One planned step held against one process: a :class:`mmlaunch.verify.Verdict`."""
+    from mmlaunch.launch import launch
+    from mmlaunch.verify import compare
+    from mmplan.program.compile import compile_plan
+
+    folder = prepared.workload_path.parent
+    if in_process:
+        found = _verify_threads(prepared, folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
+            found = launch(
+                entry="mmlaunch.worker:verify",
+                args=(str(options.plan.absolute()), str(prepared.workload_path.absolute())),
+                num_ranks=prepared.plan.devices,
+                run_dir=Path(run_dir),
+                timeout_s=options.timeout_s,
+            )
+    return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
+
+
+def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
+    import torch
+
+    from mmlaunch.inprocess import InProcessWorld
+    from mmlaunch.session import Session
+    from mmlaunch.verify import planned_step
+
+    torch.set_num_threads(1)
+    return InProcessWorld(prepared.plan.devices).run(
+        lambda transport: planned_step(
+            Session(
+                plan=prepared.plan,
+                workload=prepared.workload,
+                folder=folder,
+                transport=transport,
+            )
+        )
+    )
+
+
+def _check_devices(plan: Plan, options: RunOptions) -> None:
+    if plan.cluster.device.is_cpu or os.environ.get("MMLAUNCH_DEVICE", "").lower() == "cpu":
+        return
+    import torch
+
+    needed = -(-plan.devices // options.nnodes)
+    available = torch.cuda.device_count()
+    if available < needed:
+        raise InvalidInputError(
+            f"{options.plan}: planned for {needed} {plan.cluster.device.name} devices on this "
+            f"machine, which has {available}",
+            hint=f"solve with --devices {max(available, 1)}, or run all ranks as processes: "
+            "MMLAUNCH_DEVICE=cpu",
+        )
+
+
+def _run_dir(options: RunOptions, plan: Plan) -> Path:
+    if options.run_dir is not None:
+        return _claimed(options.run_dir, options)
+    base = Path("runs") / plan.name
+    taken = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    used = [path for path in taken if _holds_run(path)]
+    if options.resume:
+        if not used:
+            raise InvalidInputError(
+                f"--resume: there is no run of {plan.name} in runs/",
+                hint="name its folder with --run-dir",
+            )
+        return _claimed(used[-1], options)
+    return next(path for path in taken if path not in used)
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / "run.json").exists()
+
+
+def _claimed(path: Path, options: RunOptions) -> Path:
+    """The folder, unless it holds another run."""
+    if not _holds_run(path):
+        return path
+    if not options.resume:
+        raise InvalidInputError(
+            f"{path} already holds a run",
+            hint="go on with it: --resume, or name another --run-dir",
+        )
+    return path
+
+
+def _write_record(run_dir: Path, options: RunOptions, prepared: Prepared) -> None:
+    """``run.json``: what was run, for the report and for whoever finds the folder."""
+    record = {
+        "plan": os.path.relpath(options.plan, run_dir),
+        "plan_sha256": file_sha256(options.plan),
+        "workload": os.path.relpath(prepared.workload_path, run_dir),
+        "devices": prepared.plan.devices,
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "cores": os.cpu_count(),
+        "predicted_iteration_s": prepared.plan.predicted.iteration_s,
+    }
+    write_text(run_dir / "run.json", json.dumps(record, indent=1) + "\n")
+    write_text(run_dir / "plan.json", options.plan.read_text(encoding="utf-8"))

@@ -1,0 +1,170 @@
+"""What the processes of ``mmlaunch run`` and ``mmlaunch verify`` do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmlaunch import checkpoint as checkpoints
+from mmlaunch.launch_worker import WorkerContext
+from mmlaunch.session import Session, StepResult
+from mmlaunch.verify import LocalGradients, planned_step
+from mmplan.errors import RunFailedError, UnfitEnvironmentError
+from mmplan.schema.base import write_text
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "final.safetensors"
+# Beyond this the loss is no number any more and training further is a waste.
+_NOT_A_NUMBER_HINT = "lower the learning rate, or look for bad samples in that step's batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What every worker of a run is told.
+
+    Attributes:
+        plan: path of the plan.
+        workload: path of the workload, None for the one that the plan names.
+        steps: optimizer steps in all.
+        save_every: steps between checkpoints, 0 for none on the way.
+        resume: start from the newest checkpoint of the run folder, if there is one.
+        num_workers: data loading processes per rank.
+    """
+
+    plan: str
+    workload: str | None
+    steps: int
+    save_every: int
+    resume: bool
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a worker returns.
+
+    Attributes:
+        step: steps done.
+        stopped: whether it ended early on request.
+        spans: (instruction index, start_s, end_s) of the last step on this rank.
+    """
+
+    rank: int
+    step: int
+    stopped: bool
+    spans: list[tuple[int, float, float]]
+
+
+def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
+    """Train until the last step or a request to stop; save and write the weights."""
+    with Session.from_plan(
+        job.plan,
+        workload=job.workload,
+        timeout_s=ctx.timeout_s,
+        heartbeat=ctx.heartbeat,
+        num_workers=job.num_workers,
+        should_stop=ctx.should_stop,
+    ) as session:
+        folder = ctx.run_dir / CHECKPOINTS
+        # A worker that is started anew after a failure always goes on from the last save.
+        if job.resume or ctx.attempt > 0:
+            _load_latest(session, folder)
+        log = _Metrics(ctx, session.step_count) if ctx.rank == 0 else None
+        stopped, spans = False, []
+        while session.step_count < job.steps and not stopped:
+            result = session.step(timed=_is_timed(session, job))
+            spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
+            if log is not None:
+                log.add(session, result)
+            _check_finite(result)
+            stopped = result.stop and session.step_count < job.steps
+            if stopped or (job.save_every and session.step_count % job.save_every == 0):
+                path = session.save(folder)
+                _report(ctx, {"kind": "checkpoint", "step": session.step_count, "path": str(path)})
+        if not stopped:
+            session.write_weights(ctx.run_dir / WEIGHTS)
+        return TrainResult(rank=ctx.rank, step=session.step_count, stopped=stopped, spans=spans)
+
+
+def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradients:
+    """One planned step without its update: this rank's gradients."""
+    with Session.from_plan(
+        plan, workload=workload, timeout_s=ctx.timeout_s, heartbeat=ctx.heartbeat
+    ) as session:
+        return planned_step(session)
+
+
+def _is_timed(session: Session, job: TrainJob) -> bool:
+    """On CUDA timing waits for every instruction, so only the last step is timed."""
+    return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
+
+
+def _load_latest(session: Session, folder: Path) -> None:
+    if session.rank == 0:
+        checkpoints.clean(folder)
+    # The others must look after the cleaning, and all must take the same one.
+    newest = checkpoints.latest(folder) if session.rank == 0 else None
+    chosen = session.transport.broadcast_object(None if newest is None else str(newest), 0)
+    if chosen is not None:
+        session.load(chosen)
+
+
+def _check_finite(result: StepResult) -> None:
+    if not abs(result.loss) < float("inf"):
+        raise RunFailedError(
+            f"the loss of step {result.step} is {result.loss}", hint=_NOT_A_NUMBER_HINT
+        )
+
+
+def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
+    if ctx.rank == 0:
+        ctx.report(event)
+
+
+class _Metrics:
+    """``metrics.jsonl``: one line per step; lines of steps that are done again are dropped."""
+
+    def __init__(self, ctx: WorkerContext, first_step: int) -> None:
+        self._ctx = ctx
+        path = ctx.run_dir / METRICS
+        write_text(path, "".join(_lines_before(path, first_step)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, session: Session, result: StepResult) -> None:
+        """Append a step and tell the launcher."""
+        samples = sum(session.program.batches.values())
+        entry = {
+            "step": result.step,
+            "loss": result.loss,
+            "iteration_s": result.iteration_s,
+            "samples_per_s": samples / result.iteration_s,
+            "update_s": result.update_s,
+            "data_s": result.data_s,
+        }
+        try:
+            # JSON has no NaN: such a loss is written as null and ends the run.
+            finite = {k: v if v == v and abs(v) < float("inf") else None for k, v in entry.items()}
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UnfitEnvironmentError(
+                f"{self._file.name}: cannot be written: {error.strerror}",
+                hint="make room, then run again with --resume",
+            ) from None
+        self._ctx.report({"kind": "step", **finite})
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    if not path.exists() or step == 0:
+        return []
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] < step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue  # the last line of a killed run may be cut off
+    return kept
