@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hypothesis import strategies as st
+
 from mmplan.program.lower import modules_in_order
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.plan import (
@@ -300,3 +302,37 @@ def _placed(spec: LossSpec, task: PlannedTask, units: Sequence[Unit]) -> PlanLos
             last = max(same, key=lambda u: u.blocks[-1])
             ranks |= {rank for replica in last.ranks for rank in replica[-1]}
     return PlanLoss(name=spec.name, task=spec.task, ranks=tuple(sorted(ranks)))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Chains and towers of one to three modules, with any degrees, shares and schedules."""
+    sync = draw(st.sampled_from([0, 6, 12]))
+    share = sync or 12
+    kind = "batch-sync" if sync else draw(st.sampled_from(["1f1b", "gpipe"]))
+    chained = draw(st.booleans())
+    names = ["a", "b", "c"][: draw(st.integers(1, 3))]
+    units = []
+    for i, name in enumerate(names):
+        dp = draw(st.integers(1, 3))
+        ks = [draw(st.integers(1, s)) for s in split_evenly(share, dp)]
+        units.append(
+            unit(
+                name,
+                *([names[i - 1]] if chained and i else []),
+                pp=draw(st.integers(1, 3)),
+                dp=dp,
+                tp=draw(st.integers(1, 2)),
+                k=ks,
+                kind=kind,
+                lead=draw(st.integers(0, 2)),
+                sync_lead=0 if chained else draw(st.integers(0, 1)),
+                frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])),
+            )
+        )
+    losses = (
+        [loss("sync", *names, sync_batch=sync)]
+        if sync
+        else [loss(f"l{n}", n) for n in (names[-1:] if chained else names)]
+    )
+    return make_plan(*units, losses=losses, batch=12)

@@ -22,7 +22,7 @@ from mmplan.program.replay import no_durations, replay
 from mmplan.program.text import format_program, parse_program_rows
 from mmplan.program.wiring import wire
 from mmplan.schema.plan import Plan
-from tests.programs import loss, make_plan, split_evenly, unit
+from tests.programs import loss, make_plan, plans, unit
 
 Row = tuple[Instruction, ...]
 
@@ -90,40 +90,6 @@ def program_of(name: str) -> Program:
 @pytest.mark.parametrize("name", PLANS)
 def test_compiled_programs_have_no_fault(name: str) -> None:
     assert check_program(program_of(name)) == []
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    """Chains and towers of one to three modules, with any degrees, shares and schedules."""
-    sync = draw(st.sampled_from([0, 6, 12]))
-    share = sync or 12
-    kind = "batch-sync" if sync else draw(st.sampled_from(["1f1b", "gpipe"]))
-    chained = draw(st.booleans())
-    names = ["a", "b", "c"][: draw(st.integers(1, 3))]
-    units = []
-    for i, name in enumerate(names):
-        dp = draw(st.integers(1, 3))
-        ks = [draw(st.integers(1, s)) for s in split_evenly(share, dp)]
-        units.append(
-            unit(
-                name,
-                *([names[i - 1]] if chained and i else []),
-                pp=draw(st.integers(1, 3)),
-                dp=dp,
-                tp=draw(st.integers(1, 2)),
-                k=ks,
-                kind=kind,
-                lead=draw(st.integers(0, 2)),
-                sync_lead=draw(st.integers(0, 1)),
-                frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])),
-            )
-        )
-    losses = (
-        [loss("sync", *names, sync_batch=sync)]
-        if sync
-        else [loss(f"l{n}", n) for n in (names[-1:] if chained else names)]
-    )
-    return make_plan(*units, losses=losses, batch=12)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -19,7 +19,7 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op
 from mmplan.program.model import Edge, Loss, Reduction, Stage
-from mmplan.program.samples import RangeIndex, SampleRange, intersect
+from mmplan.program.samples import RangeIndex, SampleRange
 
 # Ties at one instant: free memory first, then feed others; collectives last.
 _PRIORITY = {Op.SYNC_WAIT: 0, Op.BACKWARD: 1, Op.FORWARD: 2, Op.REDUCE: 3}
@@ -188,19 +188,14 @@ class Timeline:
             duration=0,
             first_sample=max(self._batches.values()),
         )
+        # It blocks its ranks until the last is there, so it comes after all of their work.
         for sequence in self._sequences:
-            stage = self._stages[sequence[-1].index]
-            if self._contributes(stage, reduction) and set(sequence[-1].ranks) & set(event.ranks):
+            if set(sequence[-1].ranks) & set(event.ranks):
                 event.after(sequence[-1])
         for (index, _), sync in self._syncs.items():
             if reduction.kind == "loss" and self._losses[index].name == reduction.owner:
                 event.after(sync)
         return event
-
-    def _contributes(self, stage: Stage, reduction: Reduction) -> bool:
-        if reduction.kind == "loss":
-            return any(self._losses[index].name == reduction.owner for index in stage.hosted)
-        return stage.owner == reduction.owner and bool(intersect(stage.blocks, reduction.blocks))
 
     def run(self) -> Iterator[Event]:
         """All events, each after those that it depends on.
