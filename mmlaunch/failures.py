@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mmlaunch.heartbeat import Snapshot, State, Where
@@ -178,7 +178,8 @@ def blame_death(
     if own:
         return _raised(min(own, key=lambda record: record.wall_time_s))
     if vanished:
-        rank, exit_code, where = vanished[0]
+        # An abort may be the C++ library's answer to a lost peer; nothing else is.
+        rank, exit_code, where = min(vanished, key=lambda gone: gone[1] == -signal.SIGABRT)
         return _vanished(rank, exit_code, where)
     if records and include_network:
         return _lost_peer(min(records, key=lambda record: record.wall_time_s))
@@ -269,7 +270,10 @@ def _blame_wait(
     local = {base_rank + shot.local_rank for shot in everyone}
     others = "" if awaited <= local else ", which runs on another machine"
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
-    return _silent(base_rank, first, what)
+    return replace(
+        _silent(base_rank, first, what),
+        hint="they wait for each other (mmplan check finds such plans), or for another machine",
+    )
 
 
 def blame_finished(

@@ -76,6 +76,14 @@ def leave_early(ctx: WorkerContext, leaver: int) -> None:
             dist.recv(torch.zeros(1), src=leaver)
 
 
+def wait_for_each_other(ctx: WorkerContext) -> None:
+    """Both receive before they send."""
+    peer = 1 - ctx.rank
+    ctx.heartbeat.beat(0, 0, f"RECV{peer}")
+    with ctx.heartbeat.waiting((peer,)):
+        dist.recv(torch.zeros(1), src=peer)
+
+
 def fail_first_attempt(ctx: WorkerContext) -> int:
     """Rank 1 dies without a word in the first attempt only."""
     if ctx.attempt == 0 and ctx.rank == 1:

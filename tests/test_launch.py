@@ -137,6 +137,15 @@ def test_worker_that_finished_too_early_is_named(tmp_path: Path) -> None:
         run(entries.leave_early, tmp_path, 1, timeout_s=3.0)
 
 
+def test_deadlock_says_who_waits_for_whom(tmp_path: Path) -> None:
+    with pytest.raises(failures.WorkerFailedError) as caught:
+        run(entries.wait_for_each_other, tmp_path, timeout_s=2.0)
+    said = re.match(r"rank (\d) \(step 0, .*\) waited for rank (\d) for 2", caught.value.message)
+    assert said is not None
+    assert {said[1], said[2]} == {"0", "1"}
+    assert "in wait_for_each_other" in caught.value.detail
+
+
 def test_restart_succeeds_and_says_why(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     got = run(entries.fail_first_attempt, tmp_path, max_restarts=1, on_event=events.append)
@@ -313,6 +322,7 @@ def test_blame_prefers_own_errors_then_the_vanished_then_the_earliest(tmp_path: 
     network_only = [record for record in records if record.is_network]
     assert blamed(records, gone) == 3
     assert blamed(network_only, gone) == 1
+    assert blamed(network_only, [(0, -signal.SIGABRT, Where()), *gone]) == 1
     assert blamed(network_only, []) == 0
     assert blamed(network_only, [], include_network=False) is None
 
