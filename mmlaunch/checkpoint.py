@@ -68,6 +68,8 @@ class _Report:
     file: StoredFile | None = None
     tensors: tuple[StoredTensor, ...] = ()
     error: Exception | None = None
+    # The file's number, which a rename keeps: how a rank that hears no verdict sees it.
+    inode: int = 0
 
 
 def save(
@@ -112,7 +114,7 @@ def save(
     barrier()
     report = _write_rank(temp, rank, entries)
     reports = gather(report)
-    failure = report.error
+    failure = report.error and _for_user(report.error, root, step, report.needed_bytes)
     if rank == 0:
         reports = reports or [report]
         failure = early or next((r.error for r in reports if r.error), None)
@@ -120,16 +122,9 @@ def save(
         if failure:
             shutil.rmtree(temp, ignore_errors=True)
             failure = _for_user(failure, root, step, sum(r.needed_bytes for r in reports))
-    elif failure:
-        failure = _for_user(failure, root, step, report.needed_bytes)
     verdicts = gather(failure)
     barrier()
-    failure = (verdicts[0] if verdicts else None) or failure
-    if failure is None and not final.is_dir():
-        failure = RunFailedError(
-            f"rank {rank}: the checkpoint of step {step} was given up by another rank",
-            hint="its own message says why; earlier checkpoints are whole",
-        )
+    failure = (verdicts[0] if verdicts else None) or failure or _not_published(final, rank, report)
     if failure:
         raise failure
     if rank == 0:
@@ -186,11 +181,23 @@ def _write_rank(temp: Path, rank: int, entries: Sequence[Entry]) -> _Report:
         # The names must be on disk before the folder gets its final one.
         sync_folder(temp)
         file = StoredFile(size_bytes=digest.size_bytes, sha256=digest.sha256)
-        return _Report(needed_bytes=needed_bytes, file=file, tensors=tuple(tensors))
+        inode = (temp / name).stat().st_ino
+        return _Report(needed_bytes=needed_bytes, file=file, tensors=tuple(tensors), inode=inode)
     except Exception as exc:  # all ranks must reach the exchange, whatever happened
         with contextlib.suppress(OSError):
             (temp / name).unlink(missing_ok=True)
         return _Report(needed_bytes=needed_bytes, error=exc)
+
+
+def _not_published(final: Path, rank: int, report: _Report) -> RunFailedError | None:
+    """An error unless the file that this rank wrote is in the final folder now."""
+    path = final / f"rank-{rank}.safetensors"
+    if path.exists() and path.stat().st_ino == report.inode:
+        return None
+    return RunFailedError(
+        f"rank {rank}: {final.name} was not saved, because another rank failed",
+        hint="that rank's own message says why; earlier checkpoints are whole",
+    )
 
 
 def _describe(entries: Sequence[Entry], file: str) -> tuple[list[StoredTensor], dict[str, Tensor]]:

@@ -82,8 +82,8 @@ def dtype_of(code: str) -> torch.dtype:
 def file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """The order in which a file's tensors are read and written.
 
-    Wider types first: readers map the file and need every tensor aligned to its type,
-    and the format allows no padding.
+    Wider types first, so that each is aligned to its type in a reader's memory map: the
+    format allows no padding between tensors.
     """
     return sorted(specs, key=lambda spec: -spec.dtype.itemsize)
 

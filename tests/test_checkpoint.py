@@ -272,6 +272,9 @@ def test_parts_that_are_not_a_whole_tensor_are_refused_before_anything_is_lost(
     assert "vision.0.weight (param): no rank saves its part [3:6, 0:5]" in first.message
     assert isinstance(second, RunFailedError)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    for error in save_all(tmp_path, 1, broken):  # the same step again: nobody takes it for saved
+        assert isinstance(error, RunFailedError)
+    check_content(tmp_path / "step-1")
 
 
 def test_a_rank_that_fails_leaves_nobody_waiting(tmp_path: Path) -> None:

@@ -372,6 +372,8 @@ def test_one_file_is_read_by_safetensors_and_by_us(tmp_path: Path) -> None:
     got = load_file(path)
     assert got.keys() == WEIGHTS.keys()
     assert all(torch.equal(got[name], value) for name, value in WEIGHTS.items())
+    for name, (start, header) in data_starts(path).items():
+        assert start % WEIGHTS[name].itemsize == 0, header
     source = WeightSource(tmp_path)
     assert source.names() == sorted([*WEIGHTS, *tied])
     assert torch.equal(source.get("text.9.weight")[0], WEIGHTS["text.0.weight"])
@@ -382,6 +384,15 @@ def test_one_file_is_read_by_safetensors_and_by_us(tmp_path: Path) -> None:
     (scalar,) = source.get("losses.clip.logit_scale", [whole(())], torch.float32)
     assert scalar.item() == 2.5
     assert scalar.dtype == torch.float32
+
+
+def data_starts(path: Path) -> dict[str, tuple[int, Any]]:
+    """Position in the file of every tensor's first byte, and its header."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    del header["__metadata__"]
+    return {name: (8 + length + item["data_offsets"][0], item) for name, item in header.items()}
 
 
 def test_many_files_with_an_index_replace_an_earlier_run_s(tmp_path: Path) -> None:
