@@ -34,6 +34,7 @@ from mmplan.schema.profile import (
 
 # Relative error below which points count as lying on one line.
 EXACT = 1e-9
+_ROUNDING = 1e-13
 _MAX_KNOT_CANDIDATES = 8
 
 
@@ -145,9 +146,11 @@ def _curve(
     makes the curve proportional below it, so that it stays exact above.
     """
     alpha = level - slopes[0] * lowest
-    if alpha < -EXACT * level:
-        knots, slopes = (lowest, *knots), (level / lowest, *slopes)
-    return Curve(alpha=max(alpha, 0.0), knots=knots, slopes=slopes, lowest=lowest, highest=highest)
+    if abs(alpha) <= _ROUNDING * level:
+        alpha = 0.0
+    if alpha < 0:
+        alpha, knots, slopes = 0.0, (lowest, *knots), (level / lowest, *slopes)
+    return Curve(alpha=alpha, knots=knots, slopes=slopes, lowest=lowest, highest=highest)
 
 
 def _columns(size_K: Array, knots: tuple[float, ...]) -> Array:

@@ -9,6 +9,7 @@ Shape suffixes used in this file: K = points, P = coefficients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -20,8 +21,9 @@ Array = NDArray[np.float64]
 
 # Relative noise that no timing is free of: residuals below it are no reason for more pieces.
 NOISE_FLOOR = 0.005
-# Huber's constant: 95% efficiency under normal errors.
+# Huber's and Tukey's constants: 95% efficiency under normal errors.
 _HUBER = 1.345
+_TUKEY = 4.685
 _MAD_TO_SIGMA = 1.4826
 _ROUNDS = 12
 
@@ -76,13 +78,12 @@ def select(designs: Sequence[Design], value_K: Array, weight_K: Array) -> Fitted
 
 
 def _bic(fitted: Fitted, sigma: float) -> float:
+    """BIC with Tukey's bounded loss: however far off an outlier is, it votes for no model."""
     num = len(fitted.errors)
-    size_K = np.abs(fitted.errors) / sigma
-    huber_K = np.where(size_K <= _HUBER, size_K**2, 2 * _HUBER * size_K - _HUBER**2)
+    size_K = np.minimum(np.abs(fitted.errors) / (_TUKEY * sigma), 1.0)
+    loss = float((_TUKEY**2 / 3 * (1 - (1 - size_K**2) ** 3)).mean())
     floor = (NOISE_FLOOR / sigma) ** 2
-    return num * float(np.log(huber_K.mean() + floor)) + fitted.design.num_parameters * float(
-        np.log(num)
-    )
+    return num * math.log(loss + floor) + fitted.design.num_parameters * math.log(num)
 
 
 def _sigma(error_K: Array) -> float:
