@@ -258,6 +258,18 @@ def test_ragged_tokens_count_and_sum_as_padded_ones(shift: bool) -> None:
     assert loss.count({"x": packed_labels}).tolist() == ([2, 0, 0, 3] if shift else [3, 0, 1, 4])
 
 
+def test_a_micro_batch_without_any_token_adds_nothing() -> None:
+    empty = torch.zeros(3, dtype=torch.int64)
+    logits = torch.zeros(0, 11, requires_grad=True)
+    labels = Ragged(torch.zeros(0, dtype=torch.int64), empty)
+    loss = losses.token_cross_entropy()
+    value = loss(Ragged(logits, empty), labels)
+    value.backward()
+    assert value == 0
+    assert logits.grad is not None
+    assert loss.count({"labels": labels}).tolist() == [0, 0, 0]
+
+
 def test_token_loss_finds_its_labels() -> None:
     fields = {"mask": torch.ones(2, 3), "labels": torch.ones(2, 3, dtype=torch.int64)}
     named = losses.token_cross_entropy(field="labels")
