@@ -1,0 +1,693 @@
+"""The commands ``mmplan`` and ``mmlaunch``: arguments in, library calls, output out.
+
+Nothing heavy is imported before a command needs it: ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
+from mmplan.report.console import Output
+
+if TYPE_CHECKING:
+    from mmlaunch.run import RunOptions
+    from mmplan.schema.plan import Plan
+    from mmplan.simulate import Simulation
+
+_SETTINGS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+mmplan_app = typer.Typer(
+    help="Plan each module of a multimodal model on its own devices.", **_SETTINGS
+)
+mmlaunch_app = typer.Typer(help="Train exactly what a plan says.", **_SETTINGS)
+
+WorkloadPath = Annotated[Path, typer.Argument(metavar="WORKLOAD", help="workload.yaml")]
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json")]
+ProfileOption = Annotated[
+    Path, typer.Option("--profile", metavar="PROFILE", help="profile.json of this workload")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="CLUSTER", help="cluster.yaml, or a shipped name (p3-8)"),
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else")]
+DevicesOption = Annotated[
+    int | None, typer.Option("--devices", metavar="N", help="use the cluster's first N devices")
+]
+TasksOption = Annotated[
+    str | None, typer.Option("--tasks", metavar="A,B", help="only these tasks of the workload")
+]
+
+
+def mmplan_main() -> None:
+    """Entry point of ``mmplan``."""
+    _main(mmplan_app)
+
+
+def mmlaunch_main() -> None:
+    """Entry point of ``mmlaunch``."""
+    _main(mmlaunch_app)
+
+
+def _main(app: typer.Typer) -> None:
+    """Run a command; every failure meant for the user becomes one line and an exit code."""
+    out = Output(as_json="--json" in sys.argv)
+    try:
+        app()
+    except MMPlanError as error:
+        out.error(error, documented=error in _documented)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        out.text("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader went away (`mmplan show ... | head`): no message, no traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+# --- mmplan --------------------------------------------------------------------------
+
+
+@mmplan_app.command()
+def profile(
+    workload: WorkloadPath,
+    cluster: ClusterOption = None,
+    analytic: Annotated[
+        bool, typer.Option("--analytic", help="count FLOPs on the meta device; needs --cluster")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cpu|cuda", help="default: cuda if there is")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="processes that measure together")
+    ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="distribution of the work per sample of the data")
+    ] = False,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE", help="where it is written")
+    ] = Path("profile.json"),
+    as_json: Json = False,
+) -> None:
+    """Time the modules, losses and links of a workload, and fit their curves."""
+    from mmplan.schema.base import save_document
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    loaded = load_workload(workload)
+    _warn_unused(out, loaded)
+    if data:
+        raise InvalidInputError(
+            "--data: this version does not measure the work per sample",
+            hint="profile without it; times are then means over real samples",
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise InvalidInputError(f"--device {device}", hint="choose cpu or cuda")
+    machine = load_cluster(cluster) if cluster is not None else None
+    if analytic:
+        if machine is None:
+            raise InvalidInputError(
+                "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
+            )
+        from mmplan.profiling.analytic import analytic_profile
+
+        made = analytic_profile(loaded, workload.parent, machine)
+    else:
+        made = _measure(out, workload, machine, device, nproc, output)
+    save_document(made, output)
+    _show_profile(out, made)
+    out.text(f"wrote {output}")
+    out.data({"profile": str(output), "source": made.source, "cluster": made.cluster.name})
+
+
+def _measure(
+    out: Output, workload: Path, machine: Any, device: Any, nproc: int | None, output: Path
+) -> Any:
+    from mmplan.profiling.measure import measure_profile
+
+    state = output.with_name(f".{output.name}.partial")
+    with out.progress("profiling") as bar:
+        made = measure_profile(
+            workload,
+            cluster=machine,
+            device=device,
+            num_processes=nproc,
+            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
+            state_path=state,
+        )
+    state.unlink(missing_ok=True)
+    return made
+
+
+@mmplan_app.command()
+def solve(
+    workload: WorkloadPath,
+    profile: ProfileOption,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    solver: Annotated[
+        str, typer.Option("--solver", metavar="NAME", help="auto, distmm, colocated")
+    ] = "auto",
+    method: Annotated[
+        str | None, typer.Option("--method", metavar="NAME", help="of the solver: exact, paper")
+    ] = None,
+    tasks: TasksOption = None,
+    top: Annotated[
+        int, typer.Option("--top", metavar="K", min=1, help="simulate the K best, keep the best")
+    ] = 8,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="bound of searches not exact")
+    ] = 1.0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PLAN", help="where it is written")
+    ] = Path("plan.json"),
+    as_json: Json = False,
+) -> None:
+    """Find devices, degrees, shares and schedule for every module."""
+    from mmplan import planner
+    from mmplan.schema.base import save_document
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.profile import load_profile
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    loaded = load_workload(workload)
+    _warn_unused(out, loaded)
+    plan = planner.solve(
+        loaded,
+        workload_path=workload,
+        profile=load_profile(profile),
+        profile_path=profile,
+        cluster=None if cluster is None else load_cluster(cluster),
+        devices=devices,
+        solver=solver,
+        method=method,
+        tasks=_names(tasks),
+        top=top,
+        budget_s=budget,
+        plan_path=output,
+    )
+    save_document(plan, output)
+    _show_plan(out, plan)
+    out.text(f"wrote {output}")
+    out.hint(f"mmlaunch verify {output}; mmlaunch run {output}")
+    out.data(plan.model_dump(mode="json", exclude_none=True))
+
+
+@mmplan_app.command()
+def show(
+    file: Annotated[Path, typer.Argument(metavar="WORKLOAD|PROFILE|PLAN")],
+    program: Annotated[
+        bool, typer.Option("--program", help="a plan's program: one row of instructions per rank")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Tables of a file; for a plan a timeline as well."""
+    from mmplan.report.tables import workload_grids
+
+    out = Output(as_json=as_json)
+    document = _load_any(file)
+    kind = type(document).kind
+    if kind == "plan":
+        if program:
+            from mmplan.program.compile import compile_plan
+            from mmplan.program.text import format_program
+
+            out.text(format_program(compile_plan(document)))
+        else:
+            _show_plan(out, document)
+            _show_timeline(out, document, file)
+    elif kind == "profile":
+        _show_profile(out, document)
+    elif kind == "workload":
+        for grid in workload_grids(document):
+            out.grid(grid)
+    else:
+        out.text(document.model_dump_json(indent=1, exclude_none=True))
+    out.data(document.model_dump(mode="json", exclude_none=True))
+
+
+@mmplan_app.command()
+def check(plan: PlanPath, as_json: Json = False) -> None:
+    """Every invariant of a plan and of its program, without running it."""
+    from mmplan.program.check import check_program
+    from mmplan.program.compile import compile_plan
+    from mmplan.schema.base import load_document
+    from mmplan.schema.faults import plan_faults
+    from mmplan.schema.plan import Plan
+
+    out = Output(as_json=as_json)
+    document = load_document(Plan, plan)
+    faults = plan_faults(document)
+    if not faults:
+        try:
+            program = compile_plan(document)
+        except InvalidInputError as error:
+            faults = [error.message]
+        else:
+            faults = check_program(program)
+            count = sum(map(len, program.instructions))
+            out.text(f"{plan}: {count} instructions on {program.num_ranks} ranks")
+    for fault in faults:
+        out.text(f"fault: {fault}")
+    out.data({"plan": str(plan), "faults": faults})
+    if faults:
+        raise _quiet(
+            RunFailedError(
+                f"{plan} has {len(faults)} fault{'s' * (len(faults) != 1)}",
+                hint="solve the workload again",
+            )
+        )
+    out.text("no faults: complete, free of deadlocks, every sample reaches every gradient once")
+
+
+@mmplan_app.command()
+def simulate(
+    plan: PlanPath,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="PROFILE", help="default: the one the plan names"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="TRACE.json", help="write a Chrome/Perfetto trace"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predicted timeline of one step."""
+    from mmplan.program.trace import trace_events, write_trace
+    from mmplan.report.tables import timeline_lines
+    from mmplan.schema.plan import load_plan
+    from mmplan.simulate import prediction
+
+    out = Output(as_json=as_json)
+    document = load_plan(plan)
+    simulated = _simulate(document, plan, profile)
+    found = prediction(simulated, document)
+    for line in timeline_lines(simulated):
+        out.text(line)
+    out.text(
+        f"iteration {found.iteration_s:.4g} s, {found.samples_per_s:.4g} samples/s, "
+        f"idle {100 * found.bubble_fraction:.1f}%, MFU {100 * found.mfu:.1f}%"
+    )
+    if trace is not None:
+        events = trace_events(simulated.program, simulated.events(), process_name="predicted")
+        write_trace(trace, events)
+        out.text(f"wrote {trace} (open it in ui.perfetto.dev or chrome://tracing)")
+    out.data(found.model_dump(mode="json"))
+
+
+@mmplan_app.command()
+def compare(
+    workload: WorkloadPath,
+    profile: ProfileOption,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    solvers: Annotated[
+        str | None, typer.Option("--solvers", metavar="A,B,C", help="default: all that apply")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plans of several solvers side by side, best first."""
+    from mmplan import planner
+    from mmplan.report import format as text
+    from mmplan.report.console import Grid
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.profile import load_profile
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    machine = None if cluster is None else load_cluster(cluster)
+    costs, loaded = load_profile(profile), load_workload(workload)
+    plans: list[Plan] = []
+    for name in _names(solvers) or planner.solver_names():
+        try:
+            plans.append(
+                planner.solve(
+                    loaded,
+                    workload_path=workload,
+                    profile=costs,
+                    profile_path=profile,
+                    cluster=machine,
+                    devices=devices,
+                    solver=name,
+                    plan_path=workload.with_suffix(".plan.json"),
+                )
+            )
+        except MMPlanError as error:
+            if solvers is not None and error.exit_code == 2:
+                raise
+            out.hint(f"{name} is left out: {error.message}")
+    plans.sort(key=lambda plan: -plan.predicted.samples_per_s)
+    if not plans:
+        raise InvalidInputError("no solver has a plan for this workload on these devices")
+    best = plans[0].predicted.samples_per_s
+    out.grid(
+        Grid(
+            title=f"{loaded.name}, simulated, best first",
+            columns=(
+                "solver",
+                ">samples/s",
+                ">of best",
+                ">iteration",
+                ">MFU",
+                ">idle",
+                ">communication",
+                ">memory",
+                ">devices",
+                ">gap",
+                ">solved in",
+            ),
+            rows=[
+                (
+                    plan.solver.name,
+                    text.count(plan.predicted.samples_per_s),
+                    f"{plan.predicted.samples_per_s / best:.3f}",
+                    text.seconds(plan.predicted.iteration_s),
+                    text.percent(plan.predicted.mfu),
+                    text.percent(plan.predicted.bubble_fraction),
+                    text.percent(plan.predicted.communication_fraction),
+                    text.size(max(plan.predicted.memory_bytes, default=0.0)),
+                    str(plan.predicted.devices_used),
+                    text.percent(plan.solver.gap),
+                    text.seconds(plan.solver.seconds),
+                )
+                for plan in plans
+            ],
+        )
+    )
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
+
+
+@mmplan_app.command()
+def report(
+    source: Annotated[Path, typer.Argument(metavar="PLAN|RUN_DIR")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="HTML", help="where it is written")
+    ] = Path("report.html"),
+    as_json: Json = False,
+) -> None:
+    """One self-contained page with pictures of a plan, or of a run."""
+    from mmplan.report.page import write_report
+
+    out = Output(as_json=as_json)
+    write_report(source, output)
+    out.text(f"wrote {output}")
+    out.data({"report": str(output)})
+
+
+@mmplan_app.command()
+def doctor(as_json: Json = False) -> None:
+    """Whether this machine is fit, and what is wrong."""
+    from dataclasses import asdict
+
+    from mmplan.doctor import examine
+    from mmplan.errors import UnfitEnvironmentError
+
+    out = Output(as_json=as_json)
+    findings = examine()
+    for finding in findings:
+        mark = {True: "ok  ", False: "FAIL", None: "note"}[finding.ok]
+        out.text(f"{mark}  {finding.name}: {finding.detail}")
+        if finding.hint and not finding.ok:
+            out.text(f"      hint: {finding.hint}")
+    out.data([asdict(finding) for finding in findings])
+    unfit = [finding.name for finding in findings if finding.ok is False]
+    if unfit:
+        raise _quiet(UnfitEnvironmentError(f"this machine is unfit: {', '.join(unfit)}"))
+
+
+# --- mmlaunch ------------------------------------------------------------------------
+
+WorkloadOption = Annotated[
+    Path | None,
+    typer.Option("--workload", metavar="FILE", help="default: the one the plan names"),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="longest silence of a rank")
+]
+
+
+@mmlaunch_app.command()
+def run(
+    plan: PlanPath,
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=0, help="default: train.steps")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="DIR", help="default: runs/NAME")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint of the run folder")
+    ] = False,
+    save_every: Annotated[
+        int, typer.Option("--save-every", metavar="N", min=0, help="steps between checkpoints")
+    ] = 0,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="after a worker's failure")
+    ] = 0,
+    workload: WorkloadOption = None,
+    tasks: TasksOption = None,
+    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
+    node_rank: Annotated[
+        int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
+    ] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="of machine 0")
+    ] = None,
+    num_workers: Annotated[
+        int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
+    ] = 0,
+    timeout: TimeoutOption = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Train in one process per rank, following the plan's program."""
+    from mmlaunch.run import RunOptions, prepare
+    from mmlaunch.run import run as start
+
+    out = Output(as_json=as_json)
+    options = RunOptions(
+        plan=plan,
+        steps=steps,
+        run_dir=run_dir,
+        resume=resume,
+        save_every=save_every,
+        max_restarts=max_restarts,
+        workload=workload,
+        tasks=_names(tasks),
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv_endpoint=rdzv_endpoint,
+        timeout_s=timeout,
+        num_workers=num_workers,
+    )
+    prepared = prepare(options)
+    out.text(f"importing {', '.join(prepared.imports)}")
+    total = prepared.workload.train.steps if steps is None else steps
+    with out.progress("training") as bar:
+        summary = start(options, prepared, _follow(out, bar, prepared.plan, total))
+    _write_run_trace(out, prepared.plan, plan, summary)
+    out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
+    if summary.stopped:
+        raise StoppedError(
+            f"stopped on request after step {summary.steps}, saved in {summary.run_dir}",
+            hint=f"go on with: mmlaunch run {plan} --resume --run-dir {summary.run_dir}",
+        )
+    out.text(f"{summary.steps} steps done; see {summary.run_dir}")
+    out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:
+    """Show the events of a run as they come."""
+
+    def on_event(event: dict[str, Any]) -> None:
+        match event.get("kind"):
+            case "step":
+                done, took = event["step"] + 1, event["iteration_s"]
+                loss = "nan" if event["loss"] is None else f"{event['loss']:.4f}"
+                bar.update(
+                    done,
+                    total,
+                    f"loss {loss}  {event['samples_per_s']:.0f} samples/s  iteration "
+                    f"{1e3 * took:.1f} ms (predicted {1e3 * plan.predicted.iteration_s:.1f})",
+                )
+            case "start":
+                out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
+            case "checkpoint":
+                pass
+            case _:
+                if "message" in event:
+                    out.text(str(event["message"]))
+
+    return on_event
+
+
+@mmlaunch_app.command()
+def verify(
+    plan: PlanPath,
+    workload: WorkloadOption = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="ranks as threads of this process")
+    ] = False,
+    timeout: TimeoutOption = 300.0,
+    as_json: Json = False,
+) -> None:
+    """One planned step against one process: every gradient, by name."""
+    from mmlaunch.run import RunOptions, prepare
+    from mmlaunch.run import verify as start
+
+    out = Output(as_json=as_json)
+    options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
+    prepared = prepare(options)
+    out.text(f"importing {', '.join(prepared.imports)}")
+    verdict = start(options, prepared, in_process=in_process)
+    for item in verdict.differences[:10]:
+        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has a gradient"
+        out.text(f"differs: {item.name} ({where}): {item.error:.3g}")
+    out.data(
+        {
+            "compared": verdict.compared,
+            "worst": min(verdict.worst, 1e308),
+            "tolerance": verdict.tolerance,
+            "loss": verdict.loss,
+            "reference_loss": verdict.reference_loss,
+            "differences": [[d.name, d.rank, min(d.error, 1e308)] for d in verdict.differences],
+        }
+    )
+    if verdict.differences:
+        raise _quiet(
+            RunFailedError(
+                f"{len(verdict.differences)} of {verdict.compared} gradients differ from one "
+                f"process's by up to {verdict.worst:.3g} (allowed {verdict.tolerance:g})",
+                hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
+            )
+        )
+    out.text(
+        f"{verdict.compared} gradients on {prepared.plan.devices} ranks equal one process's: "
+        f"worst difference {verdict.worst:.2g} of the largest gradient "
+        f"(allowed {verdict.tolerance:g})"
+    )
+
+
+# --- shared --------------------------------------------------------------------------
+
+
+_documented: list[MMPlanError] = []
+
+
+def _quiet(error: MMPlanError) -> MMPlanError:
+    """Mark an error whose JSON document was already written."""
+    _documented.append(error)
+    return error
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise InvalidInputError(f"{text!r} names nothing", hint="separate names by commas")
+    return names
+
+
+def _warn_unused(out: Output, workload: Any) -> None:
+    from mmplan.schema.workload import unused_modules
+
+    for name in unused_modules(workload):
+        out.hint(f"module {name} is used by no task: ignored")
+
+
+def _load_any(path: Path) -> Any:
+    """A workload, profile, plan or cluster, told apart by its fields."""
+    from mmplan.schema.base import parse_document, parse_text, read_text
+    from mmplan.schema.cluster import Cluster
+    from mmplan.schema.plan import Plan, load_plan
+    from mmplan.schema.profile import Profile
+    from mmplan.schema.workload import Workload
+
+    data = parse_text(read_text(path), path)
+    fields: set[str] = set(data) if isinstance(data, dict) else set()
+    if "units" in fields:
+        return load_plan(path)
+    model = Plan if "solver" in fields else Workload
+    if "source" in fields or ("cluster" in fields and "modules" in fields):
+        model = Profile
+    elif "devices_per_node" in fields:
+        model = Cluster
+    return parse_document(model, data, source=str(path))
+
+
+def _show_profile(out: Output, profile: Any) -> None:
+    from mmplan.report.tables import profile_grids
+
+    for grid in profile_grids(profile):
+        out.grid(grid)
+
+
+def _show_plan(out: Output, plan: Plan) -> None:
+    from mmplan.report.tables import plan_grids
+
+    for grid in plan_grids(plan):
+        out.grid(grid)
+
+
+def _show_timeline(out: Output, plan: Plan, path: Path) -> None:
+    from mmplan.report.tables import timeline_lines
+
+    try:
+        simulated = _simulate(plan, path, None)
+    except InvalidInputError as error:
+        out.hint(f"no timeline: {error.message}")
+        return
+    for line in timeline_lines(simulated):
+        out.text(line)
+
+
+def _simulate(plan: Plan, path: Path, profile: Path | None) -> Simulation:
+    """The plan's program under the profile that it was made from."""
+    from mmplan.planner import simulate_plan
+
+    return simulate_plan(plan, path, profile)
+
+
+def _write_run_trace(out: Output, plan: Plan, path: Path, summary: Any) -> None:
+    """``trace.json``: predicted and measured rows of each rank, one above the other."""
+    from mmplan.program.compile import compile_plan
+    from mmplan.program.trace import TimedInstruction, trace_events, write_trace
+
+    program = compile_plan(plan)
+    measured = [
+        TimedInstruction(rank, index, start_s, end_s)
+        for rank, spans in summary.spans.items()
+        for index, start_s, end_s in spans
+    ]
+    groups = [trace_events(program, measured, process_name="measured", process=1)]
+    with _hint_on_failure(out, "trace.json has no predicted rows"):
+        simulated = _simulate(plan, path, None)
+        groups.insert(
+            0, trace_events(program, simulated.events(), process_name="predicted", process=0)
+        )
+    write_trace(summary.run_dir / "trace.json", *groups)
+
+
+@contextlib.contextmanager
+def _hint_on_failure(out: Output, what: str) -> Iterator[None]:
+    try:
+        yield
+    except MMPlanError as error:
+        out.hint(f"{what}: {error.message}")

@@ -1,0 +1,59 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def seconds(value: float) -> str:
+    """Seconds with the unit that fits: ``12.3 ms``."""
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if abs(value) < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def size(value: float) -> str:
+    """Bytes with the unit that fits, powers of 1000: ``16 GB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 1000 or unit == "TB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def count(value: float) -> str:
+    """A large number: ``1.2 B``."""
+    for unit in ("", " k", " M", " B", " T", " P"):
+        if abs(value) < 1000 or unit == " P":
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g} P"
+
+
+def percent(value: float) -> str:
+    """A share: ``12.3%``."""
+    return f"{100 * value:.1f}%"
+
+
+def ranks(values: Sequence[int]) -> str:
+    """Ranks with runs joined: ``0-3,8``."""
+    ordered = sorted(set(values))
+    runs: list[tuple[int, int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def repeated(values: Sequence[int]) -> str:
+    """Sizes with repeats joined: ``4x16+2``."""
+    parts: list[tuple[int, int]] = []
+    for value in values:
+        if parts and parts[-1][1] == value:
+            parts[-1] = parts[-1][0] + 1, value
+        else:
+            parts.append((1, value))
+    return "+".join(str(v) if n == 1 else f"{n}x{v}" for n, v in parts)
