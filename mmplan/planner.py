@@ -1,0 +1,360 @@
+"""From a workload and a profile to a plan: solve, compile, simulate the best few, choose."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmplan.costs import CostModel, ProgramCosts, check_cluster
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.program.compile import compile_plan
+from mmplan.schema.base import file_sha256
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import (
+    FileReference,
+    Plan,
+    PlanLoss,
+    PlannedLoss,
+    PlannedModule,
+    PlannedTask,
+    PlannedTraining,
+    Prediction,
+    RunnerUp,
+    SolverReport,
+    Unit,
+)
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
+from mmplan.simulate import prediction, simulate
+from mmplan.solvers.colocated import solve_colocated
+from mmplan.solvers.distmm import solve_distmm
+from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.sync_batch import largest_sync_batches
+from mmplan.solvers.units import last_stage_ranks
+
+Solver = Callable[[Request], Solution]
+SOLVERS: dict[str, Solver] = {"distmm": solve_distmm, "colocated": solve_colocated}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A candidate that was simulated."""
+
+    solution: Solution
+    candidate: Candidate
+    plan: Plan
+
+
+def solve(
+    workload: Workload,
+    *,
+    workload_path: str | Path,
+    profile: Profile,
+    profile_path: str | Path,
+    plan_path: str | Path,
+    cluster: Cluster | None = None,
+    devices: int | None = None,
+    solver: str = "auto",
+    method: str | None = None,
+    tasks: Sequence[str] | None = None,
+    top: int = 8,
+    budget_s: float = 1.0,
+) -> Plan:
+    """The plan with the least simulated iteration time among a solver's best few.
+
+    Args:
+        workload: what to train.
+        workload_path: its file; the plan names it relative to its own folder.
+        profile: what it costs.
+        profile_path: its file, likewise.
+        plan_path: where the plan will be written.
+        cluster: whose devices and links to use, default the profile's.
+        devices: use the first ones only.
+        solver: a name in :data:`SOLVERS`, or ``auto`` for the best of all that apply.
+        method: of the solver.
+        tasks: only these, default all.
+        top: candidates to simulate; with 1 the plan is the formula's optimum.
+        budget_s: seconds for searches that are not exact.
+
+    Raises:
+        InvalidInputError: an unknown name, a count below 1, or files that contradict.
+        InfeasibleError: no plan fits the devices or their memory.
+    """
+    started = time.monotonic()
+    if top < 1:
+        raise InvalidInputError(f"--top {top}: at least one plan is simulated")
+    check_cluster(profile, cluster)
+    used = (cluster or profile.cluster).take(devices)
+    training = PlannedTraining(
+        precision=workload.train.precision,
+        zero=workload.train.zero,
+        optimizer=workload.train.optimizer,
+        seed=workload.train.seed,
+    )
+    request = Request(
+        workload=workload,
+        tasks=_chosen_tasks(workload, tasks),
+        costs=CostModel(profile, used, training),
+        cluster=used,
+        devices=devices or used.num_devices,
+        method=method,
+        top=top,
+        budget_s=budget_s,
+    )
+    drafts = _Drafts(request, workload_path, profile_path, plan_path, training)
+    solutions, left_out = _solutions(request, solver)
+    tried = [t for s in solutions for t in drafts.try_all(s)]
+    if not tried:
+        raise drafts.too_large()
+    return drafts.finish(tried, left_out, seconds=time.monotonic() - started)
+
+
+def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
+    known = resolve_tasks(workload)
+    if names is None:
+        return known
+    for name in names:
+        if name not in known:
+            raise InvalidInputError(
+                f"--tasks {name}: the workload has {', '.join(known)}", hint="correct the name"
+            )
+    return {name: known[name] for name in known if name in names}
+
+
+def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
+    """Every solution of the solvers that apply, and why ``auto`` left others out."""
+    if name != "auto":
+        if name not in SOLVERS:
+            raise InvalidInputError(
+                f"--solver {name}: this version has auto, {', '.join(SOLVERS)}",
+                hint="choose one of these",
+            )
+        return [SOLVERS[name](request)], []
+    solutions: list[Solution] = []
+    refused: dict[str, InfeasibleError] = {}
+    for solver, function in SOLVERS.items():
+        try:
+            solutions.append(function(request))
+        except InfeasibleError as error:
+            refused[solver] = error
+    if not solutions:
+        # The last one shares all devices: what it lacks is the least that is missing.
+        reasons = "; ".join(f"{solver}: {error.message}" for solver, error in refused.items())
+        raise InfeasibleError(reasons, hint=refused["colocated"].hint)
+    return solutions, [f"{solver} does not apply: {e.message}" for solver, e in refused.items()]
+
+
+class _Drafts:
+    """Turns candidates into simulated plans."""
+
+    def __init__(
+        self,
+        request: Request,
+        workload_path: str | Path,
+        profile_path: str | Path,
+        plan_path: str | Path,
+        training: PlannedTraining,
+    ) -> None:
+        self._request = request
+        self._training = training
+        folder = Path(plan_path).resolve().parent
+        self._workload = _reference(workload_path, folder)
+        self._profile = _reference(profile_path, folder)
+        self._tasks = _planned_tasks(request)
+        self._too_large: list[float] = []
+
+    def try_all(self, solution: Solution) -> list[_Tried]:
+        """Simulate a solution's candidates; those that do not fit the memory drop out."""
+        tried: list[_Tried] = []
+        for candidate in solution.candidates:
+            plan = self._simulated(self._plan(solution, candidate))
+            needed = max(plan.predicted.memory_bytes, default=0.0)
+            if needed > self._request.cluster.device.memory_bytes:
+                self._too_large.append(needed)
+                continue
+            tried.append(_Tried(solution=solution, candidate=candidate, plan=plan))
+        return tried
+
+    def too_large(self) -> InfeasibleError:
+        """What to say when no simulated plan fits a device."""
+        needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
+        return InfeasibleError(
+            f"the smallest of {len(self._too_large)} plans holds {needed:.3g} bytes on a device, "
+            f"a device has {memory:.3g}: {needed - memory:.3g} bytes missing",
+            hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
+        )
+
+    def finish(self, tried: Sequence[_Tried], left_out: Sequence[str], *, seconds: float) -> Plan:
+        """The best simulated plan with the whole report; ties go to the better formula value."""
+        ranked = sorted(
+            tried, key=lambda t: (t.plan.predicted.iteration_s, t.candidate.objective_s)
+        )
+        best = ranked[0]
+        objective_s = best.candidate.objective_s
+        bound_s = min(best.solution.lower_bound_s, objective_s)
+        idle = _idle_ranks(best.plan)
+        report = best.plan.solver.model_copy(
+            update={
+                "seconds": seconds,
+                "objective_s": objective_s,
+                "lower_bound_s": bound_s,
+                "gap": objective_s / bound_s - 1 if bound_s else 0.0,
+                "idle_ranks": idle,
+                "notes": (*self._notes(best, idle), *left_out),
+                "largest_sync_batch": self._largest_sync_batch(best),
+                "runners_up": tuple(_runner_up(t) for t in ranked[1:]),
+            }
+        )
+        return best.plan.model_copy(update={"solver": report})
+
+    def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
+        request = self._request
+        return Plan(
+            name=request.workload.name,
+            workload=self._workload,
+            profile=self._profile,
+            cluster=request.cluster,
+            devices=request.devices,
+            training=self._training,
+            tasks=self._tasks,
+            solver=SolverReport(
+                name=solution.solver,
+                method=solution.method,
+                seconds=0.0,
+                objective_s=candidate.objective_s,
+                lower_bound_s=solution.lower_bound_s,
+                gap=0.0,
+            ),
+            units=candidate.units,
+            losses=_placed_losses(request, candidate.units),
+            predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
+        )
+
+    def _simulated(self, plan: Plan) -> Plan:
+        program = compile_plan(plan)
+        simulation = simulate(program, ProgramCosts(program, self._request.costs, plan))
+        return plan.model_copy(update={"predicted": prediction(simulation, plan)})
+
+    def _notes(self, best: _Tried, idle: tuple[int, ...]) -> list[str]:
+        request = self._request
+        notes = [*best.solution.notes, *best.candidate.notes]
+        notes += [
+            f"module {name} is in no task and is left out"
+            for name in unused_modules(request.workload)
+        ]
+        if idle:
+            notes.append(
+                f"{len(idle)} of {request.devices} devices stay idle (ranks {_spans(idle)}): "
+                "no module gets faster with them"
+            )
+        gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
+        if gpipe:
+            notes.append(
+                f"{', '.join(gpipe)}: memory does not hold the micro-batches of the batch-sync "
+                "order, so each round drains (gpipe)"
+            )
+        if request.costs.profile.source == "analytic":
+            notes.append("the profile is analytic: no time in this plan was measured")
+        beyond = request.costs.extrapolations()
+        if beyond:
+            notes.append(f"beyond what was measured: {'; '.join(beyond)}")
+        if self._too_large:
+            notes.append(f"{len(self._too_large)} simulated plans did not fit the memory")
+        return notes
+
+    def _largest_sync_batch(self, best: _Tried) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for task in self._request.tasks.values():
+            problem = Problem(request=self._request, task=task)
+            units = [unit for unit in best.plan.units if unit.task == task.name]
+            sizes |= largest_sync_batches(problem, units)
+        return sizes
+
+
+def _reference(path: str | Path, folder: Path) -> FileReference:
+    relative = Path(os.path.relpath(Path(path).resolve(), folder)).as_posix()
+    return FileReference(path=relative, sha256=file_sha256(path))
+
+
+def _planned_tasks(request: Request) -> dict[str, PlannedTask]:
+    return {name: _planned_task(request, task) for name, task in request.tasks.items()}
+
+
+def _planned_task(request: Request, task: TaskView) -> PlannedTask:
+    workload = request.workload
+    spec = workload.tasks.get(task.name)
+    changed: Mapping[str, tuple[str | None, ...]] = spec.inputs if spec else {}
+    return PlannedTask(
+        batch=task.batch,
+        weight=task.weight,
+        modules={
+            name: PlannedModule(
+                inputs=changed.get(name, workload.modules[name].inputs),
+                blocks=request.costs.num_blocks(task=task.name, module=name),
+                frozen=task.frozen[name],
+                share=workload.modules[name].share,
+                recompute=workload.modules[name].recompute,
+                backbone=bool(workload.modules[name].backbone),
+            )
+            for name in task.modules
+        },
+        losses={
+            name: PlannedLoss(
+                inputs=changed.get(name, workload.losses[name].inputs),
+                sync_batch=task.sync_batches.get(name),
+                weight=workload.losses[name].weight,
+            )
+            for name in task.loss_inputs
+        },
+    )
+
+
+def _placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
+    """Cross-sample losses on all ranks that hold their features, others on their host's."""
+    placed: list[PlanLoss] = []
+    for name, task in request.tasks.items():
+        problem = Problem(request=request, task=task)
+        last = {
+            module: max(
+                (u for u in units if (u.task, u.module) == (name, module)),
+                key=lambda u: u.blocks[-1],
+            )
+            for module in task.modules
+        }
+        for loss in task.loss_inputs:
+            modules = (
+                problem.synced_modules(loss)
+                if loss in task.sync_batches
+                else [m for m in task.modules if loss in problem.hosted_losses(m)]
+            )
+            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
+            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
+    return tuple(placed)
+
+
+def _idle_ranks(plan: Plan) -> tuple[int, ...]:
+    used = {rank for unit in plan.units for rank in unit.all_ranks}
+    return tuple(rank for rank in range(plan.devices) if rank not in used)
+
+
+def _runner_up(tried: _Tried) -> RunnerUp:
+    degrees = ", ".join(f"{u.name} {u.dp}x{u.pp}x{u.tp}" for u in tried.plan.units)
+    return RunnerUp(
+        label=f"{tried.solution.solver}: {degrees} (dp x pp x tp)",
+        objective_s=tried.candidate.objective_s,
+        iteration_s=tried.plan.predicted.iteration_s,
+    )
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Ranks as ranges: ``3, 8-15``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)

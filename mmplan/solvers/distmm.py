@@ -1,0 +1,265 @@
+"""DistMM: every module on devices of its own, the formula's optimum and the plans next to it.
+
+Source: DistMM, NSDI 2024, sections 4 and 5, with the objective of :mod:`.balancer`; for
+modules that take each other's outputs, of :mod:`.chains`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import product
+
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.schema.plan import Schedule, Unit
+from mmplan.solvers.balancer import OptionTable, balance_best_first, make_table
+from mmplan.solvers.chains import Chain
+from mmplan.solvers.options import ModuleOptions, Option, Stages
+from mmplan.solvers.placement import place_modules
+from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.units import last_stage_ranks, make_unit
+
+METHODS = {
+    "exact": "all degrees, uneven shares",
+    "even": "all degrees, equal shares",
+    "paper": "the partitioner's degrees, uneven shares",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Options for all modules: the formula without its syncs, and the proof so far.
+
+    Attributes:
+        objective_s: the formula without G s.
+        bound_s: no later choice has a smaller one.
+    """
+
+    options: tuple[Option, ...]
+    objective_s: float
+    bound_s: float
+
+
+def solve_distmm(request: Request) -> Solution:
+    """The ``top`` best plans of the formula, and the proof of the best.
+
+    Raises:
+        InvalidInputError: several tasks, or an unknown method.
+        InfeasibleError: too few devices, or too little memory; names what is missing.
+    """
+    problem = _problem(request)
+    method = request.method or "exact"
+    if method not in METHODS:
+        raise InvalidInputError(
+            f"--method {method}: distmm knows {', '.join(METHODS)}",
+            hint="leave --method out for exact",
+        )
+    modules = {
+        name: ModuleOptions(
+            problem, name, uneven=method != "even", preferred_only=method == "paper"
+        )
+        for name in problem.task.modules
+    }
+    check_feasible(problem, modules)
+    candidates, bound_s = _candidates(problem, modules)
+    return Solution(
+        solver="distmm", method=method, candidates=tuple(candidates), lower_bound_s=bound_s
+    )
+
+
+def _problem(request: Request) -> Problem:
+    if len(request.tasks) > 1:
+        raise InvalidInputError(
+            f"distmm plans one task, this workload has {', '.join(request.tasks)}",
+            hint="choose one with --tasks, or use --solver mpsp for several",
+        )
+    return Problem(request=request, task=next(iter(request.tasks.values())))
+
+
+def _candidates(
+    problem: Problem, modules: dict[str, ModuleOptions]
+) -> tuple[list[Candidate], float]:
+    """The ``top`` best plans by the whole formula, syncs included, and a bound on it.
+
+    The search knows a bound on the syncs only (they depend on all ranks together), so it
+    goes on until no later choice can come before the ones found.
+    """
+    request, deadline = problem.request, time.monotonic() + problem.request.budget_s
+    least_sync_s = problem.rounds * problem.least_sync_s()
+    found: list[Candidate] = []
+    bound_s = float("inf")
+    for choice in _choices(problem, modules, deadline):
+        bound_s = choice.bound_s + least_sync_s
+        known = sorted(c.objective_s for c in found)
+        if len(found) >= request.top and bound_s >= known[request.top - 1]:
+            break
+        if found and time.monotonic() > deadline:
+            break
+        candidate = _candidate(problem, modules, choice)
+        if candidate is not None:
+            found.append(candidate)
+    else:
+        # All choices were seen; of chains only the best are given.
+        bound_s = bound_s if problem.chained() else float("inf")
+    if not found:
+        raise InfeasibleError(
+            "no placement keeps every tensor-parallel group inside a node",
+            hint="limit tp in the modules' plan, or give it more devices",
+        )
+    found.sort(key=lambda c: c.objective_s)
+    return found[: request.top], min(bound_s, found[0].objective_s)
+
+
+def _choices(
+    problem: Problem, modules: dict[str, ModuleOptions], deadline: float
+) -> Iterator[Choice]:
+    """Choices of the whole search space, best first."""
+    parts = [
+        _search(
+            problem,
+            [
+                [own.options[i] for i in rows]
+                for own, rows in zip(modules.values(), selection, strict=True)
+            ],
+            deadline,
+        )
+        for selection in _selections(problem, modules)
+    ]
+    return merge(*parts, key=lambda choice: choice.bound_s)
+
+
+def _selections(problem: Problem, modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
+    """Rows of each module, once for every tp that modules with common parameters may have."""
+    specs = problem.request.workload.modules
+    families: dict[str, set[str]] = {}
+    for name in modules:
+        families.setdefault(specs[name].share or name, set()).add(name)
+    shared = {owner: names for owner, names in families.items() if len(names) > 1}
+    degrees = [_common_degrees([modules[n] for n in names]) for names in shared.values()]
+    for tps in product(*degrees):
+        fixed = {n: tp for names, tp in zip(shared.values(), tps, strict=True) for n in names}
+        yield [
+            [i for i, o in enumerate(own.options) if o.tp == fixed.get(name, o.tp)]
+            for name, own in modules.items()
+        ]
+
+
+def _common_degrees(family: Sequence[ModuleOptions]) -> list[int]:
+    common = {option.tp for option in family[0].options}
+    for own in family[1:]:
+        common &= {option.tp for option in own.options}
+    return sorted(common)
+
+
+def _search(
+    problem: Problem, options: Sequence[Sequence[Option]], deadline: float
+) -> Iterator[Choice]:
+    fewest = sum(min(o.devices for o in own) for own in options)
+    if fewest > problem.devices:
+        return
+    if problem.chained():
+        order = problem.task.modules
+        edges = [(order.index(p), i) for i, m in enumerate(order) for p in problem.producers(m)]
+        chain = Chain(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
+        for found in chain.best_first(top=problem.request.top, deadline=deadline):
+            yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
+        return
+    tables = [_table(own) for own in options]
+    for plan in balance_best_first(tables, devices=problem.devices, rounds=problem.rounds):
+        picked = tuple(own[i] for own, i in zip(options, plan.choice, strict=True))
+        yield Choice(options=picked, objective_s=plan.objective_s, bound_s=plan.objective_s)
+
+
+def _table(options: Sequence[Option]) -> OptionTable:
+    groups: dict[tuple[int, int, int], int] = {}
+    return make_table(
+        [o.devices for o in options],
+        [o.first_s for o in options],
+        cycle_s=[o.cycle_s for o in options],
+        last_s=[o.last_s for o in options],
+        device_s=[o.device_s for o in options],
+        group=[groups.setdefault((o.tp, o.pp, o.dp), len(groups)) for o in options],
+    )
+
+
+def _candidate(
+    problem: Problem, modules: dict[str, ModuleOptions], choice: Choice
+) -> Candidate | None:
+    """Place a choice and add its syncs; None where it cannot be placed."""
+    chosen = dict(zip(modules, choice.options, strict=True))
+    grids = place_modules(
+        {name: (o.dp, o.pp, o.tp) for name, o in chosen.items()},
+        cluster=problem.request.cluster,
+        devices=problem.devices,
+    )
+    if grids is None:
+        return None
+    units: list[Unit] = []
+    for name, option in chosen.items():
+        units.append(
+            make_unit(
+                problem,
+                name,
+                ranks=grids[name],
+                blocks=Stages(problem, name, option.tp, option.pp).blocks,
+                size=option.size,
+                pinned=option.pinned,
+                schedule=Schedule(kind=option.kind),
+            )
+        )
+    sync_s = problem.sync_s({unit.module: last_stage_ranks(unit) for unit in units})
+    return Candidate(units=tuple(units), objective_s=choice.objective_s + problem.rounds * sync_s)
+
+
+def check_feasible(problem: Problem, modules: dict[str, ModuleOptions]) -> None:
+    """Refuse what has no plan, with the tightest constraint and what is missing.
+
+    Raises:
+        InfeasibleError: fewer devices than modules, a module without an option, or least
+            devices that add up to too many.
+    """
+    count = len(modules)
+    if count > problem.devices:
+        raise InfeasibleError(
+            f"distmm gives each of {count} modules devices of its own, there are "
+            f"{problem.devices}: {count - problem.devices} missing",
+            hint="--solver auto also tries all modules on all devices",
+        )
+    for name, own in modules.items():
+        if not own.options:
+            raise _no_option(problem, name, own)
+    fewest = {name: min(o.devices for o in own.options) for name, own in modules.items()}
+    total = sum(fewest.values())
+    if total > problem.devices:
+        largest = max(fewest, key=lambda name: fewest[name])
+        listed = ", ".join(f"{name} {n}" for name, n in fewest.items())
+        raise InfeasibleError(
+            f"the modules need at least {total} devices ({listed}), there are "
+            f"{problem.devices}: {total - problem.devices} missing, most of them for {largest}",
+            hint=f"use {total} devices or more, or --solver auto, which may share them",
+        )
+
+
+def _no_option(problem: Problem, name: str, own: ModuleOptions) -> InfeasibleError:
+    if not own.tried:
+        pins = problem.request.workload.modules[name].plan.model_dump(exclude_none=True)
+        degrees = problem.costs.tp_options(task=problem.task.name, module=name)
+        return InfeasibleError(
+            f"module {name}: no tp and pp fit its plan {pins}, the profile's tp "
+            f"{', '.join(map(str, degrees))} and {problem.devices} devices",
+            hint=f"loosen modules.{name}.plan, or profile it at another tp",
+        )
+    if own.shortage is None:
+        return InfeasibleError(
+            f"module {name}: no number of replicas and micro-batch allowed by its plan fits a "
+            f"round of {problem.round_samples} samples on {problem.devices} devices",
+            hint=f"loosen dp or microbatch in modules.{name}.plan",
+        )
+    needed, memory = own.shortage.needed_bytes, problem.memory_bytes
+    return InfeasibleError(
+        f"module {name} needs {needed:.3g} bytes on a device at best (tp {own.shortage.tp}, pp "
+        f"{own.shortage.pp}), a device has {memory:.3g}: {needed - memory:.3g} bytes missing",
+        hint=f"give it more devices, recompute: full for {name}, a smaller sync_batch or zero: 1",
+    )

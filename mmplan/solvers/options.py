@@ -1,0 +1,331 @@
+"""What a module may choose from: degrees, replicas, micro-batches and order, with their costs.
+
+Symbols, as in DistMM: K micro-batches of a round, P stages, f and b the forward and backward
+seconds of the slowest stage on the slowest replica's largest micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmplan.schema.workload import Pins
+from mmplan.solvers.partitioner import degree_candidates, module_stages
+from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.shares import microbatch_sizes, replica_counts
+
+Floats = NDArray[np.float64]
+Kind = Literal["batch-sync", "gpipe", "1f1b"]
+# Rows compared with the front at a time.
+CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run one module on devices of its own.
+
+    Attributes:
+        dp: replicas, n.
+        share: samples of a round on the slowest replica.
+        size: its largest micro-batch.
+        pinned: the micro-batch size is the user's.
+        count: micro-batches of the slowest replica, K.
+        kind: order of its stages.
+        forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
+        hops_s: one message over each cut between stages.
+        reduce_s: gradient reduction of the slowest stage.
+        busy_s: forward and backward of one micro-batch on all stages.
+        rounds: per step, G.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    share: int
+    size: int
+    pinned: bool
+    count: int
+    kind: Kind
+    forward_s: float
+    backward_s: float
+    hops_s: float
+    reduce_s: float
+    busy_s: float
+    rounds: int
+    even: bool
+
+    @property
+    def devices(self) -> int:
+        """Devices of all replicas."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def ramp_forward_s(self) -> float:
+        """First micro-batch through all stages: P f and the messages."""
+        return self.pp * self.forward_s + self.hops_s
+
+    @property
+    def ramp_backward_s(self) -> float:
+        """The last micro-batch's way back: P b and the messages."""
+        return self.pp * self.backward_s + self.hops_s
+
+    @property
+    def tail_forward_s(self) -> float:
+        """The other micro-batches: (K - 1) f."""
+        return (self.count - 1) * self.forward_s
+
+    @property
+    def tail_backward_s(self) -> float:
+        """The other micro-batches: (K - 1) b."""
+        return (self.count - 1) * self.backward_s
+
+    @property
+    def first_s(self) -> float:
+        """(K + P - 1) f."""
+        return self.ramp_forward_s + self.tail_forward_s
+
+    @property
+    def last_s(self) -> float:
+        """(K + P - 1) b, and the reduction."""
+        return self.ramp_backward_s + self.tail_backward_s + self.reduce_s
+
+    @property
+    def cycle_s(self) -> float:
+        """From sync to sync: K (f + b); a gpipe drains and fills, (K + P - 1) (f + b)."""
+        if self.rounds == 1:
+            return 0.0
+        if self.kind == "gpipe":
+            return self.first_s + self.last_s - self.reduce_s
+        return self.count * (self.forward_s + self.backward_s)
+
+    @property
+    def device_s(self) -> float:
+        """Busy device-seconds of a step."""
+        return self.rounds * self.count * self.dp * self.tp * self.busy_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """Why options were dropped: the least bytes that any of them would have needed."""
+
+    needed_bytes: float
+    tp: int
+    pp: int
+
+
+class ModuleOptions:
+    """The feasible options of one module, none of them dominated by another.
+
+    Args:
+        degrees: (tp, pp) to try, in the order of preference; default all candidates.
+        preferred_only: stop at the first degrees with a feasible option (the partitioner).
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        module: str,
+        *,
+        uneven: bool = True,
+        preferred_only: bool = False,
+    ) -> None:
+        self.module = module
+        self.shortage: Shortage | None = None
+        self.tried = degree_candidates(problem, module)
+        self._problem, self._uneven = problem, uneven
+        self._pins = problem.request.workload.modules[module].plan
+        options: list[Option] = []
+        for tp, pp in self.tried:
+            options += self._of_degrees(tp, pp)
+            if options and preferred_only:
+                break
+        self.options = _undominated(options, chained=problem.chained())
+
+    def _of_degrees(self, tp: int, pp: int) -> Iterator[Option]:
+        problem, devices = self._problem, tp * pp
+        stages = Stages(problem, self.module, tp, pp)
+        counts = replica_counts(
+            problem.round_samples, problem.devices // devices, uneven=self._uneven, pins=self._pins
+        )
+        for dp in counts:
+            share = -(-problem.round_samples // dp)
+            for size in microbatch_sizes(share, self._pins):
+                option = self._option(stages, dp, share, size, self._pins)
+                if option is not None:
+                    yield option
+
+    def _option(self, stages: Stages, dp: int, share: int, size: int, pins: Pins) -> Option | None:
+        kind, needed = stages.order(dp, -(-share // size), size)
+        if kind is None:
+            if self.shortage is None or needed < self.shortage.needed_bytes:
+                self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
+            return None
+        times = stages.times(size)
+        pinned, count = pins.microbatch is not None, -(-share // size)
+        return Option(
+            tp=stages.tp,
+            pp=stages.pp,
+            dp=dp,
+            share=share,
+            size=size,
+            pinned=pinned,
+            count=count,
+            kind=kind,
+            forward_s=max(f for f, _ in times),
+            backward_s=max(b for _, b in times),
+            hops_s=stages.hops_s(size),
+            reduce_s=stages.reduce_s(dp),
+            busy_s=sum(f + b for f, b in times),
+            rounds=self._problem.rounds,
+            even=count * size * dp == self._problem.round_samples,
+        )
+
+
+class Stages:
+    """A module cut into stages at given degrees; remembers what it was asked."""
+
+    def __init__(self, problem: Problem, module: str, tp: int, pp: int) -> None:
+        self.problem, self.module, self.tp, self.pp = problem, module, tp, pp
+        self.blocks: tuple[Blocks, ...] = module_stages(problem, module, pp)
+        self._times: dict[int, tuple[tuple[float, float], ...]] = {}
+        self._held: dict[int, tuple[float, ...]] = {}
+        self._fixed: dict[int, tuple[float, ...]] = {}
+        self._reduce: dict[int, float] = {}
+        self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
+
+    def times(self, size: int) -> tuple[tuple[float, float], ...]:
+        """Forward and backward seconds of every stage for one micro-batch."""
+        if size not in self._times:
+            self._times[size] = tuple(
+                self.problem.stage_s(self.module, blocks, self.tp, size) for blocks in self.blocks
+            )
+        return self._times[size]
+
+    def held(self, size: int) -> tuple[float, ...]:
+        """Bytes that each stage holds of one micro-batch."""
+        if size not in self._held:
+            self._held[size] = tuple(
+                self.problem.held_bytes(self.module, blocks, self.tp, size)
+                for blocks in self.blocks
+            )
+        return self._held[size]
+
+    def fixed(self, dp: int) -> tuple[float, ...]:
+        """Bytes of parameters, and of communicators, on each stage's devices."""
+        key = dp if self.problem.costs.training.zero or dp == 1 else 2
+        if key not in self._fixed:
+            each = self.problem.request.cluster.device.communicator_bytes
+            self._fixed[key] = tuple(
+                self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
+                + each * self._communicators(blocks, dp)
+                for blocks in self.blocks
+            )
+        return self._fixed[key]
+
+    def _communicators(self, blocks: Blocks, dp: int) -> int:
+        """One each for the TP group, the reduction, the loss and the messages."""
+        problem, module = self.problem, self.module
+        edges = bool(problem.producers(module) or problem.consumers(module))
+        synced = any(module in problem.synced_modules(x) for x in problem.task.sync_batches)
+        last = blocks[1] == problem.blocks(module)
+        reduced = dp > 1 and bool(problem.trainable(module, blocks))
+        several = problem.devices > 1
+        return (self.tp > 1) + reduced + (synced and last and several) + (self.pp > 1 or edges)
+
+    def in_flight(self, kind: Kind, count: int) -> list[int]:
+        """Most micro-batches that each stage holds.
+
+        ``batch-sync``: min(G K, K + P - 1 - p); ``1f1b`` the same with K = 1; ``gpipe`` K.
+        A stage without a backward holds only the one that it computes.
+        """
+        total = self.problem.rounds * count
+        warm_up = 1 if kind == "1f1b" else count
+        later = 0 if kind == "gpipe" else len(_downstream(self.problem, self.module))
+        return [
+            min(total, warm_up + (0 if kind == "gpipe" else self.pp - 1 - p) + later)
+            if backward
+            else 1
+            for p, backward in enumerate(self._backward)
+        ]
+
+    def order(self, dp: int, count: int, size: int) -> tuple[Kind | None, float]:
+        """(the best order that fits the memory, or None; the bytes that it needs)."""
+        sync = bool(self.problem.task.sync_batches)
+        needed = np.inf
+        kinds: tuple[Kind, ...] = ("batch-sync", "gpipe") if sync else ("1f1b",)
+        for kind in kinds:
+            flights = self.in_flight(kind, count)
+            rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
+            needed = min(needed, max(fixed + held * flight for fixed, held, flight in rows))
+            if needed <= self.problem.memory_bytes:
+                return kind, float(needed)
+        return None, float(needed)
+
+    def hops_s(self, size: int) -> float:
+        """Seconds of one micro-batch's messages over the cuts of one replica."""
+        return sum(
+            self.problem.costs.message_s(
+                source=p * self.tp,
+                target=(p + 1) * self.tp,
+                num_bytes=size * self.problem.output_bytes(self.module, blocks[1] - 1),
+            )
+            for p, blocks in enumerate(self.blocks[:-1])
+        )
+
+    def reduce_s(self, dp: int) -> float:
+        """Seconds of the slowest stage's gradient reduction, replicas side by side."""
+        if dp == 1:
+            return 0.0
+        if dp not in self._reduce:
+            self._reduce[dp] = max(
+                self.problem.costs.all_reduce_s(
+                    ranks=[(d * self.pp + p) * self.tp for d in range(dp)],
+                    num_bytes=self.problem.gradient_bytes(self.module, blocks, self.tp),
+                    sharers=self.tp,
+                )
+                if self.problem.trainable(self.module, blocks)
+                else 0.0
+                for p, blocks in enumerate(self.blocks)
+            )
+        return self._reduce[dp]
+
+
+def _downstream(problem: Problem, module: str) -> set[str]:
+    """Modules that take the output, directly or not: at least one stage each comes later."""
+    found: set[str] = set()
+    for consumer in problem.consumers(module):
+        found |= {consumer} | _downstream(problem, consumer)
+    return found
+
+
+def _undominated(options: Sequence[Option], *, chained: bool) -> list[Option]:
+    """Options that no other one equals or beats in devices, times and device-seconds."""
+    if not options:
+        return []
+    names = ["devices", "first_s", "cycle_s", "last_s", "device_s"]
+    if chained:
+        names += ["ramp_forward_s", "tail_forward_s", "ramp_backward_s", "tail_backward_s"]
+    rows = np.array([[getattr(option, name) for name in names] for option in options])
+    order = np.lexsort(rows.T[::-1])
+    front: Floats = rows[:0]
+    kept: list[int] = []
+    # In this order a row can only be beaten by an earlier one.
+    for start in range(0, len(order), CHUNK):
+        chunk = order[start : start + CHUNK]
+        chunk = chunk[~_beaten(rows[chunk], front).any(axis=1)]
+        inside = np.tril(_beaten(rows[chunk], rows[chunk]), k=-1).any(axis=1)
+        front = np.vstack([front, rows[chunk[~inside]]])
+        kept += [int(i) for i in chunk[~inside]]
+    return [options[i] for i in kept]
+
+
+def _beaten(rows: Floats, others: Floats) -> NDArray[np.bool_]:
+    """[i, j]: other row j is at most equal to row i in every column."""
+    result = np.ones((len(rows), len(others)), dtype=np.bool_)
+    for column in range(rows.shape[1]):
+        result &= others[None, :, column] <= rows[:, None, column]
+    return result

@@ -1,0 +1,83 @@
+"""Which ranks a unit gets: TP groups inside a node, then PP, then DP; modules apart.
+
+A grid takes consecutive ranks, ``[dp][pp][tp]`` in that order, so replicas of one module
+stand together. Where the devices suffice each module starts on a node of its own, and
+the reduction of its gradients shares no link with another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmplan.schema.cluster import Cluster
+
+Grid = tuple[tuple[tuple[int, ...], ...], ...]
+Shape = tuple[int, int, int]
+
+
+def place_modules(
+    shapes: Mapping[str, Shape], *, cluster: Cluster, devices: int
+) -> dict[str, Grid] | None:
+    """Ranks ``[dp][pp][tp]`` of every module, disjoint.
+
+    Args:
+        shapes: module to (dp, pp, tp).
+        cluster: whose nodes hold ``devices_per_node`` ranks each.
+        devices: ranks 0..devices-1 may be used.
+
+    Returns:
+        None where they fit in number, but some TP group would have to cross nodes.
+    """
+    node = cluster.devices_per_node
+    # Largest groups first: what follows stays aligned to its own, smaller groups.
+    order = sorted(
+        shapes,
+        key=lambda m: (-shapes[m][2], -_size(shapes[m]) // node * (_size(shapes[m]) % node == 0)),
+    )
+    for align in (node, None):
+        starts = _starts(shapes, order, align, node)
+        last = order[-1]
+        if starts is not None and starts[last] + _size(shapes[last]) <= devices:
+            return {module: grid(starts[module], *shapes[module]) for module in shapes}
+    return None
+
+
+def grid(start: int, dp: int, pp: int, tp: int) -> Grid:
+    """Consecutive ranks from ``start`` on, as ``[dp][pp][tp]``."""
+    return tuple(
+        tuple(
+            tuple(range(start + (d * pp + p) * tp, start + (d * pp + p + 1) * tp))
+            for p in range(pp)
+        )
+        for d in range(dp)
+    )
+
+
+def idle_ranks(grids: Mapping[str, Grid], devices: int) -> tuple[int, ...]:
+    """Ranks that no grid holds."""
+    used = {rank for g in grids.values() for replica in g for group in replica for rank in group}
+    return tuple(rank for rank in range(devices) if rank not in used)
+
+
+def _size(shape: Shape) -> int:
+    dp, pp, tp = shape
+    return dp * pp * tp
+
+
+def _starts(
+    shapes: Mapping[str, Shape], order: list[str], align: int | None, node: int
+) -> dict[str, int] | None:
+    """First rank of each module in order; None when a TP group crosses nodes."""
+    starts: dict[str, int] = {}
+    position = 0
+    for module in order:
+        tp = shapes[module][2]
+        step = align or tp
+        position = -(-position // step) * step
+        starts[module] = position
+        if node % tp and any(
+            (position + k) % node + tp > node for k in range(0, _size(shapes[module]), tp)
+        ):
+            return None
+        position += _size(shapes[module])
+    return starts

@@ -1,0 +1,231 @@
+"""One task on one cluster, as the solvers ask about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmplan.costs import CostModel, gradient_blocks
+from mmplan.program.lower import trainable_ranges
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import Unit
+from mmplan.schema.workload import TaskView, Workload
+
+Blocks = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What ``solve`` was asked for.
+
+    Attributes:
+        devices: ranks 0..devices-1 of the cluster.
+        method: of the solver, None for its default.
+        top: number of candidates wanted, best first.
+        budget_s: seconds for searches that are not exact.
+    """
+
+    workload: Workload
+    tasks: Mapping[str, TaskView]
+    costs: CostModel
+    cluster: Cluster
+    devices: int
+    method: str | None = None
+    top: int = 8
+    budget_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """Units with their ranks, and the value of the solver's formula for them."""
+
+    units: tuple[Unit, ...]
+    objective_s: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A solver's candidates, best formula value first, and its proof.
+
+    Attributes:
+        lower_bound_s: no plan that the solver may choose from has a smaller formula value.
+    """
+
+    solver: str
+    method: str
+    candidates: tuple[Candidate, ...]
+    lower_bound_s: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One task: its modules' stages, times and bytes, and how samples come in rounds."""
+
+    request: Request
+    task: TaskView
+
+    @property
+    def costs(self) -> CostModel:
+        """The profile's costs."""
+        return self.request.costs
+
+    @property
+    def devices(self) -> int:
+        """N."""
+        return self.request.devices
+
+    @property
+    def round_samples(self) -> int:
+        """Samples of a round: one sync batch, or the batch."""
+        return self.task.period
+
+    @property
+    def rounds(self) -> int:
+        """Rounds per optimizer step, G."""
+        return self.task.batch // self.task.period
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a device."""
+        return self.request.cluster.device.memory_bytes
+
+    def blocks(self, module: str) -> int:
+        """Blocks of a module."""
+        return self.costs.num_blocks(task=self.task.name, module=module)
+
+    def producers(self, module: str) -> tuple[str, ...]:
+        """Modules whose outputs a module takes."""
+        return tuple(dict.fromkeys(s.module for s in self.task.inputs[module] if s.module))
+
+    def consumers(self, module: str) -> tuple[str, ...]:
+        """Modules that take a module's output."""
+        return tuple(m for m in self.task.modules if module in self.producers(m))
+
+    def chained(self) -> bool:
+        """Whether some module takes another's output."""
+        return any(self.producers(module) for module in self.task.modules)
+
+    def hosted_losses(self, module: str) -> tuple[str, ...]:
+        """Per-sample losses computed with the module's last stage: their latest input's."""
+        order = self.task.modules
+        return tuple(
+            loss
+            for loss, sources in self.task.loss_inputs.items()
+            if loss not in self.task.sync_batches
+            and max((order.index(s.module) for s in sources if s.module), default=-1)
+            == order.index(module)
+        )
+
+    def synced_modules(self, loss: str) -> tuple[str, ...]:
+        """Modules whose features a cross-sample loss takes."""
+        return tuple(dict.fromkeys(s.module for s in self.task.loss_inputs[loss] if s.module))
+
+    def trainable(self, module: str, blocks: Blocks) -> tuple[Blocks, ...]:
+        """The parts of a stage that train."""
+        return tuple(trainable_ranges(blocks, self.task.frozen[module]))
+
+    def makes_gradient(self, module: str) -> bool:
+        """Whether anything in a module or before it trains."""
+        return bool(self.trainable(module, (0, self.blocks(module)))) or any(
+            self.makes_gradient(producer) for producer in self.producers(module)
+        )
+
+    def takes_gradient(self, module: str, blocks: Blocks) -> bool:
+        """Whether something before a stage trains, so that it sends gradients back."""
+        before = blocks[0] > 0 and bool(self.trainable(module, (0, blocks[0])))
+        return before or any(self.makes_gradient(p) for p in self.producers(module))
+
+    def has_backward(self, module: str, blocks: Blocks) -> bool:
+        """Whether a stage has a backward at all."""
+        hosts = blocks[1] == self.blocks(module) and bool(self.hosted_losses(module))
+        return hosts or self.takes_gradient(module, blocks) or bool(self.trainable(module, blocks))
+
+    def stage_s(self, module: str, blocks: Blocks, tp: int, samples: int) -> tuple[float, float]:
+        """Forward and backward seconds of a stage, with the losses that it hosts."""
+        task = self.task.name
+        forward = self.costs.forward_s(
+            task=task, module=module, tp=tp, samples=samples, blocks=blocks
+        )
+        backward = self.costs.backward_s(
+            task=task,
+            module=module,
+            tp=tp,
+            samples=samples,
+            blocks=blocks,
+            trainable=self.trainable(module, blocks),
+            input_gradient=self.takes_gradient(module, blocks),
+            recompute=self.request.workload.modules[module].recompute,
+        )
+        if blocks[1] == self.blocks(module):
+            for loss in self.hosted_losses(module):
+                own = self.costs.loss_s(loss=loss, samples=samples)
+                forward, backward = forward + own[0], backward + own[1]
+        return forward, backward
+
+    def held_bytes(self, module: str, blocks: Blocks, tp: int, samples: int) -> float:
+        """Bytes that a device holds of one micro-batch until its backward has run."""
+        passed = gradient_blocks(
+            blocks,
+            self.trainable(module, blocks),
+            input_gradient=self.takes_gradient(module, blocks),
+        )
+        if passed is None:
+            return 0.0
+        return self.costs.activation_bytes(
+            task=self.task.name,
+            module=module,
+            tp=tp,
+            samples=samples,
+            blocks=passed,
+            recompute=self.request.workload.modules[module].recompute,
+        )
+
+    def fixed_bytes(self, module: str, blocks: Blocks, tp: int, dp: int) -> float:
+        """Weights, gradients and optimizer state of a stage on one device."""
+        return self.costs.static_bytes(
+            task=self.task.name,
+            module=module,
+            tp=tp,
+            dp=dp,
+            blocks=blocks,
+            trainable=self.trainable(module, blocks),
+        )
+
+    def gradient_bytes(self, module: str, blocks: Blocks, tp: int) -> float:
+        """Bytes of gradient that a device of a stage brings to its reduction."""
+        numbers = sum(
+            self.costs.parameters(task=self.task.name, module=module, blocks=part)
+            for part in self.trainable(module, blocks)
+        )
+        return numbers / tp * self.costs.gradient_bytes
+
+    def output_bytes(self, module: str, after_block: int) -> float:
+        """Bytes per sample that cross a cut."""
+        return self.costs.cut_bytes(task=self.task.name, module=module, after_block=after_block)
+
+    def sync_s(self, ranks: Mapping[str, tuple[int, ...]]) -> float:
+        """Seconds of all batch-syncs of one round.
+
+        Args:
+            ranks: module to the ranks of its last stage.
+        """
+        total = 0.0
+        for loss, size in self.task.sync_batches.items():
+            modules = self.synced_modules(loss)
+            members = sorted({rank for module in modules for rank in ranks[module]})
+            features = sum(self.output_bytes(m, self.blocks(m) - 1) for m in modules)
+            gather = self.costs.all_gather_s(ranks=members, num_bytes=size * features)
+            own = self.costs.loss_s(loss=loss, samples=size, shards=len(members))
+            total += self.round_samples // size * (gather + sum(own))
+        return total
+
+    def least_sync_s(self) -> float:
+        """A bound on :meth:`sync_s`: all devices share the losses, features cost nothing."""
+        return sum(
+            self.round_samples
+            // size
+            * sum(self.costs.loss_s(loss=loss, samples=size, shards=self.devices))
+            for loss, size in self.task.sync_batches.items()
+        )
