@@ -326,7 +326,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 k=ks,
                 kind=kind,
                 lead=draw(st.integers(0, 2)),
-                sync_lead=0 if chained else draw(st.integers(0, 1)),
+                sync_lead=draw(st.integers(0, 2)),
                 frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])),
             )
         )

@@ -100,6 +100,32 @@ def test_any_compiled_program_has_no_fault(plan: Plan) -> None:
     assert parse_program_rows(format_program(program)) == program.instructions
 
 
+def test_producers_send_to_every_replica_that_meets_again_later() -> None:
+    """The gradient of b's one replica waits for a's samples on the other."""
+    meet_in_c = make_plan(
+        unit("a", k=4, kind="1f1b", lead=0),
+        unit("b", "a", dp=2, kind="1f1b", lead=0),
+        unit("c", "b", kind="1f1b", lead=0),
+        losses=[loss("l", "c")],
+        batch=12,
+    )
+    meet_in_part = make_plan(
+        unit("a", dp=2, sizes=[[3, 3], [6]], kind="1f1b", lead=0),
+        unit("b", "a", dp=2, kind="1f1b", lead=0),
+        unit("c", "b", k=3, kind="1f1b", lead=0),
+        losses=[loss("l", "c")],
+        batch=12,
+    )
+    meet_in_a_sync = make_plan(
+        unit("a", k=2, lead=0),
+        unit("b", "a", dp=2, lead=0, sync_lead=1),
+        losses=[loss("l", "a", "b", sync_batch=6)],
+        batch=12,
+    )
+    for plan in (meet_in_c, meet_in_part, meet_in_a_sync):
+        assert check_program(compile_plan(plan)) == []
+
+
 # --- planted faults ---------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from mmplan.program.instructions import Collective, Compute, Instruction, Messag
 from mmplan.program.lower import Graph, lower
 from mmplan.program.match import match_receives
 from mmplan.program.model import Program, Stage
-from mmplan.program.order import order_stage
+from mmplan.program.order import order_stage, sample_frontier
 from mmplan.program.timeline import Event, Link, Timeline, edge_links
 from mmplan.schema.plan import Plan
 
@@ -55,15 +55,22 @@ def compile_plan(plan: Plan) -> Program:
 def _orders(plan: Plan, graph: Graph) -> list[list[list[int]]]:
     """Every stage's order, consumers before producers."""
     orders: list[list[list[int]]] = [[] for _ in graph.stages]
+    frontiers: list[list[list[int]]] = [[] for _ in graph.stages]
     for stage in reversed(graph.stages):
-        consumers = [
-            (graph.stages[e.consumer], orders[e.consumer])
-            for e in graph.edges
-            if e.producer == stage.index
-        ]
+        after = [e.consumer for e in graph.edges if e.producer == stage.index]
         sync_batches = [graph.losses[index].sync_batch or 0 for index in stage.syncs]
         orders[stage.index] = order_stage(
-            stage, plan.unit(stage.unit).schedule, sync_batches, consumers
+            stage,
+            plan.unit(stage.unit).schedule,
+            sync_batches,
+            [(graph.stages[index], orders[index]) for index in after],
+            [frontiers[index] for index in after],
+        )
+        frontiers[stage.index] = sample_frontier(
+            stage,
+            orders[stage.index],
+            sync_batches,
+            [(graph.stages[index], frontiers[index]) for index in after],
         )
     return orders
 

@@ -29,6 +29,7 @@ def order_stage(
     schedule: Schedule,
     sync_batches: Sequence[int],
     consumers: Sequence[tuple[Stage, Sequence[Sequence[int]]]],
+    frontiers: Sequence[Sequence[Sequence[int]]] = (),
 ) -> list[list[int]]:
     """``forwards_before[d][m]`` of one stage.
 
@@ -37,6 +38,7 @@ def order_stage(
         schedule: its unit's schedule.
         sync_batches: sizes of the sync batches of the cross-sample losses it feeds.
         consumers: the stages that take its output, each with its own result.
+        frontiers: :func:`sample_frontier` of each consumer.
 
     Returns:
         Non-decreasing lists, at least m + 1 at m, at most the number of micro-batches.
@@ -49,8 +51,72 @@ def order_stage(
         for consumer, consumer_before in consumers:
             needed = _needed_by(stage, d, consumer, consumer_before, schedule.lead)
             before = [max(pair) for pair in zip(before, needed, strict=True)]
+        for (consumer, _), frontier in zip(consumers, frontiers, strict=False):
+            starts = [start for start, _ in spans]
+            reached = _frontier_of(spans, consumer, frontier)
+            needed = [bisect_left(starts, samples) for samples in reached]
+            before = [max(pair) for pair in zip(before, needed, strict=True)]
         result.append(_settle(before, schedule.in_flight))
     return result
+
+
+def sample_frontier(
+    stage: Stage,
+    forwards_before: Sequence[Sequence[int]],
+    sync_batches: Sequence[int],
+    consumers: Sequence[tuple[Stage, Sequence[Sequence[int]]]],
+) -> list[list[int]]:
+    """``[d][m]``: every sample before this one enters the stages ahead before backward m.
+
+    A producer's backward waits for backward m and must have sent those samples first, also
+    to replicas whose gradient it does not take: they meet in a later stage or in a sync.
+
+    Args:
+        stage: the stage.
+        forwards_before: :func:`order_stage` of it.
+        sync_batches: sizes of the sync batches of the cross-sample losses it feeds.
+        consumers: the stages that take its output, each with its own frontier.
+    """
+    result = [
+        [spans[n - 1][1] for n in before]
+        for spans, before in zip(stage.microbatches, forwards_before, strict=True)
+    ]
+    for size in sync_batches:
+        reached = _sync_frontier(stage, result, size)
+        for spans, row in zip(stage.microbatches, result, strict=True):
+            for m, (_, stop) in enumerate(spans):
+                row[m] = max(row[m], reached[(stop - 1) // size])
+    for consumer, frontier in consumers:
+        for spans, row in zip(stage.microbatches, result, strict=True):
+            reached = _frontier_of(spans, consumer, frontier)
+            row[:] = [max(pair) for pair in zip(row, reached, strict=True)]
+    # A sample leaves this stage with its whole micro-batch, on whichever replica that is.
+    pieces = sorted(span for spans in stage.microbatches for span in spans)
+    starts = [start for start, _ in pieces]
+    return [[pieces[bisect_left(starts, n) - 1][1] for n in row] for row in result]
+
+
+def _sync_frontier(stage: Stage, own: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Per sync batch, the samples forwarded on any replica before the first of its backwards."""
+    reached: list[int] = []
+    for spans, row in zip(stage.microbatches, own, strict=True):
+        for m, (start, stop) in enumerate(spans):
+            for g in range(start // size, -(-stop // size)):
+                reached.extend([0] * (g + 1 - len(reached)))
+                # The replica's first micro-batch in g is the one that waits for the sync.
+                if m == 0 or spans[m - 1][1] <= g * size:
+                    reached[g] = max(reached[g], row[m])
+    return reached
+
+
+def _frontier_of(
+    spans: Sequence[SampleRange], consumer: Stage, frontier: Sequence[Sequence[int]]
+) -> list[int]:
+    """Per micro-batch, the furthest frontier of the consumer's micro-batches that share it."""
+    others = RangeIndex(consumer.microbatches)
+    return [
+        max((frontier[d2][j] for _, d2, j in others.overlapping(span)), default=0) for span in spans
+    ]
 
 
 def _terminal(
