@@ -1,0 +1,295 @@
+"""Analytic profiles against closed forms: FLOPs, bytes kept, tensor parallelism, roofline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmplan.errors import InvalidInputError
+from mmplan.profiling.analytic import analytic_profile
+from mmplan.profiling.grid import design, microbatch_sizes
+from mmplan.profiling.roofline import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+from mmplan.schema.cluster import Cluster, load_cluster
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload
+
+CODE = """
+import torch
+from torch import nn
+
+WIDTH, HIDDEN, TOKENS, OUT = 16, 64, 5, 8
+
+
+class MLP(nn.Module):
+    def __init__(self, tp_plan, hidden):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        if tp_plan:
+            self.tp_plan = {"up": "colwise", "down": "rowwise"}
+
+    def forward(self, x):
+        return self.down(nn.functional.relu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(x, x, x).squeeze(1)
+
+
+def stack(blocks=3, tp_plan=True, hidden=HIDDEN):
+    blocks = [MLP(tp_plan, hidden) for _ in range(blocks)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, OUT, bias=False))
+
+
+def tied():
+    first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    last.weight = first.weight
+    return nn.Sequential(first, last)
+
+
+def attention():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention())
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(OUT, OUT)
+
+    def forward(self, x):
+        return self.map(x).mean(dim=1)
+
+
+def head():
+    return nn.Sequential(Head())
+
+
+class Peeks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+def peeks():
+    return nn.Sequential(Peeks(WIDTH, WIDTH))
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return (x @ x.T).mean()
+
+
+class Mean(nn.Module):
+    def forward(self, *x):
+        return x[0].mean()
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, tokens=TOKENS):
+        self.tokens = tokens
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(self.tokens, WIDTH), "label": torch.tensor(index)}
+"""
+WIDTH, HIDDEN, TOKENS, OUT = 16, 64, 5, 8
+MLP_FLOPS = 2 * TOKENS * 2 * WIDTH * HIDDEN
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(CODE)
+    return tmp_path
+
+
+def _workload(
+    factory: str = "stack", args: dict[str, Any] | None = None, **changes: Any
+) -> Workload:
+    base: dict[str, Any] = {
+        "name": "w",
+        "batch": 12,
+        "modules": {"m": {"factory": f"model:{factory}", "args": args or {}, "inputs": ["x"]}},
+        "losses": {"mean": {"factory": "model:Mean", "inputs": ["m", "label"]}},
+        "data": {"factory": "model:Data"},
+    }
+    return Workload.model_validate(base | changes)
+
+
+def _profile(workload: Workload, folder: Path, cluster: Cluster | None = None) -> Profile:
+    return analytic_profile(workload, folder, cluster or load_cluster("p3-8"))
+
+
+def test_flops_parameters_and_cuts_of_a_stack_in_closed_form(folder: Path) -> None:
+    module = _profile(_workload(), folder).modules["m"]
+    assert module.blocks == 4
+    assert module.flops_per_sample == 3 * MLP_FLOPS + 2 * TOKENS * WIDTH * OUT
+    mlp = WIDTH * HIDDEN + HIDDEN + HIDDEN * WIDTH + WIDTH
+    assert module.block_parameters == (mlp, mlp, mlp, WIDTH * OUT)
+    assert module.parameters == 3 * mlp + WIDTH * OUT
+    assert module.boundary_bytes_per_sample == TOKENS * WIDTH * 4
+    assert module.output_bytes_per_sample == TOKENS * OUT * 4
+
+
+def test_kept_activations_are_what_autograd_saves_once(folder: Path) -> None:
+    module = _profile(_workload(), folder).modules["m"]
+    # Per sample: an MLP keeps its input and the ReLU's result; the last Linear its input.
+    mlp, last = TOKENS * (WIDTH + HIDDEN) * 4, TOKENS * WIDTH * 4
+    assert module.block_activation_bytes == pytest.approx([2 * mlp] * 3 + [2 * last])
+    whole = {p.microbatch: p.activation_bytes for p in module.points if p.tp == 1}
+    assert whole[1] == pytest.approx(3 * mlp + last)
+    assert whole[12] == pytest.approx(12 * (3 * mlp + last))
+
+
+def test_times_are_the_rooflines_of_the_kernels(folder: Path) -> None:
+    """With a slow device every product is bound by its FLOPs and the rest by launches."""
+    p3 = load_cluster("p3-8")
+    slow = p3.model_copy(update={"device": p3.device.model_copy(update={"peak_flops": 1e6})})
+    point = next(
+        p for p in _profile(_workload(), folder, slow).modules["m"].points if p.microbatch == 4
+    )
+    flops_per_s = 0.5 * 1e6 * MATMUL_EFFICIENCY  # fp32 at half of the bf16 peak
+    forward = 4 * (3 * MLP_FLOPS + 2 * TOKENS * WIDTH * OUT) / flops_per_s
+    assert point.forward_s == pytest.approx(forward + 3 * LAUNCH_S)
+    # The backward computes each product twice; the inputs' gradients are half of it.
+    assert point.backward_s == pytest.approx(2 * forward, rel=1e-4)
+    assert point.backward_input_s == pytest.approx(forward, rel=1e-4)
+
+
+def test_tensor_parallel_ranks_split_products_and_sum_over_the_group(folder: Path) -> None:
+    p3 = load_cluster("p3-8")
+    slow_links = p3.links.model_copy(
+        update={"intra_node": p3.links.intra_node.model_copy(update={"bandwidth_bytes_per_s": 1e3})}
+    )
+    cluster = p3.model_copy(update={"links": slow_links})
+    module = _profile(_workload(), folder, cluster).modules["m"]
+    assert {p.tp for p in module.points} == {1, 2, 4, 8}
+    at = {p.tp: p for p in module.points if p.microbatch == 8}
+    size = 8 * TOKENS * WIDTH * 4
+    for tp in (2, 4, 8):
+        # One sum of the output in forward, one of the input's gradient in backward, each MLP.
+        ring = 2 * (tp - 1) / tp * size / 1e3 + 2 * (tp - 1) * 5e-6
+        assert at[tp].forward_s - at[1].forward_s == pytest.approx(3 * ring, rel=1e-3)
+        assert at[tp].backward_s - at[1].backward_s == pytest.approx(3 * ring, rel=1e-3)
+        assert at[tp].backward_input_s > 3 * ring
+        kept = 8 * 4 * TOKENS * (3 * (WIDTH + HIDDEN / tp) + WIDTH)
+        assert at[tp].activation_bytes == pytest.approx(kept)
+
+
+def test_degrees_that_cannot_be_are_left_out_and_named(folder: Path) -> None:
+    small = load_cluster("p3-8").model_copy(update={"devices_per_node": 4})
+    assert {p.tp for p in _profile(_workload(), folder, small).modules["m"].points} == {1, 2, 4}
+    whole = _profile(_workload(args={"tp_plan": False}), folder).modules["m"]
+    assert {p.tp for p in whole.points} == {1}
+    uneven = _profile(_workload(args={"hidden": 60}), folder)
+    assert {p.tp for p in uneven.modules["m"].points} == {1, 2, 4}
+    assert "up has 60 channels" in uneven.provenance["tp_left_out"]["m tp 8"]
+
+
+def test_attention_is_one_kernel_that_keeps_no_scores(folder: Path) -> None:
+    module = _profile(_workload("attention"), folder).modules["m"]
+    assert module.flops_per_sample == 2 * TOKENS * WIDTH * WIDTH + 4 * TOKENS * TOKENS * WIDTH
+    assert module.block_activation_bytes is not None
+    # Its input (query, key and value are one tensor here), its result, a number per row.
+    assert module.block_activation_bytes[1] == 2 * TOKENS * (2 * WIDTH + 1) * 4
+
+
+def test_a_tied_parameter_counts_once(folder: Path) -> None:
+    module = _profile(_workload("tied"), folder).modules["m"]
+    assert module.block_parameters == (WIDTH * WIDTH + WIDTH, WIDTH)
+    assert module.parameters == WIDTH * WIDTH + 2 * WIDTH
+
+
+def test_outputs_flow_into_the_next_module_and_the_losses(folder: Path) -> None:
+    modules = {
+        "head": {"factory": "model:head", "inputs": ["m"]},
+        "m": {"factory": "model:stack", "inputs": ["x"]},
+    }
+    losses = {
+        "square": {
+            "factory": "model:Square",
+            "inputs": ["head"],
+            "cross_sample": True,
+            "sync_batch": 6,
+        }
+    }
+    profile = _profile(_workload(modules=modules, losses=losses), folder)
+    assert profile.modules["head"].flops_per_sample == 2 * TOKENS * OUT * OUT
+    assert profile.modules["head"].output_bytes_per_sample == OUT * 4
+    points = profile.losses["square"].points
+    assert [p.samples for p in points] == [1, 2, 4, 6]
+    assert not profile.losses["square"].sharded
+
+
+def test_bf16_halves_what_is_kept_and_moved(folder: Path) -> None:
+    whole = _profile(_workload(), folder).modules["m"]
+    half = _profile(_workload(train={"precision": "bf16"}), folder).modules["m"]
+    assert half.output_bytes_per_sample == whole.output_bytes_per_sample / 2
+    assert half.points[0].activation_bytes == whole.points[0].activation_bytes / 2
+    assert half.flops_per_sample == whole.flops_per_sample
+
+
+def test_a_task_with_other_data_has_points_of_its_own(folder: Path) -> None:
+    tasks = {
+        "short": {"modules": ["m"], "losses": ["mean"]},
+        "long": {
+            "modules": ["m"],
+            "losses": ["mean"],
+            "data": {"factory": "model:Data", "args": {"tokens": 3 * TOKENS}},
+        },
+    }
+    profile = _profile(_workload(tasks=tasks), folder)
+    assert set(profile.tasks) == {"long"}
+    short, long = profile.module("m", "short"), profile.module("m", "long")
+    assert long.flops_per_sample == 3 * short.flops_per_sample
+    assert long.parameters == short.parameters
+    assert profile.fits is not None
+    assert set(profile.fits.modules) == {"m", "long.m"}
+
+
+def test_it_says_that_it_is_analytic_and_on_what_it_stands(folder: Path) -> None:
+    profile = _profile(_workload(), folder)
+    assert profile.source == "analytic"
+    assert profile.provenance["matmul_efficiency"] == MATMUL_EFFICIENCY
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+
+
+def test_a_block_that_needs_values_is_named(folder: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"modules\.m: block 0 cannot run on shapes alone"):
+        _profile(_workload("peeks"), folder)
+
+
+def test_missing_data_and_fields_are_named(folder: Path) -> None:
+    workload = _workload()
+    with pytest.raises(InvalidInputError, match="has no data"):
+        _profile(workload.model_copy(update={"data": None}), folder)
+    modules = {"m": {"factory": "model:stack", "inputs": ["y"]}}
+    with pytest.raises(InvalidInputError, match=r"modules.m takes 'y', .* no field"):
+        _profile(_workload(modules=modules), folder)
+
+
+def test_the_roofline_takes_the_slower_of_products_and_memory() -> None:
+    roofline = Roofline(load_cluster("a800-14"), "bf16")
+    peak, memory = 3.12e14 * MATMUL_EFFICIENCY, 2e12 * MEMORY_EFFICIENCY
+    kernels = np.array([[peak, memory / 2, 0.0], [peak / 4, memory, 0.0], [1.0, 1.0, 0.0]])
+    assert roofline.seconds(kernels) == pytest.approx(2 + LAUNCH_S)
+    assert roofline.seconds(np.zeros((0, 3))) == 0
+
+
+def test_the_grid_has_both_ends_and_two_lengths() -> None:
+    assert microbatch_sizes(12) == (1, 2, 4, 8, 12)
+    assert microbatch_sizes(1) == (1,)
+    assert microbatch_sizes(256, quick=True) == (1, 4, 16, 64, 256)
+    points = design(6, 12, (2, 1))
+    assert [(p.tp, p.blocks, p.microbatch) for p in points[:8]] == [
+        *((1, 6, size) for size in (1, 2, 4, 8, 12)),
+        *((1, 3, size) for size in (1, 4, 12)),
+    ]
+    assert {p.tp for p in points} == {1, 2}
+    assert {p.blocks for p in design(1, 12, (1,))} == {1}
+    assert len(design(6, 12, (1,), quick=True)) < len(design(6, 12, (1,)))
