@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.ragged import Ragged
 from mmplan.schema.workload import DataSpec, Workload
 
 if TYPE_CHECKING:
@@ -343,13 +344,13 @@ def _check_sample(dataset: Any, data: DataSpec, folder: Path, field: str) -> Non
             hint="check the data's folder and its args",
         )
     kind = type(sample).__name__
-    if not isinstance(sample, dict) or not sample:
+    if not isinstance(sample, Mapping) or not sample:
         raise InvalidInputError(
             f"{field}: sample 0 of {data.factory} is a {kind}, not a dict of tensors",
             hint='return {"field": tensor, ...} from __getitem__',
         )
-    fields = cast("dict[str, object]", sample)
-    wrong = [k for k, v in fields.items() if not isinstance(v, torch.Tensor)]
+    fields = cast("Mapping[str, object]", sample)
+    wrong = [k for k, v in fields.items() if not isinstance(v, torch.Tensor | Ragged)]
     if wrong and not hasattr(dataset, "collate"):
         raise InvalidInputError(
             f"{field}: sample 0 of {data.factory}: {wrong[0]!r} is a "

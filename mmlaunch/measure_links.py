@@ -1,0 +1,62 @@
+"""Seconds of messages and collectives between this job's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmlaunch.measure_timing import Peers, Stopwatch, Timing
+
+
+def measure_link(
+    operation: str, num_bytes: int, *, device: torch.device, repeat_s: float
+) -> Timing:
+    """Time one size of an operation over all processes of the job.
+
+    Args:
+        operation: "p2p" (process 0 to 1, half of there and back), "all_reduce" (of
+            ``num_bytes`` on each) or "all_gather" (leaves ``num_bytes`` on each).
+        num_bytes: the size.
+        device: where the tensors lie.
+        repeat_s: seconds to spend, about.
+    """
+    world = dist.get_world_size()
+    watch = Stopwatch(device=device, peers=Peers(world, device), repeat_s=repeat_s)
+    tensor = torch.zeros(max(1, num_bytes // 4), device=device)
+    part = torch.zeros(max(1, num_bytes // 4 // world), device=device)
+    parts = [torch.zeros_like(part) for _ in range(world)]
+
+    def step(_: int) -> Sequence[float]:
+        started = watch.now()
+        if operation == "all_reduce":
+            dist.all_reduce(tensor)
+        elif operation == "all_gather":
+            dist.all_gather(parts, part)
+        elif dist.get_rank() < 2:
+            _there_and_back(tensor)
+            return ((watch.now() - started) / 2,)
+        else:
+            return (0.0,)
+        return (watch.now() - started,)
+
+    timing = watch.time(step)[0]
+    # The mean over all processes, of which only two sent: the others' zeros are taken out.
+    scale = world / 2 if operation == "p2p" else 1.0
+    return Timing(
+        median_s=timing.median_s * scale,
+        spread_s=timing.spread_s * scale,
+        repeats=timing.repeats,
+    )
+
+
+def _there_and_back(tensor: Tensor) -> None:
+    peer = 1 - dist.get_rank()
+    if peer == 1:
+        dist.send(tensor, peer)
+        dist.recv(tensor, peer)
+    else:
+        dist.recv(tensor, peer)
+        dist.send(tensor, peer)

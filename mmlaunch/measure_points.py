@@ -1,0 +1,388 @@
+"""What one process of a measuring job does for each kind of point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmlaunch.measure_inputs import (
+    Inputs,
+    block_flops,
+    call_blocks,
+    checked_block,
+    checked_loss,
+    float_outputs,
+    leaves,
+)
+from mmlaunch.measure_links import measure_link
+from mmlaunch.measure_machine import measure_machine
+from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
+from mmlaunch.tp import block_plan, shard_block
+from mmplan.errors import InvalidInputError
+from mmplan.schema.factories import build_loss, build_module, tied_parameters
+from mmplan.schema.workload import Workload
+
+Json = dict[str, Any]
+
+
+class Measurer:
+    """Measures points one after another; all processes are given the same ones.
+
+    Args:
+        job: see :mod:`mmlaunch.measure`.
+        rank: this process.
+        device: where it computes.
+    """
+
+    def __init__(self, job: Json, *, rank: int, device: torch.device) -> None:
+        self._rank, self._device, self._job = rank, device, job
+        self._workload = Workload.model_validate(job["workload"])
+        self._folder = Path(job["folder"])
+        self._takes_part = rank < job["processes"]
+        self._watch = Stopwatch(
+            device=device, peers=Peers(job["processes"], device), repeat_s=job["repeat_s"]
+        )
+        self._groups = _tensor_parallel_groups(job["processes"], rank)
+        self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
+        self._built: tuple[tuple[str, int], nn.Sequential] | None = None
+        # Seconds per sample of what was measured, to foresee points that would take too long.
+        self._seconds: dict[tuple[Any, ...], float] = {}
+        self._kinds: dict[str, Callable[[Json], Json]] = {
+            "machine": self._machine,
+            "describe": self._describe,
+            "shape": self._shape,
+            "module": self._module,
+            "loss": self._loss,
+        }
+
+    def measure(self, point: Json) -> Json:
+        """One point's result; ``{"skipped": reason}`` for one that this device cannot do."""
+        if point["kind"] == "link":
+            return _as_json(
+                measure_link(
+                    point["operation"],
+                    point["bytes"],
+                    device=self._device,
+                    repeat_s=self._job["repeat_s"],
+                )
+            )
+        if not self._takes_part:
+            return {}
+        try:
+            return self._kinds[point["kind"]](point)
+        except torch.OutOfMemoryError:
+            self._built = None
+            torch.cuda.empty_cache()
+            return {"skipped": "out of memory"}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._workload.train.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _machine(self, _: Json) -> Json:
+        return measure_machine(
+            device=self._device,
+            processes=self._job["processes"],
+            precision=self._workload.train.precision,
+            watch=self._watch,
+        )
+
+    # --- modules -----------------------------------------------------------------------
+
+    def _describe(self, point: Json) -> Json:
+        """What a module is, from its shapes alone."""
+        name = point["module"]
+        module = self._build_shapes(name)
+        degrees: list[int] = [1]
+        refused: Json = {}
+        for tp in point["tps"]:
+            obstacle = self._tp_obstacle(name, tp)
+            if obstacle is None:
+                degrees.append(tp)
+            else:
+                refused[str(tp)] = obstacle
+        owned = [sum(p.numel() for p in own) for own in _parameters_by_block(module)]
+        return {
+            "blocks": len(module),
+            "parameters": sum(owned),
+            "block_parameters": owned,
+            "tps": degrees,
+            "refused": refused,
+        }
+
+    def _build_shapes(self, name: str) -> nn.Sequential:
+        try:
+            return build_module(self._workload, name, self._folder, device="meta")
+        except InvalidInputError:
+            # A factory that computes with its values cannot be built without them.
+            return build_module(self._workload, name, self._folder)
+
+    def _tp_obstacle(self, name: str, tp: int) -> str | None:
+        """Why a module is not measured at this degree; None when it can be."""
+        module = self._build_shapes(name)
+        try:
+            plans = [block_plan(b, where=f"{name}.{i}") for i, b in enumerate(module)]
+            if not any(plans):
+                return "no block has a tp_plan"
+            ties = tied_parameters(module)
+            for index, block in enumerate(module):
+                where = f"{name}.{index}"
+                cut = shard_block(block, index=0, count=tp, comm=_NoComm(), where=where)
+                tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
+                if tied:
+                    return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
+        except InvalidInputError as error:
+            return error.message
+        return None
+
+    def _shape(self, point: Json) -> Json:
+        """Work, activations and outputs of every block, from real samples.
+
+        Raises:
+            InvalidInputError: a block fails on the data, or changes a buffer.
+        """
+        task, name, size = point["task"], point["module"], point["microbatch"]
+        module = self._build(name, tp=1)
+        args = self._inputs.of_module(task, name, size)
+        blocks: list[Json] = []
+        known = [*module.parameters(), *module.buffers(), *_tensors(args)]
+        value: Any = args
+        for index, block in enumerate(module):
+            with HeldTensors(known) as held, self._autocast():
+                out = checked_block(name, index, block, value)
+            held_bytes = held.add(_tensors(out))
+            known = held.kept
+            with self._autocast():
+                flops = block_flops(block, value)
+            bytes_out = sum(t.numel() * t.element_size() for t in _tensors(out))
+            blocks.append(
+                {
+                    "flops": flops / size,
+                    "output_bytes": bytes_out / size,
+                    "activation_bytes": held_bytes / size,
+                }
+            )
+            value = (out,)
+        seconds = self._block_seconds(module, args)
+        kinds = [_signature(block) for block in module]
+        for block, timing, kind in zip(blocks, seconds, kinds, strict=True):
+            block |= {
+                "seconds": timing.median_s,
+                "spread_s": timing.spread_s,
+                "same_as": kinds.index(kind),
+            }
+        return {"blocks": blocks}
+
+    def _block_seconds(self, module: nn.Sequential, args: tuple[Any, ...]) -> list[Timing]:
+        """Forward and backward together of every block by itself."""
+
+        def step(_: int) -> Sequence[float]:
+            seconds: list[float] = []
+            value = args
+            for block in module:
+                started = self._watch.now()
+                with self._autocast():
+                    out = block(*value)
+                forward_s = self._watch.now() - started
+                seconds.append(forward_s + self._timed_backward(out))
+                value = (leaves(out),)
+            return seconds
+
+        return self._watch.time(step)
+
+    def _module(self, point: Json) -> Json:
+        """Seconds and held bytes of the first blocks of a module."""
+        task, name, tp = point["task"], point["module"], point["tp"]
+        size, num_blocks = point["microbatch"], point["blocks"]
+        key = task, name, tp, num_blocks
+        foreseen_s = self._watch.peers.largest(self._seconds.get(key, 0.0) * size)
+        if foreseen_s > self._job["max_point_s"]:
+            return {"skipped": f"one micro-batch of {size} would take {foreseen_s:.3g} s"}
+        blocks = list(self._build(name, tp=tp))[:num_blocks]
+        started = time.perf_counter()
+        held = self._held_bytes(blocks, self._inputs.of_module(task, name, size))
+        forward, backward = self._forward_backward(blocks, task, name, size)
+        inputs = self._backward_input(blocks, task, name, size)
+        self._seconds[key] = (forward.median_s + backward.median_s) / size
+        return {
+            "forward_s": forward.median_s,
+            "forward_spread_s": forward.spread_s,
+            "backward_s": backward.median_s,
+            "backward_spread_s": backward.spread_s,
+            "repeats": forward.repeats,
+            "activation_bytes": held,
+            "backward_input": inputs,
+            "wall_s": time.perf_counter() - started,
+        }
+
+    def _held_bytes(self, blocks: list[nn.Module], args: Any) -> float:
+        """Bytes held from the forward to the backward, outputs included."""
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated()
+            with self._autocast():
+                out = call_blocks(blocks, args)
+            held = torch.cuda.memory_allocated() - before
+            del out
+            return max(0.0, float(held))
+        known = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
+        with HeldTensors([*known, *_tensors(args)]) as counted, self._autocast():
+            out = call_blocks(blocks, args)
+            return float(counted.add(_tensors(out)))
+
+    def _forward_backward(
+        self, blocks: list[nn.Module], task: str, name: str, size: int
+    ) -> list[Timing]:
+        def step(repeat: int) -> Sequence[float]:
+            args = self._inputs.of_module(task, name, size, repeat)
+            started = self._watch.now()
+            with self._autocast():
+                out = call_blocks(blocks, args)
+            forward_s = self._watch.now() - started
+            return forward_s, self._timed_backward(out)
+
+        return self._watch.time(step)
+
+    def _backward_input(
+        self, blocks: list[nn.Module], task: str, name: str, size: int
+    ) -> Json | None:
+        """Backward that stops at inputs: of all blocks, or of those after the first.
+
+        Data takes no gradient, so for a module that is fed with data alone the gradient
+        ends after its first block; the caller scales the time to all of them.
+        """
+        first = 0 if self._inputs.takes_gradients(task, name) else 1
+        if first >= len(blocks):
+            return None
+        trained = [p for b in blocks for p in b.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+
+        def step(repeat: int) -> Sequence[float]:
+            args = self._inputs.of_module(task, name, size, repeat)
+            with self._autocast():
+                if first:
+                    args = (leaves(blocks[0](*args)),)
+                out = call_blocks(blocks[first:], args)
+            return (self._timed_backward(out),)
+
+        try:
+            timing = self._watch.time(step)[0]
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        return {"seconds": timing.median_s, "first_block": first}
+
+    def _timed_backward(self, out: Any) -> float:
+        outs = float_outputs(out)
+        grads = [torch.ones_like(o) for o in outs]
+        started = self._watch.now()
+        if outs:
+            torch.autograd.backward(outs, grads)
+        return self._watch.now() - started
+
+    def _build(self, name: str, *, tp: int) -> nn.Sequential:
+        """A module on this device, cut for tensor parallelism; the last one is kept."""
+        if self._built is None or self._built[0] != (name, tp):
+            self._built = None
+            module = build_module(self._workload, name, self._folder)
+            if tp > 1:
+                comm = self._groups[tp]
+                for index, block in enumerate(module):
+                    where = f"{name}.{index}"
+                    shard_block(block, index=self._rank % tp, count=tp, comm=comm, where=where)
+            module = module.to(self._device).train()
+            self._built = (name, tp), module
+        return self._built[1]
+
+    # --- losses ------------------------------------------------------------------------
+
+    def _loss(self, point: Json) -> Json:
+        """Seconds of a whole loss on some samples, as one device computes it."""
+        task, name, size = point["task"], point["loss"], point["samples"]
+        loss = build_loss(self._workload, name, self._folder).to(self._device)
+        args = self._inputs.of_loss(task, name, size)
+        with HeldTensors([*loss.parameters(), *_tensors(args)]) as held, self._autocast():
+            value = checked_loss(name, loss, args)
+            held_bytes = held.add([value])
+
+        def step(_: int) -> Sequence[float]:
+            started = self._watch.now()
+            with self._autocast():
+                value = loss(*args)
+            forward_s = self._watch.now() - started
+            return forward_s, self._timed_backward(value)
+
+        forward, backward = self._watch.time(step)
+        return {
+            "forward_s": forward.median_s,
+            "backward_s": backward.median_s,
+            "activation_bytes": held_bytes,
+            "sharded": hasattr(loss, "sharded"),
+        }
+
+
+class _GroupComm:
+    """Sums tensors over the processes of one tensor-parallel group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the group's sum."""
+        dist.all_reduce(tensor, group=self._group)
+
+
+class _NoComm:
+    """For shapes on the meta device, which need no sums."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Nothing to sum."""
+
+
+def _tensor_parallel_groups(processes: int, rank: int) -> dict[int, _GroupComm]:
+    """This rank's group of each degree that divides the processes; made in one order by all."""
+    mine: dict[int, _GroupComm] = {}
+    for tp in range(2, processes + 1):
+        if processes % tp:
+            continue
+        for first in range(0, processes, tp):
+            group = dist.new_group(list(range(first, first + tp)))
+            if first <= rank < first + tp:
+                mine[tp] = _GroupComm(group)
+    return mine
+
+
+def _as_json(timing: Timing) -> Json:
+    return {"seconds": timing.median_s, "spread_s": timing.spread_s, "repeats": timing.repeats}
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:
+    """Each block's parameters; one that is tied to an earlier block's counts there."""
+    seen: set[int] = set()
+    blocks: list[list[nn.Parameter]] = []
+    for block in module:
+        blocks.append([p for p in block.parameters() if id(p) not in seen])
+        seen |= {id(p) for p in block.parameters()}
+    return blocks
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that must cost the same."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    return type(block), shapes
