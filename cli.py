@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -686,7 +686,7 @@ def _write_run_trace(out: Output, plan: Plan, path: Path, summary: Any) -> None:
 
 
 @contextlib.contextmanager
-def _hint_on_failure(out: Output, what: str) -> Iterator[None]:
+def _hint_on_failure(out: Output, what: str) -> Generator[None]:
     try:
         yield
     except MMPlanError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -318,7 +318,7 @@ def _epoch_order(num_samples: int, seed: int) -> Tensor:
 
 
 @contextmanager
-def _own_random_numbers() -> Iterator[None]:
+def _own_random_numbers() -> Generator[None]:
     """Leave this process's random numbers as they were."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def _check_nodes(
 
 
 @contextmanager
-def _control_dir(run_dir: Path, node_rank: int) -> Iterator[Path]:
+def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
     """The launch's own folder, locked against a second launch and removed at the end."""
     control_dir = run_dir.absolute() / f"launch-node{node_rank}"
     try:
@@ -211,7 +211,7 @@ def _run_agent(
 
 
 @contextmanager
-def _signals(watch: Watch) -> Iterator[None]:
+def _signals(watch: Watch) -> Generator[None]:
     """First signal: ask for a stop. Second: end everything. Restores what was there before."""
     if threading.current_thread() is not threading.main_thread():
         yield

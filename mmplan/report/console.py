@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -104,7 +104,7 @@ class Output:
         )
 
     @contextmanager
-    def progress(self, title: str) -> Iterator[Progress]:
+    def progress(self, title: str) -> Generator[Progress]:
         """A progress bar on stderr with the time left; plain lines where there is no terminal."""
         progress = Progress(title)
         try:
