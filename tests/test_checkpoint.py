@@ -23,7 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmlaunch.boxes import Box, ShardStyle, assemble, cover, flat_to_boxes, shard_boxes, whole
+from mmlaunch.boxes import (
+    Box,
+    ShardStyle,
+    assemble,
+    cover,
+    flat_to_boxes,
+    intersect,
+    shard_boxes,
+    whole,
+)
 from mmlaunch.checkpoint import Entry, clean, latest, save
 from mmlaunch.restore import open_checkpoint
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
@@ -194,6 +203,20 @@ def test_a_missing_part_is_a_hole_and_named(
     stored = [(box, torch.zeros(box.sizes)) for box in kept]
     with pytest.raises(InvalidInputError, match=r"text\.1\.bias: \d+ of the wanted elements"):
         assemble("text.1.bias", whole(shape), stored, dtype=torch.float32)
+
+
+def test_where_stored_boxes_overlap_the_first_serves_and_the_rest_is_filled() -> None:
+    middle = Box(offsets=(1, 1), sizes=(2, 2))
+    filled = cover(whole((4, 4)), [middle, whole((4, 4))])
+    assert filled.holes == ()
+    assert [part for index, part in filled.pieces if index == 0] == [middle]
+    assert sum(part.num_elements for _, part in filled.pieces) == 16
+
+
+def test_boxes_that_only_touch_have_nothing_in_common() -> None:
+    left, right = Box(offsets=(0, 0), sizes=(4, 2)), Box(offsets=(0, 2), sizes=(4, 2))
+    assert intersect(left, right) is None
+    assert intersect(left, Box(offsets=(3, 1), sizes=(9, 9))) == Box(offsets=(3, 1), sizes=(1, 1))
 
 
 def test_packed_shards_take_their_part_of_each_third() -> None:
