@@ -177,6 +177,21 @@ class Timeline:
                             last = self._forwards_before[stage.index][d][mb] - 1
                             sync.after(self._computes[Op.FORWARD, stage.index, d, last])
                             joined.add(sync.mb)
+            if not stage.has_backward and not any(e.producer == stage.index for e in self._edges):
+                self._hold_back(stage, d, syncs, size)
+
+    def _hold_back(self, stage: Stage, d: int, syncs: Sequence[Event], size: int) -> None:
+        """Forwards beyond a sync batch come after its sync.
+
+        A frozen tower has no backward that would hold it back: its ranks would compute
+        features of later sync batches while others wait for them at the sync.
+        """
+        spans = stage.microbatches[d]
+        for sync in syncs:
+            beyond = (mb for mb, span in enumerate(spans) if span[0] >= (sync.mb + 1) * size)
+            first = next(beyond, None)
+            if first is not None:
+                self._computes[Op.FORWARD, stage.index, d, first].after(sync)
 
     def _reduction(self, reduction: Reduction) -> Event:
         event = Event(
