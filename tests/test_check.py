@@ -441,6 +441,26 @@ def test_micro_batches_in_flight_are_held_against_the_memory_model() -> None:
     assert faults == ["rank 0: stage 0 holds 7 micro-batches at once, the memory model allows 6"]
 
 
+def test_micro_batches_of_a_stage_tile_the_batch_in_order() -> None:
+    program = program_of("one tower, four stages")
+    stage = program.stages[0]
+    spans = stage.microbatches[0]
+
+    def faults(*changed: tuple[int, int]) -> list[str]:
+        stages = (replace(stage, microbatches=(changed,)), *program.stages[1:])
+        return check_program(replace(program, stages=stages))
+
+    assert faults(*spans) == []
+    assert "stage 0 (v): its micro-batches leave out samples [7,8)" in faults(*spans[:7], (7, 7))
+    assert "stage 0 (v): its micro-batches hold samples [0,1) twice" in faults(
+        spans[0], (0, 2), *spans[2:]
+    )
+    assert (
+        "stage 0 (v): the micro-batches of replica 0 are not in the order of their samples"
+        in faults(spans[1], spans[0], *spans[2:])
+    )
+
+
 def test_step_comes_last_and_once() -> None:
     program = program_of("one tower, four stages")
     row = program.instructions[0]

@@ -26,7 +26,7 @@ from itertools import pairwise
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.intervals import Piece, cut, first_deviation, normal
 from mmplan.program.model import Edge, Program, Reduction, Stage
-from mmplan.program.structure import untiled, where
+from mmplan.program.structure import touching, untiled, where
 from mmplan.program.wiring import Wiring
 
 # Loss to the samples that it counts.
@@ -214,9 +214,9 @@ class _Flow:
             stage = self._program.stages[index]
             if item.loss not in stage.syncs:
                 continue
-            for mb, (start, stop) in enumerate(stage.microbatches[d]):
-                if start < end and first < stop:
-                    yield (rank, index, mb), (max(start, first), min(stop, end))
+            spans = stage.microbatches[d]
+            for mb in touching(spans, first, end):
+                yield (rank, index, mb), (max(spans[mb][0], first), min(spans[mb][1], end))
 
     def _start(self, rank: int, item: Sync) -> None:
         for held, part in self._local_parts(rank, item):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import Loss, Program, SampleRange, Stage
@@ -92,6 +94,20 @@ def _stage_faults(program: Program) -> Iterator[str]:
         fault = untiled(spans, (0, program.batches[stage.task]))
         if fault:
             yield f"stage {stage.index} ({stage.unit}): its micro-batches {fault}"
+        for d, replica in enumerate(stage.microbatches):
+            if any(b < a for a, b in pairwise(replica)):
+                yield (
+                    f"stage {stage.index} ({stage.unit}): the micro-batches of replica {d} are "
+                    "not in the order of their samples"
+                )
+
+
+def touching(spans: Sequence[SampleRange], first: int, end: int) -> range:
+    """Micro-batches, in the order of their samples, that share some with ``[first, end)``."""
+    return range(
+        bisect_right(spans, first, key=lambda span: span[1]),
+        bisect_left(spans, end, key=lambda span: span[0]),
+    )
 
 
 def untiled(spans: Iterable[SampleRange], whole: SampleRange) -> str | None:
@@ -233,9 +249,7 @@ class _RankCheck:
         for stage in self._stages.values():
             if loss.index not in stage.syncs:
                 continue
-            for mb, (first, end) in enumerate(self._spans(stage)):
-                if first >= (batch + 1) * size or end <= batch * size:
-                    continue
+            for mb in touching(self._spans(stage), batch * size, (batch + 1) * size):
                 for position in self._computes[stage.index, Op.FORWARD, mb]:
                     if position > start:
                         yield f"{self._at(start)}: starts before {self._row[position]}"
