@@ -33,3 +33,28 @@ test: install  ## the test suite, under ten minutes on 2 cores
 
 test-all: install  ## everything, many processes and minutes
 	$(BIN)/python -m pytest -q -m "not gpu"
+
+golden: install  ## rewrite golden files and docs/schemas; review them like code
+	$(BIN)/python docs/generate.py
+	MMPLAN_GOLDEN=write $(BIN)/python -m pytest -q -k golden
+
+bench: install  ## benchmarks; each prints both sides and their ratio
+	$(BIN)/python benchmarks/bench_solver.py
+	$(BIN)/python benchmarks/bench_training.py
+
+DEMO := runs/demo
+CLIP := examples/clip-digits
+
+demo: install  ## plan and train a small CLIP on scanned digits, 4 workers; leaves report.html
+	rm -rf $(DEMO)
+	mkdir -p $(DEMO)
+	$(BIN)/mmplan profile $(CLIP)/workload.yaml -o $(DEMO)/profile.json
+	$(BIN)/mmplan solve $(CLIP)/workload.yaml --profile $(DEMO)/profile.json --devices 4 --solver distmm -o $(DEMO)/plan.json
+	$(BIN)/mmplan check $(DEMO)/plan.json
+	$(BIN)/mmlaunch verify $(DEMO)/plan.json
+	$(BIN)/mmlaunch run $(DEMO)/plan.json --run-dir $(DEMO)/run --save-every 100
+	$(BIN)/mmplan report $(DEMO)/run -o report.html
+	$(BIN)/python $(CLIP)/evaluate.py $(DEMO)/run
+
+clean:  ## remove what was built and run
+	rm -rf $(VENV) runs report.html build *.egg-info
