@@ -21,6 +21,9 @@ Array = NDArray[np.float64]
 
 # Relative noise that no timing is free of: residuals below it are no reason for more pieces.
 NOISE_FLOOR = 0.005
+# Noise is never judged smaller than this: where most points fit exactly, a point a few
+# percent off is a bend that wants a knot, not an outlier.
+_OUTLIER_FLOOR = 0.02
 # Huber's and Tukey's constants: 95% efficiency under normal errors.
 _HUBER = 1.345
 _TUKEY = 4.685
@@ -87,7 +90,7 @@ def _bic(fitted: Fitted, sigma: float) -> float:
 
 
 def _sigma(error_K: Array) -> float:
-    return max(_MAD_TO_SIGMA * float(np.median(np.abs(error_K))), NOISE_FLOOR)
+    return max(_MAD_TO_SIGMA * float(np.median(np.abs(error_K))), _OUTLIER_FLOOR)
 
 
 def _fit_robust(design: Design, value_K: Array, weight_K: Array) -> Fitted:

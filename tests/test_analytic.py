@@ -69,6 +69,21 @@ def head():
     return nn.Sequential(Head())
 
 
+class Repeats(nn.Linear):
+    def __init__(self, times):
+        super().__init__(WIDTH, WIDTH)
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = super().forward(x)
+        return x
+
+
+def repeats(times):
+    return nn.Sequential(*map(Repeats, times))
+
+
 class Peeks(nn.Linear):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else x
@@ -189,6 +204,16 @@ def test_degrees_that_cannot_be_are_left_out_and_named(folder: Path) -> None:
     uneven = _profile(_workload(args={"hidden": 60}), folder)
     assert {p.tp for p in uneven.modules["m"].points} == {1, 2, 4}
     assert "up has 60 channels" in uneven.provenance["tp_left_out"]["m tp 8"]
+
+
+def test_blocks_that_differ_in_a_setting_only_are_counted_apart(folder: Path) -> None:
+    times = [1, 1, 1, 3, 1, 2, 1]
+    module = _profile(_workload("repeats", args={"times": times}), folder).modules["m"]
+    assert module.flops_per_sample == sum(times) * 2 * TOKENS * WIDTH * WIDTH
+    assert module.block_work is not None
+    assert module.block_work[3] >= 3 * module.block_work[1]
+    kept = [b / (2 * TOKENS * WIDTH * 4) for b in module.block_activation_bytes or ()]
+    assert kept == times  # each product keeps its input
 
 
 def test_attention_is_one_kernel_that_keeps_no_scores(folder: Path) -> None:

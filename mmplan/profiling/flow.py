@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,11 +106,20 @@ class TaskFlow:
         counter = Counter(built)
         state: Any = self.inputs(f"modules.{module}", self.task.inputs[module], samples)
         counts: list[BlockCount] = []
+        known: dict[object, tuple[BlockCount, Any]] = {}
+        before: object = None
         for index, block in enumerate(built):
             if tp > 1:
                 counter.watch_tensor_parallel(*_cut_linears(block))
             arguments = state if index == 0 else [state]
-            count, state = _run(counter, block, arguments, f"modules.{module}: block {index}")
+            # What the block before it keeps decides whether a block's input is kept once more.
+            kind = _kind(block, arguments)
+            if (before, kind) not in known:
+                where = f"modules.{module}: block {index}"
+                known[before, kind] = _run(counter, block, arguments, where)
+            count, state = known[before, kind]
+            state = pytree.tree_map(_fresh, state)
+            before = kind
             counts.append(count)
         if tp == 1 and samples == BASE:
             self._outputs[module] = state
@@ -139,6 +149,45 @@ def resize(tree: Any, samples: int) -> Any:
         return leaf.new_empty((leaf.shape[0] * samples // BASE, *leaf.shape[1:]))
 
     return pytree.tree_map(grow, tree)
+
+
+# Numbers that layers give themselves and that change nothing of what they compute.
+_SERIAL_NAMES = {"layer_idx"}
+
+
+def _kind(block: nn.Module, inputs: Sequence[Any]) -> object:
+    """Equal for blocks that compute the same on inputs of the same shapes."""
+    parts = [
+        (name, type(part), _settings(part), _shapes(_own_tensors(part)))
+        for name, part in cast("Iterator[tuple[str, nn.Module]]", block.named_modules())
+    ]
+    return tuple(parts), _shapes(inputs), str(pytree.tree_structure(inputs))
+
+
+def _own_tensors(part: nn.Module) -> list[Tensor]:
+    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+
+
+def _settings(part: nn.Module) -> tuple[Any, ...]:
+    """A module's plain attributes, and which functions it was given."""
+    plain = (bool, int, float, str, tuple, type(None))
+    own = [(k, v) for k, v in sorted(vars(part).items(), key=_first) if k not in _SERIAL_NAMES]
+    values = ((k, repr(v)) for k, v in own if isinstance(v, plain))
+    functions = ((k, id(v)) for k, v in own if isinstance(v, FunctionType))
+    return (*values, *functions)
+
+
+def _first(item: tuple[str, Any]) -> str:
+    return item[0]
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _fresh(leaf: Any) -> Any:
+    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
