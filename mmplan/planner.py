@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmplan.costs import CostModel, ProgramCosts, check_cluster
@@ -175,6 +175,9 @@ class _Drafts:
             if needed > self._request.cluster.device.memory_bytes:
                 self._too_large.append(needed)
                 continue
+            if not solution.closed_form:
+                whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
+                candidate = replace(candidate, objective_s=whole_s)
             tried.append(_Tried(solution=solution, candidate=candidate, plan=plan))
         return tried
 

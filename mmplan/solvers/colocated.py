@@ -12,6 +12,7 @@ of time against bytes are merged, which is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -62,10 +63,8 @@ def solve_colocated(request: Request) -> Solution:
             hint="choose one with --tasks",
         )
     problem = Problem(request=request, task=next(iter(request.tasks.values())))
-    parts = {name: list(_parts(problem, name)) for name in problem.task.modules}
-    wholes = _merge(problem, parts)
+    wholes = _wholes(problem)
     least_sync_s = problem.rounds * problem.least_sync_s()
-    bound_s = min(whole.time_s for whole in wholes) + least_sync_s
     candidates = sorted(
         (_candidate(problem, whole) for whole in wholes[: max(request.top, 1)]),
         key=lambda c: c.objective_s,
@@ -78,7 +77,26 @@ def solve_colocated(request: Request) -> Solution:
         method="exact",
         candidates=tuple(candidates),
         lower_bound_s=bound_s,
+        closed_form=not problem.chained(),
     )
+
+
+def _wholes(problem: Problem) -> list[_Whole]:
+    """Undominated plans that fit, fastest first.
+
+    Modules that take each other's outputs get one tp and one micro-batch size where their
+    pins allow it: what they give each other then stays on its device.
+    """
+    parts = {name: list(_parts(problem, name)) for name in problem.task.modules}
+    if not problem.chained():
+        return _merge(problem, parts)
+    cuts = [{(part.tp, part.size) for part in own} for own in parts.values()]
+    aligned: list[_Whole] = []
+    for key in sorted(set.intersection(*cuts)):
+        same = {n: [p for p in own if (p.tp, p.size) == key] for n, own in parts.items()}
+        with suppress(InfeasibleError):
+            aligned += _merge(problem, same)
+    return sorted(aligned, key=lambda w: w.time_s) or _merge(problem, parts)
 
 
 def _parts(problem: Problem, module: str) -> Iterator[_Part]:

@@ -65,7 +65,11 @@ def solve_distmm(request: Request) -> Solution:
     check_feasible(problem, modules)
     candidates, bound_s = _candidates(problem, modules)
     return Solution(
-        solver="distmm", method=method, candidates=tuple(candidates), lower_bound_s=bound_s
+        solver="distmm",
+        method=method,
+        candidates=tuple(candidates),
+        lower_bound_s=bound_s,
+        closed_form=not problem.chained(),
     )
 
 
@@ -206,7 +210,8 @@ def _candidate(
                 blocks=Stages(problem, name, option.tp, option.pp).blocks,
                 size=option.size,
                 pinned=option.pinned,
-                schedule=Schedule(kind=option.kind),
+                # Running ahead holds more than the round that a gpipe was chosen to hold.
+                schedule=Schedule(kind=option.kind, lead=0 if option.kind == "gpipe" else 1),
             )
         )
     sync_s = problem.sync_s({unit.module: last_stage_ranks(unit) for unit in units})

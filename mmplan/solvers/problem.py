@@ -50,12 +50,16 @@ class Solution:
 
     Attributes:
         lower_bound_s: no plan that the solver may choose from has a smaller formula value.
+        closed_form: the formula holds every wait of the plan's order. It does not where
+            modules take each other's outputs in micro-batches that differ; a plan's
+            objective is then the formula or the time that its order takes, if that is more.
     """
 
     solver: str
     method: str
     candidates: tuple[Candidate, ...]
     lower_bound_s: float
+    closed_form: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -96,8 +100,21 @@ class Problem:
         return self.costs.num_blocks(task=self.task.name, module=module)
 
     def producers(self, module: str) -> tuple[str, ...]:
-        """Modules whose outputs a module takes."""
-        return tuple(dict.fromkeys(s.module for s in self.task.inputs[module] if s.module))
+        """Modules whose outputs a module, or a loss computed with it, takes."""
+        return tuple(dict.fromkeys((*self._into_first(module), *self._into_last(module))))
+
+    def _into_first(self, module: str) -> list[str]:
+        """Modules whose outputs the first block takes."""
+        return [s.module for s in self.task.inputs[module] if s.module]
+
+    def _into_last(self, module: str) -> list[str]:
+        """Other modules whose outputs the losses take that the last stage computes."""
+        return [
+            s.module
+            for loss in self.hosted_losses(module)
+            for s in self.task.loss_inputs[loss]
+            if s.module and s.module != module
+        ]
 
     def consumers(self, module: str) -> tuple[str, ...]:
         """Modules that take a module's output."""
@@ -134,8 +151,12 @@ class Problem:
 
     def takes_gradient(self, module: str, blocks: Blocks) -> bool:
         """Whether something before a stage trains, so that it sends gradients back."""
-        before = blocks[0] > 0 and bool(self.trainable(module, (0, blocks[0])))
-        return before or any(self.makes_gradient(p) for p in self.producers(module))
+        if blocks[0] > 0 and self.trainable(module, (0, blocks[0])):
+            return True
+        sources = self._into_first(module)
+        if blocks[1] == self.blocks(module):
+            sources += self._into_last(module)
+        return any(self.makes_gradient(source) for source in sources)
 
     def has_backward(self, module: str, blocks: Blocks) -> bool:
         """Whether a stage has a backward at all."""
