@@ -335,7 +335,7 @@ def compare(
     machine = None if cluster is None else load_cluster(cluster)
     costs, loaded = load_profile(profile), load_workload(workload)
     plans: list[Plan] = []
-    for name in _names(solvers) or planner.solver_names():
+    for name in _names(solvers) or tuple(planner.SOLVERS):
         try:
             plans.append(
                 planner.solve(
@@ -660,7 +660,7 @@ def _show_timeline(out: Output, plan: Plan, path: Path) -> None:
 
 def _simulate(plan: Plan, path: Path, profile: Path | None) -> Simulation:
     """The plan's program under the profile that it was made from."""
-    from mmplan.planner import simulate_plan
+    from mmplan.predict import simulate_plan
 
     return simulate_plan(plan, path, profile)
 

@@ -1,0 +1,49 @@
+"""Simulate a finished plan under the profile that it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmplan.costs import CostModel, ProgramCosts
+from mmplan.errors import InvalidInputError
+from mmplan.program.compile import compile_plan
+from mmplan.schema.base import file_sha256
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile, load_profile
+from mmplan.simulate import Simulation, simulate
+
+
+def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Profile:
+    """The profile of a plan: the given one, or the one it names, unchanged.
+
+    Args:
+        plan: the plan.
+        plan_path: its file; the profile's path is relative to it.
+        given: another profile to predict with (of other devices, say).
+
+    Raises:
+        InvalidInputError: it is not there, or no longer the one that was used.
+    """
+    path = given or plan_path.parent / plan.profile.path
+    if not path.is_file():
+        raise InvalidInputError(
+            f"{plan_path}: its profile {path} is not there", hint="name it with --profile"
+        )
+    if given is None and file_sha256(path) != plan.profile.sha256:
+        raise InvalidInputError(
+            f"{path} has changed since {plan_path} was made from it",
+            hint="solve again, or name it with --profile to predict with what it says now",
+        )
+    return load_profile(path)
+
+
+def simulate_plan(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> Simulation:
+    """One step of the plan's program, with times and bytes from its profile.
+
+    Raises:
+        InvalidInputError: see :func:`plan_profile`; or the profile lacks a module.
+    """
+    profile = plan_profile(plan, plan_path, profile_path)
+    program = compile_plan(plan)
+    costs = CostModel(profile, plan.cluster, plan.training)
+    return simulate(program, ProgramCosts(program, costs, plan))
