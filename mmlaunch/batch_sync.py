@@ -281,7 +281,7 @@ class BatchSync:
         for tensor in tensors:
             flat[position : position + tensor.numel()] = tensor.reshape(-1)
             position += tensor.numel()
-        return self._transport.all_gather(flat, loss.ranks)
+        return self._transport.all_gather(flat, loss.ranks, sync_channel(loss))
 
     def _flat_sizes(self, loss: Loss, batch: int) -> dict[int, int]:
         return {
@@ -347,6 +347,11 @@ class BatchSync:
                 full[rows.input][rows.start : rows.stop] = part[position : position + count]
                 position += count
         return [tensor.view(-1, *tail) for tensor in full]
+
+
+def sync_channel(loss: Loss) -> int:
+    """The gathers' own channel: ranks start them between other collectives, as they come."""
+    return loss.index + 1
 
 
 def _rows_of(stage: Stage, d: int, batch: int, size: int, index: int) -> list[_Rows]:

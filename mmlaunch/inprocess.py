@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmlaunch.transport import Done, Ranks, Work
+from mmlaunch.transport import Done, Group, Ranks, Work
 from mmplan.errors import RunFailedError
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ class InProcessWorld:
         self.size = size
         self._turn = threading.Condition()
         self._mailbox: dict[tuple[int, int, int, bool], list[Tensor]] = {}
-        self._deposits: dict[tuple[Ranks, int], dict[int, Any]] = {}
-        self._collected: dict[tuple[Ranks, int], int] = {}
+        self._deposits: dict[tuple[Group, int], dict[int, Any]] = {}
+        self._collected: dict[tuple[Group, int], int] = {}
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._alive = 0
         self._failure: BaseException | None = None
@@ -107,12 +107,15 @@ class InProcessWorld:
         self.wait_until(rank, lambda: bool(self._mailbox.get(key)))
         return self._mailbox[key].pop(0)
 
-    def exchange(self, rank: int, ranks: Ranks, sequence: int, item: Any) -> list[Any]:
-        """Leave an item, wait for all of the group's, return them in rank order."""
-        key = ranks, sequence
-        deposits = self._deposits.setdefault(key, {})
-        deposits[rank] = item
+    def deposit(self, rank: int, group: Group, sequence: int, item: Any) -> None:
+        """Leave an item for the group's collective of that number."""
+        self._deposits.setdefault((group, sequence), {})[rank] = item
         self._turn.notify_all()
+
+    def collect(self, rank: int, group: Group, sequence: int) -> list[Any]:
+        """Wait for all of the group's items and return them in rank order."""
+        key, ranks = (group, sequence), group[0]
+        deposits = self._deposits[key]
         self.wait_until(rank, lambda: len(deposits) == len(ranks))
         self._collected[key] = self._collected.get(key, 0) + 1
         if self._collected[key] == len(ranks):
@@ -136,12 +139,12 @@ class _Receive:
 
 
 class _Gather:
-    def __init__(self, exchange: Callable[[], list[Tensor]], into: list[Tensor]) -> None:
-        self._exchange, self._into = exchange, into
+    def __init__(self, collect: Callable[[], list[Tensor]], into: list[Tensor]) -> None:
+        self._collect, self._into = collect, into
 
     def wait(self) -> None:
         """Fill the tensors that were promised."""
-        for target, source in zip(self._into, self._exchange(), strict=True):
+        for target, source in zip(self._into, self._collect(), strict=True):
             target.copy_(source)
 
 
@@ -153,9 +156,9 @@ class InProcessTransport:
         self.world_size = world.size
         self.device = torch.device("cpu")
         self._world = world
-        self._sequence: dict[Ranks, int] = {}
+        self._sequence: dict[Group, int] = {}
 
-    def prepare(self, groups: Sequence[Ranks]) -> None:
+    def prepare(self, groups: Sequence[Group]) -> None:
         """Groups need no preparation here."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
@@ -169,30 +172,35 @@ class InProcessTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.transport.Transport`; sums in rank order."""
-        parts = self._exchange(ranks, self._next(ranks), tensor.clone())
+        parts = self._exchange(ranks, tensor.clone())
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
         tensor.copy_(total)
 
-    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+    def all_gather(
+        self, tensor: Tensor, ranks: Ranks, channel: int = 0
+    ) -> tuple[Work, list[Tensor]]:
         """See :class:`mmlaunch.transport.Transport`."""
         gathered = [torch.empty_like(tensor) for _ in ranks]
-        sequence, item = self._next(ranks), tensor.clone()
-        return _Gather(lambda: self._exchange(ranks, sequence, item), gathered), gathered
+        group = ranks, channel
+        sequence = self._deposit(group, tensor.clone())
+        return _Gather(lambda: self._world.collect(self.rank, group, sequence), gathered), gathered
 
     def gather_objects(self, item: Any) -> list[Any]:
         """See :class:`mmlaunch.transport.Transport`."""
-        world = tuple(range(self.world_size))
-        return self._exchange(world, self._next(world), item)
+        return self._exchange(tuple(range(self.world_size)), item)
 
     def broadcast_object(self, item: Any, source: int) -> Any:
         """See :class:`mmlaunch.transport.Transport`."""
         return self.gather_objects(item)[source]
 
-    def _next(self, ranks: Ranks) -> int:
-        self._sequence[ranks] = self._sequence.get(ranks, -1) + 1
-        return self._sequence[ranks]
+    def _deposit(self, group: Group, item: Any) -> int:
+        sequence = self._sequence.get(group, 0)
+        self._sequence[group] = sequence + 1
+        self._world.deposit(self.rank, group, sequence, item)
+        return sequence
 
-    def _exchange(self, ranks: Ranks, sequence: int, item: Any) -> list[Any]:
-        return self._world.exchange(self.rank, ranks, sequence, item)
+    def _exchange(self, ranks: Ranks, item: Any) -> list[Any]:
+        group = ranks, 0
+        return self._world.collect(self.rank, group, self._deposit(group, item))

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mmlaunch.batch_sync import sync_channel
 from mmlaunch.model import LocalModel, Tie, tie_groups
-from mmlaunch.transport import Ranks, Transport
+from mmlaunch.transport import Group, Ranks, Transport
 from mmplan.program.model import Loss, Program
 
 
@@ -94,8 +95,8 @@ def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
     return [found[name] for name in sorted(found)]
 
 
-def reduction_groups(program: Program, ties: Sequence[Tie]) -> list[Ranks]:
-    """Every group of ranks that a step's collectives use, once, in one order."""
+def collective_groups(program: Program, ties: Sequence[Tie]) -> list[Group]:
+    """Every group that a step's collectives use, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:
         if stage.tp > 1:
@@ -104,7 +105,8 @@ def reduction_groups(program: Program, ties: Sequence[Tie]) -> list[Ranks]:
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
     for _, tied in tie_groups(program, list(ties)):
         groups.update(dict.fromkeys(tied))
-    return [ranks for ranks in groups if len(ranks) > 1]
+    gathers = [(x.ranks, sync_channel(x)) for x in program.losses if x.sync_batch is not None]
+    return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, transport: Transport) -> None:

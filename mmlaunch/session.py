@@ -35,7 +35,7 @@ from mmlaunch.model import LocalModel, build_owner, trainable_blocks
 from mmlaunch.needs import rank_needs
 from mmlaunch.optimizer import build_optimizer
 from mmlaunch.payload import map_tensors
-from mmlaunch.reductions import Reductions, gather_ties, reduction_groups
+from mmlaunch.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.restore import open_checkpoint
 from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
@@ -159,7 +159,7 @@ class Session:
             comm=lambda ranks: _GroupSum(transport, ranks),
         )
         ties = gather_ties(self.model, transport)
-        transport.prepare(reduction_groups(self.program, ties))
+        transport.prepare(collective_groups(self.program, ties))
         self._datasets = {
             name: self._dataset(view) for name, view in self._tasks.items() if name in self._needs
         }

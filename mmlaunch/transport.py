@@ -12,6 +12,9 @@ from torch import Tensor
 from mmlaunch.heartbeat import Heartbeat
 
 Ranks = tuple[int, ...]
+# Collectives on one channel of a group come in the same order on all of its ranks. What
+# starts early, in an order of its own, has a channel of its own.
+Group = tuple[Ranks, int]
 
 
 class Work(Protocol):
@@ -29,7 +32,7 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[Ranks]) -> None:
+    def prepare(self, groups: Sequence[Group]) -> None:
         """Create the communicators; every rank passes the same groups in the same order."""
         ...
 
@@ -45,7 +48,9 @@ class Transport(Protocol):
         """Replace the tensor by its sum over the ranks."""
         ...
 
-    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+    def all_gather(
+        self, tensor: Tensor, ranks: Ranks, channel: int = 0
+    ) -> tuple[Work, list[Tensor]]:
         """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
         ...
 
@@ -105,15 +110,15 @@ class DistTransport:
         self.world_size = dist.get_world_size()
         self.device = device
         self._heartbeat = heartbeat
-        self._groups: dict[Ranks, Any] = {tuple(range(self.world_size)): dist.group.WORLD}
+        self._groups: dict[Group, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
         self._directions: dict[tuple[bool, bool], Any] = {}
         self._mailbox: dict[tuple[int, bool], Tensor] = {}
 
-    def prepare(self, groups: Sequence[Ranks]) -> None:
+    def prepare(self, groups: Sequence[Group]) -> None:
         """See :class:`Transport`."""
-        for ranks in groups:
-            if ranks not in self._groups and len(ranks) > 1:
-                self._groups[ranks] = dist.new_group(list(ranks))
+        for group in groups:
+            if group not in self._groups and len(group[0]) > 1:
+                self._groups[group] = dist.new_group(list(group[0]))
         if dist.get_backend() == "nccl" and not self._directions:
             self._directions = {
                 (backward, upward): dist.new_group(list(range(self.world_size)))
@@ -142,14 +147,17 @@ class DistTransport:
         """See :class:`Transport`."""
         if len(ranks) > 1:
             with self._heartbeat.waiting(ranks):
-                dist.all_reduce(tensor, group=self._groups[ranks])
+                dist.all_reduce(tensor, group=self._groups[ranks, 0])
 
-    def all_gather(self, tensor: Tensor, ranks: Ranks) -> tuple[Work, list[Tensor]]:
+    def all_gather(
+        self, tensor: Tensor, ranks: Ranks, channel: int = 0
+    ) -> tuple[Work, list[Tensor]]:
         """See :class:`Transport`."""
         if len(ranks) == 1:
             return Done(), [tensor]
         gathered = [torch.empty_like(tensor) for _ in ranks]
-        work = dist.all_gather(gathered, tensor, group=self._groups[ranks], async_op=True)
+        group = self._groups[ranks, channel]
+        work = dist.all_gather(gathered, tensor, group=group, async_op=True)
         return _Watched(work, self._heartbeat, ranks), gathered
 
     def gather_objects(self, item: Any) -> list[Any]:

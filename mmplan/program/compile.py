@@ -92,6 +92,7 @@ class _Projection:
                 self._outgoing[edge.producer, link.d, link.mb].append((edge.index, link))
                 self._incoming[edge.consumer, link.d2, link.mb2].append((edge.index, link))
         self._to_forward = self._forwards_per_sync()
+        self._started: defaultdict[tuple[int, int], int] = defaultdict(int)
         for loss in graph.losses:
             if loss.host is not None:
                 for rank in loss.ranks:
@@ -126,6 +127,7 @@ class _Projection:
                 case Op.BACKWARD:
                     row += self._backward(event, t)
                 case Op.SYNC_WAIT:
+                    row += self._starts(rank, event.index, event.mb)
                     row.append(Sync(event.op, event.index, event.mb))
                 case _:
                     row.append(Collective(event.op, event.index))
@@ -148,8 +150,18 @@ class _Projection:
         for loss, g in self._syncs_of(stage, event.d, event.mb):
             self._to_forward[rank, loss, g] -= 1
             if self._to_forward[rank, loss, g] == 0:
-                items.append(Sync(Op.SYNC_START, loss, g))
+                items += self._starts(rank, loss, g)
         return items
+
+    def _starts(self, rank: int, loss: int, last: int) -> list[Instruction]:
+        """Starts of a loss's sync batches up to ``last`` that are not there yet.
+
+        Every rank of a loss starts all of its syncs in the same order. One that holds no
+        sample of a sync batch starts it with the next one, or before the wait.
+        """
+        first = self._started[rank, loss]
+        self._started[rank, loss] = max(first, last + 1)
+        return [Sync(Op.SYNC_START, loss, g) for g in range(first, last + 1)]
 
     def _backward(self, event: Event, t: int) -> list[Instruction]:
         stage = self._graph.stages[event.index]
