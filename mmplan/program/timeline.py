@@ -231,6 +231,12 @@ class _ListScheduler:
         self._free_at: defaultdict[int, int] = defaultdict(int)
         self._heap: list[tuple[int, int, int, int, int, int, Event]] = []
         self._ticket = 0
+        self._ready_syncs: set[int] = set()
+        self._syncs_of: defaultdict[int, list[Event]] = defaultdict(list)
+        for sync in loose:
+            if sync.op is Op.SYNC_WAIT:
+                for event in sync.then:
+                    self._syncs_of[id(event)].append(sync)
         for sequence in sequences:
             for first, second in pairwise(sequence):
                 self._next[id(first)] = second
@@ -271,8 +277,28 @@ class _ListScheduler:
             self._offer(following)
 
     def _offer(self, event: Event) -> None:
-        if event.waiting_for == 0 and id(event) not in self._held:
+        if id(event) in self._held:
+            return
+        if event.waiting_for:
+            self._demand(event)
+        elif event.op is Op.SYNC_WAIT and event.then:
+            self._ready_syncs.add(id(event))
+            for other in event.then:
+                self._demand(other)
+        else:
             self._push(event)
+
+    def _demand(self, event: Event) -> None:
+        """Let the syncs go that alone still hold up an event.
+
+        A wait blocks its rank, so it comes when something needs its gradient, not when
+        its features are there: what else the rank can do hides the gather.
+        """
+        ready = [s for s in self._syncs_of[id(event)] if id(s) in self._ready_syncs]
+        if ready and len(ready) == event.waiting_for and id(event) not in self._held:
+            for sync in ready:
+                self._ready_syncs.discard(id(sync))
+                self._push(sync)
 
     def _push(self, event: Event) -> None:
         self._ticket += 1
