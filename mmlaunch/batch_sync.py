@@ -119,7 +119,8 @@ class BatchSync:
     ) -> dict[int, Tensor]:
         """Loss over all features on every rank; only the first one's parameters count."""
         leaves = {
-            i: tensor.requires_grad_(self._wants_gradient(loss, i)) for i, tensor in full.items()
+            i: tensor.requires_grad_(self._wants_gradient(loss, i) and tensor.is_floating_point())
+            for i, tensor in full.items()
         }
         arguments = [
             leaves[i] if item.stage is not None else self._data_input(loss, item, batch)

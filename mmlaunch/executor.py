@@ -27,6 +27,7 @@ from mmlaunch.payload import (
     Outbox,
     element_of,
     float_leaves,
+    float_rows,
     map_tensors,
     message_tensors,
 )
@@ -283,8 +284,10 @@ class Executor:
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
         sums: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def add(tree: Any, part: Any, first_row: int, given: Sequence[Tensor]) -> None:
-            for whole, cut, grad in zip(float_leaves(tree), float_leaves(part), given, strict=True):
+        def add(tree: Any, low: int, high: int, given: Callable[[Any], Sequence[Tensor]]) -> None:
+            part = slice_samples(tree, low, high)
+            leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, low), strict=True)
+            for (whole, cut, first_row), grad in zip(leaves, given(part), strict=True):
                 if not whole.requires_grad:
                     continue
                 if id(whole) not in sums and len(cut) == len(whole):
@@ -298,13 +301,10 @@ class Executor:
         for message, incoming in live.messages:
             edge = self._program.edges[message.edge]
             tree = element_of(live.output, edge.element, stage.module)
-            low, high = message.start - start, message.stop - start
-            part = slice_samples(tree, low, high)
-            row = int(tree.lengths[:low].sum()) if hasattr(tree, "lengths") else low
-            add(tree, part, row, incoming.wait(part))
+            add(tree, message.start - start, message.stop - start, incoming.wait)
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
-            add(tree, slice_samples(tree, low - start, high - start), low - start, [grad])
+            add(tree, low - start, high - start, lambda _, grad=grad: [grad])
         return list(sums.values())
 
     def _message(self, message: Message) -> None:

@@ -100,6 +100,19 @@ def float_leaves(tree: Any) -> Iterator[Tensor]:
             yield from float_leaves(item)
 
 
+def float_rows(tree: Any, start: int) -> Iterator[int]:
+    """The row at which sample ``start`` begins in each of :func:`float_leaves`."""
+    if isinstance(tree, Ragged):
+        if tree.values.is_floating_point():
+            yield int(tree.lengths[:start].sum())
+    elif isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield start
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from float_rows(item, start)
+
+
 class Outbox:
     """Sends under way; tensors are kept until their send is over."""
 

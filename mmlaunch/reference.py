@@ -76,9 +76,8 @@ class Reference:
         total = torch.zeros((), dtype=torch.float64)
         for loss in self._program.losses:
             if loss.task == task:
-                self._seeds.enter(step, f"losses.{loss.name}", 0, 0)
                 value = self._cross if loss.sync_batch is not None else self._per_sample
-                total = total + loss.weight * value(loss, data, outputs)
+                total = total + loss.weight * value(loss, data, outputs, step)
         return total
 
     def _run_stage(
@@ -113,7 +112,9 @@ class Reference:
             return element_of(outputs[edge.producer], edge.element, "module")
         return None if source.field is None else data[source.field]
 
-    def _cross(self, loss: Loss, data: Mapping[str, Any], outputs: Mapping[int, Any]) -> Tensor:
+    def _cross(
+        self, loss: Loss, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
+    ) -> Tensor:
         """Mean over the sync batches."""
         size = loss.sync_batch or 1
         batch = self._program.batches[loss.task]
@@ -125,11 +126,12 @@ class Reference:
                 if item.stage is not None:
                     tree = element_of(outputs[item.stage], item.element, "module")
                 arguments.append(slice_samples(tree, start, start + size))
+            self._seeds.enter(step, f"losses.{loss.name}", 0, start)
             values.append(self.losses[loss.name](*arguments))
         return torch.stack(values).mean()
 
     def _per_sample(
-        self, loss: Loss, data: Mapping[str, Any], outputs: Mapping[int, Any]
+        self, loss: Loss, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
     ) -> Tensor:
         """Mean over the batch, or the sum over the batch by its count."""
         arguments = [
@@ -139,6 +141,7 @@ class Reference:
             for source in loss.host_inputs
         ]
         module: Any = self.losses[loss.name]
+        self._seeds.enter(step, f"losses.{loss.name}", 0, 0)
         value = cast(Tensor, module(*arguments))
         if not hasattr(module, "count"):
             return value

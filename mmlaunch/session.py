@@ -408,6 +408,8 @@ class Session:
         for owner in dict.fromkeys(stage.owner for stage in self.program.stages):
             module = build_owner(self.workload, owner, self.folder, trains)
             modules[owner] = _filled(module, weights, owner)
+        for stage in self.program.stages:
+            modules[stage.module] = modules[stage.owner]
         for name in dict.fromkeys(loss.name for loss in self.program.losses):
             loss = build_loss(self.workload, name, self.folder)
             modules[f"losses.{name}"] = _filled(loss, weights, f"losses.{name}")

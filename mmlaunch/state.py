@@ -23,6 +23,7 @@ from mmplan.program.model import Program
 
 _WEIGHT = "param"
 _OPTIMIZER = "optim."
+_NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +74,11 @@ class LocalState:
                 continue
             found.append(_entry(name, _WEIGHT, tensor.detach(), place))
             for key, value in self._optimizer_state(optimizer, name).items():
-                if isinstance(value, Tensor) and value.shape == tensor.shape:
+                if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
                     found.append(_entry(name, _OPTIMIZER + key, value, place))
                 elif value is not None:
-                    scalar = torch.as_tensor(value).reshape(1)
-                    alone = _Place(full_shape=(1,), boxes=(whole((1,)),), dim=0, writes=True)
-                    found.append(_entry(name, _OPTIMIZER + key, scalar, alone))
+                    alone = _Place(full_shape=(), boxes=(whole(()),), dim=0, writes=True)
+                    found.append(_entry(name, _OPTIMIZER + key, torch.as_tensor(value), alone))
         return found
 
     def _optimizer_state(
@@ -109,17 +109,12 @@ class LocalState:
             if not kind.startswith(_OPTIMIZER):
                 continue
             key = kind.removeprefix(_OPTIMIZER)
-            shape = checkpoint.full_shape(name, kind)
-            if shape == place.full_shape and shape != (1,):
+            if checkpoint.full_shape(name, kind):
                 value = _read(checkpoint, name, kind, place, parameter.dtype)
-                optimizer.state[parameter][key] = value.to(parameter.device)
             else:
-                # A step count, or the state of a parameter with one element.
+                # A step count, which torch keeps on the CPU, or of a parameter that is a scalar.
                 value = checkpoint.load_whole(name, kind)
-                alike = parameter.numel() == 1 and parameter.dim() == 1 and key != "step"
-                optimizer.state[parameter][key] = (
-                    value.to(parameter.device) if alike else value.reshape(())
-                )
+            optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
 
     def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
         """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
@@ -245,8 +240,8 @@ def _holder(
             and stage.blocks[0] <= block < stage.blocks[1]
         ):
             return place[1], stage.tp, writers[first, block, place[1]]
-    # A tied parameter saved under the name of a block that lies on another rank.
-    return 0, 1, min(w for (owner, _, _), w in writers.items() if owner == first)
+    # A tied parameter saved under the name of a block on another rank, which writes it.
+    return 0, 1, _NOBODY
 
 
 def _place(

@@ -85,7 +85,11 @@ def planned_step(session: Session) -> LocalGradients:
             owner, block = name.split(".")[:2]
             if owner == stage.owner and stage.blocks[0] <= int(block) < stage.blocks[1]:
                 places[name] = (shard, place[1], stage.tp)
-    gradients = {name: grad.cpu() for name, grad in session.gradients().items()}
+    # A gradient that never came counts as zero: its parameter would stay as it is on this rank.
+    gradients = {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu()
+        for name, p in session.model.trained()
+    }
     return LocalGradients(rank=session.rank, loss=loss, gradients=gradients, shards=places)
 
 

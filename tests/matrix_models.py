@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from mmplan.ragged import Ragged
+
 WIDTH = 8
 
 
 class Block(nn.Module):
-    """Two Linears that tensor parallelism can cut."""
+    """Two Linears that tensor parallelism can cut; inputs add up, absent ones are None."""
 
     tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
 
@@ -23,8 +25,9 @@ class Block(nn.Module):
         self.down = nn.Linear(width, outputs)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        x = sum(inputs[1:], inputs[0])
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        present = [item for item in inputs if item is not None]
+        x = sum(present[1:], present[0])
         return self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
@@ -51,6 +54,54 @@ def tied(blocks: int) -> nn.Sequential:
     items = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)]
     items[-1][0].weight = items[0][0].weight
     return nn.Sequential(*items)
+
+
+class RaggedBlock(nn.Module):
+    """Takes and returns (Ragged, mean row per sample); the first one takes Ragged alone."""
+
+    tp_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Ragged | tuple[Ragged, Tensor]) -> tuple[Ragged, Tensor]:
+        rows = x if isinstance(x, Ragged) else x[0]
+        new = Ragged(rows.values + self.down(torch.tanh(self.up(rows.values))), rows.lengths)
+        means = mean_rows(new)
+        return new, means if isinstance(x, Ragged) else means + x[1]
+
+
+class Reader(nn.Module):
+    """Takes the output of a :class:`RaggedBlock` and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.mean = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: tuple[Ragged, Tensor], other: Tensor) -> Tensor:
+        rows, mean = x
+        read = Ragged(torch.tanh(self.rows(rows.values)), rows.lengths)
+        return mean_rows(read) + self.mean(mean) + other
+
+
+def mean_rows(x: Ragged) -> Tensor:
+    """[batch, width]; zeros for a sample without rows."""
+    sample = torch.searchsorted(
+        x.lengths.cumsum(0), torch.arange(len(x.values), device=x.values.device), right=True
+    )
+    sums = torch.zeros((len(x.lengths), x.values.shape[1]), dtype=x.values.dtype)
+    return sums.index_add(0, sample, x.values) / x.lengths.clamp(min=1).unsqueeze(1)
+
+
+def ragged(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(RaggedBlock() for _ in range(blocks)))
+
+
+def reader(blocks: int) -> nn.Sequential:
+    return nn.Sequential(
+        Reader(), *(Block(WIDTH, 2 * WIDTH, WIDTH, 0.0) for _ in range(blocks - 1))
+    )
 
 
 class Contrastive(nn.Module):
@@ -103,9 +154,15 @@ class Samples(Dataset):
         self.values["target"] = torch.randn(length, generator=generator, dtype=torch.float64)
         counts = torch.randint(0, WIDTH + 1, (length, 1), generator=generator)
         self.values["mask"] = (torch.arange(WIDTH) < counts).to(torch.float64)
+        # Every fifth sample has no row at all.
+        self.rows = [
+            torch.randn(index % 5, WIDTH, generator=generator, dtype=torch.float64)
+            for index in range(length)
+        ]
 
     def __len__(self) -> int:
         return len(self.values["a"])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {name: value[index] for name, value in self.values.items()}
+        rows = Ragged(self.rows[index], torch.tensor([len(self.rows[index])]))
+        return {"rows": rows, **{name: value[index] for name, value in self.values.items()}}

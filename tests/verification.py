@@ -28,14 +28,19 @@ def make_workload(
     precision: str = "fp64",
     args: dict[str, dict[str, Any]] | None = None,
     factories: dict[str, str] | None = None,
+    train: dict[str, Any] | None = None,
+    task_weights: dict[str, float] | None = None,
 ) -> Workload:
     """The workload that a test's units and losses stand for."""
     modules = {
         unit.module: {
             "factory": f"{MODELS}:{(factories or {}).get(unit.module, 'tower')}",
-            "args": {"blocks": unit.blocks, **(args or {}).get(unit.module, {})},
+            "args": {
+                "blocks": max(u.blocks for u in units if u.module == unit.module),
+                **(args or {}).get(unit.module, {}),
+            },
             "inputs": list(unit.inputs),
-            "frozen": unit.frozen if isinstance(unit.frozen, bool) else list(unit.frozen),
+            "frozen": _frozen(unit),
             "share": unit.share,
         }
         for unit in units
@@ -57,10 +62,35 @@ def make_workload(
             "batch": batch,
             "modules": modules,
             "losses": spelled,
+            "tasks": _tasks(units, losses, task_weights or {}),
             "data": {"factory": f"{MODELS}:Samples", "args": {"length": 2 * batch}},
-            "train": {"precision": precision, "seed": 3},
+            "train": {"precision": precision, "seed": 3, **(train or {})},
         }
     )
+
+
+def _frozen(unit: UnitSpec) -> bool | list[tuple[int, int]]:
+    return unit.frozen if isinstance(unit.frozen, bool) else list(unit.frozen)
+
+
+def _tasks(
+    units: list[UnitSpec], losses: list[LossSpec], weights: dict[str, float]
+) -> dict[str, Any]:
+    """The workload's tasks; none where all units are in the default one."""
+    names = dict.fromkeys(unit.task for unit in units)
+    if list(names) == ["default"]:
+        return {}
+    return {
+        name: {
+            "modules": list(dict.fromkeys(u.module for u in units if u.task == name)),
+            "losses": [loss.name for loss in losses if loss.task == name],
+            "inputs": {u.module: list(u.inputs) for u in units if u.task == name}
+            | {loss.name: list(loss.inputs) for loss in losses if loss.task == name},
+            "frozen": {u.module: _frozen(u) for u in units if u.task == name},
+            "weight": weights.get(name, 1.0),
+        }
+        for name in names
+    }
 
 
 def verify_in_process(
@@ -83,5 +113,5 @@ def verify_units(
     units: list[UnitSpec], losses: list[LossSpec], *, batch: int, **options: Any
 ) -> Verdict:
     """Plan and verify in one call."""
-    plan = make_plan(*units, losses=losses, batch=batch)
+    plan = make_plan(*units, losses=losses, batch=batch, task_weights=options.get("task_weights"))
     return verify_in_process(plan, make_workload(units, losses, batch=batch, **options))
