@@ -8,7 +8,7 @@ and losses.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -82,9 +82,9 @@ class Simulation:
         flops: useful work of the step.
     """
 
-    program: Program
-    costs: Costs
-    clocks: Clocks
+    program: Program = field(repr=False)
+    costs: Costs = field(repr=False)
+    clocks: Clocks = field(repr=False)
     iteration_s: float
     busy_s: tuple[float, ...]
     communication_s: tuple[float, ...]

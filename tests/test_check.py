@@ -22,6 +22,7 @@ from mmplan.program.replay import no_durations, replay
 from mmplan.program.text import format_program, parse_program_rows
 from mmplan.program.wiring import wire
 from mmplan.schema.plan import Plan
+from tests.naive import NaiveRun, WrongStepError
 from tests.programs import loss, make_plan, plans, unit
 
 Row = tuple[Instruction, ...]
@@ -90,6 +91,7 @@ def program_of(name: str) -> Program:
 @pytest.mark.parametrize("name", PLANS)
 def test_compiled_programs_have_no_fault(name: str) -> None:
     assert check_program(program_of(name)) == []
+    NaiveRun(program_of(name)).run()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -352,6 +354,71 @@ def test_every_kind_of_fault_can_be_planted() -> None:
     for kind, plant in PLANTS.items():
         planted = [plant(program_of(name), lambda n: n // 2) for name in PLANS]
         assert any(p is not None for p in planted), kind
+
+
+# --- any edit at all --------------------------------------------------------------------
+
+
+def _edited(row: Row, draw: Callable[[int], int]) -> Row:
+    """A row after one random edit."""
+    items = list(row)
+    i, j = draw(len(items)), draw(len(items))
+    match draw(5):
+        case 0:
+            del items[i]
+        case 1:
+            items.insert(j, items[i])
+        case 2:
+            items.insert(j, items.pop(i))
+        case 3:
+            items[i], items[j] = items[j], items[i]
+        case _:
+            items[i] = _altered(items[i], draw)
+    return tuple(items)
+
+
+def _altered(item: Instruction, draw: Callable[[int], int]) -> Instruction:
+    """An instruction with one of its numbers changed by one."""
+    names = [name for name in getattr(item, "__slots__", ()) if name != "op"]
+    if not names:
+        return item
+    name = names[draw(len(names))]
+    return replace(item, **{name: max(0, getattr(item, name) + (1, -1)[draw(2)])})
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_passes_the_check_computes_the_step(data: st.DataObject) -> None:
+    """Edited at random; an interpreter that counts sample by sample is the judge."""
+    program = program_of(data.draw(st.sampled_from(list(PLANS))))
+
+    def draw(n: int) -> int:
+        return data.draw(st.integers(0, n - 1))
+
+    rank = draw(program.num_ranks)
+    row = program.instructions[rank]
+    for _ in range(1 + draw(3)):
+        row = _edited(row, draw) if row else row
+    edited = _with_rows(program, {rank: row})
+    if not check_program(edited):
+        NaiveRun(edited).run()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_the_interval_proof_agrees_with_counting_samples(data: st.DataObject) -> None:
+    """Silent faults of every kind: both interpreters give the same verdict."""
+    program = program_of(data.draw(st.sampled_from(list(PLANS))))
+    plant = PLANTS[data.draw(st.sampled_from(SILENT))]
+    planted = plant(program, lambda n: data.draw(st.integers(0, n - 1)))
+    if planted is None:
+        return
+    try:
+        NaiveRun(planted).run()
+    except WrongStepError:
+        assert prove(planted)
+    else:
+        assert prove(planted) == []
 
 
 # --- what the faults say ----------------------------------------------------------------
