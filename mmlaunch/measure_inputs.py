@@ -48,6 +48,10 @@ class Inputs:
         """Whether a module is fed by another one, so that its inputs' gradients are wanted."""
         return any(source.module for source in self._tasks[task].inputs[module])
 
+    def only_features(self, task: str, loss: str) -> bool:
+        """Whether a loss takes outputs of modules and no data."""
+        return all(source.module for source in self._tasks[task].loss_inputs[loss])
+
     def of_module(self, task: str, module: str, size: int, repeat: int = 0) -> tuple[Any, ...]:
         """Inputs of a module's first block: ``size`` samples, others for each repeat."""
         return self._args(self._tasks[task], self._tasks[task].inputs[module], size, repeat)

@@ -1,8 +1,9 @@
-"""Seconds of messages and collectives between this job's processes."""
+"""This job's processes among each other: groups, and seconds of messages and collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,13 @@ def measure_link(
 
     Args:
         operation: "p2p" (process 0 to 1, half of there and back), "all_reduce" (of
-            ``num_bytes`` on each) or "all_gather" (leaves ``num_bytes`` on each).
+            ``num_bytes`` on each), "all_gather" (leaves ``num_bytes`` on each), or "copy"
+            (on the one device of a job without links).
         num_bytes: the size.
         device: where the tensors lie.
         repeat_s: seconds to spend, about.
     """
-    world = dist.get_world_size()
+    world = 1 if operation == "copy" else dist.get_world_size()
     watch = Stopwatch(device=device, peers=Peers(world, device), repeat_s=repeat_s)
     tensor = torch.zeros(max(1, num_bytes // 4), device=device)
     part = torch.zeros(max(1, num_bytes // 4 // world), device=device)
@@ -31,7 +33,9 @@ def measure_link(
 
     def step(_: int) -> Sequence[float]:
         started = watch.now()
-        if operation == "all_reduce":
+        if operation == "copy":
+            tensor.clone()
+        elif operation == "all_reduce":
             dist.all_reduce(tensor)
         elif operation == "all_gather":
             dist.all_gather(parts, part)
@@ -60,3 +64,34 @@ def _there_and_back(tensor: Tensor) -> None:
     else:
         dist.recv(tensor, peer)
         dist.send(tensor, peer)
+
+
+class GroupComm:
+    """Sums tensors over the processes of one tensor-parallel group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by the group's sum."""
+        dist.all_reduce(tensor, group=self._group)
+
+
+class NoComm:
+    """For shapes on the meta device, which need no sums."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Nothing to sum."""
+
+
+def tensor_parallel_groups(processes: int, rank: int) -> dict[int, GroupComm]:
+    """This rank's group of each degree that divides the processes; made in one order by all."""
+    mine: dict[int, GroupComm] = {}
+    for tp in range(2, processes + 1):
+        if processes % tp:
+            continue
+        for first in range(0, processes, tp):
+            group = dist.new_group(list(range(first, first + tp)))
+            if first <= rank < first + tp:
+                mine[tp] = GroupComm(group)
+    return mine

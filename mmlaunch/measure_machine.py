@@ -28,9 +28,10 @@ def measure_machine(
         "name": _device_name(device),
         "memory_bytes": _memory_bytes(device, processes),
         "peak_flops": _peak_flops(device, precision, watch),
-        "cores": _num_cores(),
+        "cores": num_cores(),
         "processor": _processor(device),
         "torch": torch.__version__,
+        "clock": "processor time" if watch.compute_clock is not watch.now else "wall time",
         "threads": torch.get_num_threads(),
     }
 
@@ -43,10 +44,12 @@ def _peak_flops(device: torch.device, precision: str, watch: Stopwatch) -> float
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
 
+    clock = watch.compute_clock
+
     def step(_: int) -> Sequence[float]:
-        started = watch.now()
+        started = clock()
         torch.mm(a, b, out=out)
-        return (watch.now() - started,)
+        return (clock() - started,)
 
     return 2 * size**3 / watch.time(step)[0].median_s
 
@@ -67,7 +70,8 @@ def _processor(device: torch.device) -> str:
     return models[0] if models else platform.machine()
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch.measure_inputs import (
@@ -21,8 +20,8 @@ from mmlaunch.measure_inputs import (
     float_outputs,
     leaves,
 )
-from mmlaunch.measure_links import measure_link
-from mmlaunch.measure_machine import measure_machine
+from mmlaunch.measure_links import NoComm, measure_link, tensor_parallel_groups
+from mmlaunch.measure_machine import measure_machine, num_cores
 from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.tp import block_plan, shard_block
 from mmplan.errors import InvalidInputError
@@ -30,6 +29,7 @@ from mmplan.schema.factories import build_loss, build_module, tied_parameters
 from mmplan.schema.workload import Workload
 
 Json = dict[str, Any]
+Clock = Callable[[], float]
 
 
 class Measurer:
@@ -47,9 +47,12 @@ class Measurer:
         self._folder = Path(job["folder"])
         self._takes_part = rank < job["processes"]
         self._watch = Stopwatch(
-            device=device, peers=Peers(job["processes"], device), repeat_s=job["repeat_s"]
+            device=device,
+            peers=Peers(job["processes"], device),
+            repeat_s=job["repeat_s"],
+            own_core=job["processes"] <= num_cores(),
         )
-        self._groups = _tensor_parallel_groups(job["processes"], rank)
+        self._groups = tensor_parallel_groups(job["processes"], rank)
         self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
         self._built: tuple[tuple[str, int], nn.Sequential] | None = None
         # Seconds per sample of what was measured, to foresee points that would take too long.
@@ -135,7 +138,7 @@ class Measurer:
             ties = tied_parameters(module)
             for index, block in enumerate(module):
                 where = f"{name}.{index}"
-                cut = shard_block(block, index=0, count=tp, comm=_NoComm(), where=where)
+                cut = shard_block(block, index=0, count=tp, comm=NoComm(), where=where)
                 tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
                 if tied:
                     return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
@@ -184,15 +187,17 @@ class Measurer:
     def _block_seconds(self, module: nn.Sequential, args: tuple[Any, ...]) -> list[Timing]:
         """Forward and backward together of every block by itself."""
 
+        clock = self._watch.compute_clock
+
         def step(_: int) -> Sequence[float]:
             seconds: list[float] = []
             value = args
             for block in module:
-                started = self._watch.now()
+                started = clock()
                 with self._autocast():
                     out = block(*value)
-                forward_s = self._watch.now() - started
-                seconds.append(forward_s + self._timed_backward(out))
+                forward_s = clock() - started
+                seconds.append(forward_s + _timed_backward(out, clock))
                 value = (leaves(out),)
             return seconds
 
@@ -209,8 +214,10 @@ class Measurer:
         blocks = list(self._build(name, tp=tp))[:num_blocks]
         started = time.perf_counter()
         held = self._held_bytes(blocks, self._inputs.of_module(task, name, size))
-        forward, backward = self._forward_backward(blocks, task, name, size)
-        inputs = self._backward_input(blocks, task, name, size)
+        # Waiting for the others of a tensor-parallel group takes no processor time.
+        clock = self._watch.now if tp > 1 else self._watch.compute_clock
+        forward, backward = self._forward_backward(blocks, task, name, size, clock)
+        inputs = self._backward_input(blocks, task, name, size, clock)
         self._seconds[key] = (forward.median_s + backward.median_s) / size
         return {
             "forward_s": forward.median_s,
@@ -238,20 +245,20 @@ class Measurer:
             return float(counted.add(_tensors(out)))
 
     def _forward_backward(
-        self, blocks: list[nn.Module], task: str, name: str, size: int
+        self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
     ) -> list[Timing]:
         def step(repeat: int) -> Sequence[float]:
             args = self._inputs.of_module(task, name, size, repeat)
-            started = self._watch.now()
+            started = clock()
             with self._autocast():
                 out = call_blocks(blocks, args)
-            forward_s = self._watch.now() - started
-            return forward_s, self._timed_backward(out)
+            forward_s = clock() - started
+            return forward_s, _timed_backward(out, clock)
 
         return self._watch.time(step)
 
     def _backward_input(
-        self, blocks: list[nn.Module], task: str, name: str, size: int
+        self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
     ) -> Json | None:
         """Backward that stops at inputs: of all blocks, or of those after the first.
 
@@ -271,7 +278,7 @@ class Measurer:
                 if first:
                     args = (leaves(blocks[0](*args)),)
                 out = call_blocks(blocks[first:], args)
-            return (self._timed_backward(out),)
+            return (_timed_backward(out, clock),)
 
         try:
             timing = self._watch.time(step)[0]
@@ -279,14 +286,6 @@ class Measurer:
             for parameter in trained:
                 parameter.requires_grad_(True)
         return {"seconds": timing.median_s, "first_block": first}
-
-    def _timed_backward(self, out: Any) -> float:
-        outs = float_outputs(out)
-        grads = [torch.ones_like(o) for o in outs]
-        started = self._watch.now()
-        if outs:
-            torch.autograd.backward(outs, grads)
-        return self._watch.now() - started
 
     def _build(self, name: str, *, tp: int) -> nn.Sequential:
         """A module on this device, cut for tensor parallelism; the last one is kept."""
@@ -313,51 +312,32 @@ class Measurer:
             value = checked_loss(name, loss, args)
             held_bytes = held.add([value])
 
+        clock = self._watch.compute_clock
+
         def step(_: int) -> Sequence[float]:
-            started = self._watch.now()
+            started = clock()
             with self._autocast():
                 value = loss(*args)
-            forward_s = self._watch.now() - started
-            return forward_s, self._timed_backward(value)
+            forward_s = clock() - started
+            return forward_s, _timed_backward(value, clock)
 
         forward, backward = self._watch.time(step)
         return {
             "forward_s": forward.median_s,
             "backward_s": backward.median_s,
             "activation_bytes": held_bytes,
-            "sharded": hasattr(loss, "sharded"),
+            # As in a run: features alone can be shared out, data fields are not.
+            "sharded": hasattr(loss, "sharded") and self._inputs.only_features(task, name),
         }
 
 
-class _GroupComm:
-    """Sums tensors over the processes of one tensor-parallel group."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replace the tensor by the group's sum."""
-        dist.all_reduce(tensor, group=self._group)
-
-
-class _NoComm:
-    """For shapes on the meta device, which need no sums."""
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Nothing to sum."""
-
-
-def _tensor_parallel_groups(processes: int, rank: int) -> dict[int, _GroupComm]:
-    """This rank's group of each degree that divides the processes; made in one order by all."""
-    mine: dict[int, _GroupComm] = {}
-    for tp in range(2, processes + 1):
-        if processes % tp:
-            continue
-        for first in range(0, processes, tp):
-            group = dist.new_group(list(range(first, first + tp)))
-            if first <= rank < first + tp:
-                mine[tp] = _GroupComm(group)
-    return mine
+def _timed_backward(out: Any, clock: Clock) -> float:
+    outs = float_outputs(out)
+    grads = [torch.ones_like(o) for o in outs]
+    started = clock()
+    if outs:
+        torch.autograd.backward(outs, grads)
+    return clock() - started
 
 
 def _as_json(timing: Timing) -> Json:

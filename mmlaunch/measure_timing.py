@@ -69,10 +69,16 @@ class Stopwatch:
         device: waited for before every reading of the clock.
         peers: start together and repeat equally often.
         repeat_s: seconds to spend on the repeats of a step, about.
+        own_core: whether every process has a core for itself. Then processor time is what
+            computing takes when nothing else runs, which also holds on a busy machine.
     """
 
-    def __init__(self, *, device: torch.device, peers: Peers, repeat_s: float) -> None:
+    def __init__(
+        self, *, device: torch.device, peers: Peers, repeat_s: float, own_core: bool = False
+    ) -> None:
         self.peers = peers
+        alone = own_core and device.type == "cpu" and torch.get_num_threads() == 1
+        self.compute_clock: Callable[[], float] = time.thread_time if alone else self.now
         self._is_cuda = device.type == "cuda"
         self._repeat_s = repeat_s
 

@@ -1,0 +1,86 @@
+"""This machine as a cluster of one node, and what is written down about measuring on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from mmplan.fit import fit_curve
+from mmplan.profiling.worker import Found, Json, Setting
+from mmplan.schema.cluster import Cluster, CollectiveLinks, Device, Link, Links
+
+
+def measured_cluster(setting: Setting, machine: Json, found: Found) -> Cluster:
+    """This machine as a cluster of one node."""
+    cpu = setting.device == "cpu"
+    lone = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in found)
+    world = max(2, setting.processes)
+    ring = {"all_reduce": 2 * (world - 1) / world, "all_gather": (world - 1) / world}
+    collectives = CollectiveLinks(
+        **{name: _link(found, name, share) for name, share in ring.items() if not lone}
+    )
+    return Cluster(
+        name=f"cpu-{machine['cores']}" if cpu else f"this-machine-{setting.processes}",
+        nodes=1,
+        devices_per_node=setting.processes,
+        device=Device(
+            name=machine["name"],
+            memory_bytes=machine["memory_bytes"],
+            peak_flops=machine["peak_flops"],
+            type="cpu" if cpu else "cuda",
+        ),
+        links=Links(
+            intra_node=_link(found, "copy" if lone else "p2p", 1.0),
+            intra_node_collectives=None if lone else collectives,
+        ),
+    )
+
+
+def _link(found: Found, operation: str, share: float) -> Link:
+    """Latency and bandwidth through the sizes; ``share`` of the bytes crosses each link."""
+    sizes = [
+        (p["bytes"] * share, r["seconds"])
+        for p, r in found
+        if p["kind"] == "link" and p["operation"] == operation
+    ]
+    curve = fit_curve([b for b, _ in sizes], [s for _, s in sizes], knots_max=0)
+    # Noise can hide the slope: then the largest transfer bounds the bandwidth.
+    largest_bytes, largest_s = max(sizes)
+    slope = curve.slopes[0] if curve.slopes[0] > 0 else largest_s / largest_bytes
+    return Link(latency_s=curve.alpha, bandwidth_bytes_per_s=1.0 / slope)
+
+
+def provenance(
+    setting: Setting,
+    machine: Json,
+    described: Mapping[str, Json],
+    found: Found,
+) -> dict[str, Any]:
+    """Where, how and with what the numbers were measured, and what was left out."""
+    crowded = setting.device == "cpu" and setting.processes > machine["cores"]
+    busy = "more processes than cores" if crowded else "every process with a core of its own"
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": setting.device,
+        "processor": machine["processor"],
+        "cores": machine["cores"],
+        "processes": setting.processes,
+        "threads": machine["threads"],
+        "conditions": f"all processes busy at the same time, {busy}",
+        "precision": setting.workload["train"]["precision"],
+        "torch": machine["torch"],
+        "clock": machine["clock"],
+        "repeat_s": setting.repeat_s,
+        "samples": setting.pool,
+        "tp_left_out": {
+            f"{name} tp {tp}": reason
+            for name, module in described.items()
+            for tp, reason in module["refused"].items()
+        },
+        "points_left_out": [
+            {key: value for key, value in point.items() if key != "kind"} | result
+            for point, result in found
+            if "skipped" in result
+        ],
+    }

@@ -1,0 +1,337 @@
+"""A profile from measurements on this machine: which points, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mmplan.errors import InvalidInputError, RunFailedError
+from mmplan.fit import fit_profile
+from mmplan.profiling.grid import design, microbatch_sizes
+from mmplan.profiling.machine import measured_cluster, provenance
+from mmplan.profiling.worker import Found, Json, Progress, Setting, State, measure_points
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
+from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
+
+DeviceType = Literal["cpu", "cuda"]
+
+LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)
+# More samples than this only repeat what the first ones show.
+_MOST_SAMPLES = 256
+# Blocks are timed at a small micro-batch: their shares hardly depend on it.
+_SHAPE_MICROBATCH = 8
+# Half-width of the middle half over the median, above which block times say less than FLOPs.
+_NOISY = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """One task's use of a module that differs from those before it."""
+
+    task: str
+    module: str
+    first: bool
+
+
+def measure_profile(
+    path: Path,
+    *,
+    cluster: Cluster | None = None,
+    device: DeviceType | None = None,
+    num_processes: int | None = None,
+    progress: Progress | None = None,
+    state_path: Path,
+    quick: bool = False,
+) -> Profile:
+    """Measure a workload's modules, losses and links on this machine's devices.
+
+    Args:
+        path: the workload file.
+        cluster: devices and links to plan for; measured as well when absent.
+        device: default: cuda where there is one.
+        num_processes: that measure at the same time; default: every GPU, or two
+            processes on a CPU with two cores.
+        progress: called after every point.
+        state_path: where finished points are kept until the profile is done; the caller
+            removes it.
+        quick: fewer points and repeats.
+
+    Returns:
+        A fitted profile with source "measured".
+
+    Raises:
+        InvalidInputError: the workload, its code or its data is wrong, or the cluster's
+            devices are not this machine's.
+        UnfitEnvironmentError: the device cannot be used.
+        RunFailedError: a process died, or not even the smallest micro-batch could be run.
+    """
+    workload = load_workload(path)
+    chosen, processes = _choose(device, num_processes)
+    _check_cluster(cluster, chosen)
+    setting = Setting(
+        workload=workload.model_dump(mode="json", exclude_none=True),
+        folder=path.parent.resolve(),
+        device=chosen,
+        processes=processes,
+        repeat_s=0.04 if quick else 0.1,
+        max_point_s=2.0 if quick else 20.0,
+        pool=min(_MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
+    )
+    state = State(state_path)
+    uses = list(_uses(workload))
+    described = _describe(setting, workload, uses, state)
+    points = _design(workload, uses, described, setting, cluster is None, quick)
+    results = measure_points(setting, points, state, progress=progress)
+    found = list(zip(points, results, strict=True))
+    profile = _assemble(workload, uses, described, setting, found, cluster)
+    return profile.model_copy(update={"fits": fit_profile(profile)})
+
+
+def _choose(device: DeviceType | None, num_processes: int | None) -> tuple[DeviceType, int]:
+    if num_processes is not None and num_processes < 1:
+        raise InvalidInputError(f"--nproc {num_processes}", hint="at least one process")
+    import torch
+
+    chosen: DeviceType = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cuda":
+        return chosen, num_processes or max(1, torch.cuda.device_count())
+    return chosen, num_processes or min(2, num_cores())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_cluster(cluster: Cluster | None, device: DeviceType) -> None:
+    if cluster is not None and cluster.device.is_cpu != (device == "cpu"):
+        raise InvalidInputError(
+            f"cluster {cluster.name} has devices {cluster.device.name}, this machine would "
+            f"measure on {device}",
+            hint="profile on one of its nodes, or without devices: --analytic",
+        )
+
+
+# --- what to measure -------------------------------------------------------------------
+
+
+def _uses(workload: Workload) -> Iterator[_Use]:
+    """Every module as its first task uses it, and as each other task that differs does."""
+    seen: dict[str, list[Any]] = {}
+    for name, task in resolve_tasks(workload).items():
+        for module in task.modules:
+            before = seen.setdefault(module, [])
+            signature = _signature(task, module)
+            if signature not in before:
+                yield _Use(task=name, module=module, first=not before)
+                before.append(signature)
+
+
+def _signature(task: TaskView, module: str) -> Any:
+    """Equal for tasks that feed a module alike: same batch, data, and ways to it."""
+    inputs = [
+        (source.field, source.element, source.module and _signature(task, source.module))
+        for source in task.inputs[module]
+    ]
+    return task.batch, task.data, module, inputs
+
+
+def _describe(
+    setting: Setting, workload: Workload, uses: Sequence[_Use], state: State
+) -> dict[str, Json]:
+    """Blocks, parameters and possible tp of every module, from shapes, in one process."""
+    degrees = [tp for tp in range(2, setting.processes + 1) if setting.processes % tp == 0]
+    points: list[Json] = []
+    for module in dict.fromkeys(use.module for use in uses):
+        pins = workload.modules[module].plan
+        tps = [tp for tp in degrees if pins.allows("tp", tp)]
+        points.append({"kind": "describe", "module": module, "tps": tps})
+    results = measure_points(setting, points, state, processes=1)
+    return {p["module"]: result for p, result in zip(points, results, strict=True)}
+
+
+def _design(
+    workload: Workload,
+    uses: Sequence[_Use],
+    described: Mapping[str, Json],
+    setting: Setting,
+    with_links: bool,
+    quick: bool,
+) -> list[Json]:
+    points: list[Json] = [{"kind": "machine"}]
+    for use in uses:
+        points += _module_points(workload, use, described[use.module], quick)
+    for task in resolve_tasks(workload).values():
+        for loss in task.loss_inputs:
+            if not any(p["kind"] == "loss" and p["loss"] == loss for p in points):
+                points += _loss_points(task, loss)
+    if with_links:
+        points += _link_points(setting)
+    return points
+
+
+def _module_points(workload: Workload, use: _Use, module: Json, quick: bool) -> Iterator[Json]:
+    batch = resolve_tasks(workload)[use.task].batch
+    pinned = workload.modules[use.module].plan.microbatch
+    if pinned is not None:
+        batch = min(batch, max((pinned,) if isinstance(pinned, int) else pinned))
+    base: Json = {"task": use.task, "module": use.module}
+    yield base | {"kind": "shape", "microbatch": min(_SHAPE_MICROBATCH, batch)}
+    for request in design(module["blocks"], batch, module["tps"], quick=quick):
+        yield base | {
+            "kind": "module",
+            "tp": request.tp,
+            "microbatch": request.microbatch,
+            "blocks": request.blocks,
+        }
+
+
+def _loss_points(task: TaskView, loss: str) -> list[Json]:
+    largest = task.sync_batches.get(loss, task.batch)
+    return [
+        {"kind": "loss", "task": task.name, "loss": loss, "samples": size}
+        for size in microbatch_sizes(largest, quick=True)
+    ]
+
+
+def _link_points(setting: Setting) -> list[Json]:
+    lone = setting.device == "cuda" and setting.processes == 1
+    operations = ("copy",) if lone else ("p2p", "all_reduce", "all_gather")
+    return [
+        {"kind": "link", "operation": operation, "bytes": size}
+        for operation in operations
+        for size in LINK_BYTES
+    ]
+
+
+# --- what is made of it ----------------------------------------------------------------
+
+
+def _assemble(
+    workload: Workload,
+    uses: Sequence[_Use],
+    described: Mapping[str, Json],
+    setting: Setting,
+    found: Found,
+    cluster: Cluster | None,
+) -> Profile:
+    modules: dict[str, ModuleProfile] = {}
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    for use in uses:
+        own = _module_profile(use, described[use.module], found)
+        if use.first:
+            modules[use.module] = own
+        else:
+            changed = _difference(own, modules[use.module])
+            tasks.setdefault(use.task, {})[use.module] = changed
+    machine = next(result for point, result in found if point["kind"] == "machine")
+    return Profile(
+        name=workload.name,
+        source="measured",
+        cluster=cluster or measured_cluster(setting, machine, found),
+        modules=modules,
+        tasks=tasks,
+        losses=dict(_loss_profiles(found)),
+        provenance=provenance(setting, machine, described, found),
+    )
+
+
+def _module_profile(use: _Use, described: Json, found: Found) -> ModuleProfile:
+    mine = [(p, r) for p, r in found if (p.get("task"), p.get("module")) == (use.task, use.module)]
+    shape = next(result for point, result in mine if point["kind"] == "shape")
+    if "skipped" in shape:
+        raise _unable(use.module, shape)
+    blocks: list[Json] = shape["blocks"]
+    work = _block_work(blocks)
+    points = [
+        _point(point, result, work)
+        for point, result in mine
+        if point["kind"] == "module" and "skipped" not in result
+    ]
+    if not points:
+        raise _unable(use.module, next(r for p, r in mine if p["kind"] == "module"))
+    outputs = [block["output_bytes"] for block in blocks]
+    activations = [block["activation_bytes"] for block in blocks]
+    return ModuleProfile(
+        blocks=len(blocks),
+        block_work=tuple(work),
+        block_parameters=tuple(map(float, described["block_parameters"])),
+        block_activation_bytes=tuple(activations) if any(activations) else None,
+        block_boundary_bytes=tuple(outputs),
+        parameters=float(described["parameters"]),
+        flops_per_sample=sum(block["flops"] for block in blocks),
+        output_bytes_per_sample=outputs[-1],
+        boundary_bytes_per_sample=max(outputs[:-1], default=outputs[-1]),
+        points=tuple(points),
+    )
+
+
+def _unable(module: str, result: Json) -> RunFailedError:
+    return RunFailedError(
+        f"profiling: {module} could not be run at its smallest micro-batch: {result['skipped']}",
+        hint="profile it with tensor parallelism (--nproc), on a larger device, or --analytic",
+    )
+
+
+def _block_work(blocks: Sequence[Json]) -> list[float]:
+    """Seconds of each block; blocks of one kind get their mean, noisy times give way to FLOPs."""
+    noise = sorted(block["spread_s"] / max(block["seconds"], 1e-12) for block in blocks)
+    if noise[len(noise) // 2] > _NOISY and all(block["flops"] > 0 for block in blocks):
+        return [float(block["flops"]) for block in blocks]
+    alike: dict[tuple[int, float], list[float]] = {}
+    for block in blocks:
+        alike.setdefault((block["same_as"], block["flops"]), []).append(block["seconds"])
+    means = {kind: math.fsum(times) / len(times) for kind, times in alike.items()}
+    return [means[block["same_as"], block["flops"]] for block in blocks]
+
+
+def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
+    num = point["blocks"]
+    inputs = result["backward_input"]
+    backward_input_s: float | None = None
+    if inputs is not None:
+        # The gradient may have ended after the first block: scale it to all of them.
+        covered = math.fsum(work[inputs["first_block"] : num])
+        scaled_s = inputs["seconds"] * math.fsum(work[:num]) / covered if covered else math.inf
+        backward_input_s = min(scaled_s, result["backward_s"])
+    return Point(
+        tp=point["tp"],
+        microbatch=point["microbatch"],
+        blocks=num,
+        forward_s=result["forward_s"],
+        backward_s=result["backward_s"],
+        backward_input_s=backward_input_s,
+        activation_bytes=result["activation_bytes"],
+        forward_spread_s=result["forward_spread_s"],
+        backward_spread_s=result["backward_spread_s"],
+        repeats=result["repeats"],
+    )
+
+
+def _difference(own: ModuleProfile, base: ModuleProfile) -> dict[str, Any]:
+    """Fields in which a task's use of a module differs from the first task's."""
+    ours, theirs = own.model_dump(mode="json"), base.model_dump(mode="json")
+    return {key: value for key, value in ours.items() if value != theirs[key] and value is not None}
+
+
+def _loss_profiles(found: Found) -> Iterator[tuple[str, LossProfile]]:
+    measured = [(p, r) for p, r in found if p["kind"] == "loss" and "skipped" not in r]
+    for name in dict.fromkeys(point["loss"] for point, _ in measured):
+        results = [(p, r) for p, r in measured if p["loss"] == name]
+        points = tuple(
+            LossPoint(
+                samples=point["samples"],
+                forward_s=result["forward_s"],
+                backward_s=result["backward_s"],
+                activation_bytes=result["activation_bytes"],
+            )
+            for point, result in results
+        )
+        yield name, LossProfile(sharded=results[0][1]["sharded"], points=points)

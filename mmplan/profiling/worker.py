@@ -1,0 +1,215 @@
+"""Runs measuring jobs in processes of their own, and remembers what they finished.
+
+The worker (``python -m mmlaunch.measure``) loads the user's code and the devices; this
+side only sends points and reads one JSON line for each result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
+
+Json = dict[str, Any]
+Found = Sequence[tuple[Json, Json]]  # points and their results
+# Points done, all points, seconds left (None before the first), what was done last.
+Progress = Callable[[int, int, float | None, str], None]
+
+_ERRORS: Mapping[int, type[MMPlanError]] = {
+    kind.exit_code: kind for kind in (InvalidInputError, UnfitEnvironmentError)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all points of a profile have in common.
+
+    Attributes:
+        workload: the workload as plain data.
+        folder: the workload file's folder.
+        device: "cpu" or "cuda".
+        processes: that measure at the same time.
+        repeat_s: seconds to spend on each timing, about.
+        max_point_s: points whose single run would take longer are left out.
+        pool: samples to load.
+    """
+
+    workload: Json
+    folder: Path
+    device: str
+    processes: int
+    repeat_s: float
+    max_point_s: float
+    pool: int
+
+    def key(self, point: Json) -> str:
+        """Name of a point in the state file: the same only for the same measurement."""
+        same = (self.workload, str(self.folder), self.device, self.processes, self.repeat_s)
+        text = json.dumps([*same, self.max_point_s, self.pool, point], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def job(self, points: Sequence[Json], processes: int) -> Json:
+        """The worker's input."""
+        return {
+            "workload": self.workload,
+            "folder": str(self.folder),
+            "processes": processes,
+            # A link on one CPU needs a second process; a lone GPU has no second device.
+            "links": any(p["kind"] == "link" and p["operation"] != "copy" for p in points),
+            "repeat_s": self.repeat_s,
+            "max_point_s": self.max_point_s,
+            "pool": self.pool,
+            "points": list(points),
+        }
+
+
+class State:
+    """Finished points on disk, so that an interrupted profile goes on where it stopped.
+
+    Args:
+        path: JSON lines; a last line that is cut off is ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._results = dict(_read_lines(path))
+
+    def get(self, key: str) -> Json | None:
+        """A finished point's result."""
+        return self._results.get(key)
+
+    def add(self, key: str, result: Json) -> None:
+        """Write down a finished point.
+
+        Raises:
+            UnfitEnvironmentError: the file cannot be written.
+        """
+        self._results[key] = result
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                # The newline in front ends a line that a kill has cut off.
+                file.write("\n" + json.dumps({"key": key, "result": result}) + "\n")
+        except OSError as error:
+            raise UnfitEnvironmentError(
+                f"{self._path}: cannot be written: {error.strerror}",
+                hint="free some space or choose another folder with -o",
+            ) from None
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Json]]:
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+            yield entry["key"], entry["result"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+
+
+def measure_points(
+    setting: Setting,
+    points: Sequence[Json],
+    state: State,
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> list[Json]:
+    """Results of all points, in order; those that the state has are not measured again.
+
+    Raises:
+        InvalidInputError: a factory, the data or a block is wrong.
+        UnfitEnvironmentError: the device cannot be used.
+        RunFailedError: a process died; finished points stay in the state.
+    """
+    keys = [setting.key(point) for point in points]
+    todo = [index for index, key in enumerate(keys) if state.get(key) is None]
+    job = setting.job([points[index] for index in todo], processes or setting.processes)
+    started_s = time.monotonic()
+    for count, line in enumerate(_run(job, setting.device) if todo else (), start=1):
+        index = todo[line["index"]]
+        state.add(keys[index], line["result"])
+        if progress is not None:
+            left_s = (time.monotonic() - started_s) / count * (len(todo) - count)
+            done = len(points) - len(todo) + count
+            progress(done, len(points), left_s, point_text(points[index]))
+    return [cast(Json, state.get(key)) for key in keys]
+
+
+def point_text(point: Json) -> str:
+    """A point in words, for progress."""
+    match point["kind"]:
+        case "module":
+            tp = f", tp {point['tp']}" if point["tp"] > 1 else ""
+            return f"{point['module']}: micro-batch {point['microbatch']}{tp}"
+        case "loss":
+            return f"{point['loss']}: {point['samples']} samples"
+        case "link":
+            return f"{point['operation']}: {point['bytes']} bytes"
+        case "machine":
+            return "the devices"
+        case _:
+            return f"{point['module']}: its blocks"
+
+
+def _run(job: Json, device: str) -> Iterator[Json]:
+    """Start the worker and give its lines; it ends with the generator, whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="mmplan-profile-") as folder:
+        path = Path(folder) / "job.json"
+        path.write_text(json.dumps(job), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mmlaunch.measure", str(path)],
+            env=os.environ | {"MMLAUNCH_DEVICE": device},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            # Ctrl-C is for this process, which then ends the whole group.
+            start_new_session=True,
+        )
+        try:
+            num_results = 0
+            for line in cast("IO[str]", process.stdout):
+                answer = cast(Json, json.loads(line))
+                if "error" in answer:
+                    raise _as_error(answer["error"])
+                num_results += 1
+                yield answer
+            code = process.wait()
+            if code or num_results < len(job["points"]):
+                raise RunFailedError(
+                    f"the measuring process ended with code {code} after {num_results} of "
+                    f"{len(job['points'])} points",
+                    hint="run the command again: finished points are kept",
+                )
+        finally:
+            _end_group(process)
+
+
+def _as_error(error: Json) -> MMPlanError:
+    kind = _ERRORS.get(error["exit_code"], RunFailedError)
+    if error.get("traceback"):
+        hint = f"its traceback:\n{error['traceback'].rstrip()}"
+    else:
+        hint = error.get("hint")
+    return kind(f"profiling: {error['message']}", hint=hint)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
