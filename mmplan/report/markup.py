@@ -1,0 +1,116 @@
+"""Pieces of HTML and SVG; every text that comes from a file passes through :func:`esc`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+
+def esc(value: object) -> str:
+    """Text that is safe between tags and inside quoted attributes."""
+    return escape(str(value), quote=True)
+
+
+def element(tag: str, content: str = "", **attributes: object) -> str:
+    """One element; ``content`` is markup, attributes are text and are escaped.
+
+    A trailing underscore is dropped from names and the others become hyphens
+    (``class_``, ``aria_label``); None leaves an attribute out.
+    """
+    parts = [
+        f' {name.rstrip("_").replace("_", "-")}="{esc(value)}"'
+        for name, value in attributes.items()
+        if value is not None
+    ]
+    return f"<{tag}{''.join(parts)}>{content}</{tag}>"
+
+
+def text(tag: str, content: object, **attributes: object) -> str:
+    """One element around plain text."""
+    return element(tag, esc(content), **attributes)
+
+
+def note(content: object) -> str:
+    """A sentence that explains or excuses."""
+    return text("p", content, class_="note")
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, label: str, head: bool = True
+) -> str:
+    """A table of plain text that scrolls sideways by itself.
+
+    Args:
+        columns: headings; one that starts with ``>`` is right-aligned.
+        rows: cells; a cell that is :class:`Markup` is taken as it is.
+        label: what assistive technology calls it.
+        head: without it the headings are only for assistive technology.
+    """
+    right = [column.startswith(">") for column in columns]
+    cells = "".join(
+        text("th", column.lstrip(">"), scope="col", class_="r" if is_right else None)
+        for column, is_right in zip(columns, right, strict=True)
+    )
+    body = "".join(element("tr", _cells(row, right)) for row in rows)
+    header = element("thead", element("tr", cells), class_=None if head else "unseen")
+    whole = element("table", header + element("tbody", body))
+    return scroller(whole, label=label, class_="table")
+
+
+class Markup(str):
+    """A table cell that is already markup."""
+
+    __slots__ = ()
+
+
+def _cells(row: Sequence[object], right: Sequence[bool]) -> str:
+    return "".join(
+        element(
+            "td",
+            cell if isinstance(cell, Markup) else esc(cell),
+            class_="r" if is_right else None,
+        )
+        for cell, is_right in zip(row, right, strict=True)
+    )
+
+
+def scroller(content: str, *, label: str, class_: str = "figure") -> str:
+    """A focusable region in which wide content scrolls sideways, so that the page need not."""
+    return element(
+        "div", content, class_=f"scroll {class_}", tabindex=0, role="region", aria_label=label
+    )
+
+
+def figure(content: str, *, label: str, caption: str = "", class_: str = "") -> str:
+    """A picture with its caption (markup)."""
+    below = element("figcaption", caption) if caption else ""
+    return element("figure", scroller(content, label=label) + below, class_=class_ or None)
+
+
+def svg(content: str, *, width: float, height: float, label: str, class_: str = "") -> str:
+    """An inline picture of a natural size in CSS pixels; ``label`` is its text alternative."""
+    return element(
+        "svg",
+        content,
+        class_=class_ or None,
+        width=f"{width:g}",
+        height=f"{height:g}",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=label,
+    )
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Keys of a picture: (markup of the sign, text)."""
+    items = (element("li", sign + esc(name)) for sign, name in entries)
+    return element("ul", "".join(items), class_="legend")
+
+
+def json_script(data: Any, *, id_: str) -> str:
+    """Data for the page's own script; a name in it cannot end the element."""
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    safe = packed.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return f'<script type="application/json" id="{esc(id_)}">{safe}</script>'

@@ -1,0 +1,164 @@
+"""The page's first section: what runs where, and how good the prediction is, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmplan.report import format as fmt
+from mmplan.report import markup
+from mmplan.report.source import ReportData
+from mmplan.schema.plan import Plan, Unit
+
+
+def overview_section(data: ReportData) -> str:
+    """Tiles with the main figures, then sentences."""
+    sentences = [_what_is_planned(data.plan), *_who_runs_what(data.plan), _times(data)]
+    paragraphs = "".join(markup.text("p", s) for s in sentences if s)
+    return markup.element("div", _tiles(data), class_="tiles") + paragraphs + sharing_note(data)
+
+
+def _tiles(data: ReportData) -> str:
+    plan, predicted = data.plan, data.plan.predicted
+    tiles = [
+        ("predicted iteration", fmt.seconds(predicted.iteration_s), f"times {data.source_label}"),
+        ("predicted samples/s", fmt.count(predicted.samples_per_s), "forward, backward, losses"),
+    ]
+    measured_s = data.run.iteration_s if data.run else None
+    if measured_s:
+        tiles += [
+            ("measured iteration", fmt.seconds(measured_s), "median"),
+            (
+                "predicted / measured",
+                f"{predicted.iteration_s / measured_s:.3g}",
+                "1 is a perfect prediction",
+            ),
+        ]
+    tiles += [
+        ("devices used", f"{predicted.devices_used} of {plan.devices}", plan.cluster.device.name),
+        ("idle share", fmt.percent(predicted.bubble_fraction), "of the devices used, predicted"),
+    ]
+    return "".join(
+        markup.element(
+            "div",
+            markup.text("span", name, class_="name")
+            + markup.text("strong", value)
+            + markup.text("span", below, class_="below"),
+            class_="tile",
+        )
+        for name, value, below in tiles
+    )
+
+
+def _what_is_planned(plan: Plan) -> str:
+    tasks = ", ".join(
+        f"{name} ({task.batch} samples a step)" if len(plan.tasks) > 1 else f"{task.batch} samples"
+        for name, task in plan.tasks.items()
+    )
+    modules = {name for task in plan.tasks.values() for name in task.modules}
+    kind = "processes" if plan.cluster.device.is_cpu else "devices"
+    where = f"{plan.devices} {kind} of cluster {plan.cluster.name}"
+    if len(plan.tasks) > 1:
+        return f"{plan.name} trains {len(modules)} modules in {len(plan.tasks)} tasks, {tasks}, on {where}."
+    return f"{plan.name} trains {_number(len(modules), 'module')} on {where}, {tasks} a step."
+
+
+def _who_runs_what(plan: Plan) -> Iterator[str]:
+    for unit in plan.units[:12]:
+        yield _unit_sentence(unit)
+    if len(plan.units) > 12:
+        yield f"{len(plan.units) - 12} more units are in the table below."
+    for name, task in plan.tasks.items():
+        prefix = f"{name}: " if len(plan.tasks) > 1 else ""
+        for loss_name, loss in task.losses.items():
+            ranks = {
+                r for x in plan.losses if (x.name, x.task) == (loss_name, name) for r in x.ranks
+            }
+            over = (
+                f"over sync batches of {loss.sync_batch} samples"
+                if loss.sync_batch
+                else "micro-batch by micro-batch"
+            )
+            yield f"{prefix}loss {loss_name} is computed {over} on {_ranks(tuple(ranks))}."
+    idle = plan.solver.idle_ranks
+    if idle:
+        yield f"Idle: {_ranks(idle)}."
+
+
+def _unit_sentence(unit: Unit) -> str:
+    parts = [_number(unit.dp, "replica")]
+    if unit.pp > 1:
+        parts.append(f"{unit.pp} pipeline stages each")
+    if unit.tp > 1:
+        parts.append(f"each stage split {unit.tp} ways (tensor parallel)")
+    shares = fmt.repeated(unit.samples)
+    share = f"{shares} samples a step" if unit.dp == 1 else f"{shares} samples a step by replica"
+    first, last = unit.blocks[0][0], unit.blocks[-1][1]
+    return (
+        f"{unit.name}, blocks {first} to {last - 1} of {unit.module}, runs in {', '.join(parts)} "
+        f"on {_ranks(unit.all_ranks)}: {share}, in micro-batches of "
+        f"{_sizes(unit)} samples ({unit.schedule.kind})."
+    )
+
+
+def _sizes(unit: Unit) -> str:
+    different = list(dict.fromkeys(fmt.repeated(row) for row in unit.microbatches))
+    return " or ".join(different[:4]) + (" or others" if len(different) > 4 else "")
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' * (len(set(ranks)) != 1)} {fmt.ranks(ranks)}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _times(data: ReportData) -> str:
+    predicted = data.plan.predicted
+    text = (
+        f"One iteration (forward, backward, communication and losses; without the update) is "
+        f"predicted to take {fmt.seconds(predicted.iteration_s)}, which is "
+        f"{fmt.count(predicted.samples_per_s)} samples/s."
+    )
+    run = data.run
+    if run is None:
+        return text
+    measured_s = run.iteration_s
+    if measured_s is None or not measured_s:
+        return f"{text} Nothing was measured in this run."
+    ratio = predicted.iteration_s / measured_s
+    left_out = f" after the first {run.warm_up}" if run.warm_up else ""
+    samples = sum(task.batch for task in data.plan.tasks.values())
+    return (
+        f"{text} Measured: {fmt.seconds(measured_s)}, {fmt.count(samples / measured_s)} samples/s, "
+        f"the median of {_number(len(run.steps) - run.warm_up, 'step')}{left_out}. "
+        f"Predicted / measured = {ratio:.3f}: {_verdict(ratio)}."
+    )
+
+
+def _verdict(ratio: float) -> str:
+    if abs(ratio - 1) < 0.005:
+        return "the prediction is right to half a percent"
+    if ratio < 1:
+        return f"the run is {fmt.percent(1 / ratio - 1)} slower than predicted"
+    return f"the run is {fmt.percent(1 - 1 / ratio)} faster than predicted"
+
+
+def sharing_note(data: ReportData) -> str:
+    """What it does to the prediction that ranks outnumber the machine's cores; else nothing."""
+    run, plan = data.run, data.plan
+    used = len({rank for unit in plan.units for rank in unit.all_ranks})
+    if run is None or run.cores is None or not plan.cluster.device.is_cpu or used <= run.cores:
+        return ""
+    factor = used / run.cores
+    text = (
+        f"{used} ranks share {run.cores} {'core' if run.cores == 1 else 'cores'}. The prediction "
+        f"assumes a core for each rank, so measured times may be up to {used}/{run.cores} = "
+        f"{factor:.3g} times longer than predicted whenever all ranks compute at once, and the "
+        "measured timeline shows ranks waiting for a core as longer instructions."
+    )
+    measured_s = run.iteration_s
+    if measured_s and plan.predicted.iteration_s:
+        text += f" In this run they are {measured_s / plan.predicted.iteration_s:.3g} times longer."
+    label = markup.text("strong", "More ranks than cores. ")
+    return markup.element("p", label + markup.esc(text), class_="warning", role="note")

@@ -1,0 +1,206 @@
+"""Sections that are tables: units, how the plan was found, memory, where everything is from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from itertools import islice
+from typing import Any
+
+from mmplan.report import format as fmt
+from mmplan.report import markup
+from mmplan.report.source import ReportData
+from mmplan.report.topology import unit_colour, unit_letter
+from mmplan.schema.plan import Plan, Unit
+
+_MOST_UNITS = 400
+_MOST_BARS = 64
+_MOST_RUNNERS_UP = 50
+
+
+def units_section(data: ReportData) -> str:
+    """Every unit's degrees, ranks and shares."""
+    units = data.plan.units
+    columns = ("unit", "module", "blocks", ">dp × pp × tp", "ranks", "samples", "micro-batches")
+    rows = [_unit_row(unit, i) for i, unit in enumerate(units[:_MOST_UNITS])]
+    grid = markup.table((*columns, "schedule"), rows, label="Units of the plan")
+    if len(units) > _MOST_UNITS:
+        grid += markup.note(f"The first {_MOST_UNITS} of {len(units):,} units.")
+    return grid
+
+
+def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
+    sign = markup.text("span", unit_letter(index), class_=f"key {unit_colour(index)}")
+    return (
+        markup.Markup(sign + markup.esc(unit.name)),
+        unit.module,
+        ", ".join(f"[{a}, {b})" for a, b in unit.blocks),
+        f"{unit.dp} × {unit.pp} × {unit.tp}",
+        fmt.ranks(unit.all_ranks),
+        fmt.repeated(unit.samples),
+        _microbatches(unit),
+        unit.schedule.kind,
+    )
+
+
+def _microbatches(unit: Unit) -> str:
+    different = list(dict.fromkeys(fmt.repeated(row) for row in unit.microbatches))
+    return " | ".join(different[:4]) + (" | …" if len(different) > 4 else "")
+
+
+def solver_section(data: ReportData) -> str:
+    """Objective, bound, gap, what the solver notes, and the runners-up."""
+    plan, solver = data.plan, data.plan.solver
+    facts = [
+        ("solver", f"{solver.name} ({solver.method}), {fmt.seconds(solver.seconds)}"),
+        ("objective", f"{fmt.seconds(solver.objective_s)} (the solver's own formula)"),
+        (
+            "lower bound",
+            f"{fmt.seconds(solver.lower_bound_s)}: no plan that the solver may choose is below "
+            f"it, gap {100 * solver.gap:.2f}%",
+        ),
+        ("simulated", f"{fmt.seconds(plan.predicted.iteration_s)} (the plan's program)"),
+        ("MFU", fmt.percent(plan.predicted.mfu)),
+        ("communication", f"{fmt.percent(plan.predicted.communication_fraction)} not hidden"),
+    ]
+    facts += [
+        (f"largest sync batch, {loss}", f"{samples:,} samples fit the memory")
+        for loss, samples in solver.largest_sync_batch.items()
+    ]
+    notes = "".join(markup.text("li", text) for text in solver.notes)
+    return (
+        markup.table(("", ""), facts, label="How the plan was found", head=False)
+        + (markup.element("ul", notes, class_="notes") if notes else "")
+        + _runners_up(plan)
+    )
+
+
+def _runners_up(plan: Plan) -> str:
+    runners = plan.solver.runners_up
+    if not runners:
+        return markup.note("No other plan was simulated.")
+    best_s = plan.predicted.iteration_s
+    rows = [
+        (
+            runner.label,
+            fmt.seconds(runner.objective_s),
+            fmt.seconds(runner.iteration_s),
+            f"+{fmt.percent(runner.iteration_s / best_s - 1)}" if best_s else "–",
+        )
+        for runner in runners[:_MOST_RUNNERS_UP]
+    ]
+    columns = ("runner-up", ">objective", ">simulated", ">slower than the plan")
+    return markup.text("h3", "Runners-up") + markup.table(columns, rows, label="Runners-up")
+
+
+def memory_section(data: ReportData) -> str:
+    """Most bytes that each rank is predicted to hold, against a device's memory."""
+    plan = data.plan
+    held = list(enumerate(plan.predicted.memory_bytes))
+    if not held:
+        return markup.note("The plan holds no prediction of memory.")
+    fullest = sorted(sorted(held, key=lambda pair: -pair[1])[:_MOST_BARS])
+    capacity = plan.cluster.device.memory_bytes
+    most = max(value for _, value in held)
+    caption = (
+        f"The fullest rank holds {fmt.size(most)}, {fmt.percent(most / capacity)} of a device's "
+        f"{fmt.size(capacity)}: weights, gradients, optimizer state, and the activations of the "
+        "micro-batches in flight."
+    )
+    if len(held) > _MOST_BARS:
+        caption += f" The {_MOST_BARS} fullest of {len(held):,} ranks."
+    picture = _memory_bars(fullest, capacity=capacity, most=most)
+    return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
+
+
+def _memory_bars(held: Sequence[tuple[int, float]], *, capacity: float, most: float) -> str:
+    width, left, height = 720.0, 70.0, 22
+    # A capacity far off the scale would make every bar a hair.
+    on_scale = most >= 0.05 * capacity
+    scale = (width - left - 90) / (max(capacity, most) if on_scale else most or 1.0)
+    drawn: list[str] = []
+    for i, (rank, value) in enumerate(held):
+        y = 22 + i * height
+        full = value > capacity
+        drawn.append(
+            markup.text("text", f"rank {rank}", x=0, y=y + 14)
+            + markup.element(
+                "rect",
+                x=left,
+                y=y + 2,
+                width=f"{max(1.0, value * scale):.1f}",
+                height=height - 6,
+                class_="bar over" if full else "bar",
+            )
+            + markup.text(
+                "text",
+                fmt.size(value) + (" does not fit" if full else ""),
+                x=f"{left + value * scale + 6:.1f}",
+                y=y + 14,
+            )
+        )
+    bottom = 22 + len(held) * height
+    if on_scale:
+        x = left + capacity * scale
+        drawn.append(markup.element("path", d=f"M{x:.1f} 14V{bottom}", class_="capacity"))
+        label = f"capacity {fmt.size(capacity)}"
+        drawn.append(markup.text("text", label, x=f"{x - 4:.1f}", y=12, text_anchor="end"))
+    else:
+        label = (
+            f"capacity {fmt.size(capacity)}: {capacity / (most or 1):,.0f} times the longest bar"
+        )
+        drawn.append(markup.text("text", label, x=left, y=12))
+    return markup.svg(
+        "".join(drawn),
+        width=width,
+        height=bottom + 4,
+        label="Bytes per rank: " + ", ".join(f"{r}: {fmt.size(v)}" for r, v in held[:16]),
+        class_="memory",
+    )
+
+
+def provenance_section(data: ReportData) -> str:
+    """Versions, machine, and the files by their hashes."""
+    rows = [("mmplan", _version("mmplan")), ("Python", platform.python_version())]
+    rows += [(name, _version(name)) for name in ("torch", "numpy", "matplotlib")]
+    run = data.run
+    if run is not None:
+        known = {"run started": "started_at", "cores of the run's machine": "cores"}
+        rows += [(n, str(run.record[key])) for n, key in known.items() if key in run.record]
+    if data.profile is not None:
+        rows.append(("profile", f"{data.profile.name} ({data.profile.source})"))
+        rows += [
+            (f"profile: {name}", value)
+            for name, value in islice(_flat(data.profile.provenance), 60)
+        ]
+    made = markup.table(("", ""), rows, label="Versions and machine", head=False)
+    files = markup.table(
+        ("file", "path", "SHA-256 written down", "now"),
+        [(what, path, sha[:16], _state(sha, found)) for what, path, sha, found in data.hashes],
+        label="Files",
+    )
+    return made + markup.text("h3", "Files") + files
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested provenance as dotted names with short texts."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        shown = f"{values:.6g}" if isinstance(values, float) else str(values)
+        yield prefix, shown if len(shown) <= 300 else shown[:299] + "…"
+
+
+def _state(recorded: str, found: str | None) -> str:
+    if found is None:
+        return "not found"
+    return "the same" if found == recorded else f"differs: {found[:16]}"

@@ -1,0 +1,288 @@
+"""What the report page is made from: a plan, or a run's folder, read with all that is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mmplan.costs import ProgramCosts, check_cluster
+from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.module_costs import CostModel
+from mmplan.program.compile import compile_plan
+from mmplan.program.trace import trace_events
+from mmplan.schema.base import file_sha256, read_text
+from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.profile import Profile, load_profile
+from mmplan.simulate import simulate
+
+Event = dict[str, Any]
+
+# Steps left out of the median: allocators, caches and connections warm up in them.
+WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``; None where the value was not finite or not written."""
+
+    step: int
+    loss: float | None
+    iteration_s: float | None
+    update_s: float | None = None
+    data_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run left behind.
+
+    Attributes:
+        folder: the run directory.
+        record: ``run.json``; empty when there is none.
+        steps: in order of the file.
+        faults: what could not be read, as sentences.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    steps: tuple[StepMetrics, ...]
+    faults: tuple[str, ...] = ()
+
+    @property
+    def warm_up(self) -> int:
+        """Number of first steps that the median leaves out."""
+        return min(WARM_UP_STEPS, max(0, len(self.steps) - 1))
+
+    @property
+    def iteration_s(self) -> float | None:
+        """Median measured iteration without the warm-up, None without a measured step."""
+        times = [s.iteration_s for s in self.steps[self.warm_up :] if s.iteration_s is not None]
+        return median(times) if times else None
+
+    @property
+    def cores(self) -> int | None:
+        """Processor cores of the machine of the run."""
+        cores = self.record.get("cores")
+        return cores if isinstance(cores, int) and cores > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportData:
+    """Everything that the sections show.
+
+    Attributes:
+        plan_file: the file that was read.
+        profile: None when it cannot be read; ``profile_note`` then says why.
+        profile_note: also says when the profile is not the one the plan was made from.
+        predicted: Chrome trace events of the simulated step.
+        measured: of the last measured step.
+        timeline_notes: why one of the two is missing.
+        hashes: (what, path as the plan names it, SHA-256 recorded, SHA-256 found or None).
+    """
+
+    plan: Plan
+    plan_file: Path
+    profile: Profile | None
+    profile_note: str
+    run: Run | None
+    predicted: tuple[Event, ...]
+    measured: tuple[Event, ...]
+    timeline_notes: tuple[str, ...]
+    hashes: tuple[tuple[str, str, str, str | None], ...]
+
+    @property
+    def source_label(self) -> str:
+        """How times of the profile are to be labelled: measured, analytic or given."""
+        return self.profile.source if self.profile else "profile not found"
+
+
+def load_source(source: Path) -> ReportData:
+    """Read a plan file or a run's folder.
+
+    Raises:
+        InvalidInputError: neither of the two, or the plan in it is faulty.
+    """
+    if source.is_dir():
+        plan_file = source / "plan.json"
+        if not plan_file.is_file():
+            raise InvalidInputError(
+                f"{source}: a folder without plan.json is no run's folder",
+                hint="give a plan.json, or the folder that mmlaunch run wrote",
+            )
+        plan, run = load_plan(plan_file), _load_run(source)
+        original = _original_plan(source, run)
+    else:
+        plan, run, plan_file = load_plan(source), None, source
+        original = source
+    profile, note = _load_profile(plan, original)
+    predicted, measured, notes = _timelines(plan, profile, run)
+    return ReportData(
+        plan=plan,
+        plan_file=plan_file,
+        profile=profile,
+        profile_note=note,
+        run=run,
+        predicted=predicted,
+        measured=measured,
+        timeline_notes=notes,
+        hashes=_hashes(plan, plan_file, original, run),
+    )
+
+
+def _original_plan(folder: Path, run: Run) -> Path:
+    """The plan that the run was started with: its paths are relative to where it lay."""
+    named = run.record.get("plan")
+    return folder / named if isinstance(named, str) else folder / "plan.json"
+
+
+def _load_run(folder: Path) -> Run:
+    faults: list[str] = []
+    record = _json_file(folder / "run.json", faults)
+    return Run(
+        folder=folder,
+        record=record if isinstance(record, dict) else {},
+        steps=_load_steps(folder / "metrics.jsonl", faults),
+        faults=tuple(faults),
+    )
+
+
+def _json_file(path: Path, faults: list[str]) -> Any:
+    if not path.is_file():
+        faults.append(f"the run's folder has no {path.name}")
+        return None
+    try:
+        return json.loads(read_text(path))
+    except (MMPlanError, ValueError, RecursionError):
+        faults.append(f"{path.name} cannot be read")
+        return None
+
+
+def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
+    if not path.is_file():
+        faults.append("the run's folder has no metrics.jsonl: no step was finished")
+        return ()
+    steps: list[StepMetrics] = []
+    broken = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        step = _step(line)
+        if step is not None:
+            steps.append(step)
+        broken += step is None and bool(line.strip())
+    if broken:
+        # A killed run may leave its last line cut off.
+        faults.append(f"metrics.jsonl has {broken} lines that cannot be read; they are left out")
+    return tuple(steps)
+
+
+def _step(line: str) -> StepMetrics | None:
+    try:
+        entry = json.loads(line)
+        return StepMetrics(
+            step=int(entry["step"]),
+            loss=_finite(entry.get("loss")),
+            iteration_s=_finite(entry.get("iteration_s")),
+            update_s=_finite(entry.get("update_s")),
+            data_s=_finite(entry.get("data_s")),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _finite(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _load_profile(plan: Plan, original: Path) -> tuple[Profile | None, str]:
+    path = original.parent / plan.profile.path
+    if not path.is_file():
+        return None, f"The profile {plan.profile.path} is not where the plan says."
+    try:
+        profile = load_profile(path)
+    except MMPlanError as error:
+        return None, f"The profile cannot be used: {error.message}"
+    if file_sha256(path) != plan.profile.sha256:
+        return profile, "The profile has changed since the plan was made from it."
+    return profile, ""
+
+
+def _timelines(
+    plan: Plan, profile: Profile | None, run: Run | None
+) -> tuple[tuple[Event, ...], tuple[Event, ...], tuple[str, ...]]:
+    notes: list[str] = []
+    predicted: tuple[Event, ...] = ()
+    measured: tuple[Event, ...] = ()
+    if run is not None:
+        faults: list[str] = []
+        events = _trace_list(_json_file(run.folder / "trace.json", faults))
+        predicted, measured = _of_process(events, "predicted"), _of_process(events, "measured")
+        if not measured:
+            reason = faults[0] if faults else "trace.json holds no measured step"
+            notes.append(f"No measured timeline: {reason}.")
+    if not predicted:
+        try:
+            predicted = _simulated(plan, profile)
+        except MMPlanError as error:
+            notes.append(f"No predicted timeline: {error.message}.")
+    return predicted, measured, tuple(notes)
+
+
+def _simulated(plan: Plan, profile: Profile | None) -> tuple[Event, ...]:
+    if profile is None:
+        raise InvalidInputError("it needs the profile, which is missing")
+    check_cluster(profile, plan.cluster)
+    program = compile_plan(plan)
+    costs = ProgramCosts(program, CostModel(profile, plan.cluster, plan.training), plan)
+    events = trace_events(program, simulate(program, costs).events(), process_name="predicted")
+    return tuple(event for event in events if event["ph"] == "X")
+
+
+def _trace_list(document: Any) -> list[Event]:
+    events = document.get("traceEvents") if isinstance(document, dict) else None
+    return [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
+
+
+def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
+    """The complete slices of a process, shifted so that the first one starts at 0."""
+    numbers = {
+        e.get("pid")
+        for e in events
+        if e.get("name") == "process_name" and (e.get("args") or {}).get("name") == name
+    }
+    found = [e for e in events if e.get("ph") == "X" and e.get("pid") in numbers and _is_slice(e)]
+    first = min((e["ts"] for e in found), default=0.0)
+    return tuple(e | {"ts": e["ts"] - first} for e in found)
+
+
+def _is_slice(event: Event) -> bool:
+    times = _finite(event.get("ts")), _finite(event.get("dur"))
+    return None not in times and isinstance(event.get("tid"), int)
+
+
+def _hashes(
+    plan: Plan, plan_file: Path, original: Path, run: Run | None
+) -> tuple[tuple[str, str, str, str | None], ...]:
+    recorded = (run.record.get("plan_sha256") if run else None) or file_sha256(plan_file)
+    return (
+        ("plan", plan_file.name, str(recorded), _sha256(plan_file)),
+        (
+            "workload",
+            plan.workload.path,
+            plan.workload.sha256,
+            _found(plan.workload.path, original),
+        ),
+        ("profile", plan.profile.path, plan.profile.sha256, _found(plan.profile.path, original)),
+    )
+
+
+def _found(relative: str, original: Path) -> str | None:
+    return _sha256(original.parent / relative)
+
+
+def _sha256(path: Path) -> str | None:
+    return file_sha256(path) if path.is_file() else None

@@ -1,0 +1,99 @@
+"""What a run did: its loss, and its iteration times beside the predicted one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmplan.report import format as fmt
+from mmplan.report import markup, plots
+from mmplan.report.source import ReportData, Run
+
+_WIDTH, _HEIGHT = 5.4, 2.9
+
+
+def training_section(data: ReportData) -> str:
+    """Loss and iteration time per step."""
+    run = data.run
+    if run is None:
+        return markup.note("Loss and iteration times appear in the report of a run's folder.")
+    notes = "".join(markup.note(f"{fault[0].upper()}{fault[1:]}.") for fault in run.faults)
+    if not run.steps:
+        return notes + markup.note("No step was recorded.")
+    unfinished = sum(step.loss is None for step in run.steps)
+    if unfinished:
+        notes += markup.note(f"{unfinished} steps have a loss that is no finite number.")
+    pictures = _loss_picture(run) + _time_picture(run, data.plan.predicted.iteration_s)
+    return notes + markup.element("div", pictures, class_="pair") + _time_table(data, run)
+
+
+def _loss_picture(run: Run) -> str:
+    pairs = [(step.step, step.loss) for step in run.steps if step.loss is not None]
+    if not pairs:
+        return ""
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
+        axes.set(xlabel="step", ylabel="loss")
+
+    label = f"Loss by step: {pairs[0][1]:.4g} at first, {pairs[-1][1]:.4g} at last"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="loss")
+    caption = f"Loss: {pairs[0][1]:.4g} at step {pairs[0][0]}, {pairs[-1][1]:.4g} at step "
+    return markup.figure(picture, label=label, caption=markup.esc(f"{caption}{pairs[-1][0]}."))
+
+
+def _time_picture(run: Run, predicted_s: float) -> str:
+    pairs = [(step.step, step.iteration_s) for step in run.steps if step.iteration_s is not None]
+    if not pairs:
+        return ""
+    factor, unit = plots.time_unit([predicted_s, sorted(t for _, t in pairs)[len(pairs) // 2]])
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [t * factor for _, t in pairs])
+    warm_up = [step.step for step in run.steps[: run.warm_up]]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label="measured")
+        axes.axhline(
+            predicted_s * factor, color=plots.BLUE, linestyle="--", label="predicted (dashed)"
+        )
+        if warm_up and len(pairs) > 1:
+            axes.axvspan(warm_up[0], warm_up[-1] + 0.5, color=plots.GREY, alpha=0.25, linewidth=0)
+        axes.set(xlabel="step", ylabel=f"iteration ({unit})")
+        axes.set_ylim(bottom=0, top=_top(ys, predicted_s * factor))
+        axes.legend(loc="best")
+
+    label = "Iteration time by step, measured and predicted"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="iteration")
+    caption = "Forward, backward, communication and losses, without the update."
+    if warm_up:
+        caption += f" Grey: the first {len(warm_up)} steps, left out of the median."
+    clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
+    if clipped:
+        caption += f" {clipped} points lie above the picture."
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
+
+
+def _top(ys: list[float], predicted: float) -> float:
+    """Upper end of the axis: one slow first step must not flatten all the others."""
+    ordered = sorted(ys)
+    usual = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return 1.25 * max(usual, predicted, 1e-12)
+
+
+def _time_table(data: ReportData, run: Run) -> str:
+    measured = run.steps[run.warm_up :]
+    rows: list[tuple[str, ...]] = []
+    for name, values in (
+        ("iteration", [s.iteration_s for s in measured]),
+        ("update of the parameters", [s.update_s for s in measured]),
+        ("waiting for data", [s.data_s for s in measured]),
+    ):
+        known = sorted(v for v in values if v is not None)
+        if known:
+            low, middle, high = (known[int(q * (len(known) - 1))] for q in (0.1, 0.5, 0.9))
+            is_iteration = name == "iteration"
+            predicted = fmt.seconds(data.plan.predicted.iteration_s) if is_iteration else "–"
+            rows.append((name, predicted, *(fmt.seconds(v) for v in (low, middle, high))))
+    columns = ("per step", ">predicted", ">10% under", ">median", ">90% under")
+    return markup.table(columns, rows, label="Times of a step") if rows else ""
