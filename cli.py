@@ -6,7 +6,6 @@ Nothing heavy is imported before a command needs it: ``--help`` answers at once.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -66,17 +65,38 @@ def _main(app: typer.Typer) -> None:
     """Run a command; every failure meant for the user becomes one line and an exit code."""
     out = Output(as_json="--json" in sys.argv)
     try:
-        app()
+        # Not standalone: typer would word and end wrong command lines in its own way.
+        code = app(standalone_mode=False)
     except MMPlanError as error:
         out.error(error, documented=error in _documented)
         sys.exit(error.exit_code)
+    except _COMMAND_LINE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+        else:
+            out.error(_command_line_fault(error))
+        sys.exit(2)
     except KeyboardInterrupt:
+        code = 130
+    if code == 130:
         out.text("interrupted")
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader went away (`mmplan show ... | head`): no message, no traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    sys.exit(code or 0)
+
+
+# typer carries its own copy of click: the class is found through what typer exports.
+_COMMAND_LINE_ERROR: Any = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
+
+
+def _command_line_fault(error: Any) -> InvalidInputError:
+    """Typer's own complaint (a missing argument, an unknown option) in our words and form."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else Path(sys.argv[0]).name
+    return InvalidInputError(
+        f"{message[:1].lower()}{message[1:]}", hint=f"{command} --help lists what there is"
+    )
 
 
 # --- mmplan --------------------------------------------------------------------------
@@ -614,22 +634,23 @@ def _warn_unused(out: Output, workload: Any) -> None:
 
 def _load_any(path: Path) -> Any:
     """A workload, profile, plan or cluster, told apart by its fields."""
-    from mmplan.schema.base import parse_document, parse_text, read_text
+    from mmplan.schema.base import document_kind, parse_document, parse_text, read_text
     from mmplan.schema.cluster import Cluster
     from mmplan.schema.plan import Plan, load_plan
     from mmplan.schema.profile import Profile
     from mmplan.schema.workload import Workload
 
     data = parse_text(read_text(path), path)
-    fields: set[str] = set(data) if isinstance(data, dict) else set()
-    if "units" in fields:
+    kind = document_kind(data)
+    if kind == "plan":
         return load_plan(path)
-    model = Plan if "solver" in fields else Workload
-    if "source" in fields or ("cluster" in fields and "modules" in fields):
-        model = Profile
-    elif "devices_per_node" in fields:
-        model = Cluster
-    return parse_document(model, data, source=str(path))
+    models = {model.kind: model for model in (Profile, Cluster, Workload, Plan)}
+    if kind is None and not (isinstance(data, dict) and "modules" in data):
+        raise InvalidInputError(
+            f"{path}: none of our files: it has neither units, modules nor devices_per_node",
+            hint="name a workload, profile, plan or cluster file",
+        )
+    return parse_document(models[kind or "workload"], data, source=str(path))
 
 
 def _show_profile(out: Output, profile: Any) -> None:

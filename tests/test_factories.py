@@ -213,7 +213,7 @@ def test_a_faulty_factory_is_an_error_that_names_field_and_fault(
 
 
 def test_wrong_args_are_named(folder: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"args width, depth .*'depth'"):
+    with pytest.raises(InvalidInputError, match=r"args: width, depth: .*'depth'"):
         build_module(workload(args={"width": 4, "depth": 1}), "a", folder)
 
 

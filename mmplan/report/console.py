@@ -8,9 +8,10 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from typing import IO, Any
 
-from mmplan.errors import MMPlanError
+from mmplan.errors import MMPlanError, UnfitEnvironmentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +40,25 @@ class Output:
         self.as_json = as_json
 
     @property
-    def _people(self) -> IO[str]:
+    def _people(self) -> IO[str] | None:
         return sys.stderr if self.as_json else sys.stdout
 
     def text(self, line: str = "") -> None:
         """A line for people."""
-        print(line, file=self._people, flush=True)
+        _write(self._people, f"{line}\n")
 
     def hint(self, line: str) -> None:
         """A line on stderr."""
-        print(f"hint: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        _write(sys.stderr, f"hint: {line}\n")
 
     def data(self, document: Any) -> None:
         """The command's JSON document; nothing without ``--json``."""
         if self.as_json:
-            print(json.dumps(document, indent=1, allow_nan=False), flush=True)  # noqa: T201
+            _write(sys.stdout, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     def raw(self, text: str) -> None:
         """Text as it is, on stdout, for pipes."""
-        sys.stdout.write(text)
+        _write(sys.stdout, text)
 
     def grid(self, grid: Grid) -> None:
         """A table for people."""
@@ -72,12 +73,20 @@ class Output:
             table.add_column(column.lstrip(">"), justify="right" if right else "left")
         for row in grid.rows:
             table.add_row(*(Text(cell) for cell in row))
-        # Piped output is not cut to a terminal's width.
-        width = None if self._people.isatty() else 200
-        console = Console(file=self._people, width=width, highlight=False)
+        # Piped output is not cut to a terminal's width. Written in one go by _write, which
+        # knows what to do when the reader is gone.
+        is_terminal = self._people is not None and self._people.isatty()
+        page = StringIO()
+        console = Console(
+            file=page,
+            width=None if is_terminal else 200,
+            force_terminal=is_terminal,
+            highlight=False,
+        )
         console.print(table)
         if grid.note:
             console.print(Text(grid.note))
+        _write(self._people, page.getvalue())
 
     def error(self, error: MMPlanError, *, documented: bool = False) -> None:
         """An error line and its hint on stderr; with ``--json`` a document on stdout too.
@@ -85,12 +94,9 @@ class Output:
         Args:
             documented: the command has already written its document.
         """
-        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
-        detail = getattr(error, "detail", "")
-        if detail:
-            print(detail.rstrip(), file=sys.stderr)  # noqa: T201
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)  # noqa: T201
+        detail = getattr(error, "detail", "").rstrip()
+        lines = [f"error: {error.message}", detail, f"hint: {error.hint}" if error.hint else ""]
+        _write(sys.stderr, "".join(f"{line}\n" for line in lines if line))
         if documented:
             return
         self.data(
@@ -125,7 +131,7 @@ class Progress:
         self._live: Any = None
         self._task: Any = None
         self._last_percent = -1
-        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        if sys.stderr is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
             from rich.console import Console
             from rich.progress import (
                 BarColumn,
@@ -154,9 +160,31 @@ class Progress:
         percent = 100 * done // max(total, 1)
         if percent // 10 > self._last_percent // 10:
             self._last_percent = percent
-            print(f"{self._title}: {done}/{total} {note}".rstrip(), file=sys.stderr)  # noqa: T201
+            _write(sys.stderr, f"{self._title}: {done}/{total} {note}".rstrip() + "\n")
 
     def close(self) -> None:
         """Take the bar down."""
         if self._live is not None:
             self._live.stop()
+
+
+def _write(stream: IO[str] | None, text: str) -> None:
+    """Write at once. A reader that went away (``| head``) does not end what the command does.
+
+    Raises:
+        UnfitEnvironmentError: the output is a file on a full disk.
+    """
+    if stream is None:  # closed by the caller (`>&-`)
+        return
+    encoding: str = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        # A terminal that is not UTF-8 shows ? for the lines of a table.
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()
+    except OSError as error:
+        # What is left in the buffer must go somewhere when the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is not sys.stderr and not isinstance(error, BrokenPipeError):
+            raise UnfitEnvironmentError(
+                f"the output cannot be written: {error.strerror}", hint="make room, then try again"
+            ) from None

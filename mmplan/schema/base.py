@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails
@@ -74,7 +74,7 @@ def parse_document(model: type[DocumentT], data: object, *, source: str) -> Docu
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, model, source) from None
+        raise _explain(error, model, data, source) from None
 
 
 def read_text(path: Path) -> str:
@@ -148,10 +148,37 @@ _MENDS = {
 }
 
 
-def _explain(error: ValidationError, model: type[Document], source: str) -> InvalidInputError:
+def document_kind(data: object) -> str | None:
+    """Which of our files parsed data looks like, by the fields that only one of them has."""
+    fields: set[object] = (
+        set(cast("dict[object, object]", data)) if isinstance(data, dict) else set()
+    )
+    for kind, marks in _MARKS.items():
+        if fields >= marks:
+            return kind
+    return None
+
+
+_MARKS: dict[str, set[object]] = {
+    "plan": {"units"},
+    "profile": {"cluster", "modules"},
+    "cluster": {"devices_per_node"},
+    "workload": {"modules", "batch"},
+}
+
+
+def _explain(
+    error: ValidationError, model: type[Document], data: object, source: str
+) -> InvalidInputError:
     """One line for the first fault; the others are only counted."""
     faults = error.errors(include_url=False)
     first = faults[0]
+    found = document_kind(data)
+    if first["type"] == "missing" and found not in (None, model.kind):
+        return InvalidInputError(
+            f"{source}: this is a {found}, not a {model.kind}",
+            hint=f"name the {model.kind}'s file instead",
+        )
     more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
     hint = _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
     return InvalidInputError(f"{source}: {_place(first)}: {_problem(first)}{more}", hint=hint)

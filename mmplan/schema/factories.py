@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.machinery
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -229,7 +230,23 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], folder: Path, *,
     try:
         return factory(**args)
     except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and error.__traceback__ and not error.__traceback__.tb_next:
+            _refuse_args(error, factory, args, field=field)
         _raise_users(error, folder, f"{field}.factory", args=args)
+
+
+def _refuse_args(
+    error: TypeError, factory: Callable[..., Any], args: Mapping[str, Any], *, field: str
+) -> NoReturn:
+    """The call itself failed, before the factory's first line: its args do not fit."""
+    try:
+        taken = ", ".join(inspect.signature(factory).parameters) or "none"
+    except ValueError:  # a class written in C
+        taken = "others"
+    raise InvalidInputError(
+        f"{field}.args: {', '.join(args) or '(none)'}: {error}",
+        hint=f"correct them; the factory takes {taken}",
+    ) from error
 
 
 def _raise_users(
