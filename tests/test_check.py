@@ -128,6 +128,36 @@ def test_producers_send_to_every_replica_that_meets_again_later() -> None:
         assert check_program(compile_plan(plan)) == []
 
 
+def test_a_rank_without_samples_of_a_sync_batch_starts_it_in_turn() -> None:
+    """All ranks start a loss's syncs in one order, each after the forwards it takes."""
+    uneven = make_plan(
+        unit("a", sizes=[[2, 2], [4], [2, 1, 1]], dp=3, kind="gpipe"),
+        losses=[loss("l", "a", sync_batch=2)],
+        batch=24,
+    )
+    colocated = make_plan(
+        unit("a", dp=2, sizes=[[2, 2, 2], [3, 3]], ranks=[[[2]], [[0]]]),
+        unit(
+            "b",
+            "a",
+            dp=3,
+            pp=2,
+            sizes=[[4], [4], [2, 1, 1]],
+            ranks=[[[0], [4]], [[3], [1]], [[5], [2]]],
+            kind="1f1b",
+        ),
+        losses=[loss("l", "b", "a", sync_batch=6)],
+        batch=24,
+    )
+    for plan in (uneven, colocated):
+        program = compile_plan(plan)
+        assert check_program(program) == []
+        NaiveRun(program).run()
+        for row in program.instructions:
+            starts = [x.batch for x in row if isinstance(x, Sync) and x.op is Op.SYNC_START]
+            assert starts == sorted(starts)
+
+
 # --- planted faults ---------------------------------------------------------------------
 
 

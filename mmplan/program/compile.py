@@ -93,6 +93,7 @@ class _Projection:
                 self._incoming[edge.consumer, link.d2, link.mb2].append((edge.index, link))
         self._to_forward = self._forwards_per_sync()
         self._started: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._complete: defaultdict[tuple[int, int], int] = defaultdict(int)
         for loss in graph.losses:
             if loss.host is not None:
                 for rank in loss.ranks:
@@ -159,9 +160,15 @@ class _Projection:
         Every rank of a loss starts all of its syncs in the same order. One that holds no
         sample of a sync batch starts it with the next one, or before the wait.
         """
-        first = self._started[rank, loss]
-        self._started[rank, loss] = max(first, last + 1)
-        return [Sync(Op.SYNC_START, loss, g) for g in range(first, last + 1)]
+        self._complete[rank, loss] = max(self._complete[rank, loss], last + 1)
+        items: list[Instruction] = []
+        # A later sync batch may be complete first: its start waits for those before it.
+        for g in range(self._started[rank, loss], self._complete[rank, loss]):
+            if self._to_forward.get((rank, loss, g), 0):
+                break
+            items.append(Sync(Op.SYNC_START, loss, g))
+        self._started[rank, loss] += len(items)
+        return items
 
     def _backward(self, event: Event, t: int) -> list[Instruction]:
         stage = self._graph.stages[event.index]

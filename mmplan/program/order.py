@@ -44,12 +44,14 @@ def order_stage(
         Non-decreasing lists, at least m + 1 at m, at most the number of micro-batches.
     """
     result: list[list[int]] = []
+    # Between its rounds GPipe has nothing that a lead could hide.
+    lead = 0 if schedule.kind == "gpipe" else schedule.lead
     for d, spans in enumerate(stage.microbatches):
         before = _terminal(spans, sync_batches, schedule)
         if schedule.kind == "gpipe":
             before = _whole_rounds(len(spans), stage.rounds[d])
         for consumer, consumer_before in consumers:
-            needed = _needed_by(stage, d, consumer, consumer_before, schedule.lead)
+            needed = _needed_by(stage, d, consumer, consumer_before, lead)
             before = [max(pair) for pair in zip(before, needed, strict=True)]
         for (consumer, _), frontier in zip(consumers, frontiers, strict=False):
             starts = [start for start, _ in spans]
@@ -98,11 +100,12 @@ def sample_frontier(
 
 def _sync_frontier(stage: Stage, own: Sequence[Sequence[int]], size: int) -> list[int]:
     """Per sync batch, the samples forwarded on any replica before the first of its backwards."""
-    reached: list[int] = []
+    batch = max(spans[-1][1] for spans in stage.microbatches)
+    # A replica that holds nothing of a sync batch has forwarded what comes before it.
+    reached = [(g + 1) * size for g in range(batch // size)]
     for spans, row in zip(stage.microbatches, own, strict=True):
         for m, (start, stop) in enumerate(spans):
             for g in range(start // size, -(-stop // size)):
-                reached.extend([0] * (g + 1 - len(reached)))
                 # The replica's first micro-batch in g is the one that waits for the sync.
                 if m == 0 or spans[m - 1][1] <= g * size:
                     reached[g] = max(reached[g], row[m])

@@ -11,6 +11,7 @@ the events really take.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -167,9 +168,15 @@ class Timeline:
     def _join(self, stage: Stage, syncs: Sequence[Event], size: int) -> None:
         for d, spans in enumerate(stage.microbatches):
             joined: set[int] = set()
+            starts = [start for start, _ in spans]
+            for sync in syncs:
+                # Syncs of a loss start in one order everywhere, so a replica without samples
+                # in this one has forwarded what it holds of those before.
+                earlier = bisect_left(starts, (sync.mb + 1) * size)
+                if earlier:
+                    sync.after(self._computes[Op.FORWARD, stage.index, d, earlier - 1])
             for mb, span in enumerate(spans):
                 for sync in syncs[span[0] // size : -(-span[1] // size)]:
-                    sync.after(self._computes[Op.FORWARD, stage.index, d, mb])
                     if stage.has_backward:
                         self._computes[Op.BACKWARD, stage.index, d, mb].after(sync)
                         if sync.mb not in joined:
