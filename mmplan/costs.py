@@ -134,14 +134,12 @@ class ProgramCosts:
         )
 
     def reduced_bytes(self, reduction: Reduction) -> float:
-        """Bytes of gradient that every rank of a reduction brings."""
+        """Bytes of gradient that every rank of a reduction brings; its blocks all train."""
         if reduction.kind == "loss":
             return 0.0
-        held = (self._blocks.get((reduction.owner, b)) for b in range(*reduction.blocks))
         numbers = sum(
-            self._block_parameters(block.stage, b)
-            for b, block in zip(range(*reduction.blocks), held, strict=True)
-            if block is not None and block.trainable
+            self._block_parameters(self._blocks[reduction.owner, block].stage, block)
+            for block in range(*reduction.blocks)
         )
         return numbers / reduction.tp * self.costs.gradient_bytes
 
@@ -153,7 +151,7 @@ class ProgramCosts:
         Only blocks that a gradient passes keep anything: nothing is saved before them.
         """
         passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
-        if passed is None or not stage.has_backward:
+        if passed is None:
             return 0.0
         return self.costs.activation_bytes(
             task=stage.task,
@@ -224,9 +222,9 @@ class ProgramCosts:
 
     def _stage_flops(self, stage: Stage) -> float:
         task, module = stage.task, stage.module
-        ranges = [stage.blocks, *(stage.trainable if stage.has_backward else ())]
+        ranges = [stage.blocks, *stage.trainable]
         passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
-        if passed is not None and stage.has_backward:
+        if passed is not None:
             ranges.append(passed)
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)

@@ -10,11 +10,12 @@ import pytest
 
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
+from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.roofline import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
 from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, resolve_tasks
 
 CODE = """
 import torch
@@ -67,6 +68,11 @@ class Head(nn.Module):
 
 def head():
     return nn.Sequential(Head())
+
+
+def mixed():
+    linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    return nn.Sequential(*linears[:2], nn.ReLU(), linears[2], nn.ReLU(), linears[3])
 
 
 class Repeats(nn.Linear):
@@ -216,12 +222,24 @@ def test_blocks_that_differ_in_a_setting_only_are_counted_apart(folder: Path) ->
     assert kept == times  # each product keeps its input
 
 
+def test_what_the_block_before_keeps_is_not_kept_again(folder: Path) -> None:
+    module = _profile(_workload("mixed"), folder).modules["m"]
+    one = 2 * TOKENS * WIDTH * 4
+    # A ReLU keeps its result, so that the Linear behind it keeps nothing more.
+    assert module.block_activation_bytes == (one, one, one, 0, one, 0)
+
+
 def test_attention_is_one_kernel_that_keeps_no_scores(folder: Path) -> None:
     module = _profile(_workload("attention"), folder).modules["m"]
     assert module.flops_per_sample == 2 * TOKENS * WIDTH * WIDTH + 4 * TOKENS * TOKENS * WIDTH
     assert module.block_activation_bytes is not None
     # Its input (query, key and value are one tensor here), its result, a number per row.
     assert module.block_activation_bytes[1] == 2 * TOKENS * (2 * WIDTH + 1) * 4
+    workload = _workload("attention")
+    flow = TaskFlow(workload, folder, resolve_tasks(workload)["default"])
+    block = flow.count_module("m", tp=1, samples=2)[1]
+    forward, backward = (float(k.table[:, 0].sum()) for k in (block.forward, block.backward))
+    assert backward == 2.5 * forward == 2.5 * 2 * 4 * TOKENS * TOKENS * WIDTH
 
 
 def test_a_tied_parameter_counts_once(folder: Path) -> None:

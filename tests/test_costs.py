@@ -381,6 +381,19 @@ def test_parameters_that_two_stages_of_a_rank_share_are_held_once() -> None:
     assert _program_costs(plan).static_bytes(0) == pytest.approx(1000 * 16)
 
 
+def test_a_module_trains_where_any_task_trains_it() -> None:
+    plan = make_plan(
+        unit("vision", "image", task="a", blocks=4, ranks=[[[0]], [[1]]], dp=2),
+        unit("vision", "image", task="b", blocks=4, ranks=[[[0]], [[1]]], dp=2, frozen=True),
+        losses=[loss("clip", "vision", task="a"), loss("other", "vision", task="b")],
+        batch=8,
+    )
+    got = _program_costs(plan)
+    assert got.static_bytes(0) == pytest.approx(1000 * 16)
+    moved = [got.reduced_bytes(r) for r in got.program.reductions if r.kind == "blocks"]
+    assert moved == [1000 * 4]
+
+
 def test_nothing_is_kept_before_the_first_block_that_trains() -> None:
     got = _program_costs(_two_towers(frozen=((0, 1),)))
     first = next(s for s in got.program.stages if s.module == "vision")

@@ -94,6 +94,8 @@ class Counter:
         self._log = _Log()
         self._kept = [*module.parameters(), *module.buffers()]
         self._known = {_storage(tensor) for tensor in self._kept}
+        # Outputs that the block that made them keeps, whatever the next one does.
+        self._by_itself: set[int] = set()
 
     def count(
         self, call: Callable[..., State], inputs: Sequence[State]
@@ -123,7 +125,22 @@ class Counter:
             saved_bytes=saved.num_bytes,
             output_bytes=sum(map(_num_bytes, _tensors(outputs))),
         )
+        self._by_itself |= {_storage(t) for t in _tensors(outputs)} & self._known
         return count, pytree.tree_map(_cut, outputs)
+
+    def another(self, outputs: State) -> State:
+        """Outputs like these of one more block of the same kind, kept where these are kept."""
+        return pytree.tree_map(self._copy, outputs)
+
+    def _copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copy = torch.empty_like(leaf)
+        if _storage(leaf) in self._by_itself:
+            self._by_itself.add(_storage(copy))
+            self._known.add(_storage(copy))
+            self._kept.append(copy)
+        return copy
 
     def _gradients(self, outputs: State, wanted: list[Tensor], *, last: bool) -> Kernels:
         roots = [t for t in _tensors(outputs) if t.requires_grad]

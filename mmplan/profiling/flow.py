@@ -113,13 +113,14 @@ class TaskFlow:
                 counter.watch_tensor_parallel(*_cut_linears(block))
             arguments = state if index == 0 else [state]
             # What the block before it keeps decides whether a block's input is kept once more.
-            kind = _kind(block, arguments)
-            if (before, kind) not in known:
-                where = f"modules.{module}: block {index}"
-                known[before, kind] = _run(counter, block, arguments, where)
-            count, state = known[before, kind]
-            state = pytree.tree_map(_fresh, state)
-            before = kind
+            kind = before, _kind(block, arguments)
+            if kind in known:
+                count, state = known[kind]
+                state = counter.another(state)
+            else:
+                where = f"modules.{module}: block {index}" + (f" at tp {tp}" if tp > 1 else "")
+                count, state = known[kind] = _run(counter, block, arguments, where)
+            before = kind[1]
             counts.append(count)
         if tp == 1 and samples == BASE:
             self._outputs[module] = state
@@ -184,10 +185,6 @@ def _first(item: tuple[str, Any]) -> str:
 def _shapes(tree: Any) -> tuple[Any, ...]:
     tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-
-def _fresh(leaf: Any) -> Any:
-    return torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
