@@ -27,7 +27,8 @@ from mmlaunch.guard import die_with_parent
 from mmplan.errors import MMPlanError, UnfitEnvironmentError
 
 _TIMEOUT = timedelta(minutes=30)
-_GRACE_S = 5.0
+# Longer than the supervisor needs to see a death, which is the cause of what others report.
+_GRACE_S = 1.0
 _POLL_S = 0.02
 
 
@@ -99,6 +100,7 @@ def _rank_main(job: dict[str, Any], *, rank: int, rendezvous: str) -> int:
         _write(out, {"error": report | {"rank": rank}})
         return error.exit_code
     except Exception as error:
+        time.sleep(_GRACE_S)  # it may only be that another process died
         lines = str(error).strip().splitlines()
         message = f"process {rank}: {type(error).__name__}: {lines[0] if lines else ''}"
         report = {"message": message, "traceback": traceback.format_exc(), "exit_code": 1}
