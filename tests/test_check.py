@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmplan.program.check import check_program, in_flight
 from mmplan.program.compile import compile_plan
 from mmplan.program.coverage import count_paths, coverage_faults
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
-from mmplan.program.intervals import first_deviation, normal
 from mmplan.program.match import match_receives
 from mmplan.program.model import Program
 from mmplan.program.replay import no_durations, replay
@@ -23,9 +21,8 @@ from mmplan.program.text import format_program, parse_program_rows
 from mmplan.program.wiring import wire
 from mmplan.schema.plan import Plan
 from tests.naive import NaiveRun, WrongStepError
+from tests.plants import PLANTS, SILENT, Row, drop, is_gradient, put, with_rows, without
 from tests.programs import loss, make_plan, plans, unit
-
-Row = tuple[Instruction, ...]
 
 CLIP = loss("clip", "vision", "text", sync_batch=8)
 
@@ -158,185 +155,7 @@ def test_a_rank_without_samples_of_a_sync_batch_starts_it_in_turn() -> None:
             assert starts == sorted(starts)
 
 
-# --- planted faults ---------------------------------------------------------------------
-
-
-def _with_rows(program: Program, rows: dict[int, Row]) -> Program:
-    changed = tuple(rows.get(rank, row) for rank, row in enumerate(program.instructions))
-    return replace(program, instructions=changed)
-
-
-def _places(
-    program: Program, matches: Callable[[Instruction], bool]
-) -> Iterator[tuple[int, int, Instruction]]:
-    for rank, row in enumerate(program.instructions):
-        for position, item in enumerate(row):
-            if matches(item):
-                yield rank, position, item
-
-
-def _drop(program: Program, rank: int, position: int) -> Program:
-    row = program.instructions[rank]
-    return _with_rows(program, {rank: row[:position] + row[position + 1 :]})
-
-
-def _put(program: Program, rank: int, position: int, item: Instruction) -> Program:
-    row = program.instructions[rank]
-    return _with_rows(program, {rank: (*row[:position], item, *row[position + 1 :])})
-
-
-def _without(program: Program, matches: Callable[[int, Instruction], bool]) -> Program:
-    rows = {
-        rank: tuple(item for item in row if not matches(rank, item))
-        for rank, row in enumerate(program.instructions)
-    }
-    return _with_rows(program, rows)
-
-
-def _is_gradient(item: Instruction) -> bool:
-    return isinstance(item, Message) and item.op in (Op.SEND_B, Op.RECV_B)
-
-
-def _is_message(item: Instruction) -> bool:
-    return isinstance(item, Message)
-
-
-def _is_compute(item: Instruction) -> bool:
-    return isinstance(item, Compute)
-
-
-def _drop_gradient(program: Program, pick: Callable[[int], int]) -> Program | None:
-    found = list(_places(program, _is_gradient))
-    if not found:
-        return None
-    rank, position, _ = found[pick(len(found))]
-    return _drop(program, rank, position)
-
-
-def _drop_gradient_at_both_ends(program: Program, pick: Callable[[int], int]) -> Program | None:
-    found = [p for p in _places(program, _is_gradient) if p[2].op is Op.SEND_B]
-    if not found:
-        return None
-    rank, _, sent = found[pick(len(found))]
-    assert isinstance(sent, Message)
-    ends = {(rank, Op.SEND_B, sent.peer), (sent.peer, Op.RECV_B, rank)}
-    samples = sent.edge, sent.start, sent.stop
-    return _without(
-        program,
-        lambda r, x: (
-            isinstance(x, Message)
-            and (r, x.op, x.peer) in ends
-            and (x.edge, x.start, x.stop) == samples
-        ),
-    )
-
-
-def _alter_range(program: Program, pick: Callable[[int], int]) -> Program | None:
-    found = list(_places(program, _is_message))
-    if not found:
-        return None
-    rank, position, item = found[pick(len(found))]
-    assert isinstance(item, Message)
-    shift = (-1, 1)[pick(2)]
-    ends = ((shift, shift), (shift, 0), (0, shift))[pick(3)]
-    start, stop = item.start + ends[0], item.stop + ends[1]
-    if start < 0 or start == stop:
-        return None
-    return _put(program, rank, position, replace(item, start=start, stop=stop))
-
-
-def _swap_microbatches(program: Program, pick: Callable[[int], int]) -> Program | None:
-    """Two messages of one kind on one rank carry each other's micro-batch."""
-    found = list(_places(program, _is_message))
-    if not found:
-        return None
-    rank, position, item = found[pick(len(found))]
-    assert isinstance(item, Message)
-    others = [
-        (p, x)
-        for p, x in enumerate(program.instructions[rank])
-        if isinstance(x, Message)
-        and (x.op, x.edge, x.peer) == (item.op, item.edge, item.peer)
-        and x.mb != item.mb
-    ]
-    if not others:
-        return None
-    other_position, other = others[pick(len(others))]
-    program = _put(program, rank, position, replace(other, mb=item.mb))
-    return _put(program, rank, other_position, replace(item, mb=other.mb))
-
-
-def _run_twice(program: Program, pick: Callable[[int], int]) -> Program:
-    found = list(_places(program, _is_compute))
-    rank, position, item = found[pick(len(found))]
-    row = program.instructions[rank]
-    later = position + pick(len(row) - position)
-    return _with_rows(program, {rank: (*row[:later], item, *row[later:])})
-
-
-def _drop_reduce(program: Program, pick: Callable[[int], int]) -> Program | None:
-    found = list(_places(program, lambda item: item.op is Op.REDUCE))
-    if not found:
-        return None
-    rank, position, _ = found[pick(len(found))]
-    return _drop(program, rank, position)
-
-
-def _shrink_reduction(program: Program, pick: Callable[[int], int]) -> Program | None:
-    """A reduction forgets one of its ranks, consistently: only coverage can see it."""
-    found = [r for r in program.reductions if r.kind == "blocks"]
-    if not found:
-        return None
-    reduction = found[pick(len(found))]
-    lost = reduction.ranks[pick(len(reduction.ranks))]
-    ranks = tuple(rank for rank in reduction.ranks if rank != lost)
-    reductions = list(program.reductions)
-    reductions[reduction.index] = replace(reduction, ranks=ranks)
-    program = replace(program, reductions=tuple(reductions))
-    gone = Collective(Op.REDUCE, reduction.index)
-    return _without(program, lambda rank, item: rank == lost and item == gone)
-
-
-def _skip_sync(program: Program, pick: Callable[[int], int]) -> Program | None:
-    """A sync is skipped on every rank: nobody waits, and only its gradient is missing."""
-    found = list(_places(program, lambda item: isinstance(item, Sync)))
-    if not found:
-        return None
-    sync = found[pick(len(found))][2]
-    assert isinstance(sync, Sync)
-    key = sync.loss, sync.batch
-    return _without(program, lambda _, x: isinstance(x, Sync) and (x.loss, x.batch) == key)
-
-
-def _skip_sync_on_one_rank(program: Program, pick: Callable[[int], int]) -> Program | None:
-    found = list(_places(program, lambda item: isinstance(item, Sync)))
-    if not found:
-        return None
-    rank, position, _ = found[pick(len(found))]
-    return _drop(program, rank, position)
-
-
-def _forget_compute(program: Program, pick: Callable[[int], int]) -> Program:
-    found = list(_places(program, _is_compute))
-    rank, position, _ = found[pick(len(found))]
-    return _drop(program, rank, position)
-
-
-PLANTS = {
-    "gradient dropped at one end": _drop_gradient,
-    "gradient dropped at both ends": _drop_gradient_at_both_ends,
-    "range altered": _alter_range,
-    "micro-batches swapped": _swap_microbatches,
-    "stage run twice": _run_twice,
-    "compute forgotten": _forget_compute,
-    "REDUCE missing on one rank": _drop_reduce,
-    "reduction without one rank": _shrink_reduction,
-    "sync skipped": _skip_sync,
-    "sync skipped on one rank": _skip_sync_on_one_rank,
-}
-# Faults that leave a program which runs to its end with every message paired: the
-# interval proof has to see them without help.
-SILENT = ["gradient dropped at both ends", "reduction without one rank", "sync skipped"]
+# --- planted faults ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", PLANTS)
@@ -429,7 +248,7 @@ def test_whatever_passes_the_check_computes_the_step(data: st.DataObject) -> Non
     row = program.instructions[rank]
     for _ in range(1 + draw(3)):
         row = _edited(row, draw) if row else row
-    edited = _with_rows(program, {rank: row})
+    edited = with_rows(program, {rank: row})
     if not check_program(edited):
         NaiveRun(edited).run()
 
@@ -459,7 +278,7 @@ def test_a_dropped_gradient_names_the_place_and_the_samples() -> None:
     position = next(
         i for i, x in enumerate(program.instructions[3]) if str(x) == "3SEND_B2:e2>2[2,3)"
     )
-    faults = check_program(_drop(program, 3, position))
+    faults = check_program(drop(program, 3, position))
     receive = next(
         i for i, x in enumerate(program.instructions[2]) if str(x) == "2RECV_B2:e2<3[2,3)"
     )
@@ -474,11 +293,9 @@ def test_a_dropped_gradient_names_the_place_and_the_samples() -> None:
 def test_a_missing_contribution_names_loss_samples_and_counts() -> None:
     program = program_of("one tower, four stages")
     key = (2, 2, 3)
-    lost = _without(
+    lost = without(
         program,
-        lambda _, x: (
-            isinstance(x, Message) and _is_gradient(x) and (x.edge, x.start, x.stop) == key
-        ),
+        lambda _, x: isinstance(x, Message) and is_gradient(x) and (x.edge, x.start, x.stop) == key,
     )
     assert prove(lost) == [
         f"blocks [{s},{s + 1}) of v: after reduction on rank {s}, loss c counts samples [2,3) of "
@@ -499,7 +316,7 @@ def test_references_out_of_range_are_faults_and_nothing_else_is_said() -> None:
         (Sync(Op.SYNC_WAIT, 0, 2), "loss c has no sync batch 2"),
         (Collective(Op.REDUCE, 0), "there is no REDUCE 0"),
     ]:
-        faults = check_program(_put(program, 0, 0, item))
+        faults = check_program(put(program, 0, 0, item))
         assert faults == [f"rank 0, instruction 0 ({item}): {text}"]
 
 
@@ -509,7 +326,7 @@ def test_waiting_for_each_other_is_reported_for_both_ranks() -> None:
     row = list(program.instructions[3])
     wait = row.index(Sync(Op.SYNC_WAIT, 0, 0))
     row[wait] = Sync(Op.SYNC_WAIT, 0, 1)
-    faults = check_program(_with_rows(program, {3: tuple(row)}))
+    faults = check_program(with_rows(program, {3: tuple(row)}))
     stuck = [f for f in faults if "waits for ever" in f]
     assert f"rank 3, instruction {wait} (SYNC_WAIT:0.1): waits for ever: " in stuck[-1]
     assert [f.split(",")[0] for f in stuck] == ["rank 0", "rank 1", "rank 2", "rank 3"]
@@ -520,7 +337,7 @@ def test_receives_in_another_order_than_the_sends_are_a_fault_and_can_be_mended(
     row = list(program.instructions[1])
     first, second = [i for i, x in enumerate(row) if x.op is Op.RECV_F][:2]
     row[first], row[second] = row[second], row[first]
-    swapped = _with_rows(program, {1: tuple(row)})
+    swapped = with_rows(program, {1: tuple(row)})
     assert check_program(swapped) == [
         "ranks 0 > 1: message 0 is sent as edge 0 [0,1) and received as edge 0 [1,2)"
     ]
@@ -561,9 +378,9 @@ def test_micro_batches_of_a_stage_tile_the_batch_in_order() -> None:
 def test_step_comes_last_and_once() -> None:
     program = program_of("one tower, four stages")
     row = program.instructions[0]
-    assert check_program(_with_rows(program, {0: row[:-1]})) == ["rank 0: STEP is missing"]
+    assert check_program(with_rows(program, {0: row[:-1]})) == ["rank 0: STEP is missing"]
     early = (Step(), *row[:-1])
-    assert check_program(_with_rows(program, {0: early})) == [
+    assert check_program(with_rows(program, {0: early})) == [
         "rank 0, instruction 0 (STEP): is not the last instruction"
     ]
 
@@ -580,43 +397,3 @@ def test_paths_count_every_way_back_from_a_loss() -> None:
         {x: 1, z: 1},
         {x: 1, z: 1},
     ]
-
-
-# --- intervals --------------------------------------------------------------------------
-
-pieces = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(-2, 3)).map(
-        lambda p: (min(p[:2]), max(p[:2]), p[2])
-    ),
-    max_size=8,
-)
-
-
-@given(pieces)
-@example([(0, 4, 1), (4, 8, 1)])
-@example([(0, 4, 1), (0, 4, -1)])
-def test_normal_form_counts_every_sample_alike(items: list[tuple[int, int, int]]) -> None:
-    def counts(some: list[tuple[int, int, int]]) -> list[int]:
-        return [sum(t for a, b, t in some if a <= i < b) for i in range(13)]
-
-    result = normal(items)
-    assert counts(result) == counts(items)
-    assert all(t and a < b for a, b, t in result)
-    for (_, b, t), (a2, _, t2) in pairwise(result):
-        assert b < a2 or (b == a2 and t != t2)
-
-
-@given(pieces, st.integers(0, 6), st.integers(6, 12), st.integers(0, 2))
-def test_first_deviation_is_the_first_sample_counted_otherwise(
-    items: list[tuple[int, int, int]], start: int, stop: int, times: int
-) -> None:
-    off = first_deviation(items, start, stop, times)
-    for i in range(13):
-        count = sum(t for a, b, t in items if a <= i < b)
-        expected = times if start <= i < stop else 0
-        if count != expected:
-            assert off is not None
-            assert off[0] == i
-            assert off[2] == count
-            return
-    assert off is None

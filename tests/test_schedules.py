@@ -1,0 +1,161 @@
+"""Simulated schedules take the times, and hold the micro-batches, of their closed forms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmplan.program.check import in_flight
+from mmplan.program.compile import compile_plan
+from mmplan.simulate import simulate
+from tests.clocks import FixedCosts, tower
+from tests.programs import loss, make_plan, unit
+
+
+def check_batch_sync(stages: int, k: int, rounds: int, forward: float, backward: float) -> None:
+    program = tower(stages, k, rounds)
+    result = simulate(program, FixedCosts(forward=forward, backward=backward))
+    n = k * rounds
+    assert result.bubble_fraction == pytest.approx((stages - 1) / (n + stages - 1), abs=1e-12)
+    assert result.iteration_s == pytest.approx((n + stages - 1) * (forward + backward))
+    assert in_flight(program) == {(p, p): min(n, k + stages - 1 - p) for p in range(stages)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 8), st.integers(1, 16), st.integers(1, 8), st.sampled_from([0.25, 1.0, 2.0, 3.5])
+)
+def test_idle_share_of_batch_sync_is_the_lower_bound(
+    stages: int, k: int, rounds: int, backward: float
+) -> None:
+    check_batch_sync(stages, k, rounds, 1.0, backward)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("backward", [0.5, 2.0])
+def test_idle_share_of_batch_sync_on_the_whole_grid(stages: int, backward: float) -> None:
+    for k in range(1, 17):
+        for rounds in range(1, 9):
+            check_batch_sync(stages, k, rounds, 1.0, backward)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 4, 9])
+def test_gpipe_and_1f1b_take_the_same_time_and_hold_their_micro_batches(
+    kind: str, stages: int, n: int
+) -> None:
+    program = tower(stages, n, 1, kind=kind)
+    result = simulate(program, FixedCosts(forward=1.0, backward=2.0))
+    assert result.iteration_s == pytest.approx(3.0 * (n + stages - 1))
+    assert result.bubble_fraction == pytest.approx((stages - 1) / (n + stages - 1))
+    held = {(p, p): n if kind == "gpipe" else min(n, stages - p) for p in range(stages)}
+    assert in_flight(program) == held
+    assert result.peak_bytes == tuple(held[p, p] for p in range(stages))
+
+
+@pytest.mark.parametrize(("stages", "k", "rounds"), [(4, 4, 8), (3, 1, 2), (2, 5, 3), (1, 3, 3)])
+def test_gpipe_with_syncs_drains_every_round(stages: int, k: int, rounds: int) -> None:
+    plan = make_plan(
+        unit("v", pp=stages, k=k, kind="gpipe", lead=0),
+        losses=[loss("c", "v", sync_batch=k)],
+        batch=rounds * k,
+    )
+    result = simulate(compile_plan(plan), FixedCosts(forward=1.0, backward=2.0))
+    # DESIGN: 43% for 4 stages, K = 4, 8 sync batches.
+    assert result.iteration_s == pytest.approx(rounds * (k + stages - 1) * 3.0)
+    assert result.bubble_fraction == pytest.approx((stages - 1) / (k + stages - 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)
+        ),  # K, P, f, b
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1, 4),
+)
+def test_towers_take_designs_time(towers: list[tuple[int, int, int, int]], rounds: int) -> None:
+    """T = max (K+P-1) f + (G-1) max K (f+b) + max (K+P-1) b, equal stages, free syncs."""
+    names = [f"m{i}" for i in range(len(towers))]
+    plan = make_plan(
+        *(unit(n, pp=t[1], k=t[0]) for n, t in zip(names, towers, strict=True)),
+        losses=[loss("c", *names, sync_batch=12)],
+        batch=12 * rounds,
+    )
+    costs = FixedCosts(
+        by_module={n: (float(t[2]), float(t[3])) for n, t in zip(names, towers, strict=True)}
+    )
+    expected = (
+        max((k + p - 1) * f for k, p, f, _ in towers)
+        + (rounds - 1) * max(k * (f + b) for k, _, f, b in towers)
+        + max((k + p - 1) * b for k, p, _, b in towers)
+    )
+    assert simulate(compile_plan(plan), costs).iteration_s == pytest.approx(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 4),
+            st.integers(1, 3),
+            st.integers(1, 5),
+            st.integers(0, 9),
+            st.booleans(),
+            st.integers(1, 2),
+        ),  # K, P, f, b, frozen, dp
+        min_size=1,
+        max_size=3,
+    ),
+    st.integers(1, 4),
+)
+def test_frozen_and_replicated_towers_take_no_longer_than_that(
+    towers: list[tuple[int, int, int, int, bool, int]], rounds: int
+) -> None:
+    names = [f"m{i}" for i in range(len(towers))]
+    specs = [
+        unit(n, k=k, pp=p, frozen=frozen, dp=dp)
+        for n, (k, p, _, _, frozen, dp) in zip(names, towers, strict=True)
+    ]
+    plan = make_plan(*specs, losses=[loss("c", *names, sync_batch=24)], batch=24 * rounds)
+    costs = FixedCosts(
+        by_module={n: (float(t[2]), float(t[3])) for n, t in zip(names, towers, strict=True)}
+    )
+    stages = [(k, p, f, 0 if frozen else b) for k, p, f, b, frozen, _ in towers]
+    bound = (
+        max((k + p - 1) * f for k, p, f, _ in stages)
+        + (rounds - 1) * max(k * (f + b) for k, _, f, b in stages)
+        + max((k + p - 1) * b for k, p, _, b in stages)
+    )
+    assert simulate(compile_plan(plan), costs).iteration_s <= bound + 1e-9
+
+
+@pytest.mark.parametrize(("stages", "k", "rounds"), [(1, 1, 1), (1, 3, 4), (4, 4, 3), (3, 5, 2)])
+def test_a_blocking_sync_adds_its_time_once_a_round(stages: int, k: int, rounds: int) -> None:
+    result = simulate(tower(stages, k, rounds), FixedCosts(gather=0.5, loss=0.25))
+    assert result.iteration_s == pytest.approx(3.0 * (k * rounds + stages - 1) + 0.75 * rounds)
+
+
+def test_forwards_hide_a_gather_between_start_and_wait() -> None:
+    blocking = simulate(tower(1, 1, 2), FixedCosts(gather=1.0))
+    assert blocking.iteration_s == 2 * (1 + 1 + 2)
+    assert blocking.communication_s == (2.0,)
+    # F0 START F1 START WAIT B0 WAIT B1: one gather runs beside F1, the other beside B0.
+    hidden = simulate(tower(1, 1, 2, sync_lead=1), FixedCosts(gather=1.0))
+    assert hidden.iteration_s == 1 + 1 + 2 + 2
+    assert hidden.communication_s == (0.0,)
+
+
+@pytest.mark.parametrize(("stages", "k", "rounds"), [(1, 2, 3), (2, 2, 3), (4, 4, 4), (3, 1, 5)])
+def test_one_micro_batch_of_sync_lead_hides_a_gather_as_long_as_a_forward(
+    stages: int, k: int, rounds: int
+) -> None:
+    result = simulate(tower(stages, k, rounds, sync_lead=1), FixedCosts(gather=1.0))
+    assert result.iteration_s == 3 * (k * rounds + stages - 1)
