@@ -239,11 +239,14 @@ def show(
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
     from mmplan.report.tables import workload_grids
+    from mmplan.schema.load import load_any
+    from mmplan.schema.plan import Plan
+    from mmplan.schema.profile import Profile
+    from mmplan.schema.workload import Workload
 
     out = Output(as_json=as_json)
-    document = _load_any(file)
-    kind = type(document).kind
-    if kind == "plan":
+    document = load_any(file)
+    if isinstance(document, Plan):
         if program:
             from mmplan.program.compile import compile_plan
             from mmplan.program.text import format_program
@@ -252,9 +255,9 @@ def show(
         else:
             _show_plan(out, document)
             _show_timeline(out, document, file)
-    elif kind == "profile":
+    elif isinstance(document, Profile):
         _show_profile(out, document)
-    elif kind == "workload":
+    elif isinstance(document, Workload):
         for grid in workload_grids(document):
             out.grid(grid)
     else:
@@ -312,7 +315,7 @@ def simulate(
     """Predicted timeline of one step."""
     from mmplan.program.trace import trace_events, write_trace
     from mmplan.report.tables import timeline_lines
-    from mmplan.schema.plan import load_plan
+    from mmplan.schema.load import load_plan
     from mmplan.simulate import prediction
 
     out = Output(as_json=as_json)
@@ -345,8 +348,7 @@ def compare(
 ) -> None:
     """Plans of several solvers side by side, best first."""
     from mmplan import planner
-    from mmplan.report import format as text
-    from mmplan.report.console import Grid
+    from mmplan.report.tables import comparison_grid
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
     from mmplan.schema.workload import load_workload
@@ -376,41 +378,7 @@ def compare(
     plans.sort(key=lambda plan: -plan.predicted.samples_per_s)
     if not plans:
         raise InvalidInputError("no solver has a plan for this workload on these devices")
-    best = plans[0].predicted.samples_per_s
-    out.grid(
-        Grid(
-            title=f"{loaded.name}, simulated, best first",
-            columns=(
-                "solver",
-                ">samples/s",
-                ">of best",
-                ">iteration",
-                ">MFU",
-                ">idle",
-                ">communication",
-                ">memory",
-                ">devices",
-                ">gap",
-                ">solved in",
-            ),
-            rows=[
-                (
-                    plan.solver.name,
-                    text.count(plan.predicted.samples_per_s),
-                    f"{plan.predicted.samples_per_s / best:.3f}",
-                    text.seconds(plan.predicted.iteration_s),
-                    text.percent(plan.predicted.mfu),
-                    text.percent(plan.predicted.bubble_fraction),
-                    text.percent(plan.predicted.communication_fraction),
-                    text.size(max(plan.predicted.memory_bytes, default=0.0)),
-                    str(plan.predicted.devices_used),
-                    text.percent(plan.solver.gap),
-                    text.seconds(plan.solver.seconds),
-                )
-                for plan in plans
-            ],
-        )
-    )
+    out.grid(comparison_grid(loaded.name, plans))
     out.data([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
 
 
@@ -630,27 +598,6 @@ def _warn_unused(out: Output, workload: Any) -> None:
 
     for name in unused_modules(workload):
         out.hint(f"module {name} is used by no task: ignored")
-
-
-def _load_any(path: Path) -> Any:
-    """A workload, profile, plan or cluster, told apart by its fields."""
-    from mmplan.schema.base import document_kind, parse_document, parse_text, read_text
-    from mmplan.schema.cluster import Cluster
-    from mmplan.schema.plan import Plan, load_plan
-    from mmplan.schema.profile import Profile
-    from mmplan.schema.workload import Workload
-
-    data = parse_text(read_text(path), path)
-    kind = document_kind(data)
-    if kind == "plan":
-        return load_plan(path)
-    models = {model.kind: model for model in (Profile, Cluster, Workload, Plan)}
-    if kind is None and not (isinstance(data, dict) and "modules" in data):
-        raise InvalidInputError(
-            f"{path}: none of our files: it has neither units, modules nor devices_per_node",
-            hint="name a workload, profile, plan or cluster file",
-        )
-    return parse_document(models[kind or "workload"], data, source=str(path))
 
 
 def _show_profile(out: Output, profile: Any) -> None:

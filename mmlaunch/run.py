@@ -13,7 +13,8 @@ from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import file_sha256, write_text
-from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.load import load_plan
+from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
 
 OnEvent = Callable[[dict[str, Any]], None]

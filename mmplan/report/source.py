@@ -15,7 +15,8 @@ from mmplan.module_costs import CostModel
 from mmplan.program.compile import compile_plan
 from mmplan.program.trace import trace_events
 from mmplan.schema.base import file_sha256, read_text
-from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.load import load_plan
+from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.simulate import simulate
 
@@ -96,8 +97,10 @@ class ReportData:
 
     @property
     def source_label(self) -> str:
-        """How times of the profile are to be labelled: measured, analytic or given."""
-        return self.profile.source if self.profile else "profile not found"
+        """What predictions stand on: a measured, an analytic or a given profile."""
+        if self.profile is None:
+            return "a profile that was not found"
+        return f"{'an' if self.profile.source == 'analytic' else 'a'} {self.profile.source} profile"
 
 
 def load_source(source: Path) -> ReportData:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from mmplan.errors import InvalidInputError
 from mmplan.schema.base import (
     Bool,
     Count,
@@ -19,7 +17,6 @@ from mmplan.schema.base import (
     Record,
     Size,
     Str,
-    load_document,
 )
 from mmplan.schema.cluster import Cluster
 
@@ -209,21 +206,3 @@ class Plan(Document):
             KeyError: there is none.
         """
         return next(u for u in self.units if u.name == name)
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read plan.json and refuse a faulty one.
-
-    Raises:
-        InvalidInputError: the file cannot be read, or :func:`plan_faults` finds a fault.
-    """
-    from mmplan.schema.faults import plan_faults
-
-    plan = load_document(Plan, path)
-    faults = plan_faults(plan)
-    if faults:
-        more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
-        raise InvalidInputError(
-            f"{path}: {faults[0]}{more}", hint=f"mmplan check {path} lists every fault"
-        )
-    return plan
