@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,8 @@ from mmplan.solvers.sync_batch import largest_sync_batches
 from mmplan.solvers.units import last_stage_ranks
 
 Solver = Callable[[Request], Solution]
+# Plans beyond the first of each solver are simulated for at most this many budgets.
+SIMULATION_BUDGETS = 10
 SOLVERS: dict[str, Solver] = {"distmm": solve_distmm, "colocated": solve_colocated}
 
 
@@ -106,9 +108,7 @@ def solve(
     )
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training)
     solutions, left_out = _solutions(request, solver)
-    tried = [t for s in solutions for t in drafts.try_all(s)]
-    if not tried:
-        raise drafts.too_large()
+    tried = drafts.try_all(solutions, patience_s=SIMULATION_BUDGETS * budget_s)
     return drafts.finish(tried, left_out, seconds=time.monotonic() - started)
 
 
@@ -165,23 +165,47 @@ class _Drafts:
         self._profile = _reference(profile_path, folder)
         self._tasks = _planned_tasks(request)
         self._too_large: list[float] = []
+        self._notes_on_search: list[str] = []
 
-    def try_all(self, solution: Solution) -> list[_Tried]:
-        """Simulate a solution's candidates; those that do not fit the memory drop out."""
+    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[_Tried]:
+        """Simulate candidates: the best of each solver, then the others, best formula first.
+
+        Those that do not fit the memory drop out. When patience ends before the
+        candidates do, a note says so.
+
+        Raises:
+            InfeasibleError: none fits.
+        """
+        first = [(s, c) for s in solutions for c in s.candidates[:1]]
+        others = [(s, c) for s in solutions for c in s.candidates[1:]]
+        others.sort(key=lambda pair: pair[1].objective_s)
         tried: list[_Tried] = []
-        for candidate in solution.candidates:
-            plan = self._simulated(self._plan(solution, candidate))
-            needed = max(plan.predicted.memory_bytes, default=0.0)
-            if needed > self._request.cluster.device.memory_bytes:
-                self._too_large.append(needed)
-                continue
-            if not solution.closed_form:
-                whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
-                candidate = replace(candidate, objective_s=whole_s)
-            tried.append(_Tried(solution=solution, candidate=candidate, plan=plan))
+        deadline = time.monotonic() + patience_s
+        for position, (solution, candidate) in enumerate([*first, *others]):
+            if position >= len(first) and tried and time.monotonic() > deadline:
+                left = len(first) + len(others) - position
+                self._notes_on_search.append(
+                    f"{left} of {len(first) + len(others)} plans were not simulated for lack of "
+                    "time; a larger --budget looks at them"
+                )
+                break
+            tried += self._try(solution, candidate)
+        if not tried:
+            raise self._none_fits()
         return tried
 
-    def too_large(self) -> InfeasibleError:
+    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[_Tried]:
+        plan = self._simulated(self._plan(solution, candidate))
+        needed = max(plan.predicted.memory_bytes, default=0.0)
+        if needed > self._request.cluster.device.memory_bytes:
+            self._too_large.append(needed)
+            return
+        if not solution.closed_form:
+            whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
+            candidate = replace(candidate, objective_s=whole_s)
+        yield _Tried(solution=solution, candidate=candidate, plan=plan)
+
+    def _none_fits(self) -> InfeasibleError:
         """What to say when no simulated plan fits a device."""
         needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
         return InfeasibleError(
@@ -266,7 +290,7 @@ class _Drafts:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
         if self._too_large:
             notes.append(f"{len(self._too_large)} simulated plans did not fit the memory")
-        return notes
+        return [*notes, *self._notes_on_search]
 
     def _largest_sync_batch(self, best: _Tried) -> dict[str, int]:
         sizes: dict[str, int] = {}

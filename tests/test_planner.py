@@ -1,0 +1,289 @@
+"""The planner: plans are sound, their predictions meet the formula, and errors say what to do."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.program.check import check_program, in_flight
+from mmplan.program.compile import compile_plan
+from mmplan.schema.base import file_sha256
+from mmplan.schema.faults import plan_faults
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload
+from tests.solving import module_profile, profile, run_solve, workload
+
+LOSS_POINTS = {"points": [{"samples": 1, "forward_s": 1.0, "backward_s": 1.0}]}
+
+
+def check_plan(plan: Plan, memory_bytes: float) -> None:
+    """Everything that must hold of any plan on free links."""
+    assert plan_faults(plan) == []
+    assert check_program(compile_plan(plan)) == []
+    assert plan.predicted.iteration_s <= plan.solver.objective_s * (1 + 1e-9)
+    assert plan.solver.lower_bound_s <= plan.solver.objective_s
+    assert plan.solver.gap == pytest.approx(plan.solver.objective_s / plan.solver.lower_bound_s - 1)
+    assert max(plan.predicted.memory_bytes) <= memory_bytes
+    used = {rank for unit in plan.units for rank in unit.all_ranks}
+    assert set(plan.solver.idle_ranks) == set(range(plan.devices)) - used
+
+
+def random_job(rng: random.Random, *, chained: bool) -> tuple[Workload, Profile]:
+    """Up to three modules, pinned, frozen in whole or in part, with little or much memory."""
+    names = "abc"[: rng.randint(1, 3)]
+    modules: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(names):
+        frozen = rng.choice([False, False, False, True, ((0, 1),)])
+        spec: dict[str, Any] = {"frozen": frozen if i else False, "plan": {}}
+        if rng.random() < 0.2:
+            spec["plan"]["dp"] = rng.randint(1, 3)
+        if rng.random() < 0.2:
+            spec["plan"]["microbatch"] = rng.randint(1, 3)
+        if chained and i and rng.random() < 0.7:
+            spec["inputs"] = [rng.choice(names[:i]), f"{name}_data"]
+        modules[name] = spec
+    sync_batch, rounds = rng.choice([4, 6, 8, 18, 22]), rng.randint(1, 3)
+    losses = {"own": {"factory": "x:y", "inputs": list(names)}}
+    job = workload(
+        modules,
+        batch=rounds * sync_batch,
+        sync_batch=sync_batch,
+        losses=losses if chained and rng.random() < 0.3 else None,
+    )
+    towers = {
+        name: module_profile(
+            rng.choice([1, 2, 0.5]),
+            rng.choice([1, 2, 3]),
+            fixed_s=rng.choice([0, 0, 0.3]),
+            blocks=rng.choice([2, 3, 4]),
+            tp=rng.choice([None, {1: 1.0, 2: 1.7}]),
+            parameters=rng.choice([0, 1]),
+            activation_bytes=rng.choice([0, 1, 1]),
+        )
+        for name in names
+    }
+    costs = profile(
+        towers,
+        rng.randint(1, 9),
+        memory_bytes=rng.choice([1e12, 20.0, 30.0, 60.0]),
+        losses=rng.choice([None, {"contrastive": LOSS_POINTS}]),
+    )
+    return job, costs
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_random_workloads_give_sound_plans_never_above_the_formula(
+    tmp_path: Path, chained: bool
+) -> None:
+    rng = random.Random(5 + chained)
+    outcomes: Counter[str] = Counter()
+    for _ in range(40):
+        job, costs = random_job(rng, chained=chained)
+        solver, top = rng.choice(["distmm", "auto", "colocated"]), rng.choice([1, 4])
+        try:
+            plan = run_solve(tmp_path, job, costs, solver=solver, top=top)
+        except InfeasibleError:
+            outcomes["infeasible"] += 1
+            continue
+        outcomes[plan.solver.name] += 1
+        check_plan(plan, costs.cluster.device.memory_bytes)
+    assert min(outcomes[key] for key in ("distmm", "colocated", "infeasible")) >= 3
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_prediction_meets_the_formula_with_equal_stages(
+    tmp_path: Path, rounds: int, pp: int, frozen: bool
+) -> None:
+    """Equal stages and micro-batches, free links: 1%, here to rounding."""
+    towers = {"a": module_profile(2, 4), "b": module_profile(1, 3)}
+    for tower in towers.values():
+        for point in tower["points"]:
+            point["backward_input_s"] = point["backward_s"]
+    pins = {"pp": pp, "dp": 2, "tp": 1, "microbatch": 2}
+    job = workload(
+        {"a": {"plan": pins}, "b": {"plan": pins, "frozen": frozen}},
+        batch=16 * rounds,
+        sync_batch=16,
+    )
+    costs = profile(towers, 4 * pp, losses={"contrastive": LOSS_POINTS})
+    plan = run_solve(tmp_path, job, costs, solver="distmm", top=1)
+    assert plan.predicted.iteration_s == pytest.approx(plan.solver.objective_s, rel=1e-9)
+    assert plan.solver.gap == pytest.approx(0, abs=1e-12)
+
+
+def test_programs_hold_the_micro_batches_that_memory_was_planned_for(tmp_path: Path) -> None:
+    costs = profile({"a": module_profile(activation_bytes=1.0)}, 4, memory_bytes=7 / 4 + 1e-9)
+    pins = {"pp": 4, "dp": 1, "microbatch": 1}
+    job = workload({"a": {"plan": pins}}, batch=12, sync_batch=4)
+    plan = run_solve(tmp_path, job, costs)
+    held = in_flight(compile_plan(plan))
+    assert [held[rank, rank] for rank in range(4)] == [7, 6, 5, 4]
+    assert plan.predicted.memory_bytes == pytest.approx((7 / 4, 6 / 4, 5 / 4, 4 / 4))
+    assert plan.solver.largest_sync_batch == {"contrastive": 4}
+
+
+def test_largest_sync_batch_fits_and_one_more_micro_batch_does_not(tmp_path: Path) -> None:
+    costs = profile(
+        {"a": module_profile(activation_bytes=1.0), "b": module_profile(activation_bytes=2.0)},
+        4,
+        memory_bytes=40.0,
+    )
+    pins = {"pp": 1, "dp": 2, "microbatch": 4}
+    modules = {"a": {"plan": pins}, "b": {"plan": pins}}
+
+    def solved(sync_batch: int) -> Plan:
+        job = workload(modules, batch=2 * sync_batch, sync_batch=sync_batch)
+        return run_solve(tmp_path, job, costs, solver="distmm")
+
+    # b: 40 bytes hold 5 micro-batches of 8 bytes, on 2 replicas.
+    assert solved(8).solver.largest_sync_batch == {"contrastive": 40}
+    assert solved(40).solver.largest_sync_batch == {"contrastive": 40}
+    with pytest.raises(InfeasibleError, match="module b needs 48 bytes"):
+        solved(48)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_auto_colocates_where_devices_are_fewer_than_modules(tmp_path: Path, devices: int) -> None:
+    names = "abcd"
+    costs = profile({name: module_profile() for name in names}, devices)
+    job = workload({name: {} for name in names}, batch=8, sync_batch=4)
+    plan = run_solve(tmp_path, job, costs)
+    check_plan(plan, 1e12)
+    assert plan.solver.name == "colocated"
+    assert {unit.all_ranks for unit in plan.units} == {tuple(range(devices))}
+    assert any("distmm does not apply" in note for note in plan.solver.notes)
+    # All modules' work, on the slowest replica's share.
+    assert plan.predicted.iteration_s == pytest.approx(2 * 4 * 3.0 * -(-4 // devices))
+
+
+def test_auto_keeps_the_faster_of_both(tmp_path: Path) -> None:
+    """Fixed costs make many small replicas slow: then modules apart win, otherwise together."""
+    for fixed_s, winner in ((0.0, "colocated"), (20.0, "distmm")):
+        tower = module_profile(fixed_s=fixed_s)
+        job = workload({"a": {}, "b": {}, "c": {}}, batch=10)
+        costs = profile({"a": tower, "b": tower, "c": tower}, 4)
+        plans = {
+            name: run_solve(tmp_path, job, costs, solver=name)
+            for name in ("auto", "distmm", "colocated")
+        }
+        times = {name: plan.predicted.iteration_s for name, plan in plans.items()}
+        assert plans["auto"].solver.name == winner
+        assert times["auto"] == min(times.values())
+
+
+def test_colocated_modules_share_the_memory(tmp_path: Path) -> None:
+    """Both fit alone, with any micro-batches; together only a smaller sync batch does."""
+    tower = module_profile(activation_bytes=1.0, parameters=0.25)
+    for memory, fits in ((16.0, True), (15.0, False)):
+        costs = profile({"a": tower, "b": tower}, 1, memory_bytes=memory)
+        job = workload({"a": {}, "b": {}}, batch=4)
+        if fits:
+            check_plan(run_solve(tmp_path, job, costs), memory)
+            continue
+        with pytest.raises(InfeasibleError, match=r"16 bytes on each device.* 1 bytes missing"):
+            run_solve(tmp_path, job, costs, solver="colocated")
+
+
+def test_top_1_is_the_formulas_optimum_and_more_never_predict_worse(tmp_path: Path) -> None:
+    towers = {"a": module_profile(1, 3, blocks=3), "b": module_profile(2, 1, fixed_s=0.5)}
+    job, costs = workload({"a": {}, "b": {}}, batch=22), profile(towers, 7)
+    one, many = (run_solve(tmp_path, job, costs, solver="distmm", top=k) for k in (1, 8))
+    assert one.solver.objective_s == one.solver.lower_bound_s == many.solver.lower_bound_s
+    assert many.predicted.iteration_s <= one.predicted.iteration_s
+    assert 1 <= len(many.solver.runners_up) <= 7
+    assert one.solver.runners_up == ()
+
+
+def test_sharded_losses_and_real_links_keep_the_bound_below(tmp_path: Path) -> None:
+    links = {"latency_s": 0.01, "bandwidth_bytes_per_s": 50.0}
+    towers = {
+        name: module_profile(parameters=5, output_bytes_per_sample=2, boundary_bytes_per_sample=3)
+        for name in ("a", "b")
+    }
+    costs = profile(
+        towers, 8, per_node=4, inter=links, intra=links, losses={"contrastive": LOSS_POINTS}
+    )
+    job = workload({"a": {}, "b": {}}, batch=24, sync_batch=12)
+    plan = run_solve(tmp_path, job, costs, solver="distmm")
+    assert plan_faults(plan) == []
+    assert 0 < plan.solver.lower_bound_s <= plan.solver.objective_s
+    assert plan.predicted.communication_fraction > 0
+
+
+def test_left_over_devices_are_named(tmp_path: Path) -> None:
+    costs = profile({"a": module_profile(), "b": module_profile()}, 7)
+    pins = {"plan": {"dp": 2, "pp": 1}}
+    plan = run_solve(tmp_path, workload({"a": pins, "b": pins}, batch=8), costs, solver="distmm")
+    assert plan.solver.idle_ranks == (4, 5, 6)
+    assert any("3 of 7 devices stay idle (ranks 4-6)" in note for note in plan.solver.notes)
+
+
+def test_the_plan_names_its_files_relative_to_itself(tmp_path: Path) -> None:
+    job, costs = workload({"a": {}}, batch=4), profile({"a": module_profile()}, 2)
+    plan = run_solve(tmp_path, job, costs)
+    assert (plan.workload.path, plan.profile.path) == ("w.json", "p.json")
+    assert plan.workload.sha256 == file_sha256(tmp_path / "w.json")
+    assert plan.solver.seconds > 0
+
+
+def test_a_frozen_tower_changes_who_gets_devices(tmp_path: Path) -> None:
+    """Without its backward, and with its forward before the sync only, it needs fewer."""
+    costs = profile({"a": module_profile(), "b": module_profile()}, 8)
+
+    def degrees(frozen: bool) -> int:
+        job = workload({"a": {}, "b": {"frozen": frozen}}, batch=24, sync_batch=8)
+        plan = run_solve(tmp_path, job, costs, solver="distmm")
+        check_plan(plan, 1e12)
+        return len(plan.unit("b").all_ranks)
+
+    assert degrees(frozen=True) < degrees(frozen=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"solver": "guess"}, "--solver guess: this version has auto, distmm, colocated"),
+        ({"tasks": ["x"]}, "--tasks x: the workload has default"),
+        ({"top": 0}, "--top 0"),
+        ({"devices": 9}, "--devices 9: cluster test has 2"),
+        ({"solver": "distmm", "method": "guess"}, "--method guess"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    job, costs = workload({"a": {}}, batch=4), profile({"a": module_profile()}, 2)
+    with pytest.raises(InvalidInputError, match=message):
+        run_solve(tmp_path, job, costs, **options)
+
+
+def test_a_profile_without_a_module_is_refused(tmp_path: Path) -> None:
+    job, costs = workload({"a": {}, "b": {}}, batch=4), profile({"a": module_profile()}, 2)
+    with pytest.raises(InvalidInputError, match="profile test has no module 'b'"):
+        run_solve(tmp_path, job, costs)
+
+
+def test_nothing_fits_says_what_every_solver_lacks(tmp_path: Path) -> None:
+    costs = profile({"a": module_profile(parameters=9, blocks=1)}, 2, memory_bytes=16.0)
+    with pytest.raises(InfeasibleError, match=r"distmm: module a needs 144 bytes.*colocated: "):
+        run_solve(tmp_path, workload({"a": {}}, batch=4), costs)
+
+
+def test_solving_loads_no_heavy_module() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, mmplan.planner;"
+        "print([m for m in ('torch', 'scipy', 'cvxpy', 'matplotlib') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.strip() == "[]"
