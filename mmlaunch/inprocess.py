@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmlaunch.transport import Done, Group, Ranks, Work
+from mmlaunch.transport import Done, Group, Link, Ranks, Work
 from mmplan.errors import RunFailedError
 
 T = TypeVar("T")
@@ -158,8 +158,8 @@ class InProcessTransport:
         self._world = world
         self._sequence: dict[Group, int] = {}
 
-    def prepare(self, groups: Sequence[Group]) -> None:
-        """Groups need no preparation here."""
+    def prepare(self, groups: Sequence[Group], links: Sequence[Link]) -> None:
+        """Nothing needs preparation here."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
         """See :class:`mmlaunch.transport.Transport`."""

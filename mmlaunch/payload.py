@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmlaunch.transport import Transport, Work
+from mmlaunch.transport import Link, Transport, Work
 from mmplan.errors import RunFailedError
+from mmplan.program.instructions import Message, Op
+from mmplan.program.model import Program
 from mmplan.ragged import Ragged
 
 # Tags have room for this many tensors in one message.
@@ -132,6 +134,18 @@ class Outbox:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+
+def message_links(program: Program) -> list[Link]:
+    """Every link that messages of a step go along, in one order on all ranks."""
+    return sorted(
+        {
+            (rank, item.peer, item.op == Op.SEND_B)
+            for rank, row in enumerate(program.instructions)
+            for item in row
+            if isinstance(item, Message) and item.is_send
+        }
+    )
 
 
 def message_tensors(tree: Any) -> list[Tensor]:

@@ -34,7 +34,7 @@ from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.model import LocalModel, build_owner, trainable_blocks
 from mmlaunch.needs import rank_needs
 from mmlaunch.optimizer import build_optimizer
-from mmlaunch.payload import map_tensors
+from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.restore import open_checkpoint
 from mmlaunch.seeds import Seeds
@@ -45,7 +45,8 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import build_dataset, build_loss, dtype_of
-from mmplan.schema.plan import Plan, load_plan
+from mmplan.schema.load import load_plan
+from mmplan.schema.plan import Plan
 from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
 
 T = TypeVar("T")
@@ -159,7 +160,7 @@ class Session:
             comm=lambda ranks: _GroupSum(transport, ranks),
         )
         ties = gather_ties(self.model, transport)
-        transport.prepare(collective_groups(self.program, ties))
+        transport.prepare(collective_groups(self.program, ties), message_links(self.program))
         self._datasets = {
             name: self._dataset(view) for name, view in self._tasks.items() if name in self._needs
         }

@@ -15,6 +15,8 @@ Ranks = tuple[int, ...]
 # Collectives on one channel of a group come in the same order on all of its ranks. What
 # starts early, in an order of its own, has a channel of its own.
 Group = tuple[Ranks, int]
+# (source, target, backward): where messages go.
+Link = tuple[int, int, bool]
 
 
 class Work(Protocol):
@@ -32,8 +34,8 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[Group]) -> None:
-        """Create the communicators; every rank passes the same groups in the same order."""
+    def prepare(self, groups: Sequence[Group], links: Sequence[Link]) -> None:
+        """Create communicators and connections; every rank passes the same in the same order."""
         ...
 
     def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
@@ -114,7 +116,7 @@ class DistTransport:
         self._directions: dict[tuple[bool, bool], Any] = {}
         self._mailbox: dict[tuple[int, bool], Tensor] = {}
 
-    def prepare(self, groups: Sequence[Group]) -> None:
+    def prepare(self, groups: Sequence[Group], links: Sequence[Link]) -> None:
         """See :class:`Transport`."""
         for group in groups:
             if group not in self._groups and len(group[0]) > 1:
@@ -125,6 +127,27 @@ class DistTransport:
                 for backward in (False, True)
                 for upward in (False, True)
             }
+        self._connect(links)
+
+    def _connect(self, links: Sequence[Link]) -> None:
+        """Exchange one empty message on each link, one link after another.
+
+        gloo (with lazy initialisation) and NCCL connect two ranks when they first meet, and
+        the one that comes first is blocked, even in ``isend`` and ``irecv``. Among the
+        messages of a step that can be a deadlock.
+        """
+        met: set[tuple[tuple[bool, bool], frozenset[int]]] = set()
+        for source, target, backward in links:
+            direction = (backward, source < target) if self._directions else (False, False)
+            key = direction, frozenset((source, target))
+            if source == target or key in met:
+                continue
+            met.add(key)
+            token = torch.zeros(1, device=self.device)
+            if self.rank == source:
+                self.isend(token, target, 0, backward=backward).wait()
+            elif self.rank == target:
+                self.irecv(token, source, 0, backward=backward).wait()
 
     def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
         """See :class:`Transport`."""
