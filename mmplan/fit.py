@@ -52,7 +52,8 @@ def fit_curve(
         values: non-negative value at each size.
         spreads: half-width of the middle half of the repeats of each point, where known:
             points noisier than the others weigh less.
-        knots_max: most knots the curve may have.
+        knots_max: most knots the curve may have; 0 fits ``alpha + slope * size``, also
+            where the points would have a line that is negative at 0.
 
     Returns:
         The curve. One size alone gives a proportional curve.
@@ -67,13 +68,16 @@ def fit_curve(
         curve = _curve(level, (), (level / lowest,), lowest, highest)
     else:
         curve = _through_line(size_K, value_K)
-    if curve is None:
+    if curve is None or len(curve.knots) > knots_max:
+        # Values at the first edge cannot be negative: at size 0 for a line without knots.
+        first = lowest if knots_max else 0.0
         designs = [
-            Design(columns=_columns(size_K, knots), knots=knots)
+            Design(columns=_columns(size_K, (first, *knots)), knots=knots)
             for knots in _knot_sets(size_K, knots_max)
         ]
         chosen = select(designs, value_K, relative_weights(value_K, spread_K))
         level, *slopes = (float(x) for x in chosen.coefficients)
+        level += slopes[0] * (lowest - first)
         curve = _curve(level, chosen.design.knots, tuple(slopes), lowest, highest)
     return with_residuals(curve, size_K, value_K)
 
@@ -153,10 +157,9 @@ def _curve(
     return Curve(alpha=alpha, knots=knots, slopes=slopes, lowest=lowest, highest=highest)
 
 
-def _columns(size_K: Array, knots: tuple[float, ...]) -> Array:
-    """[K, 2 + len(knots)]: the level at the smallest size, then the length in each piece."""
-    edges = (float(size_K.min()), *knots, np.inf)
-    pieces = [np.clip(size_K, a, b) - a for a, b in itertools.pairwise(edges)]
+def _columns(size_K: Array, edges: tuple[float, ...]) -> Array:
+    """[K, 1 + len(edges)]: the level at the first edge, then the length in each piece."""
+    pieces = [np.clip(size_K, a, b) - a for a, b in itertools.pairwise((*edges, np.inf))]
     return np.stack([np.ones_like(size_K), *pieces], axis=1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.costs import CostModel, ProgramCosts, check_cluster, gradient_blocks
@@ -76,6 +76,7 @@ def test_a_stage_costs_its_share_of_the_work_fixed_part_included() -> None:
     assert costs.forward_s(**WHERE, tp=2, samples=4, blocks=(3, 4)) == pytest.approx(3 * 0.4)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 64))
 def test_stages_add_up_to_the_module(cut: int, samples: int) -> None:
     costs = _costs()
@@ -231,6 +232,7 @@ def test_measured_collectives_decide_where_they_exist() -> None:
     assert collective_s(cluster, "all_gather", range(4), 2000) == plain
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 7), min_size=1), st.floats(0, 1e9), st.integers(0, 7))
 def test_more_bytes_or_ranks_never_take_less(ranks: set[int], size: float, more: int) -> None:
     cluster = _two_nodes()

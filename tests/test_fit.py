@@ -22,6 +22,7 @@ sizes_lists = st.lists(st.integers(1, 512), min_size=2, max_size=9, unique=True)
 times = st.floats(1e-6, 1e3)
 
 
+@settings(deadline=None)
 @given(sizes_lists, times, times, st.integers(1, 3))
 def test_points_on_one_line_are_passed_through(
     sizes: list[int], alpha: float, beta: float, repeats: int
@@ -36,6 +37,7 @@ def test_points_on_one_line_are_passed_through(
     assert curve.residual_p90 <= 1e-9
 
 
+@settings(deadline=None)
 @given(sizes_lists, times)
 def test_a_line_through_zero_and_one_below_it_are_exact_too(sizes: list[int], beta: float) -> None:
     through_zero = fit_curve(sizes, [beta * u for u in sizes])
@@ -46,6 +48,17 @@ def test_a_line_through_zero_and_one_below_it_are_exact_too(sizes: list[int], be
     assert below.at(0) == 0
 
 
+@settings(deadline=None)
+@given(sizes_lists, times)
+def test_without_knots_a_line_is_one_slope_from_zero_on(sizes: list[int], beta: float) -> None:
+    below = fit_curve(sizes, [beta * (u - min(sizes) / 2) for u in sizes], knots_max=0)
+    assert below.knots == ()
+    assert below.alpha == 0
+    above = fit_curve(sizes, [beta * (u + 3) for u in sizes], knots_max=0)
+    assert above.alpha == pytest.approx(3 * beta, rel=1e-6)
+
+
+@settings(deadline=None)
 @given(st.integers(1, 512), times)
 def test_one_point_is_proportional(size: int, time_s: float) -> None:
     curve = fit_curve([size], [time_s])
