@@ -1,0 +1,165 @@
+"""What the executor itself costs per instruction: a program of empty blocks.
+
+Two programs that differ only in their number of micro-batches give the slope, so what a
+step costs once drops out; a plain loop over the same micro-batches is subtracted. The
+fastest of the repeats counts: what others do on the machine only adds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import empty
+import torch
+
+from mmlaunch.inprocess import InProcessTransport, InProcessWorld
+from mmlaunch.session import Session
+from mmplan import planner
+from mmplan.schema.base import save_document
+from mmplan.schema.cluster import Cluster, Device, Link, Links
+from mmplan.schema.load import load_plan
+from mmplan.schema.profile import ModuleProfile, Point, Profile
+from mmplan.schema.workload import load_workload
+
+BATCH = 256
+FEW, MANY = 4, 256
+STEPS, WARM_UP = 30, 5
+MODULES = ("left", "right")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Seconds per instruction.
+
+    Attributes:
+        whole_s: a forward or backward instruction with an empty block in it.
+        plain_s: the same forward or backward in a plain loop.
+    """
+
+    whole_s: float
+    plain_s: float
+
+
+def measure_overhead(folder: Path) -> str:
+    """The page's paragraph."""
+    print("overhead: empty blocks", file=sys.stderr)
+    found = overhead(folder)
+    text = (
+        "### What the executor costs by itself\n\n"
+        f"Empty blocks, one process, {FEW} and {MANY} micro-batches of {len(MODULES)} modules: "
+        f"{1e6 * found.whole_s:.1f} µs for each forward or backward instruction, of which a "
+        f"plain PyTorch loop over the same micro-batches takes {1e6 * found.plain_s:.1f} µs; "
+        f"the executor adds {1e6 * (found.whole_s - found.plain_s):.1f} µs (slicing the batch, "
+        "seeding dropout, gradients of the sync batch cut into micro-batches, the heartbeat)."
+    )
+    print(f"\n{text}", flush=True)
+    return text
+
+
+def overhead(folder: Path) -> Overhead:
+    """Measure it; files of the two programs go into ``folder``."""
+    torch.set_num_threads(1)
+    (few_s, few), (many_s, many) = (_planned(folder, count) for count in (FEW, MANY))
+    added = many - few
+    plain_s = _plain(MANY) - _plain(FEW)
+    return Overhead(whole_s=(many_s - few_s) / added, plain_s=plain_s / added)
+
+
+def _planned(folder: Path, microbatches: int) -> tuple[float, int]:
+    """Least seconds of a step, and the instructions of its program."""
+    plan_path = _plan(folder, microbatches)
+    workload_path = folder / f"empty-{microbatches}.yaml"
+
+    def train(transport: InProcessTransport) -> tuple[float, int]:
+        session = Session(
+            plan=load_plan(plan_path),
+            workload=load_workload(workload_path),
+            folder=Path(__file__).parent,
+            transport=transport,
+        )
+        times = [session.step().iteration_s for _ in range(STEPS)]
+        session.close()
+        return min(times[WARM_UP:]), len(session.program.instructions[0])
+
+    return InProcessWorld(1).run(train)[0]
+
+
+def _plan(folder: Path, microbatches: int) -> Path:
+    """Two empty modules on one device, their micro-batches pinned."""
+    workload = folder / f"empty-{microbatches}.yaml"
+    pins = {"tp": 1, "microbatch": BATCH // microbatches}
+    document = {
+        "version": 1,
+        "name": "empty",
+        "batch": BATCH,
+        "modules": {
+            name: {"factory": "empty:module", "inputs": ["x"], "plan": pins} for name in MODULES
+        },
+        "losses": {
+            "square": {"factory": "empty:SquareLoss", "inputs": MODULES, "cross_sample": True}
+        },
+        "data": {"factory": "empty:Numbers", "args": {"samples": BATCH}},
+    }
+    workload.write_text(json.dumps(document), encoding="utf-8")
+    profile = folder / "empty.profile.json"
+    save_document(_profile(), profile)
+    path = folder / f"empty-{microbatches}.plan.json"
+    plan = planner.solve(
+        load_workload(workload),
+        workload_path=workload,
+        profile=_profile(),
+        profile_path=profile,
+        plan_path=path,
+        devices=1,
+        solver="colocated",
+    )
+    save_document(plan, path)
+    return path
+
+
+def _profile() -> Profile:
+    link = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9)
+    point = Point(microbatch=1, forward_s=1e-5, backward_s=1e-5)
+    return Profile(
+        name="empty",
+        source="given",
+        cluster=Cluster(
+            name="one",
+            nodes=1,
+            devices_per_node=1,
+            device=Device(name="cpu", memory_bytes=1e9, peak_flops=1e9),
+            links=Links(intra_node=link, inter_node=link),
+        ),
+        modules={name: ModuleProfile(blocks=1, parameters=1, points=(point,)) for name in MODULES},
+    )
+
+
+def _plain(microbatches: int) -> float:
+    """Least seconds of the same step without an executor."""
+    modules = [empty.module() for _ in MODULES]
+    loss, x = empty.SquareLoss(), empty.Numbers(BATCH).x
+    rows = x.split(BATCH // microbatches)
+
+    def step() -> None:
+        outputs = [[module(row) for row in rows] for module in modules]
+        features = [torch.cat(parts).detach().requires_grad_() for parts in outputs]
+        grads = torch.autograd.grad(loss(*features), features)
+        for parts, grad in zip(outputs, grads, strict=True):
+            for part, own in zip(parts, grad.split(BATCH // microbatches), strict=True):
+                part.backward(own)
+
+    return min(_times(step)[WARM_UP:])
+
+
+def _times(step: Callable[[], None]) -> Sequence[float]:
+    times: list[float] = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return times

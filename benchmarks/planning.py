@@ -1,0 +1,71 @@
+"""From a benchmark's workload file to a measured profile and plans, as the commands do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmplan import planner
+from mmplan.profiling.measure import measure_profile
+from mmplan.schema.base import save_document
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import load_profile
+from mmplan.schema.workload import load_workload
+
+FOLDER = Path(__file__).parent
+
+
+def workload_path(name: str) -> Path:
+    """A shipped workload's file."""
+    return FOLDER / f"{name}.yaml"
+
+
+def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick: bool) -> Path:
+    """Measure a workload on this machine's processors, as ``mmplan profile --device cpu``.
+
+    Args:
+        name: of the workload.
+        folder: where the profile goes.
+        num_processes: that measure at the same time; default: as many as will run, up to
+            the cores.
+        quick: fewer points and repeats.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{num_processes or 'default'}.profile.json"
+    state = path.with_suffix(".partial")
+    state.unlink(missing_ok=True)  # of another day, perhaps of another load
+    profile = measure_profile(
+        workload_path(name),
+        device="cpu",
+        num_processes=num_processes,
+        state_path=state,
+        quick=quick,
+    )
+    state.unlink(missing_ok=True)
+    save_document(profile, path)
+    return path
+
+
+def solved(name: str, profile: Path, *, devices: int, solver: str) -> tuple[Path, Plan]:
+    """Plan a workload, as ``mmplan solve --devices N --solver NAME``."""
+    path = profile.with_name(f"{name}-{devices}-{solver}.plan.json")
+    plan = planner.solve(
+        load_workload(workload_path(name)),
+        workload_path=workload_path(name),
+        profile=load_profile(profile),
+        profile_path=profile,
+        plan_path=path,
+        devices=devices,
+        solver=solver,
+    )
+    save_document(plan, path)
+    return path, plan
+
+
+def described(plan: Plan) -> str:
+    """Degrees and micro-batches of every unit, in a few words."""
+    return ", ".join(
+        f"{unit.name} on {len(unit.all_ranks)}"
+        + (f" (dp {unit.dp} × pp {unit.pp})" if unit.pp > 1 or unit.dp > 1 else "")
+        + f", K {'/'.join(str(len(row)) for row in unit.microbatches)}"
+        for unit in plan.units
+    )
