@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmlaunch.admission import find_workload
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
@@ -77,8 +78,6 @@ def prepare(options: RunOptions) -> Prepared:
     Raises:
         InvalidInputError: a file is wrong or has changed, or there are too few devices.
     """
-    from mmlaunch.session import find_workload
-
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     _check_devices(plan, options)

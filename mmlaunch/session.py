@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch import checkpoint as checkpoints
+from mmlaunch.admission import check_runnable, find_workload
 from mmlaunch.data import StepData, StepLoader, check_fields
 from mmlaunch.device import pick
 from mmlaunch.executor import Executor, Span
 from mmlaunch.heartbeat import Heartbeat
-from mmlaunch.model import LocalModel, build_owner, trainable_blocks
+from mmlaunch.model import LocalModel
 from mmlaunch.needs import rank_needs
 from mmlaunch.optimizer import build_optimizer
 from mmlaunch.payload import map_tensors, message_links
@@ -41,10 +42,11 @@ from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
 from mmlaunch.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.transport import DistTransport, Ranks, Transport
+from mmlaunch.whole import whole_modules
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
-from mmplan.schema.factories import build_dataset, build_loss, dtype_of
+from mmplan.schema.factories import build_dataset, dtype_of
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
@@ -135,7 +137,7 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        _check_runnable(plan, workload, transport.world_size)
+        check_runnable(plan, workload, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
         self.transport = transport
         self.hooks = Hooks()
@@ -309,7 +311,7 @@ class Session:
         result = None
         if self.rank == 0:
             with torch.no_grad():
-                result = function(self._whole_modules(weights))
+                result = function(whole_modules(self.workload, self.folder, self.program, weights))
         answer: Any = self.transport.broadcast_object(result, 0)
         return answer
 
@@ -402,66 +404,3 @@ class Session:
             return tensor.to(self.transport.device, dtype, non_blocking=True)
 
         return map_tensors(tree, move)
-
-    def _whole_modules(self, weights: dict[str, Tensor]) -> dict[str, nn.Module]:
-        modules: dict[str, nn.Module] = {}
-        trains = trainable_blocks(self.program)
-        for owner in dict.fromkeys(stage.owner for stage in self.program.stages):
-            module = build_owner(self.workload, owner, self.folder, trains)
-            modules[owner] = _filled(module, weights, owner)
-        for stage in self.program.stages:
-            modules[stage.module] = modules[stage.owner]
-        for name in dict.fromkeys(loss.name for loss in self.program.losses):
-            loss = build_loss(self.workload, name, self.folder)
-            modules[f"losses.{name}"] = _filled(loss, weights, f"losses.{name}")
-        return modules
-
-
-def _filled(module: nn.Module, weights: dict[str, Tensor], prefix: str) -> nn.Module:
-    own = {
-        name.removeprefix(f"{prefix}."): value
-        for name, value in weights.items()
-        if name.startswith(f"{prefix}.")
-    }
-    module.load_state_dict(own, strict=False)
-    return module.eval()
-
-
-def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
-    """The workload file of a plan: the given one, or the one it names, unchanged.
-
-    Raises:
-        InvalidInputError: it is not there, or no longer the one that was planned.
-    """
-    path = Path(given) if given is not None else plan_path.parent / plan.workload.path
-    if not path.is_file():
-        raise InvalidInputError(
-            f"{plan_path}: its workload {path} is not there",
-            hint="name the file with --workload FILE",
-        )
-    if file_sha256(path) != plan.workload.sha256:
-        raise InvalidInputError(
-            f"{path} has changed since {plan_path} was made for it",
-            hint="solve again: mmplan solve WORKLOAD --profile PROFILE -o PLAN",
-        )
-    return path
-
-
-def _check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
-    if world_size != plan.devices:
-        raise InvalidInputError(
-            f"the plan is for {plan.devices} ranks, {world_size} were started",
-            hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
-        )
-    unsupported = {
-        "train.zero: 1": workload.train.zero != 0,
-        "train.precision: bf16": workload.train.precision == "bf16",
-    }
-    for name, spec in workload.modules.items():
-        unsupported[f"modules.{name}.recompute: full"] = spec.recompute != "none"
-    for text, asked in unsupported.items():
-        if asked:
-            raise InvalidInputError(
-                f"{text} is planned and simulated, but this version does not execute it",
-                hint="remove it from the workload and solve again",
-            )
