@@ -44,6 +44,7 @@ class Entry:
 
     system: str
     median_s: float
+    cpu_s: float
     samples_per_s: float
     ratio: float
     ratio_min: float
@@ -166,6 +167,7 @@ def summarise(result: RaceResult, *, batch: int) -> list[Entry]:
             Entry(
                 system=system,
                 median_s=median_s,
+                cpu_s=statistics.median(c for turn in result.cpu_s[system] for c in turn),
                 samples_per_s=batch / median_s,
                 ratio=statistics.median(ratios),
                 ratio_min=min(ratios),
@@ -178,7 +180,14 @@ def summarise(result: RaceResult, *, batch: int) -> list[Entry]:
 def _entries_table(entries: Sequence[Entry]) -> str:
     ours = entries[0].system
     return table(
-        ("system", "median s/step", "samples/s", f"time / {ours}'s", "least to most of the pairs"),
+        (
+            "system",
+            "median s/step",
+            "samples/s",
+            f"time / {ours}'s",
+            "least to most of the pairs",
+            "processor s/step",
+        ),
         [
             (
                 entry.system,
@@ -186,6 +195,7 @@ def _entries_table(entries: Sequence[Entry]) -> str:
                 f"{entry.samples_per_s:.1f}",
                 f"{entry.ratio:.2f}",
                 f"{entry.ratio_min:.2f} to {entry.ratio_max:.2f}",
+                f"{entry.cpu_s:.3f}",
             )
             for entry in entries
         ],

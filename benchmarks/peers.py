@@ -257,10 +257,13 @@ class RaceResult:
     Attributes:
         losses: of the first steps, by system.
         seconds: ``[round][step]`` by system, of the slowest rank.
+        cpu_s: ``[round][step]`` by system, processor seconds of all ranks together; unlike
+            wall time it is hardly changed by what else the machine does.
     """
 
     losses: dict[str, list[float]]
     seconds: dict[str, list[list[float]]]
+    cpu_s: dict[str, list[list[float]]]
 
 
 def race(ctx: WorkerContext, job: Race) -> RaceResult:
@@ -281,6 +284,7 @@ def race(ctx: WorkerContext, job: Race) -> RaceResult:
         }
         check_losses(losses)
         seconds: dict[str, list[list[float]]] = {name: [] for name in systems}
+        cpu_s: dict[str, list[list[float]]] = {name: [] for name in systems}
         names = list(systems)
         for turn in range(job.pairs):
             # Who goes first changes, so that what one leaves in the caches hits all alike.
@@ -288,8 +292,9 @@ def race(ctx: WorkerContext, job: Race) -> RaceResult:
                 # The first step after another system's is not timed: caches are cold.
                 _beaten(ctx, name, systems[name])
                 times = [_timed(ctx, name, systems[name]) for _ in range(job.steps)]
-                seconds[name].append(times)
-        return RaceResult(losses=losses, seconds=seconds)
+                seconds[name].append([wall_s for wall_s, _ in times])
+                cpu_s[name].append([used_s for _, used_s in times])
+        return RaceResult(losses=losses, seconds=seconds, cpu_s=cpu_s)
     finally:
         for system in systems.values():
             system.close()
@@ -313,11 +318,14 @@ def _beaten(ctx: WorkerContext, name: str, system: System) -> float:
     return system.step()
 
 
-def _timed(ctx: WorkerContext, name: str, system: System) -> float:
-    """Seconds from a common start until the last rank is done."""
+def _timed(ctx: WorkerContext, name: str, system: System) -> tuple[float, float]:
+    """Seconds from a common start until the last rank is done, and processor seconds of all."""
     dist.barrier()
-    began = time.perf_counter()
+    began_cpu, began = time.process_time(), time.perf_counter()
     _beaten(ctx, name, system)
-    took = torch.tensor([time.perf_counter() - began], device=ctx.device.device)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return took.item()
+    took_s, used_s = time.perf_counter() - began, time.process_time() - began_cpu
+    slowest = torch.tensor([took_s], dtype=torch.float64, device=ctx.device.device)
+    total = torch.tensor([used_s], dtype=torch.float64, device=ctx.device.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return slowest.item(), total.item()
