@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mmplan.errors import InvalidInputError
 from mmplan.fit import fit_curve, fit_module, fit_profile
-from mmplan.scaling import Sample, fit_scaling
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.profile import Curve, ModuleProfile, Point, Profile
 
@@ -207,57 +206,3 @@ def test_a_profile_is_fitted_for_every_tp_and_every_task_of_its_own() -> None:
     assert {key: set(value) for key, value in fits.items()} == {"m": {"1", "2"}, "VL.m": {"1"}}
     assert fits["m"]["2"].forward.at(2) == pytest.approx(1)
     assert fits["VL.m"]["1"].forward.at(1) == 7
-
-
-def _scaling_truth(n: int, w: float, c: float, shape: dict[str, float]) -> float:
-    alpha, beta = (1, 1) if n <= 8 else (2, 6)
-    each = w / n
-    slope = shape["slope"]
-    bent = min(each, shape["hinge"]) + 0.6 * max(0.0, each - shape["hinge"])
-    return alpha * shape["alpha"] + beta * shape["beta"] * c + slope * bent
-
-
-def test_scaling_with_a_break_at_the_node_and_a_hinge_is_found_within_two_percent() -> None:
-    rng = np.random.default_rng(3)
-    medians = []
-    for _ in range(20):
-        shape = {
-            "alpha": rng.uniform(1e-3, 1e-2),
-            "beta": rng.uniform(5e-4, 2e-3),
-            "slope": rng.uniform(1e-3, 3e-3),
-            "hinge": rng.choice([4.0, 8.0, 16.0]),
-        }
-        samples = []
-        for n, w, length in itertools.product((1, 2, 4, 8, 16, 32, 64), (32, 64, 128), (1, 2, 4)):
-            c = length * (n - 1) / n
-            time_s = _scaling_truth(n, w, c, shape) * (1 + 0.05 * rng.standard_normal())
-            time_s *= rng.uniform(1.5, 3) if rng.random() < 0.08 else 1
-            samples.append(Sample(devices=n, work=w, constant=c, time_s=time_s))
-        fit = fit_scaling(samples, breaks_n=[8])
-        error = [
-            abs(fit.at(devices=n, work=w, constant=1.5) / _scaling_truth(n, w, 1.5, shape) - 1)
-            for n, w in itertools.product((2, 3, 6, 12, 24, 48, 64), (32, 100, 128))
-        ]
-        medians.append(np.median(error))
-    assert np.median(medians) < 0.02
-
-
-def test_scaling_without_a_jump_has_no_break_and_extrapolation_is_named() -> None:
-    samples = [
-        Sample(devices=n, work=w, constant=0, time_s=0.01 + 0.002 * w / n)
-        for n in (1, 2, 4, 8, 16)
-        for w in (32, 64, 128)
-    ]
-    fit = fit_scaling(samples, breaks_n=[4])
-    assert fit.breaks == ()
-    assert fit.at(devices=3, work=96, constant=0) == pytest.approx(0.074, rel=1e-6)
-    assert fit.extrapolates(32)
-    assert not fit.extrapolates(3)
-
-
-def test_scaling_refuses_what_it_cannot_fit() -> None:
-    good = Sample(devices=1, work=1, constant=0, time_s=1)
-    with pytest.raises(InvalidInputError, match="two samples or more, got 1"):
-        fit_scaling([good])
-    with pytest.raises(InvalidInputError, match="sample 1"):
-        fit_scaling([good, Sample(devices=2, work=1, constant=0, time_s=0)])
