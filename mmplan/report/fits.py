@@ -163,6 +163,8 @@ def _panel_picture(panel: Panel, source: str, index: int) -> str:
 
 
 def _draw(figure: Any, panel: Panel) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     pairs = (panel.forward, panel.backward)
     values = [s.value_s for _, samples in pairs for s in samples]
@@ -180,14 +182,19 @@ def _draw(figure: Any, panel: Panel) -> None:
     if logarithmic:
         upper.set_xscale("log", base=2)
         upper.set_yscale("log")
-        lower.xaxis.set_major_formatter("{x:g}")
-        lower.minorticks_off()
+        upper.set_ylim(min(values) * factor / 1.6, max(values) * factor * 1.6)
+        upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (upper.yaxis, lower.xaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
     else:
         upper.set_ylim(bottom=0)
     upper.set_ylabel(f"time ({unit})")
     lower.axhline(0, color=plots.DIM, linewidth=0.8)
     lower.set(xlabel=panel.axis, ylabel="error (%)")
-    lower.margins(y=0.25)
+    # A scale of less than a percent would blow rounding up to a finding.
+    most = max(1.0, *(abs(value) for value in lower.dataLim.intervaly)) * 1.3
+    lower.set_ylim(-most, most)
 
 
 def _spans_decades(pairs: Sequence[tuple[Curve, tuple[Sample, ...]]]) -> bool:
@@ -266,7 +273,7 @@ def _fit_table(panels: Sequence[Panel], source: str) -> str:
         ">breaks at",
         ">points",
         ">residual, median",
-        ">90% under",
+        ">90th percentile",
     )
     grid = markup.table(columns, rows, label="Fitted curves")
     return markup.element("details", markup.text("summary", "Fitted curves, as a table") + grid)

@@ -12,21 +12,26 @@ from mmplan.schema.plan import Plan, Unit
 
 def overview_section(data: ReportData) -> str:
     """Tiles with the main figures, then sentences."""
-    sentences = [_what_is_planned(data.plan), *_who_runs_what(data.plan), _times(data)]
-    paragraphs = "".join(markup.text("p", s) for s in sentences if s)
-    return markup.element("div", _tiles(data), class_="tiles") + paragraphs + sharing_note(data)
+    who = "".join(markup.text("li", sentence) for sentence in _who_runs_what(data.plan))
+    return (
+        markup.element("div", _tiles(data), class_="tiles")
+        + markup.text("p", _what_is_planned(data.plan))
+        + markup.element("ul", who, class_="facts")
+        + markup.text("p", _times(data))
+        + sharing_note(data)
+    )
 
 
 def _tiles(data: ReportData) -> str:
     plan, predicted = data.plan, data.plan.predicted
     tiles = [
-        ("predicted iteration", fmt.seconds(predicted.iteration_s), f"times {data.source_label}"),
-        ("predicted samples/s", fmt.count(predicted.samples_per_s), "forward, backward, losses"),
+        ("predicted iteration", fmt.seconds(predicted.iteration_s), f"from {data.source_label}"),
+        ("predicted samples/s", fmt.count(predicted.samples_per_s), "without the update"),
     ]
     measured_s = data.run.iteration_s if data.run else None
     if measured_s:
         tiles += [
-            ("measured iteration", fmt.seconds(measured_s), "median"),
+            ("measured iteration", fmt.seconds(measured_s), "median of the run"),
             (
                 "predicted / measured",
                 f"{predicted.iteration_s / measured_s:.3g}",
@@ -58,7 +63,10 @@ def _what_is_planned(plan: Plan) -> str:
     kind = "processes" if plan.cluster.device.is_cpu else "devices"
     where = f"{plan.devices} {kind} of cluster {plan.cluster.name}"
     if len(plan.tasks) > 1:
-        return f"{plan.name} trains {len(modules)} modules in {len(plan.tasks)} tasks, {tasks}, on {where}."
+        return (
+            f"{plan.name} trains {_number(len(modules), 'module')} in {len(plan.tasks)} tasks, "
+            f"{tasks}, on {where}."
+        )
     return f"{plan.name} trains {_number(len(modules), 'module')} on {where}, {tasks} a step."
 
 
@@ -78,7 +86,7 @@ def _who_runs_what(plan: Plan) -> Iterator[str]:
                 if loss.sync_batch
                 else "micro-batch by micro-batch"
             )
-            yield f"{prefix}loss {loss_name} is computed {over} on {_ranks(tuple(ranks))}."
+            yield f"{prefix}Loss {loss_name} is computed {over} on {_ranks(tuple(ranks))}."
     idle = plan.solver.idle_ranks
     if idle:
         yield f"Idle: {_ranks(idle)}."
@@ -90,14 +98,20 @@ def _unit_sentence(unit: Unit) -> str:
         parts.append(f"{unit.pp} pipeline stages each")
     if unit.tp > 1:
         parts.append(f"each stage split {unit.tp} ways (tensor parallel)")
-    shares = fmt.repeated(unit.samples)
-    share = f"{shares} samples a step" if unit.dp == 1 else f"{shares} samples a step by replica"
     first, last = unit.blocks[0][0], unit.blocks[-1][1]
+    blocks = f"blocks [{first}, {last})"
+    what = blocks if unit.name == unit.module else f"{blocks} of module {unit.module}"
     return (
-        f"{unit.name}, blocks {first} to {last - 1} of {unit.module}, runs in {', '.join(parts)} "
-        f"on {_ranks(unit.all_ranks)}: {share}, in micro-batches of "
-        f"{_sizes(unit)} samples ({unit.schedule.kind})."
+        f"{unit.name} ({what}) runs in {', '.join(parts)} on {_ranks(unit.all_ranks)}: "
+        f"{_shares(unit)} a step, in micro-batches of {_sizes(unit)} a round "
+        f"({unit.schedule.kind} order)."
     )
+
+
+def _shares(unit: Unit) -> str:
+    if len(set(unit.samples)) == 1:
+        return f"{unit.samples[0]} samples" + (" each" if unit.dp > 1 else "")
+    return f"{fmt.repeated(unit.samples)} samples, replica by replica,"
 
 
 def _sizes(unit: Unit) -> str:
@@ -139,6 +153,8 @@ def _times(data: ReportData) -> str:
 def _verdict(ratio: float) -> str:
     if abs(ratio - 1) < 0.005:
         return "the prediction is right to half a percent"
+    if ratio < 2 / 3:
+        return f"the run takes {1 / ratio:.3g} times as long as predicted"
     if ratio < 1:
         return f"the run is {fmt.percent(1 / ratio - 1)} slower than predicted"
     return f"the run is {fmt.percent(1 - 1 / ratio)} faster than predicted"
@@ -150,15 +166,43 @@ def sharing_note(data: ReportData) -> str:
     used = len({rank for unit in plan.units for rank in unit.all_ranks})
     if run is None or run.cores is None or not plan.cluster.device.is_cpu or used <= run.cores:
         return ""
-    factor = used / run.cores
-    text = (
-        f"{used} ranks share {run.cores} {'core' if run.cores == 1 else 'cores'}. The prediction "
-        f"assumes a core for each rank, so measured times may be up to {used}/{run.cores} = "
-        f"{factor:.3g} times longer than predicted whenever all ranks compute at once, and the "
-        "measured timeline shows ranks waiting for a core as longer instructions."
-    )
+    cores = _number(run.cores, "core")
+    crowd = _crowd(data)
+    if crowd is None:
+        text = (
+            f"{used} ranks share {cores}. The prediction assumes a core for each rank, so measured "
+            f"times may be up to {used}/{run.cores} = {used / run.cores:.3g} times longer than "
+            "predicted whenever all ranks compute at once; the measured timeline shows ranks that "
+            "wait for a core as longer instructions."
+        )
+    else:
+        text = (
+            f"{used} ranks share {cores}. The profile was measured with {crowd[0]} processes busy "
+            f"at once on {_number(crowd[1], 'core')}, so its times already contain sharing a core "
+            f"{crowd[0]}/{crowd[1]} = {crowd[0] / crowd[1]:.3g} ways: where all ranks compute at "
+            "once the prediction holds, where some of them wait the others run faster than "
+            "predicted, and the order in which ranks get a core is chance."
+        )
     measured_s = run.iteration_s
     if measured_s and plan.predicted.iteration_s:
-        text += f" In this run they are {measured_s / plan.predicted.iteration_s:.3g} times longer."
+        ratio = measured_s / plan.predicted.iteration_s
+        text += f" In this run measured is {ratio:.3g} times predicted."
+        if crowd is None and ratio > 1.1 * used / run.cores:
+            text += " That is more than sharing explains: other programs may have been running."
     label = markup.text("strong", "More ranks than cores. ")
     return markup.element("p", label + markup.esc(text), class_="warning", role="note")
+
+
+def _crowd(data: ReportData) -> tuple[int, int] | None:
+    """(processes, cores) of measuring the profile, where sharing cores is in its times.
+
+    None with fewer processes than cores, and where processor time was measured: it stands
+    still while a process waits for a core.
+    """
+    written = data.profile.provenance if data.profile else {}
+    if written.get("clock") == "processor time":
+        return None
+    processes, cores = written.get("processes"), written.get("cores")
+    if isinstance(processes, int) and isinstance(cores, int) and 0 < cores < processes:
+        return processes, cores
+    return None

@@ -20,7 +20,7 @@ _VARIABLES = {
     GREEN: "--S",
     GREY: "--M",
 }
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     # Ids of clip paths and markers depend on the drawing alone.
     "svg.hashsalt": "mmplan",

@@ -195,7 +195,7 @@ def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(values, dict):
         for key, value in values.items():
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
+    elif values not in ([], "", None):
         shown = f"{values:.6g}" if isinstance(values, float) else str(values)
         yield prefix, shown if len(shown) <= 300 else shown[:299] + "…"
 

@@ -155,7 +155,7 @@ def _load_run(folder: Path) -> Run:
 
 def _json_file(path: Path, faults: list[str]) -> Any:
     if not path.is_file():
-        faults.append(f"the run's folder has no {path.name}")
+        faults.append(f"{path.name} is missing")
         return None
     try:
         return json.loads(read_text(path))
@@ -166,7 +166,7 @@ def _json_file(path: Path, faults: list[str]) -> Any:
 
 def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
     if not path.is_file():
-        faults.append("the run's folder has no metrics.jsonl: no step was finished")
+        faults.append("metrics.jsonl is missing: no step was finished")
         return ()
     steps: list[StepMetrics] = []
     broken = 0
@@ -177,7 +177,12 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
         broken += step is None and bool(line.strip())
     if broken:
         # A killed run may leave its last line cut off.
-        faults.append(f"metrics.jsonl has {broken} lines that cannot be read; they are left out")
+        what = (
+            "1 line cannot be read and is"
+            if broken == 1
+            else f"{broken} lines cannot be read and are"
+        )
+        faults.append(f"metrics.jsonl: {what} left out")
     return tuple(steps)
 
 

@@ -13,7 +13,6 @@
   const groups = [...svg.querySelectorAll(".bars")];
   const axis = svg.querySelector(".axis");
   const flags = [...svg.querySelectorAll(".flag")];
-  const flagTops = flags.map((flag) => Number(flag.getAttribute("d").match(/ ([\d.]+)v/)[1]));
   const tip = document.body.appendChild(document.createElement("div"));
   tip.className = "tip";
   tip.hidden = true;
@@ -46,10 +45,10 @@
   function draw() {
     groups.forEach((group, i) => drawRow(group, data.rows[i]));
     drawAxis();
-    flags.forEach((flag, i) => {
+    flags.forEach((flag) => {
       const tick = Number(flag.dataset.end);
       const seen = tick >= from && tick <= to * (1 + 1e-9);
-      flag.setAttribute("d", seen ? `M${xOf(tick).toFixed(1)} ${flagTops[i]}v22` : "");
+      flag.setAttribute("d", seen ? `M${xOf(tick).toFixed(1)} ${flag.dataset.down}` : "");
     });
     drawCursor();
   }
@@ -62,7 +61,8 @@
       const [start, length, kind] = bar;
       if (start + length < from || start > to) continue;
       const x = Math.max(data.left, xOf(start));
-      const width = Math.max(0.3, Math.min(data.left + data.width, xOf(start + length)) - x);
+      const room = Math.min(data.left + data.width, xOf(start + length)) - x;
+      const width = Math.max(0.3, room > 4 * data.gap ? room - data.gap : room);
       const [top, share] = data.shapes[kind];
       const y = row.y + top * data.row;
       paths[kind] = (paths[kind] || "") +
@@ -92,7 +92,7 @@
     for (let i = Math.ceil((from * secondsPerTick) / step - 1e-9); i * step <= last * (1 + 1e-9); i++) {
       const x = xOf((i * step) / secondsPerTick).toFixed(1);
       add(axis, "path", { d: `M${x} ${data.top - 4}V${data.bottom}` });
-      add(axis, "text", { x, y: data.top - 9 }, seconds(i * step));
+      add(axis, "text", { x, y: data.top - 9 }, i ? seconds(i * step) : "0");
     }
   }
 

@@ -24,7 +24,7 @@ from mmplan.schema.plan import Plan
 
 # User units of the picture; the script draws with the same ones.
 WIDTH = 1120
-LEFT = 132
+LEFT = 164
 _RIGHT = 12
 _TOP = 22
 _HEADING = 24
@@ -41,6 +41,8 @@ SHAPES: dict[str, tuple[float, float]] = {
 }
 _LABELLED = "FBSR"
 _LABEL_WIDTH = 17.0
+# Between two bars that follow each other at once.
+_GAP = 0.8
 
 
 def timeline_section(data: ReportData) -> str:
@@ -64,7 +66,7 @@ def timeline_section(data: ReportData) -> str:
 
 def _timelines(data: ReportData) -> list[Timeline]:
     pairs = (
-        ("predicted", f"Predicted (times: {data.source_label})", data.predicted),
+        ("predicted", f"Predicted from {data.source_label}", data.predicted),
         ("measured", "Measured, last measured step", data.measured),
     )
     ranks = sorted({event["tid"] for _, _, events in pairs for event in events})
@@ -94,13 +96,13 @@ def _legend() -> str:
 
 def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
     height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17
-    labels = _row_labels(data.plan)
+    labels = _row_labels(data.plan, 16)
     drawn: list[str] = []
     rows: list[dict[str, object]] = []
     strings: dict[str, int] = {}
     y = _TOP
     for line in lines:
-        drawn.append(_heading(line, end_s, y))
+        heading = _heading(line, end_s, y, height)
         y += _HEADING
         for row in line.rows:
             label = labels.get(row.rank, "")
@@ -113,6 +115,8 @@ def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
                 }
             )
             y += height
+        # After the rows: the line that ends the step lies on top of them.
+        drawn.append(heading)
         y += 6
     axis = markup.element("g", _axis(end_s, y), class_="axis")
     picture = markup.svg(
@@ -133,6 +137,7 @@ def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
         "shapes": SHAPES,
         "labelled": _LABELLED,
         "labelWidth": _LABEL_WIDTH,
+        "gap": _GAP,
         "kinds": KINDS,
         "strings": list(strings),
         "rows": rows,
@@ -171,28 +176,39 @@ _CONTROLS = markup.element(
 )
 
 
-def _heading(line: Timeline, end_s: float, y: float) -> str:
+def _heading(line: Timeline, end_s: float, y: float, height: float) -> str:
     x = LEFT + (WIDTH - LEFT - _RIGHT) * line.end_s / end_s
     title = markup.text(
         "text", f"{line.title}: {fmt.seconds(line.end_s)}", x=0, y=y + 16, class_="heading"
     )
-    # The flag stands where the last instruction of these rows ends.
-    flag = f"M{x:.1f} {y + 6}v{_HEADING - 6 + 4}"
+    # Through all rows, where the last instruction of any of them ends.
+    down = f"{y + _HEADING}v{len(line.rows) * height}"
     return title + markup.element(
-        "path", d=flag, class_="flag", data_end=f"{_TICKS * line.end_s / end_s:.0f}"
+        "path",
+        d=f"M{x:.1f} {down}",
+        class_="flag",
+        data_end=f"{_TICKS * line.end_s / end_s:.0f}",
+        data_down=down,
     )
 
 
-def _row_labels(plan: Plan) -> dict[int, str]:
+def _row_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
+    """Rank to its units with replica and stage; names are cut to ``most`` characters."""
     labels: defaultdict[int, list[str]] = defaultdict(list)
     for unit in plan.units:
         for d, replica in enumerate(unit.ranks):
             for p, group in enumerate(replica):
+                place = (f" r{d + 1}" if unit.dp > 1 else "") + (
+                    f" s{p + 1}" if unit.pp > 1 else ""
+                )
                 for rank in group:
-                    parts = [f"r{d + 1}"] if unit.dp > 1 else []
-                    parts += [f"s{p + 1}"] if unit.pp > 1 else []
-                    labels[rank].append(" ".join([unit.name, *parts]))
+                    room = None if most is None else most - len(place)
+                    labels[rank].append(_shortened(unit.name, room) + place)
     return {rank: ", ".join(parts) for rank, parts in labels.items()}
+
+
+def _shortened(name: str, most: int | None) -> str:
+    return name if most is None or len(name) <= most else name[: max(1, most - 1)] + "…"
 
 
 def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded: bool) -> str:
@@ -202,9 +218,9 @@ def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded:
     for bar in row.bars:
         x, width = LEFT + bar.start_s * scale, (bar.end_s - bar.start_s) * scale
         top, share = SHAPES[bar.kind]
+        drawn = max(0.3, width - _GAP if width > 4 * _GAP else width)
         by_kind[bar.kind].append(
-            f"M{x:.1f} {y + top * height:.1f}h{max(width, 0.3):.1f}"
-            f"v{share * height:.1f}h-{max(width, 0.3):.1f}z"
+            f"M{x:.1f} {y + top * height:.1f}h{drawn:.1f}v{share * height:.1f}h-{drawn:.1f}z"
         )
         if width >= _LABEL_WIDTH and bar.kind in _LABELLED:
             middle = y + (top + share / 2) * height + 3.5
@@ -215,19 +231,13 @@ def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded:
         "rect", x=0, y=y, width=WIDTH, height=height, class_="band" if banded else "no-band"
     )
     title = f"rank {row.rank}"
-    place = markup.text("tspan", f" {_shortened(label, 17 - len(title))}", class_="dim")
-    name = markup.element(
-        "text", markup.text("title", label) + title + place, x=2, y=y + height / 2 + 4
-    )
+    place = markup.text("tspan", f" {_shortened(label, 23 - len(title))}", class_="dim")
+    name = markup.element("text", title + place, x=2, y=y + height / 2 + 4)
     paths = "".join(
         f'<path class="k{kind}" d="{"".join(by_kind.get(kind, []))}"/>' for kind in KINDS
     )
     bars = f'<g class="bars">{paths}<g class="names">{"".join(names)}</g></g>'
     return markup.element("g", band + bars + name, class_="row")
-
-
-def _shortened(label: str, most: int) -> str:
-    return label if len(label) <= most else label[: max(1, most - 1)] + "…"
 
 
 def _short(bar: Bar) -> str:
@@ -250,11 +260,13 @@ def _packed(bar: Bar, end_s: float, strings: dict[str, int]) -> list[object]:
 
 def _axis(end_s: float, bottom: float) -> str:
     scale = (WIDTH - LEFT - _RIGHT) / end_s
-    return "".join(
-        f'<path d="M{LEFT + t * scale:.1f} {_TOP - 4}V{bottom:g}"/>'
-        f'<text x="{LEFT + t * scale:.1f}" y="{_TOP - 9}">{markup.esc(fmt.seconds(t))}</text>'
-        for t in _round_times(end_s)
-    )
+    marks: list[str] = []
+    for time_s in _round_times(end_s):
+        x = f"{LEFT + time_s * scale:.1f}"
+        name = fmt.seconds(time_s) if time_s else "0"
+        marks.append(markup.element("path", d=f"M{x} {_TOP - 4}V{bottom:g}"))
+        marks.append(markup.text("text", name, x=x, y=_TOP - 9))
+    return "".join(marks)
 
 
 def _round_times(end_s: float, parts: int = 8) -> Iterator[float]:

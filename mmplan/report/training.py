@@ -16,12 +16,13 @@ def training_section(data: ReportData) -> str:
     run = data.run
     if run is None:
         return markup.note("Loss and iteration times appear in the report of a run's folder.")
-    notes = "".join(markup.note(f"{fault[0].upper()}{fault[1:]}.") for fault in run.faults)
+    notes = "".join(markup.note(f"{fault}.") for fault in run.faults)
     if not run.steps:
         return notes + markup.note("No step was recorded.")
     unfinished = sum(step.loss is None for step in run.steps)
     if unfinished:
-        notes += markup.note(f"{unfinished} steps have a loss that is no finite number.")
+        steps = "1 step has" if unfinished == 1 else f"{unfinished} steps have"
+        notes += markup.note(f"{steps} a loss that is no finite number.")
     pictures = _loss_picture(run) + _time_picture(run, data.plan.predicted.iteration_s)
     return notes + markup.element("div", pictures, class_="pair") + _time_table(data, run)
 
@@ -70,7 +71,7 @@ def _time_picture(run: Run, predicted_s: float) -> str:
         caption += f" Grey: the first {len(warm_up)} steps, left out of the median."
     clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
     if clipped:
-        caption += f" {clipped} points lie above the picture."
+        caption += f" Above the picture: {clipped} of the points."
     return markup.figure(picture, label=label, caption=markup.esc(caption))
 
 
@@ -95,5 +96,5 @@ def _time_table(data: ReportData, run: Run) -> str:
             is_iteration = name == "iteration"
             predicted = fmt.seconds(data.plan.predicted.iteration_s) if is_iteration else "–"
             rows.append((name, predicted, *(fmt.seconds(v) for v in (low, middle, high))))
-    columns = ("per step", ">predicted", ">10% under", ">median", ">90% under")
+    columns = ("per step", ">predicted", ">10th percentile", ">median", ">90th percentile")
     return markup.table(columns, rows, label="Times of a step") if rows else ""
