@@ -173,6 +173,7 @@ class InProcessTransport:
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.transport.Transport`; sums in rank order."""
         parts = self._exchange(ranks, tensor.clone())
+        self._check_alike(parts, ranks)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -185,7 +186,13 @@ class InProcessTransport:
         gathered = [torch.empty_like(tensor) for _ in ranks]
         group = ranks, channel
         sequence = self._deposit(group, tensor.clone())
-        return _Gather(lambda: self._world.collect(self.rank, group, sequence), gathered), gathered
+
+        def collect() -> list[Tensor]:
+            parts = self._world.collect(self.rank, group, sequence)
+            self._check_alike(parts, ranks)
+            return parts
+
+        return _Gather(collect, gathered), gathered
 
     def gather_objects(self, item: Any) -> list[Any]:
         """See :class:`mmlaunch.transport.Transport`."""
@@ -194,6 +201,19 @@ class InProcessTransport:
     def broadcast_object(self, item: Any, source: int) -> Any:
         """See :class:`mmlaunch.transport.Transport`."""
         return self.gather_objects(item)[source]
+
+    def _check_alike(self, parts: Sequence[Any], ranks: Ranks) -> None:
+        """The ranks of a collective must mean the same one."""
+        kinds = {
+            (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
+            for part in parts
+        }
+        if len(kinds) > 1:
+            raise RunFailedError(
+                f"ranks {list(ranks)} meet in one collective with different tensors: "
+                f"{sorted(map(str, kinds))}",
+                hint="mmplan check PLAN says where their programs part",
+            )
 
     def _deposit(self, group: Group, item: Any) -> int:
         sequence = self._sequence.get(group, 0)

@@ -33,7 +33,7 @@ def pairwise_rows(
     rows: list[Row] = []
     while left and (most is None or len(rows) < most):
         # Sorted: the order of a set of strings changes from process to process.
-        wanted = dict(min(left, key=sorted))
+        wanted = dict(chance.choice(sorted(left, key=sorted)))
         best: dict[str, int] | None = None
         for _ in range(_CANDIDATES):
             picked = {f: chance.randrange(len(v)) for f, v in factors.items()} | wanted

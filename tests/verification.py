@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from mmlaunch.inprocess import InProcessWorld
 from mmlaunch.session import Session
@@ -98,14 +99,15 @@ def verify_in_process(
 ) -> Verdict:
     """One step on threads against one process; ``change`` plants a fault in the program."""
 
-    def entry(transport: Any) -> Any:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
-        if change is not None:
-            session.executor._row = change(session.program).instructions[transport.rank]
-            session.executor._texts = [str(i) for i in session.executor._row]
-        return planned_step(session)
+    def planned(plan: Plan) -> Program:
+        program = compile_plan(plan)
+        return program if change is None else change(program)
 
-    found = InProcessWorld(plan.devices).run(entry)
+    def entry(transport: Any) -> Any:
+        return planned_step(Session(plan=plan, workload=workload, folder=HERE, transport=transport))
+
+    with patch("mmlaunch.session.compile_plan", planned):
+        found = InProcessWorld(plan.devices).run(entry)
     return compare(workload, HERE, compile_plan(plan), found)
 
 

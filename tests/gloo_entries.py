@@ -1,0 +1,43 @@
+"""What the ranks of tests/test_gloo.py run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmlaunch.launch import WorkerContext
+from mmlaunch.session import Session
+from mmlaunch.transport import DistTransport
+from mmlaunch.verify import LocalGradients, planned_step
+from tests.matrix_cases import Case
+from tests.verification import HERE
+
+
+def run_cases(ctx: WorkerContext, cases: list[Case]) -> list[LocalGradients]:
+    """One planned step of each case; ranks that a plan does not use take part idly."""
+    return [planned_step(_session(ctx, case)) for case in cases]
+
+
+def train_and_resume(ctx: WorkerContext, case: Case, folder: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more; and the same third step from the checkpoint."""
+    session = _session(ctx, case)
+    for _ in session.steps(2):
+        pass
+    path = session.save(folder)
+    losses = [session.step().loss]
+    session.write_weights(folder / "unbroken.safetensors")
+    resumed = _session(ctx, case)
+    resumed.load(path)
+    losses.append(resumed.step().loss)
+    resumed.write_weights(folder / "resumed.safetensors")
+    return {"losses": losses, "step": resumed.step_count}
+
+
+def _session(ctx: WorkerContext, case: Case) -> Session:
+    return Session(
+        plan=case.plan(devices=ctx.world_size),
+        workload=case.workload(),
+        folder=HERE,
+        transport=DistTransport(ctx.device.device, ctx.heartbeat),
+        heartbeat=ctx.heartbeat,
+    )
