@@ -196,6 +196,10 @@ class Stages:
         self._fixed: dict[int, tuple[float, ...]] = {}
         self._reduce: dict[int, float] = {}
         self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
+        self._later = len(_downstream(problem, module))
+        # Messages take a latency and a time in proportion to the samples.
+        self._hop_s = self._hops_s(0)
+        self._hop_per_sample_s = self._hops_s(1) - self._hop_s
 
     def times(self, size: int) -> tuple[tuple[float, float], ...]:
         """Forward and backward seconds of every stage for one micro-batch."""
@@ -244,22 +248,20 @@ class Stages:
         """
         total = self.problem.rounds * count
         warm_up = 1 if kind == "1f1b" else count
-        later = 0 if kind == "gpipe" else len(_downstream(self.problem, self.module))
+        ahead = [0 if kind == "gpipe" else self.pp - 1 - p + self._later for p in range(self.pp)]
         return [
-            min(total, warm_up + (0 if kind == "gpipe" else self.pp - 1 - p) + later)
-            if backward
-            else 1
-            for p, backward in enumerate(self._backward)
+            min(total, warm_up + extra) if backward else 1
+            for extra, backward in zip(ahead, self._backward, strict=True)
         ]
 
     def order(self, dp: int, count: int, size: int) -> tuple[Kind | None, float]:
         """(the best order that fits the memory, or None; the bytes that it needs)."""
         sync = bool(self.problem.task.sync_batches)
-        needed = np.inf
+        fixed_bytes, held_bytes, needed = self.fixed(dp), self.held(size), np.inf
         kinds: tuple[Kind, ...] = ("batch-sync", "gpipe") if sync else ("1f1b",)
         for kind in kinds:
             flights = self.in_flight(kind, count)
-            rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
+            rows = zip(fixed_bytes, held_bytes, flights, strict=True)
             needed = min(needed, max(fixed + held * flight for fixed, held, flight in rows))
             if needed <= self.problem.memory_bytes:
                 return kind, float(needed)
@@ -267,6 +269,9 @@ class Stages:
 
     def hops_s(self, size: int) -> float:
         """Seconds of one micro-batch's messages over the cuts of one replica."""
+        return self._hop_s + size * self._hop_per_sample_s
+
+    def _hops_s(self, size: int) -> float:
         return sum(
             self.problem.costs.message_s(
                 source=p * self.tp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mmplan.costs import CostModel, gradient_blocks
 from mmplan.program.lower import trainable_ranges
@@ -64,11 +64,31 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """What does not depend on degrees and micro-batches.
+
+    Attributes:
+        trainable: the parts of the stage that train.
+        input_gradient: something before it trains, so that it sends gradients back.
+        passed: the blocks that a gradient passes, None where there is none.
+        hosted: per-sample losses computed with it.
+    """
+
+    trainable: tuple[Blocks, ...]
+    input_gradient: bool
+    passed: Blocks | None
+    hosted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One task: its modules' stages, times and bytes, and how samples come in rounds."""
 
     request: Request
     task: TaskView
+    _facts: dict[tuple[str, Blocks], StageFacts] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def costs(self) -> CostModel:
@@ -139,6 +159,21 @@ class Problem:
         """Modules whose features a cross-sample loss takes."""
         return tuple(dict.fromkeys(s.module for s in self.task.loss_inputs[loss] if s.module))
 
+    def stage(self, module: str, blocks: Blocks) -> StageFacts:
+        """What a stage trains, passes on and hosts; remembered."""
+        key = module, blocks
+        if key not in self._facts:
+            trainable = self.trainable(module, blocks)
+            takes = self._takes_gradient(module, blocks)
+            last = blocks[1] == self.blocks(module)
+            self._facts[key] = StageFacts(
+                trainable=trainable,
+                input_gradient=takes,
+                passed=gradient_blocks(blocks, trainable, input_gradient=takes),
+                hosted=self.hosted_losses(module) if last else (),
+            )
+        return self._facts[key]
+
     def trainable(self, module: str, blocks: Blocks) -> tuple[Blocks, ...]:
         """The parts of a stage that train."""
         return tuple(trainable_ranges(blocks, self.task.frozen[module]))
@@ -149,8 +184,7 @@ class Problem:
             self.makes_gradient(producer) for producer in self.producers(module)
         )
 
-    def takes_gradient(self, module: str, blocks: Blocks) -> bool:
-        """Whether something before a stage trains, so that it sends gradients back."""
+    def _takes_gradient(self, module: str, blocks: Blocks) -> bool:
         if blocks[0] > 0 and self.trainable(module, (0, blocks[0])):
             return True
         sources = self._into_first(module)
@@ -159,13 +193,13 @@ class Problem:
         return any(self.makes_gradient(source) for source in sources)
 
     def has_backward(self, module: str, blocks: Blocks) -> bool:
-        """Whether a stage has a backward at all."""
-        hosts = blocks[1] == self.blocks(module) and bool(self.hosted_losses(module))
-        return hosts or self.takes_gradient(module, blocks) or bool(self.trainable(module, blocks))
+        """Whether a stage has a backward at all; one that hosts a loss always has."""
+        facts = self.stage(module, blocks)
+        return bool(facts.hosted) or facts.passed is not None
 
     def stage_s(self, module: str, blocks: Blocks, tp: int, samples: int) -> tuple[float, float]:
         """Forward and backward seconds of a stage, with the losses that it hosts."""
-        task = self.task.name
+        task, facts = self.task.name, self.stage(module, blocks)
         forward = self.costs.forward_s(
             task=task, module=module, tp=tp, samples=samples, blocks=blocks
         )
@@ -175,23 +209,18 @@ class Problem:
             tp=tp,
             samples=samples,
             blocks=blocks,
-            trainable=self.trainable(module, blocks),
-            input_gradient=self.takes_gradient(module, blocks),
+            trainable=facts.trainable,
+            input_gradient=facts.input_gradient,
             recompute=self.request.workload.modules[module].recompute,
         )
-        if blocks[1] == self.blocks(module):
-            for loss in self.hosted_losses(module):
-                own = self.costs.loss_s(loss=loss, samples=samples)
-                forward, backward = forward + own[0], backward + own[1]
+        for loss in facts.hosted:
+            own = self.costs.loss_s(loss=loss, samples=samples)
+            forward, backward = forward + own[0], backward + own[1]
         return forward, backward
 
     def held_bytes(self, module: str, blocks: Blocks, tp: int, samples: int) -> float:
         """Bytes that a device holds of one micro-batch until its backward has run."""
-        passed = gradient_blocks(
-            blocks,
-            self.trainable(module, blocks),
-            input_gradient=self.takes_gradient(module, blocks),
-        )
+        passed = self.stage(module, blocks).passed
         if passed is None:
             return 0.0
         return self.costs.activation_bytes(
