@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mmplan.costs import CostModel, ProgramCosts, check_cluster
+from mmplan.draft import (
+    extrapolations,
+    file_reference,
+    other_orders,
+    placed_losses,
+    planned_tasks,
+)
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.program.compile import compile_plan
-from mmplan.schema.base import file_sha256
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import (
-    FileReference,
-    Plan,
-    PlanLoss,
-    PlannedLoss,
-    PlannedModule,
-    PlannedTask,
-    PlannedTraining,
-    Prediction,
-    RunnerUp,
-    SolverReport,
-    Unit,
-)
+from mmplan.schema.plan import Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
 from mmplan.simulate import prediction, simulate
@@ -33,7 +27,6 @@ from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.sync_batch import largest_sync_batches
-from mmplan.solvers.units import last_stage_ranks
 
 Solver = Callable[[Request], Solution]
 # Plans beyond the first of each solver are simulated for at most this many budgets.
@@ -161,10 +154,11 @@ class _Drafts:
         self._request = request
         self._training = training
         folder = Path(plan_path).resolve().parent
-        self._workload = _reference(workload_path, folder)
-        self._profile = _reference(profile_path, folder)
-        self._tasks = _planned_tasks(request)
+        self._workload = file_reference(workload_path, folder)
+        self._profile = file_reference(profile_path, folder)
+        self._tasks = planned_tasks(request)
         self._too_large: list[float] = []
+        self._without_order: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
 
     def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[_Tried]:
@@ -195,7 +189,12 @@ class _Drafts:
         return tried
 
     def _try(self, solution: Solution, candidate: Candidate) -> Iterator[_Tried]:
-        plan = self._simulated(self._plan(solution, candidate))
+        try:
+            plan = self._simulated(self._plan(solution, candidate))
+        except InvalidInputError as error:
+            # Orders of a chain may wait for each other; the other candidates need not.
+            self._without_order.append(error)
+            return
         needed = max(plan.predicted.memory_bytes, default=0.0)
         if needed > self._request.cluster.device.memory_bytes:
             self._too_large.append(needed)
@@ -205,8 +204,10 @@ class _Drafts:
             candidate = replace(candidate, objective_s=whole_s)
         yield _Tried(solution=solution, candidate=candidate, plan=plan)
 
-    def _none_fits(self) -> InfeasibleError:
-        """What to say when no simulated plan fits a device."""
+    def _none_fits(self) -> InfeasibleError | InvalidInputError:
+        """What to say when no candidate can run."""
+        if not self._too_large:
+            return self._without_order[0]
         needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
         return InfeasibleError(
             f"the smallest of {len(self._too_large)} plans holds {needed:.3g} bytes on a device, "
@@ -217,9 +218,10 @@ class _Drafts:
     def finish(self, tried: Sequence[_Tried], left_out: Sequence[str], *, seconds: float) -> Plan:
         """The best simulated plan with the whole report; ties go to the better formula value."""
         ranked = sorted(
-            tried, key=lambda t: (t.plan.predicted.iteration_s, t.candidate.objective_s)
+            tried,
+            key=lambda t: (_rounded(t.plan.predicted.iteration_s), t.candidate.objective_s),
         )
-        best = ranked[0]
+        best = self._best_order(ranked[0])
         objective_s = best.candidate.objective_s
         bound_s = min(best.solution.lower_bound_s, objective_s)
         idle = _idle_ranks(best.plan)
@@ -236,6 +238,18 @@ class _Drafts:
             }
         )
         return best.plan.model_copy(update={"solver": report})
+
+    def _best_order(self, best: _Tried) -> _Tried:
+        """The chosen plan in the fastest order of its micro-batches that fits the memory."""
+        memory_bytes = self._request.cluster.device.memory_bytes
+        plans = [best.plan]
+        for units in other_orders(best.plan.units):
+            if units != best.plan.units:
+                with suppress(InvalidInputError):
+                    plans.append(self._simulated(best.plan.model_copy(update={"units": units})))
+        fitting = [p for p in plans if max(p.predicted.memory_bytes, default=0) <= memory_bytes]
+        # The first of equals: a lead that hides nothing only holds memory.
+        return replace(best, plan=min(fitting, key=lambda p: _rounded(p.predicted.iteration_s)))
 
     def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
         request = self._request
@@ -256,7 +270,7 @@ class _Drafts:
                 gap=0.0,
             ),
             units=candidate.units,
-            losses=_placed_losses(request, candidate.units),
+            losses=placed_losses(request, candidate.units),
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
@@ -285,9 +299,12 @@ class _Drafts:
             )
         if request.costs.profile.source == "analytic":
             notes.append("the profile is analytic: no time in this plan was measured")
-        beyond = request.costs.extrapolations()
+        beyond = extrapolations(best.plan, request.costs)
         if beyond:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
+        if self._without_order:
+            count = len(self._without_order)
+            notes.append(f"{count} plans dropped out: {self._without_order[0].message}")
         if self._too_large:
             notes.append(f"{len(self._too_large)} simulated plans did not fit the memory")
         return [*notes, *self._notes_on_search]
@@ -301,65 +318,9 @@ class _Drafts:
         return sizes
 
 
-def _reference(path: str | Path, folder: Path) -> FileReference:
-    relative = Path(os.path.relpath(Path(path).resolve(), folder)).as_posix()
-    return FileReference(path=relative, sha256=file_sha256(path))
-
-
-def _planned_tasks(request: Request) -> dict[str, PlannedTask]:
-    return {name: _planned_task(request, task) for name, task in request.tasks.items()}
-
-
-def _planned_task(request: Request, task: TaskView) -> PlannedTask:
-    workload = request.workload
-    spec = workload.tasks.get(task.name)
-    changed: Mapping[str, tuple[str | None, ...]] = spec.inputs if spec else {}
-    return PlannedTask(
-        batch=task.batch,
-        weight=task.weight,
-        modules={
-            name: PlannedModule(
-                inputs=changed.get(name, workload.modules[name].inputs),
-                blocks=request.costs.num_blocks(task=task.name, module=name),
-                frozen=task.frozen[name],
-                share=workload.modules[name].share,
-                recompute=workload.modules[name].recompute,
-                backbone=bool(workload.modules[name].backbone),
-            )
-            for name in task.modules
-        },
-        losses={
-            name: PlannedLoss(
-                inputs=changed.get(name, workload.losses[name].inputs),
-                sync_batch=task.sync_batches.get(name),
-                weight=workload.losses[name].weight,
-            )
-            for name in task.loss_inputs
-        },
-    )
-
-
-def _placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
-    """Cross-sample losses on all ranks that hold their features, others on their host's."""
-    placed: list[PlanLoss] = []
-    for name, task in request.tasks.items():
-        problem = Problem(request=request, task=task)
-        last = {
-            module: max(
-                (u for u in units if (u.task, u.module) == (name, module)),
-                key=lambda u: u.blocks[-1],
-            )
-            for module in task.modules
-        }
-        for loss in task.loss_inputs:
-            modules = (
-                problem.synced_modules(loss)
-                if loss in task.sync_batches
-                else [m for m in task.modules if loss in problem.hosted_losses(m)]
-            )
-            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
-            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
-    return tuple(placed)
+def _rounded(seconds: float) -> float:
+    """Nine digits: plans that differ by rounding alone are equal."""
+    return float(f"{seconds:.9g}")
 
 
 def _idle_ranks(plan: Plan) -> tuple[int, ...]:

@@ -218,6 +218,29 @@ def test_sharded_losses_and_real_links_keep_the_bound_below(tmp_path: Path) -> N
     assert plan.predicted.communication_fraction > 0
 
 
+def test_a_slow_gather_is_hidden_behind_forwards_of_the_next_sync_batch(tmp_path: Path) -> None:
+    slow = {"latency_s": 0.0, "bandwidth_bytes_per_s": 16.0}
+    towers = {name: module_profile(output_bytes_per_sample=1) for name in ("a", "b")}
+    costs = profile(towers, 2, intra=slow, inter=slow)
+    pins = {"plan": {"dp": 1, "pp": 1, "microbatch": 2}}
+    job = workload({"a": pins, "b": pins}, batch=24, sync_batch=8)
+    plan = run_solve(tmp_path, job, costs, solver="distmm")
+    assert plan_faults(plan) == []
+    assert {unit.schedule.sync_lead for unit in plan.units} == {1}
+    # Three gathers of 16 bytes, half of them from the other rank; the last one hides behind
+    # the backwards that the lead leaves over.
+    assert plan.solver.objective_s == pytest.approx(24 * 3 + 3 * 0.5)
+    assert plan.predicted.iteration_s == pytest.approx(24 * 3)
+
+
+def test_sizes_beyond_the_profile_are_named_for_this_plan_only(tmp_path: Path) -> None:
+    costs = profile({"a": module_profile()}, 1)
+    for size, beyond in ((2, False), (4, True)):
+        job = workload({"a": {"plan": {"microbatch": size}}}, batch=8)
+        notes = " ".join(run_solve(tmp_path, job, costs).solver.notes)
+        assert ("a at tp 1: micro-batch 4 (measured from 1 to 2)" in notes) == beyond
+
+
 def test_left_over_devices_are_named(tmp_path: Path) -> None:
     costs = profile({"a": module_profile(), "b": module_profile()}, 7)
     pins = {"plan": {"dp": 2, "pp": 1}}

@@ -1,0 +1,127 @@
+"""The parts of a plan that do not depend on how it was found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mmplan.costs import CostModel
+from mmplan.schema.base import file_sha256
+from mmplan.schema.plan import (
+    FileReference,
+    Plan,
+    PlanLoss,
+    PlannedLoss,
+    PlannedModule,
+    PlannedTask,
+    Unit,
+)
+from mmplan.schema.workload import TaskView
+from mmplan.solvers.problem import Problem, Request
+from mmplan.solvers.units import last_stage_ranks
+
+
+def file_reference(path: str | Path, folder: Path) -> FileReference:
+    """A file's path relative to the plan's folder, and its hash."""
+    relative = Path(os.path.relpath(Path(path).resolve(), folder)).as_posix()
+    return FileReference(path=relative, sha256=file_sha256(path))
+
+
+def planned_tasks(request: Request) -> dict[str, PlannedTask]:
+    """The tasks with what compiling and simulating need of the workload."""
+    return {name: _planned_task(request, task) for name, task in request.tasks.items()}
+
+
+def _planned_task(request: Request, task: TaskView) -> PlannedTask:
+    workload = request.workload
+    spec = workload.tasks.get(task.name)
+    changed: Mapping[str, tuple[str | None, ...]] = spec.inputs if spec else {}
+    return PlannedTask(
+        batch=task.batch,
+        weight=task.weight,
+        modules={
+            name: PlannedModule(
+                inputs=changed.get(name, workload.modules[name].inputs),
+                blocks=request.costs.num_blocks(task=task.name, module=name),
+                frozen=task.frozen[name],
+                share=workload.modules[name].share,
+                recompute=workload.modules[name].recompute,
+                backbone=bool(workload.modules[name].backbone),
+            )
+            for name in task.modules
+        },
+        losses={
+            name: PlannedLoss(
+                inputs=changed.get(name, workload.losses[name].inputs),
+                sync_batch=task.sync_batches.get(name),
+                weight=workload.losses[name].weight,
+            )
+            for name in task.loss_inputs
+        },
+    )
+
+
+def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
+    """Cross-sample losses on all ranks that hold their features, others on their host's."""
+    placed: list[PlanLoss] = []
+    for name, task in request.tasks.items():
+        problem = Problem(request=request, task=task)
+        last = {
+            module: max(
+                (u for u in units if (u.task, u.module) == (name, module)),
+                key=lambda u: u.blocks[-1],
+            )
+            for module in task.modules
+        }
+        for loss in task.loss_inputs:
+            modules = (
+                problem.synced_modules(loss)
+                if loss in task.sync_batches
+                else [m for m in task.modules if loss in problem.hosted_losses(m)]
+            )
+            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
+            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
+    return tuple(placed)
+
+
+def other_orders(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
+    """The same units in orders that the formula does not tell apart.
+
+    A sync hides behind one or two forwards more; and where memory holds one round only,
+    alternating without a lead may idle less than draining.
+    """
+    for sync_lead in (1, 2):
+        yield tuple(
+            _reordered(unit, {"sync_lead": sync_lead})
+            if unit.schedule.kind == "batch-sync" and _rounds(unit) > 1
+            else unit
+            for unit in units
+        )
+    yield tuple(
+        _reordered(unit, {"kind": "batch-sync", "lead": 0})
+        if unit.schedule.kind == "gpipe"
+        else unit
+        for unit in units
+    )
+
+
+def _rounds(unit: Unit) -> int:
+    return unit.samples[0] // sum(unit.microbatches[0])
+
+
+def _reordered(unit: Unit, changes: Mapping[str, str | int]) -> Unit:
+    return unit.model_copy(update={"schedule": unit.schedule.model_copy(update=changes)})
+
+
+def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
+    """What this plan asks of the profile beyond the sizes that were measured."""
+    asked = CostModel(costs.profile, costs.cluster, costs.training)
+    for unit in plan.units:
+        for size in sorted({size for sizes in unit.microbatches for size in sizes}):
+            asked.forward_s(task=unit.task, module=unit.module, tp=unit.tp, samples=size)
+    for task in plan.tasks.values():
+        for name, loss in task.losses.items():
+            if loss.sync_batch is not None:
+                asked.loss_s(loss=name, samples=loss.sync_batch)
+    return asked.extrapolations()
