@@ -438,6 +438,10 @@ def test_long_programs_are_thinned_and_it_is_said() -> None:
 def test_rows_are_chosen_so_that_every_stage_is_seen() -> None:
     assert rows.chosen_ranks(range(10), [7, 3], most=4) == (0, 1, 3, 7)
     assert rows.chosen_ranks([2, 5], [9], most=4) == (2, 5)
+    units = (unit("a", pp=2, dp=2, tp=2), unit("b", dp=3))
+    plan = make_plan(*units, losses=[loss("l", "a", "b", sync_batch=8)])
+    # First replica of a and of b, second of both, third of b; one rank of a tp group.
+    assert timelines._by_replica(plan) == [0, 2, 8, 4, 6, 9, 10]
 
 
 def test_the_page_stays_under_five_megabytes(tmp_path: Path) -> None:

@@ -120,7 +120,10 @@ def _sizes(unit: Unit) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(set(ranks)) != 1)} {fmt.ranks(ranks)}"
+    shown = fmt.ranks(ranks)
+    if len(shown) > 60:
+        return f"{len(set(ranks))} ranks from {min(ranks)} to {max(ranks)}"
+    return f"rank{'s' * (len(set(ranks)) != 1)} {shown}"
 
 
 def _number(count: int, noun: str) -> str:

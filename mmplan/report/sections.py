@@ -36,7 +36,7 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
         markup.Markup(sign + markup.esc(unit.name)),
         unit.module,
         ", ".join(f"[{a}, {b})" for a, b in unit.blocks),
-        f"{unit.dp} × {unit.pp} × {unit.tp}",
+        f"{unit.dp} × {unit.pp} × {unit.tp}" + (f", vpp {unit.vpp}" if unit.vpp > 1 else ""),
         fmt.ranks(unit.all_ranks),
         fmt.repeated(unit.samples),
         _microbatches(unit),

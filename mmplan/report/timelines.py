@@ -48,7 +48,7 @@ _GAP = 0.8
 def timeline_section(data: ReportData) -> str:
     """Both timelines on one time axis, a row per rank."""
     lines = _timelines(data)
-    notes = "".join(markup.note(text) for text in data.timeline_notes)
+    notes = "".join(markup.note(text) for text in (*data.timeline_notes, *_typical(data, lines)))
     if data.run is None:
         notes += markup.note("Measured rows appear in the report of a run's folder.")
     shown = [line for line in lines if line.rows and line.end_s > 0]
@@ -64,6 +64,16 @@ def timeline_section(data: ReportData) -> str:
     )
 
 
+def _typical(data: ReportData, lines: Sequence[Timeline]) -> Iterator[str]:
+    """How the step shown compares with the others of the run."""
+    median_s = data.run.iteration_s if data.run else None
+    if median_s and data.measured:
+        yield (
+            f"The measured step shown took {fmt.seconds(lines[-1].end_s)}; "
+            f"the median of the run is {fmt.seconds(median_s)}."
+        )
+
+
 def _timelines(data: ReportData) -> list[Timeline]:
     pairs = (
         ("predicted", f"Predicted from {data.source_label}", data.predicted),
@@ -73,7 +83,7 @@ def _timelines(data: ReportData) -> list[Timeline]:
     num_events = sum(len(events) for *_, events in pairs)
     # Fewer rows first: a whole row says more than every row without its short bars.
     most = MOST_ROWS if num_events <= MOST_BARS else 16
-    chosen = chosen_ranks(ranks, _one_replica(data.plan), most=most)
+    chosen = chosen_ranks(ranks, _by_replica(data.plan), most=most)
     share = MOST_BARS // max(1, sum(bool(events) for *_, events in pairs))
     return [
         timeline(title, events, ranks=chosen, most_bars=share)
@@ -82,9 +92,15 @@ def _timelines(data: ReportData) -> list[Timeline]:
     ]
 
 
-def _one_replica(plan: Plan) -> list[int]:
-    """One rank of every stage of every unit."""
-    return [group[0] for unit in plan.units for group in unit.ranks[0]]
+def _by_replica(plan: Plan) -> list[int]:
+    """One rank of each stage: every unit's first replica, then every unit's second, ..."""
+    return [
+        group[0]
+        for d in range(max(unit.dp for unit in plan.units))
+        for unit in plan.units
+        if d < unit.dp
+        for group in unit.ranks[d]
+    ]
 
 
 def _legend() -> str:
@@ -193,7 +209,7 @@ def _heading(line: Timeline, end_s: float, y: float, height: float) -> str:
 
 
 def _row_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
-    """Rank to its units with replica and stage; names are cut to ``most`` characters."""
+    """Rank to its units with replica and stage; cut to some ``most`` characters when given."""
     labels: defaultdict[int, list[str]] = defaultdict(list)
     for unit in plan.units:
         for d, replica in enumerate(unit.ranks):
@@ -204,7 +220,12 @@ def _row_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
                 for rank in group:
                     room = None if most is None else most - len(place)
                     labels[rank].append(_shortened(unit.name, room) + place)
-    return {rank: ", ".join(parts) for rank, parts in labels.items()}
+    if most is None:
+        return {rank: ", ".join(parts) for rank, parts in labels.items()}
+    return {
+        rank: parts[0] + (f" +{len(parts) - 1}" if len(parts) > 1 else "")
+        for rank, parts in labels.items()
+    }
 
 
 def _shortened(name: str, most: int | None) -> str:
@@ -280,9 +301,7 @@ def _thinned(lines: Sequence[Timeline]) -> str:
     notes: list[str] = []
     shown, ranks = len(lines[0].rows), max(line.num_ranks for line in lines)
     if shown < ranks:
-        notes.append(
-            f"{shown} of {ranks:,} ranks are drawn: one of every stage first, then the lowest."
-        )
+        notes.append(f"{shown} of {ranks:,} ranks are drawn: of every unit the first replicas.")
     notes += [
         f"{line.title.partition(' ')[0].strip(',')}: the {line.hidden:,} shortest instructions "
         "of these rows are left out; where they ran the row looks empty."

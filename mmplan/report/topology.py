@@ -170,7 +170,7 @@ def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _
     if plan.devices > _DETAILED_DEVICES:
         columns = min(most_on_node, 16)
         return _Layout(
-            cell_width=32,
+            cell_width=30,
             cell_height=14 + 16 * min(most_units, 4),
             columns=columns,
             rows=-(-most_on_node // columns),
@@ -226,7 +226,7 @@ def _cell(rank: int, places: Sequence[_Place], layout: _Layout, *, detailed: boo
             class_="small",
         ),
     ]
-    if not places:
+    if not places and detailed:
         drawn.append(markup.text("text", "idle", x=6, y=height - 8, class_="small"))
     room = 6 if detailed else 4
     draw = _unit_label if detailed else _unit_letter_label
