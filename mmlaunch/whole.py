@@ -29,6 +29,8 @@ def whole_modules(
     for owner in dict.fromkeys(stage.owner for stage in program.stages):
         module = build_owner(workload, owner, folder, trains)
         modules[owner] = _filled(module, weights, owner)
+    # A module that shares another's parameters is that module, under its own name too.
+    modules |= {stage.module: modules[stage.owner] for stage in program.stages}
     for name in dict.fromkeys(loss.name for loss in program.losses):
         loss = build_loss(workload, name, folder)
         modules[f"losses.{name}"] = _filled(loss, weights, f"losses.{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -166,3 +167,44 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         rows = Ragged(self.rows[index], torch.tensor([len(self.rows[index])]))
         return {"rows": rows, **{name: value[index] for name, value in self.values.items()}}
+
+
+class Ill(nn.Module):
+    """Does what the given function does, after one Linear."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.linear(x))
+
+
+def _second_block(blocks: int, function: Callable[[Tensor], Any]) -> nn.Sequential:
+    healthy = tower(blocks)
+    healthy[1] = Ill(function)
+    return healthy
+
+
+def fails_on_three_samples(blocks: int) -> nn.Sequential:
+    def fail(x: Tensor) -> Tensor:
+        if len(x) >= 3:
+            raise ValueError("three samples are too many")
+        return x
+
+    return _second_block(blocks, fail)
+
+
+def never_works(blocks: int) -> nn.Sequential:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("never works")
+
+    return _second_block(blocks, fail)
+
+
+def returns_a_list(blocks: int) -> nn.Sequential:
+    return _second_block(blocks, lambda x: [x])
+
+
+def returns_a_scalar(blocks: int) -> nn.Sequential:
+    return _second_block(blocks, lambda x: x.sum())
