@@ -310,3 +310,107 @@ def test_solving_loads_no_heavy_module() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout.strip() == "[]"
+
+
+def random_coupled_job(rng: random.Random) -> tuple[Workload, Profile]:
+    """Two cross-sample losses with a common module, or a contrastive captioner."""
+
+    def synced(inputs: list[str], sync_batch: int) -> dict[str, Any]:
+        return {
+            "factory": "x:y",
+            "inputs": inputs,
+            "cross_sample": True,
+            "sync_batch": sync_batch,
+        }
+
+    modules: dict[str, dict[str, Any]] = {"a": {"frozen": rng.random() < 0.3}, "b": {}, "c": {}}
+    if rng.random() < 0.5:
+        losses = {
+            "one": synced(["a", "b"], 4),
+            "two": synced(["b", "c"], rng.choice([4, 6])),
+        }
+    else:
+        modules["c"]["inputs"] = ["a", "b"]
+        losses = {
+            "one": synced(["a", "b"], rng.choice([4, 12])),
+            "caption": {"factory": "x:y", "inputs": ["c", "a_data"]},
+        }
+    job = workload(modules, batch=12 * rng.randint(1, 2), losses=losses)
+    towers = {
+        name: module_profile(
+            rng.choice([1, 2]),
+            rng.choice([2, 3]),
+            fixed_s=rng.choice([0, 0.5]),
+            parameters=1,
+            activation_bytes=1,
+        )
+        for name in "abc"
+    }
+    costs = profile(
+        towers,
+        rng.randint(1, 9),
+        memory_bytes=rng.choice([1e9, 60.0, 100.0]),
+        losses=rng.choice([None, dict.fromkeys(losses, LOSS_POINTS)]),
+    )
+    return job, costs
+
+
+def test_coupled_losses_and_captioners_give_sound_plans(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    solved: Counter[str] = Counter()
+    for _ in range(30):
+        job, costs = random_coupled_job(rng)
+        try:
+            plan = run_solve(tmp_path, job, costs, solver=rng.choice(["distmm", "auto"]), top=3)
+        except InfeasibleError:
+            continue
+        solved[plan.solver.name] += 1
+        check_plan(plan, costs.cluster.device.memory_bytes)
+    assert min(solved["distmm"], solved["colocated"]) >= 3
+
+
+def test_colocation_equals_brute_force(tmp_path: Path) -> None:
+    """Every pair of micro-batch sizes of two modules that share the memory of all devices."""
+    rng = random.Random(9)
+    infeasible = 0
+    for _ in range(60):
+        sync_batch, rounds = rng.choice([4, 6, 9]), rng.randint(1, 2)
+        devices, memory = rng.randint(1, 4), rng.choice([4.0, 6.0, 9.0, 20.0])
+        towers = {
+            name: (rng.choice([1, 2]), rng.choice([0, 0.5, 2]), rng.choice([0, 0.5, 1]))
+            for name in "ab"
+        }
+        share = -(-sync_batch // devices)
+        options = []
+        for forward_s, fixed_s, held in towers.values():
+            sizes = range(1, share + 1)
+            options.append(
+                [
+                    (
+                        rounds * -(-share // n) * (2 * fixed_s + n * 3 * forward_s),
+                        -(-share // n) * n * held,
+                    )
+                    for n in sizes
+                    if -(-share // -(-share // n)) == n
+                ]
+            )
+        values = [x[0] + y[0] for x in options[0] for y in options[1] if x[1] + y[1] <= memory]
+        job = workload({"a": {}, "b": {}}, batch=rounds * sync_batch, sync_batch=sync_batch)
+        costs = profile(
+            {
+                name: module_profile(f, 2 * f, fixed_s=fixed_s, activation_bytes=held)
+                for name, (f, fixed_s, held) in towers.items()
+            },
+            devices,
+            memory_bytes=memory,
+        )
+        if not values:
+            infeasible += 1
+            with pytest.raises(InfeasibleError):
+                run_solve(tmp_path, job, costs, solver="colocated")
+            continue
+        plan = run_solve(tmp_path, job, costs, solver="colocated", top=1)
+        assert plan.solver.objective_s == pytest.approx(min(values))
+        assert plan.solver.lower_bound_s == pytest.approx(min(values))
+        assert plan.predicted.iteration_s <= plan.solver.objective_s * (1 + 1e-9)
+    assert 3 <= infeasible <= 40

@@ -77,7 +77,7 @@ def solve_colocated(request: Request) -> Solution:
         method="exact",
         candidates=tuple(candidates),
         lower_bound_s=bound_s,
-        closed_form=not problem.chained(),
+        closed_form=problem.closed_form(),
     )
 
 

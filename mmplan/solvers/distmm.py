@@ -69,7 +69,7 @@ def solve_distmm(request: Request) -> Solution:
         method=method,
         candidates=tuple(candidates),
         lower_bound_s=bound_s,
-        closed_form=not problem.chained(),
+        closed_form=problem.closed_form(),
     )
 
 

@@ -51,8 +51,9 @@ class Solution:
     Attributes:
         lower_bound_s: no plan that the solver may choose from has a smaller formula value.
         closed_form: the formula holds every wait of the plan's order. It does not where
-            modules take each other's outputs in micro-batches that differ; a plan's
-            objective is then the formula or the time that its order takes, if that is more.
+            modules take each other's outputs in micro-batches that differ, or where losses
+            have sync batches of different sizes; a plan's objective is then the formula or
+            the time that its order takes, if that is more.
     """
 
     solver: str
@@ -143,6 +144,11 @@ class Problem:
     def chained(self) -> bool:
         """Whether some module takes another's output."""
         return any(self.producers(module) for module in self.task.modules)
+
+    def closed_form(self) -> bool:
+        """Whether the formulas hold every wait: no chains, and one size of sync batch."""
+        sizes = set(self.task.sync_batches.values())
+        return not self.chained() and len(sizes) <= 1
 
     def hosted_losses(self, module: str) -> tuple[str, ...]:
         """Per-sample losses computed with the module's last stage: their latest input's."""
