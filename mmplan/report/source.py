@@ -269,7 +269,8 @@ def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
 
 def _is_slice(event: Event) -> bool:
     times = _finite(event.get("ts")), _finite(event.get("dur"))
-    return None not in times and isinstance(event.get("tid"), int)
+    arguments = event.get("args", {})
+    return None not in times and isinstance(event.get("tid"), int) and isinstance(arguments, dict)
 
 
 def _hashes(

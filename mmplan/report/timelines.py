@@ -123,44 +123,54 @@ def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
         for row in line.rows:
             label = labels.get(row.rank, "")
             drawn.append(_row(row, label, y, height, end_s, banded=len(rows) % 2 == 0))
-            rows.append(
-                {
-                    "y": y,
-                    "label": f"{line.title.partition(' ')[0].strip(',')}, rank {row.rank}",
-                    "bars": [_packed(bar, end_s, strings) for bar in row.bars],
-                }
-            )
+            rows.append(_row_data(line, row, y, end_s, strings))
             y += height
         # After the rows: the line that ends the step lies on top of them.
         drawn.append(heading)
         y += 6
-    axis = markup.element("g", _axis(end_s, y), class_="axis")
     picture = markup.svg(
-        axis + "".join(drawn),
+        markup.element("g", _axis(end_s, y), class_="axis") + "".join(drawn),
         width=WIDTH,
         height=y + 6,
         label="Timelines, one row per rank; the table below gives the totals",
         class_="timeline",
     )
-    script = {
-        "end": end_s,
-        "ticks": _TICKS,
-        "left": LEFT,
-        "width": WIDTH - LEFT - _RIGHT,
-        "bottom": y,
-        "top": _TOP,
-        "row": height,
-        "shapes": SHAPES,
-        "labelled": _LABELLED,
-        "labelWidth": _LABEL_WIDTH,
-        "gap": _GAP,
-        "kinds": KINDS,
-        "strings": list(strings),
-        "rows": rows,
-    }
     figure = markup.figure(picture, label="Timelines, predicted above measured")
     frame = markup.element("div", _CONTROLS + figure, id="timeline")
-    return frame + markup.json_script(script, id_="timeline-data")
+    sizes = {"end": end_s, "bottom": y, "row": height}
+    return frame + markup.json_script(
+        _SCRIPT_CONSTANTS | sizes | {"strings": list(strings), "rows": rows}, id_="timeline-data"
+    )
+
+
+# What the script needs to draw with the same units and shapes.
+_SCRIPT_CONSTANTS: dict[str, object] = {
+    "ticks": _TICKS,
+    "left": LEFT,
+    "width": WIDTH - LEFT - _RIGHT,
+    "top": _TOP,
+    "shapes": SHAPES,
+    "labelled": _LABELLED,
+    "labelWidth": _LABEL_WIDTH,
+    "gap": _GAP,
+    "kinds": KINDS,
+}
+
+
+def _row_data(
+    line: Timeline, row: Row, y: float, end_s: float, strings: dict[str, int]
+) -> dict[str, object]:
+    """A row for the script; names of its bars are added to ``strings``."""
+    return {
+        "y": y,
+        "label": f"{_kind(line)}, rank {row.rank}",
+        "bars": [_packed(bar, end_s, strings) for bar in row.bars],
+    }
+
+
+def _kind(line: Timeline) -> str:
+    """Predicted or Measured."""
+    return line.title.split()[0].strip(",")
 
 
 _BUTTONS = (
@@ -303,7 +313,7 @@ def _thinned(lines: Sequence[Timeline]) -> str:
     if shown < ranks:
         notes.append(f"{shown} of {ranks:,} ranks are drawn: of every unit the first replicas.")
     notes += [
-        f"{line.title.partition(' ')[0].strip(',')}: the {line.hidden:,} shortest instructions "
+        f"{_kind(line)}: the {line.hidden:,} shortest instructions "
         "of these rows are left out; where they ran the row looks empty."
         for line in lines
         if line.hidden
@@ -322,7 +332,7 @@ def _totals(lines: Sequence[Timeline], plan: Plan) -> str:
             spent = seconds_by_kind(row)
             idle_s = max(0.0, line.end_s - sum(spent.values()))
             cells = [fmt.seconds(spent[kind]) for kind in kinds]
-            name = line.title.partition(" ")[0].strip(",").lower()
+            name = _kind(line).lower()
             where = f"rank {first.rank} ({labels.get(first.rank, 'idle')})"
             rows.append([where, name, *cells, fmt.seconds(idle_s)])
     columns = ["rank", "timeline", *(f">{KINDS[kind].partition(':')[0]}" for kind in kinds)]

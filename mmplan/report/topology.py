@@ -171,7 +171,7 @@ def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _
         columns = min(most_on_node, 16)
         return _Layout(
             cell_width=30,
-            cell_height=14 + 16 * min(most_units, 4),
+            cell_height=17 + 15 * min(most_units, 4),
             columns=columns,
             rows=-(-most_on_node // columns),
         )
@@ -223,11 +223,12 @@ def _cell(rank: int, places: Sequence[_Place], layout: _Layout, *, detailed: boo
             f"rank {rank}" if detailed else rank,
             x=6 if detailed else 4,
             y=15 if detailed else 10,
-            class_="small",
+            class_="small" if detailed else "tiny dim",
         ),
     ]
-    if not places and detailed:
-        drawn.append(markup.text("text", "idle", x=6, y=height - 8, class_="small"))
+    if not places:
+        x, kind = (6, "small") if detailed else (4, "tiny")
+        drawn.append(markup.text("text", "idle", x=x, y=f"{height - 5:g}", class_=kind))
     room = 6 if detailed else 4
     draw = _unit_label if detailed else _unit_letter_label
     drawn += [draw(place, i, width) for i, place in enumerate(places[:room])]
@@ -257,7 +258,7 @@ def _unit_label(place: _Place, index: int, width: float) -> str:
 
 
 def _unit_letter_label(place: _Place, index: int, width: float) -> str:
-    top = 12 + 15 * index
+    top = 13 + 15 * index
     short = f"{place.letter}{place.stage + 1}" if place.unit.pp > 1 else place.letter
     return markup.element(
         "rect", x=2, y=top, width=f"{width - 4:g}", height=13, rx=2, class_=unit_colour(place.index)
