@@ -516,13 +516,20 @@ def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str
                 )
             case "start":
                 out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
-            case "checkpoint":
-                pass
             case _:
-                if "message" in event:
-                    out.text(str(event["message"]))
+                _say_launcher(out, event)
 
     return on_event
+
+
+def _say_launcher(out: Output, event: dict[str, Any]) -> None:
+    match event.get("launcher"):
+        case "restart":
+            out.text(f"starting all workers again: {event['cause']}")
+        case "stop-requested":
+            out.text("stopping after this step; a second request ends everything at once")
+        case _:
+            pass  # a checkpoint: the folder shows it
 
 
 @mmlaunch_app.command()

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mmlaunch.heartbeat import Snapshot, State, Where
-from mmplan.errors import RunFailedError
+from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
 
 # What torch, gloo and NCCL say when the other side is gone or late.
 _NETWORK_ERROR = re.compile(
@@ -58,6 +58,8 @@ class FailureRecord:
         traceback: the whole traceback.
         wall_time_s: when, seconds since the epoch.
         is_network: the other side was gone or late, so somebody else is to blame.
+        exit_code: of an error that is meant for the user (a wrong file, a full disk), else None.
+        hint: what mends such an error.
     """
 
     rank: int
@@ -70,6 +72,8 @@ class FailureRecord:
     traceback: str
     wall_time_s: float
     is_network: bool
+    exit_code: int | None = None
+    hint: str | None = None
 
     @property
     def where(self) -> Where:
@@ -87,6 +91,7 @@ class Verdict:
         hint: what may mend it.
         detail: traceback, or empty.
         is_hang: it still lives and does not move.
+        exit_code: 2 or 4 where the input or the machine is at fault, and no worker.
     """
 
     rank: int
@@ -94,9 +99,13 @@ class Verdict:
     hint: str | None = None
     detail: str = ""
     is_hang: bool = False
+    exit_code: int = RunFailedError.exit_code
 
-    def error(self) -> WorkerFailedError:
+    def error(self) -> MMPlanError:
         """The exception that ends the run."""
+        for kind in (InvalidInputError, UnfitEnvironmentError):
+            if self.exit_code == kind.exit_code:
+                return kind(self.line, hint=self.hint)
         return WorkerFailedError(self.line, hint=self.hint, rank=self.rank, detail=self.detail)
 
 
@@ -133,6 +142,8 @@ def write_record(
         traceback="".join(traceback.format_exception(error)),
         wall_time_s=time.time(),
         is_network=is_network_error(error),
+        exit_code=error.exit_code if isinstance(error, MMPlanError) else None,
+        hint=error.hint if isinstance(error, MMPlanError) else None,
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"attempt-{attempt}-rank-{rank}.json"
@@ -188,6 +199,11 @@ def blame_death(
 
 def _raised(record: FailureRecord) -> Verdict:
     first_line = record.message.strip().partition("\n")[0]
+    if record.exit_code is not None:
+        # Worded for the user already: a traceback would only hide what to mend.
+        return Verdict(
+            rank=record.rank, line=first_line, hint=record.hint, exit_code=record.exit_code
+        )
     said = f"{record.kind}: {first_line}" if first_line else record.kind
     return Verdict(
         rank=record.rank,

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from mmlaunch.failures import Verdict
 from mmlaunch.launch_watch import Watch
 from mmlaunch.launch_worker import Job
-from mmplan.errors import InvalidInputError
+from mmplan.errors import InvalidInputError, RunFailedError
 
 _EXIT_BARRIER_S = 60.0
 
@@ -116,8 +116,9 @@ class Agent(LocalElasticAgent):
 
     def _fail(self, verdict: Verdict | None) -> RunResult:
         self._watch.kill()
-        if self._watch.stop_requested:
-            self._remaining_restarts = 0
+        wrong_input = verdict is not None and verdict.exit_code != RunFailedError.exit_code
+        if self._watch.stop_requested or wrong_input:
+            self._remaining_restarts = 0  # it would fail in the same way again
         if verdict is not None and self._remaining_restarts > 0:
             self._watch.announce({"launcher": "restart", "cause": verdict.line})
         else:
