@@ -1,0 +1,1 @@
+"""A model that knows nothing of mmplan: plain PyTorch."""
