@@ -118,6 +118,8 @@ class LocalModel:
             for stage in stages:
                 if stage.owner == owner:
                     self._keep(stage, module, device, comm)
+        # Ranks that sum gradients hold the blocks in one order, whichever unit brought them.
+        self.blocks = dict(sorted(self.blocks.items()))
         for loss in program.losses:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)

@@ -86,6 +86,37 @@ class Reader(nn.Module):
         return mean_rows(read) + self.mean(mean) + other
 
 
+class WithIds(nn.Module):
+    """Returns features and integers, which travel forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), (x > 0).sum(dim=1)
+
+
+class IdReader(nn.Module):
+    """Takes the output of :class:`WithIds` and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH + 1, WIDTH)
+
+    def forward(self, x: tuple[Tensor, Tensor], other: Tensor) -> Tensor:
+        features, ids = x
+        return features + self.table(ids) + other
+
+
+def with_ids(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*tower(blocks - 1), WithIds())
+
+
+def id_reader(blocks: int) -> nn.Sequential:
+    return nn.Sequential(IdReader(), *tower(blocks - 1))
+
+
 def mean_rows(x: Ragged) -> Tensor:
     """[batch, width]; zeros for a sample without rows."""
     sample = torch.searchsorted(
@@ -143,6 +174,14 @@ class Counted(nn.Module):
 
     def count(self, fields: dict[str, Tensor]) -> Tensor:
         return fields["mask"].sum(dim=1)
+
+
+class WithIntegers(Contrastive):
+    """A cross-sample loss that takes integers beside the features."""
+
+    def forward(self, first: Tensor, ids: Tensor, *others: Tensor) -> Tensor:
+        weight = 1.0 + ids.to(first.dtype).mean()
+        return super().forward(first, *others) * weight
 
 
 class Samples(Dataset):

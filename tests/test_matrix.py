@@ -169,6 +169,46 @@ def test_two_losses_whose_sync_batches_do_not_divide_each_other() -> None:
     _check_verdict(verify_units(units, losses, batch=48), units)
 
 
+def test_integers_travel_forward_only() -> None:
+    units = [
+        unit("v", "a", pp=2, dp=3, k=2, blocks=3),
+        unit("t", "v", "b", pp=2, dp=2, k=2),
+    ]
+    losses = [loss("contrastive", "v.0", "v.1", "t", sync_batch=12)]
+    factories = {
+        "v": "with_ids",
+        "t": "id_reader",
+        "contrastive": "tests.matrix_models:WithIntegers",
+    }
+    _check_verdict(verify_units(units, losses, batch=24, factories=factories), units)
+
+
+@pytest.mark.parametrize("name", ["contrastive", "clip"])
+def test_a_cross_sample_loss_that_takes_a_data_field(name: str) -> None:
+    """A field is no rank's: a loss with a sharded form is then computed whole."""
+    units = [unit("v", "a", pp=2, dp=3, k=2), unit("t", "b", dp=2, tp=2)]
+    losses = [loss(name, "v", "c", "t", sync_batch=12)]
+    factories = {"clip": "mmplan.zoo.losses:clip"}
+    _check_verdict(verify_units(units, losses, batch=24, factories=factories), units)
+
+
+def test_a_per_sample_loss_of_two_modules() -> None:
+    units = [unit("v", "a", pp=2, dp=3, k=2), unit("t", "b", dp=2, tp=2, k=3)]
+    losses = [loss("mse", "v", "t"), loss("contrastive", "v", "t", sync_batch=12)]
+    factories = {"mse": "mmplan.zoo.losses:mse"}
+    _check_verdict(verify_units(units, losses, batch=24, factories=factories), units)
+
+
+def test_a_module_and_its_sharer_on_the_same_ranks_in_another_order() -> None:
+    units = [
+        unit("v", "a", pp=2, blocks=3, ranks=[[[0], [1]]], k=2),
+        unit("t", "b", dp=2, blocks=3, ranks=[[[1]], [[0]]], k=3, share="v"),
+        unit("u", "c", blocks=3, ranks=[[[2]]], share="v", frozen=True),
+    ]
+    losses = [loss("contrastive", "v", "t", "u", sync_batch=12)]
+    _check_verdict(verify_units(units, losses, batch=24), units)
+
+
 @st.composite
 def planned_units(draw: st.DrawFn) -> tuple[list[UnitSpec], list[LossSpec], int]:
     """Up to three modules, towers or chains, with degrees, shares and sizes of any kind."""
