@@ -23,7 +23,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -154,6 +153,30 @@ class DataParallel:
         self._loader.close()
 
 
+class _Gather(torch.autograd.Function):
+    """Rows of all ranks; a row's gradient is the sum of what every rank asks of it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gathered(own: Tensor) -> Tensor:
+    """All ranks' rows [ranks * N, E] of features [N, E], with gradients back to their owners.
+
+    What ``torch.distributed.nn.all_gather`` gives, which torch 2.13 calls deprecated.
+    """
+    return cast(Tensor, _Gather.apply(own.contiguous()))
+
+
 def local_clip_loss(features: Sequence[Tensor], scale: Tensor) -> Tensor:
     """This rank's rows against all rows, averaged over its rows, directions and pairs.
 
@@ -166,15 +189,11 @@ def local_clip_loss(features: Sequence[Tensor], scale: Tensor) -> Tensor:
 
     Source: open_clip, ``ClipLoss(local_loss=True, gather_with_grad=True)``.
     """
-    everyone = list(range(dist.get_world_size()))
-    gathered = [
-        all_gather_tensor_autograd(own.contiguous(), gather_dim=0, group=everyone)
-        for own in features
-    ]
+    whole = [gathered(own) for own in features]
     first = dist.get_rank() * len(features[0])
     label = torch.arange(len(features[0]), device=features[0].device) + first
     terms = [
-        functional.cross_entropy(scale * features[a] @ gathered[b].T, label)
+        functional.cross_entropy(scale * features[a] @ whole[b].T, label)
         for i, j in combinations(range(len(features)), 2)
         for a, b in ((i, j), (j, i))
     ]

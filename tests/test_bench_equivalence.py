@@ -119,8 +119,8 @@ def test_all_systems_have_the_same_losses(tmp_path: Path, plan: Plan, frozen: bo
 
 def race_with_local_gradients(ctx: WorkerContext, job: Race) -> RaceResult:
     """A classic mistake: gathered features without the gradient through the gather."""
-    whole = peers.all_gather_tensor_autograd
-    peers.all_gather_tensor_autograd = lambda own, **more: whole(own.detach(), **more)
+    whole = peers.gathered
+    peers.gathered = lambda own: whole(own.detach())
     return peers.race(ctx, job)
 
 
