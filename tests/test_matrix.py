@@ -211,29 +211,38 @@ def test_a_module_and_its_sharer_on_the_same_ranks_in_another_order() -> None:
 
 @st.composite
 def planned_units(draw: st.DrawFn) -> tuple[list[UnitSpec], list[LossSpec], int]:
-    """Up to three modules, towers or chains, with degrees, shares and sizes of any kind."""
+    """Up to three modules with degrees, shares, sizes and ranks of any kind.
+
+    Towers and chains; on ranks of their own, or all drawn from the same twelve; the later
+    modules may run the first one's parameters.
+    """
     sync = draw(st.sampled_from([None, 6, 12, 13]))
     batch = (sync or 12) * draw(st.integers(1, 3))
     names = ["v", "t", "u"][: draw(st.integers(1 if sync is None else 2, 3))]
-    tp = draw(st.integers(1, 2))
+    pooled, shared = draw(st.booleans()), draw(st.booleans())
     units: list[UnitSpec] = []
     for i, name in enumerate(names):
+        pp, vpp = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2]))
+        shares = draw(_shares(sync or batch, most=3 if not pooled or pp < 3 else 2))
+        tp = 1 if shared else draw(st.integers(1, 2))
         feeds = [n for n in names[:i] if draw(st.booleans())]
-        shares = draw(_shares(sync or batch, most=3))
         units.append(
             unit(
                 name,
                 *feeds,
                 "abc"[i],
-                pp=draw(st.integers(1, 3)),
+                pp=pp,
                 dp=len(shares),
-                tp=draw(st.sampled_from([1, tp])),
-                vpp=draw(st.sampled_from([1, 1, 2])),
+                tp=tp,
+                vpp=vpp,
+                blocks=6 if shared else pp * vpp,
+                ranks=_grid(draw, len(shares), pp, tp) if pooled else None,
                 sizes=[draw(_shares(share, most=4)) for share in shares],
                 kind=draw(st.sampled_from(["batch-sync", "gpipe", "1f1b"])),
                 lead=draw(st.integers(0, 2)),
                 sync_lead=draw(st.integers(0, 1)),
                 frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])) if i else False,
+                share="v" if i and shared and draw(st.booleans()) else None,
             )
         )
     losses = [loss("contrastive", *names, sync_batch=sync)] if sync else []
@@ -241,6 +250,14 @@ def planned_units(draw: st.DrawFn) -> tuple[list[UnitSpec], list[LossSpec], int]
         losses.append(loss("regression", names[-1], "target", weight=0.5))
         losses.append(loss("counted", names[0], "mask"))
     return units, losses, batch
+
+
+def _grid(draw: st.DrawFn, dp: int, pp: int, tp: int) -> list[list[list[int]]]:
+    """``[dp][pp][tp]`` ranks out of twelve, each at most once."""
+    order = draw(st.permutations(range(12)))
+    return [
+        [[order[(d * pp + p) * tp + t] for t in range(tp)] for p in range(pp)] for d in range(dp)
+    ]
 
 
 @st.composite
