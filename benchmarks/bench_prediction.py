@@ -1,6 +1,6 @@
 """Predicted against measured iteration time.
 
-    python benchmarks/bench_prediction.py [--processes 2,4] [--runs 5] [--steps 12] [--write-docs]
+    python benchmarks/bench_prediction.py [--processes 2,4] [--runs 5] [--steps 8] [--write-docs]
 
 Profiles each workload, solves it, runs the plan several times with ``mmlaunch run``, and
 compares ``predicted.iteration_s`` with the runs' own ``metrics.jsonl``: the median step of
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         entries = [
             entry
             for processes in map(int, options.processes.split(","))
-            for name in options.workloads.split(",")
+            for name in _names(processes, options)
             for entry in _entries(name, processes, options, Path(folder))
         ]
     text = f"{_table(entries)}\n\n{_verdict(entries, options.tolerance)}"
@@ -86,7 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", default="2,4", help="numbers of processes")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=12, help=f"a run's, {WARM_UP} of them warm up")
+    parser.add_argument("--steps", type=int, default=8, help=f"a run's, {WARM_UP} of them warm up")
     parser.add_argument("--workloads", default="balanced,frozen", help=f"of {','.join(WORKLOADS)}")
     parser.add_argument("--tolerance", type=float, default=0.15, help="of predicted / measured")
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
@@ -97,6 +97,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"unknown: {unknown}" if unknown else f"one run and {WARM_UP + 1} steps at least"
         )
     return options
+
+
+def _names(processes: int, options: argparse.Namespace) -> list[str]:
+    """Crowded, one workload shows what there is to see."""
+    names: list[str] = options.workloads.split(",")
+    return names[:1] if processes > (os.cpu_count() or 1) else names
 
 
 def _entries(name: str, processes: int, options: argparse.Namespace, folder: Path) -> list[Entry]:

@@ -1,6 +1,6 @@
 """Training steps: planned batch-sync against DistributedDataParallel and FSDP2.
 
-    python benchmarks/bench_training.py [--processes 2,4] [--pairs 5] [--steps 3] [--write-docs]
+    python benchmarks/bench_training.py [--processes 2,4] [--pairs 5] [--steps 2] [--write-docs]
 
 Each row is one launch: all systems live in the same processes, take the same samples from
 the same initial weights, and are timed in turns, so that what else the machine does hits
@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--processes", default="2,4", help="numbers of processes")
     parser.add_argument("--pairs", type=int, default=5, help="turns of every system")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="some of these")
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args(arguments)

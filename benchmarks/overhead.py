@@ -1,8 +1,8 @@
 """What the executor itself costs per instruction: a program of empty blocks.
 
 Two programs that differ only in their number of micro-batches give the slope, so what a
-step costs once drops out; a plain loop over the same micro-batches is subtracted. The
-fastest of the repeats counts: what others do on the machine only adds.
+step costs once drops out; a plain loop over the same micro-batches is subtracted.
+Processor time of the fastest repeat: what others do on the machine only adds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,10 @@ def measure_overhead(folder: Path) -> str:
     text = (
         "### What the executor costs by itself\n\n"
         f"Empty blocks, one process, {FEW} and {MANY} micro-batches of {len(MODULES)} modules: "
-        f"{1e6 * found.whole_s:.1f} µs for each forward or backward instruction, of which a "
-        f"plain PyTorch loop over the same micro-batches takes {1e6 * found.plain_s:.1f} µs; "
-        f"the executor adds {1e6 * (found.whole_s - found.plain_s):.1f} µs (slicing the batch, "
+        f"{1e6 * found.whole_s:.0f} µs of processor time for each forward or backward "
+        f"instruction, of which a plain PyTorch loop over the same micro-batches takes "
+        f"{1e6 * found.plain_s:.0f} µs; "
+        f"the executor adds {1e6 * (found.whole_s - found.plain_s):.0f} µs (slicing the batch, "
         "seeding dropout, gradients of the sync batch cut into micro-batches, the heartbeat)."
     )
     print(f"\n{text}", flush=True)
@@ -71,7 +72,7 @@ def overhead(folder: Path) -> Overhead:
 
 
 def _planned(folder: Path, microbatches: int) -> tuple[float, int]:
-    """Least seconds of a step, and the instructions of its program."""
+    """Processor seconds of a step, and the instructions of its program."""
     plan_path = _plan(folder, microbatches)
     workload_path = folder / f"empty-{microbatches}.yaml"
 
@@ -82,9 +83,9 @@ def _planned(folder: Path, microbatches: int) -> tuple[float, int]:
             folder=Path(__file__).parent,
             transport=transport,
         )
-        times = [session.step().iteration_s for _ in range(STEPS)]
+        least_s = _least(lambda: session.step())
         session.close()
-        return min(times[WARM_UP:]), len(session.program.instructions[0])
+        return least_s, len(session.program.instructions[0])
 
     return InProcessWorld(1).run(train)[0]
 
@@ -140,7 +141,7 @@ def _profile() -> Profile:
 
 
 def _plain(microbatches: int) -> float:
-    """Least seconds of the same step without an executor."""
+    """Processor seconds of the same step without an executor."""
     modules = [empty.module() for _ in MODULES]
     loss, x = empty.SquareLoss(), empty.Numbers(BATCH).x
     rows = x.split(BATCH // microbatches)
@@ -153,13 +154,14 @@ def _plain(microbatches: int) -> float:
             for part, own in zip(parts, grad.split(BATCH // microbatches), strict=True):
                 part.backward(own)
 
-    return min(_times(step)[WARM_UP:])
+    return _least(step)
 
 
-def _times(step: Callable[[], None]) -> Sequence[float]:
+def _least(step: Callable[[], object]) -> float:
+    """Processor seconds of the fastest repeat."""
     times: list[float] = []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        began = time.thread_time()
         step()
-        times.append(time.perf_counter() - began)
-    return times
+        times.append(time.thread_time() - began)
+    return min(times[WARM_UP:])
