@@ -30,7 +30,7 @@ from mmlaunch.guard import ProcessId
 from mmlaunch.launch_agent import Agent
 from mmlaunch.launch_watch import OnEvent, Watch
 from mmlaunch.launch_worker import Entry, Job, WorkerContext, check_entry, worker_main
-from mmplan.errors import InvalidInputError, RunFailedError
+from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 
 __all__ = ["WorkerContext", "launch"]
 
@@ -100,7 +100,13 @@ def launch(
             num_local=num_local,
         )
         failures.remove_records(job.failures_dir, range(base_rank, base_rank + num_local))
-        watch = Watch(job, on_event=on_event)
+        try:
+            watch = Watch(job, on_event=on_event)
+        except OSError as error:
+            raise UnfitEnvironmentError(
+                f"{run_dir}: cannot be written: {error.strerror}",
+                hint="make room, or choose another folder with --run-dir",
+            ) from error
         try:
             _run_agent(
                 job, watch, max_restarts=max_restarts, node_rank=node_rank, endpoint=rdzv_endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -78,6 +79,10 @@ def prepare(options: RunOptions) -> Prepared:
     Raises:
         InvalidInputError: a file is wrong or has changed, or there are too few devices.
     """
+    if not 0 < options.timeout_s < math.inf:
+        raise InvalidInputError(
+            f"--timeout {options.timeout_s:g}: not a number of seconds", hint="300 is the default"
+        )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     _check_devices(plan, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from mmplan.draft import (
     placed_losses,
     planned_tasks,
 )
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
@@ -25,7 +26,13 @@ from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_mod
 from mmplan.simulate import prediction, simulate
 from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.distmm import solve_distmm
-from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.problem import (
+    Candidate,
+    NotApplicableError,
+    Problem,
+    Request,
+    Solution,
+)
 from mmplan.solvers.sync_batch import largest_sync_batches
 
 Solver = Callable[[Request], Solution]
@@ -80,7 +87,13 @@ def solve(
     """
     started = time.monotonic()
     if top < 1:
-        raise InvalidInputError(f"--top {top}: at least one plan is simulated")
+        raise InvalidInputError(
+            f"--top {top}: at least one plan is simulated", hint="give 1 or more"
+        )
+    if not 0 <= budget_s < math.inf:
+        raise InvalidInputError(
+            f"--budget {budget_s:g}: not a number of seconds", hint="give 0 or more, 1 by default"
+        )
     check_cluster(profile, cluster)
     used = (cluster or profile.cluster).take(devices)
     training = PlannedTraining(
@@ -126,18 +139,29 @@ def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
                 hint="choose one of these",
             )
         return [SOLVERS[name](request)], []
+    if request.method is not None:
+        raise InvalidInputError(
+            f"--method {request.method} is a solver's", hint="name the solver with --solver"
+        )
     solutions: list[Solution] = []
-    refused: dict[str, InfeasibleError] = {}
+    refused: dict[str, MMPlanError] = {}
     for solver, function in SOLVERS.items():
         try:
             solutions.append(function(request))
-        except InfeasibleError as error:
+        except (InfeasibleError, NotApplicableError) as error:
             refused[solver] = error
     if not solutions:
-        # The last one shares all devices: what it lacks is the least that is missing.
         reasons = "; ".join(f"{solver}: {error.message}" for solver, error in refused.items())
-        raise InfeasibleError(reasons, hint=refused["colocated"].hint)
-    return solutions, [f"{solver} does not apply: {e.message}" for solver, e in refused.items()]
+        short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
+        if not short:
+            raise InvalidInputError(reasons, hint=next(iter(refused.values())).hint)
+        # Colocation comes last of those that apply: what it lacks is the least that is missing.
+        raise InfeasibleError(reasons, hint=short[-1].hint)
+    return solutions, [
+        f"{solver} does not apply: {error.message}"
+        for solver, error in refused.items()
+        if isinstance(error, InfeasibleError)
+    ]
 
 
 class _Drafts:

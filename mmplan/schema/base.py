@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
@@ -119,7 +120,9 @@ def _parse_json(text: str, path: Path) -> object:
             hint="the file may be cut off; write it again",
         ) from None
     except RecursionError:
-        raise InvalidInputError(f"{path}: nested too deeply to be one of our files") from None
+        raise InvalidInputError(
+            f"{path}: nested too deeply to be one of our files", hint="write the file again"
+        ) from None
 
 
 def _parse_yaml(text: str, path: Path) -> object:
@@ -172,16 +175,32 @@ def _explain(
 ) -> InvalidInputError:
     """One line for the first fault; the others are only counted."""
     faults = error.errors(include_url=False)
-    first = faults[0]
     found = document_kind(data)
-    if first["type"] == "missing" and found not in (None, model.kind):
+    if any(fault["type"] == "missing" for fault in faults) and found not in (None, model.kind):
         return InvalidInputError(
             f"{source}: this is a {found}, not a {model.kind}",
             hint=f"name the {model.kind}'s file instead",
         )
-    more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
-    hint = _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
-    return InvalidInputError(f"{source}: {_place(first)}: {_problem(first)}{more}", hint=hint)
+    # A name spelt wrong is an unknown field and a missing one: the former says where to look.
+    first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
+    others = len(faults) - 1
+    more = f" (and {others} more fault{'s' * (others > 1)})" if others else ""
+    return InvalidInputError(
+        f"{source}: {_place(first)}: {_problem(first)}{more}", hint=_mend(first, faults, model)
+    )
+
+
+def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]) -> str:
+    *parent, name = first["loc"] or ("",)
+    missing = [
+        str(fault["loc"][-1])
+        for fault in faults
+        if fault["type"] == "missing" and list(fault["loc"][:-1]) == parent
+    ]
+    similar = get_close_matches(str(name), missing, n=1)
+    if first["type"] == "extra_forbidden" and similar:
+        return f"correct its spelling: {similar[0]}"
+    return _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
 
 
 def _place(fault: ErrorDetails) -> str:

@@ -88,7 +88,9 @@ class Cluster(Document):
         if num_devices is None:
             return self
         if num_devices < 1:
-            raise InvalidInputError(f"--devices {num_devices}: at least one device is needed")
+            raise InvalidInputError(
+                f"--devices {num_devices}: at least one device is needed", hint="give 1 or more"
+            )
         if self.device.is_cpu:
             return self.model_copy(update={"nodes": 1, "devices_per_node": num_devices})
         if num_devices > self.num_devices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import (
@@ -175,7 +175,12 @@ class Profile(Document):
             for module in modules:
                 if module not in self.modules:
                     raise ValueError(f"tasks.{task}.{module} differs from no module of the profile")
-                self.module(module, task)
+                try:
+                    self.module(module, task)
+                except ValidationError as error:
+                    fault = error.errors(include_url=False)[0]
+                    place = ".".join(map(str, ("tasks", task, module, *fault["loc"])))
+                    raise ValueError(f"{place}: {fault['msg']}") from None
         return self
 
     def module(self, name: str, task: str | None = None) -> ModuleProfile:
