@@ -49,7 +49,7 @@ def solve_colocated(request: Request) -> Solution:
     """The best plans with every module on every device.
 
     Raises:
-        InvalidInputError: several tasks, or a method.
+        InvalidInputError: several tasks (:class:`NotApplicableError`), or a method.
         InfeasibleError: the modules do not fit a device's memory together, or their pins
             do not allow to share all devices.
     """
@@ -57,12 +57,7 @@ def solve_colocated(request: Request) -> Solution:
         raise InvalidInputError(
             f"--method {request.method}: colocated knows exact", hint="leave --method out"
         )
-    if len(request.tasks) > 1:
-        raise InvalidInputError(
-            f"colocated plans one task, this workload has {', '.join(request.tasks)}",
-            hint="choose one with --tasks",
-        )
-    problem = Problem(request=request, task=next(iter(request.tasks.values())))
+    problem = Problem(request=request, task=request.only_task("colocated"))
     wholes = _wholes(problem)
     least_sync_s = problem.rounds * problem.least_sync_s()
     candidates = sorted(

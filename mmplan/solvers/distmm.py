@@ -49,7 +49,7 @@ def solve_distmm(request: Request) -> Solution:
         InvalidInputError: several tasks, or an unknown method.
         InfeasibleError: too few devices, or too little memory; names what is missing.
     """
-    problem = _problem(request)
+    problem = Problem(request=request, task=request.only_task("distmm"))
     method = request.method or "exact"
     if method not in METHODS:
         raise InvalidInputError(
@@ -71,15 +71,6 @@ def solve_distmm(request: Request) -> Solution:
         lower_bound_s=bound_s,
         closed_form=problem.closed_form(),
     )
-
-
-def _problem(request: Request) -> Problem:
-    if len(request.tasks) > 1:
-        raise InvalidInputError(
-            f"distmm plans one task, this workload has {', '.join(request.tasks)}",
-            hint="choose one with --tasks, or use --solver mpsp for several",
-        )
-    return Problem(request=request, task=next(iter(request.tasks.values())))
 
 
 def _candidates(

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mmplan.costs import CostModel, gradient_blocks
+from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Unit
 from mmplan.schema.workload import TaskView, Workload
 
 Blocks = tuple[int, int]
+
+
+class NotApplicableError(InvalidInputError):
+    """The solver is not for such a workload; ``auto`` goes on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,19 @@ class Request:
     method: str | None = None
     top: int = 8
     budget_s: float = 1.0
+
+    def only_task(self, solver: str) -> TaskView:
+        """The workload's task, for solvers of a single one.
+
+        Raises:
+            NotApplicableError: there are several.
+        """
+        if len(self.tasks) > 1:
+            raise NotApplicableError(
+                f"{solver} plans one task, this workload has {', '.join(self.tasks)}",
+                hint="choose one with --tasks; several together are planned by no solver yet",
+            )
+        return next(iter(self.tasks.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
