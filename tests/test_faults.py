@@ -233,7 +233,7 @@ SYNCED = [
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_check_lets_pass_equals_one_process(kind: str, seed: int) -> None:
     """Random faults of every kind: check sees them all, verify all that change the step."""
     losses = [loss("contrastive", "v", "t", sync_batch=12)]

@@ -99,8 +99,13 @@ def finish(session: Session, until: int) -> dict[str, Tensor]:
     return session.evaluate(weights_of)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("first", ["pipeline and replicas", "everything at once"])
+@pytest.mark.parametrize(
+    ("first", "optimizer"),
+    [
+        ("pipeline and replicas", "AdamW"),
+        *(("everything at once", optimizer) for optimizer in OPTIMIZERS),
+    ],
+)
 def test_a_run_goes_on_under_any_other_plan(first: str, optimizer: str, tmp_path: Path) -> None:
     workload = workload_with(optimizer=optimizer, optimizer_args=OPTIMIZERS[optimizer])
 
@@ -321,7 +326,7 @@ def test_a_checkpoint_of_another_workload_is_refused_by_name(tmp_path: Path) -> 
     plan = make_plan(*units, losses=losses, batch=BATCH)
     workload = make_workload(units, losses, batch=BATCH)
     path = run_ranks(plan, workload, lambda session: session.save(tmp_path))[0]
-    with pytest.raises(InvalidInputError, match=r"holds no v\.2\.norm\.weight \(param\)"):
+    with pytest.raises(InvalidInputError, match=r"holds no t\.0\.0\.weight \(param\)"):
         run_ranks(plan_of("one rank"), ADAMW, lambda session: session.load(path))
 
 
