@@ -69,7 +69,7 @@ class Attention(nn.Module):
                 f"heads are {self.head_dim} wide",
                 hint="choose a tp that divides the number of heads",
             )
-        return x_BTL.view(*x_BTL.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        return x_BTL.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -1,0 +1,305 @@
+"""Sequences that interleave text and images, of very different numbers: real digits, or noise.
+
+Data fields of both data sets, for one sample:
+
+- ``tokens`` ([T] int64, padded with 0 at the end) and ``labels`` ([T] int64, -100 where
+  nothing is to be predicted: images, what is asked, padding);
+- ``images`` (ragged, every image of the sequence; its rows stand at placeholder tokens);
+- ``targets`` (ragged, those images that are to be drawn from the text before them) and
+  ``starts`` (ragged int64, the position of the first placeholder of each).
+
+``work(index)`` is the relative cost of a sample in the modules "vision", "llm" and
+"generator": images, 1 (sequences are padded to one length) and targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from mmplan.errors import InvalidInputError
+from mmplan.ragged import Ragged
+from mmplan.zoo.decoder import check_sizes
+from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, prompts
+
+# Ids 1 to 60 are words of mmplan.zoo.digits.
+VOCAB, DRAW, BEGIN, IMAGE = 64, 61, 62, 63
+IGNORE = -100
+Sample = dict[str, Tensor | Ragged]
+# The sequences are part of the data: they do not follow train.seed.
+_DATA_SEED = 20240611
+_READ, _DRAW, _TEXT = range(3)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sample while it is written."""
+
+    tokens: list[int] = field(default_factory=lambda: [])
+    labels: list[int] = field(default_factory=lambda: [])
+    images: list[Tensor] = field(default_factory=lambda: [])
+    targets: list[Tensor] = field(default_factory=lambda: [])
+    starts: list[int] = field(default_factory=lambda: [])
+
+    def write(self, tokens: Sequence[int], *, learn: bool) -> None:
+        self.tokens += tokens
+        self.labels += tokens if learn else [IGNORE] * len(tokens)
+
+    def show(self, image: Tensor, rows: int, placeholder: int, *, target: bool) -> None:
+        if target:
+            self.targets.append(image)
+            self.starts.append(len(self.tokens))
+        self.images.append(image)
+        self.write([placeholder] * rows, learn=False)
+
+    def finish(self, length: int, shape: tuple[int, int, int]) -> Sample:
+        padding = length - len(self.tokens)
+        return {
+            "tokens": torch.tensor(self.tokens + [0] * padding),
+            "labels": torch.tensor(self.labels + [IGNORE] * padding),
+            "images": _ragged(self.images, shape),
+            "targets": _ragged(self.targets, shape),
+            "starts": Ragged(
+                torch.tensor(self.starts, dtype=torch.int64), torch.tensor([len(self.starts)])
+            ),
+        }
+
+
+class InterleavedDigits(Dataset[Sample]):
+    """Sequences of scanned digits and their captions.
+
+    An image before its caption is to be read, one after it to be drawn; some sequences are
+    text alone. See :func:`digits`.
+    """
+
+    def __init__(
+        self, *, scans: CaptionedDigits, kinds: list[Tensor], length: int, rows: int
+    ) -> None:
+        self._scans, self._kinds = scans, kinds
+        self._length, self._rows = length, rows
+        self._captions = [
+            [_words(prompt) for prompt in of_digit] for of_digit in prompts().unbind(0)
+        ]
+        self._generator_seeds = range(_DATA_SEED, _DATA_SEED + len(kinds))
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = torch.Generator().manual_seed(self._generator_seeds[index])
+        sequence = _Sequence()
+        sequence.write([BEGIN], learn=False)
+        for kind in self._kinds[index].tolist():
+            scan = int(torch.randint(len(self._scans), (1,), generator=generator))
+            template = int(torch.randint(len(TEMPLATES), (1,), generator=generator))
+            caption = self._captions[int(self._scans.labels[scan])][template]
+            self._add(sequence, kind, self._scans.images[scan], caption)
+        return sequence.finish(self._length, (1, 8, 8))
+
+    def work(self, index: int) -> dict[str, float]:
+        """Relative cost of a sample by module."""
+        kinds = self._kinds[index]
+        images, targets = (kinds != _TEXT).sum(), (kinds == _DRAW).sum()
+        return {"vision": float(images), "llm": 1.0, "generator": float(targets)}
+
+    def _add(self, sequence: _Sequence, kind: int, image: Tensor, caption: list[int]) -> None:
+        if kind == _READ:
+            sequence.show(image, self._rows, IMAGE, target=False)
+        if kind == _DRAW:
+            sequence.write([DRAW], learn=False)
+        sequence.write(caption, learn=kind != _DRAW)
+        if kind == _DRAW:
+            sequence.show(image, self._rows, IMAGE, target=True)
+
+
+class SyntheticSequences(Dataset[Sample]):
+    """Noise of a given size and skew; see :func:`synthetic`."""
+
+    def __init__(
+        self,
+        *,
+        counts: Tensor,
+        length: int,
+        rows: int,
+        image: int,
+        vocab: int,
+    ) -> None:
+        self._counts = counts.tolist()
+        self._length, self._rows, self._vocab = length, rows, vocab
+        self._shape = (3, image, image)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = torch.Generator().manual_seed(_DATA_SEED + index)
+        count = self._counts[index]
+        text = _split(self._length - count * self._rows, count + 1)
+        sequence = _Sequence()
+        for number, words in enumerate(text):
+            ids = torch.randint(1, self._vocab - 1, (words,), generator=generator)
+            sequence.write(ids.tolist(), learn=True)
+            if number < count:
+                image = torch.rand(self._shape, generator=generator)
+                sequence.show(image, self._rows, self._vocab - 1, target=_is_target(number))
+        return sequence.finish(self._length, self._shape)
+
+    def work(self, index: int) -> dict[str, float]:
+        """Relative cost of a sample by module."""
+        count = self._counts[index]
+        targets = sum(map(_is_target, range(count)))
+        return {"vision": float(count), "llm": 1.0, "generator": float(targets)}
+
+
+def digits(
+    split: str = "train",
+    *,
+    sequences: int = 1024,
+    length: int = 96,
+    rows: int = 4,
+    sigma: float = 0.8,
+) -> InterleavedDigits:
+    """Captioned scans of one split, interleaved; the number of images is log-normal.
+
+    Args:
+        split: "train" or "test", see :func:`mmplan.zoo.digits.captioned`.
+        sequences: samples; scans are used several times.
+        length: tokens of a sequence, at least 32.
+        rows: tokens that the encoder makes of an image.
+        sigma: of the logarithm of the number of images; the median is two.
+
+    Raises:
+        InvalidInputError: a split that does not exist, or sizes that are too small.
+    """
+    check_sizes(sequences=sequences, rows=rows)
+    longest = 2 + rows + max(len(line.split()) for line in TEMPLATES)
+    if length < longest:
+        raise InvalidInputError(
+            f"an image with its caption takes up to {longest} tokens, a sequence has {length}",
+            hint=f"choose a length of {longest} or more",
+        )
+    generator = torch.Generator().manual_seed(_DATA_SEED)
+    counts = _counts(
+        sequences, median=2, sigma=sigma, most=length // longest, generator=generator
+    ).clamp(min=1)
+    kinds: list[Tensor] = []
+    for count in counts.tolist():
+        text_only, *draws = torch.rand(count + 1, generator=generator).tolist()
+        kind = [_TEXT if text_only < 0.1 else _DRAW if draw < 0.4 else _READ for draw in draws]
+        kinds.append(torch.tensor(kind))
+    return InterleavedDigits(scans=captioned(split), kinds=kinds, length=length, rows=rows)
+
+
+def synthetic(
+    *,
+    samples: int = 4096,
+    length: int = 8192,
+    rows: int = 1024,
+    image: int = 512,
+    vocab: int = 32_000,
+    median: float = 2.0,
+    sigma: float = 0.8,
+) -> SyntheticSequences:
+    """Noise in the shape of a multimodal LLM's data; every second image is to be drawn.
+
+    The last token id is the placeholder. The number of images is log-normal, as that of
+    web pages, cut where a sequence is full; it may be zero.
+
+    Args:
+        samples: in the data set.
+        length: tokens of a sequence, all used.
+        rows: tokens that the encoder makes of an image.
+        image: side of the images in pixels.
+        vocab: number of token ids.
+        median: images of a sample.
+        sigma: of the logarithm of their number.
+
+    Raises:
+        InvalidInputError: a sequence that has no room for an image.
+    """
+    check_sizes(samples=samples, length=length, rows=rows, image=image, vocab=vocab)
+    if rows >= length:
+        raise InvalidInputError(
+            f"an image takes {rows} tokens, a sequence has {length}",
+            hint="choose a larger length, or merge more patches into a row",
+        )
+    generator = torch.Generator().manual_seed(_DATA_SEED)
+    counts = _counts(
+        samples, median=median, sigma=sigma, most=(length - 1) // rows, generator=generator
+    )
+    return SyntheticSequences(counts=counts, length=length, rows=rows, image=image, vocab=vocab)
+
+
+@torch.no_grad()
+def caption_accuracy(
+    vision: nn.Module, llm: nn.Module, *, split: str = "test", **args: Any
+) -> dict[str, float]:
+    """How often the most likely next token is the right one, on sequences of held-out scans.
+
+    Args:
+        vision: takes the images.
+        llm: takes tokens and image features, gives (logits, activations).
+        split: which scans.
+        args: of :func:`digits`.
+
+    Returns:
+        Shares in [0, 1]: "tokens" over all words of captions after an image, "digits" over
+        those words that name the digit (chance is 0.1).
+    """
+    right = {"tokens": 0, "digits": 0}
+    total = {"tokens": 0, "digits": 0}
+    digit_ids = _digit_ids()
+    for sample in _samples(digits(split, **args)):
+        logits = llm((sample["tokens"], vision(sample["images"])))[0]
+        labels, found = sample["labels"][:, 1:], logits[:, :-1].argmax(dim=-1)
+        of_image = (labels != IGNORE) & (sample["images"].lengths > 0)[:, None]
+        for name, chosen in (
+            ("tokens", of_image),
+            ("digits", of_image & torch.isin(labels, digit_ids)),
+        ):
+            right[name] += int((found == labels)[chosen].sum())
+            total[name] += int(chosen.sum())
+    return {name: right[name] / max(total[name], 1) for name in right}
+
+
+def _samples(dataset: InterleavedDigits) -> Iterator[Any]:
+    """Every sample as a batch of one."""
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        yield {k: v if isinstance(v, Ragged) else v[None] for k, v in sample.items()}
+
+
+def _digit_ids() -> Tensor:
+    """Ids of the ten words that name a digit: those in which the captions of a template differ."""
+    first = prompts()[:, 0]
+    return first[:, (first != first[0]).any(dim=0)].flatten()
+
+
+def _words(prompt: Tensor) -> list[int]:
+    return [word for word in prompt.tolist() if word]
+
+
+def _counts(
+    samples: int, *, median: float, sigma: float, most: int, generator: torch.Generator
+) -> Tensor:
+    """Log-normal whole numbers from 0 to ``most``, [samples] int64."""
+    normal = torch.randn(samples, generator=generator, dtype=torch.float64)
+    return (median * (sigma * normal).exp()).round().long().clamp(0, most)
+
+
+def _is_target(number: int) -> bool:
+    return number % 2 == 0
+
+
+def _split(total: int, parts: int) -> list[int]:
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def _ragged(images: Sequence[Tensor], shape: tuple[int, int, int]) -> Ragged:
+    values = torch.stack(list(images)) if images else torch.zeros((0, *shape))
+    return Ragged(values, torch.tensor([len(images)]))
