@@ -1,0 +1,363 @@
+"""The command line as the contract has it: options, documents on stdout, exit codes, pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import typer.main
+from safetensors import safe_open
+
+import cli
+import mmplan
+from mmplan.schema.base import document_text
+from mmplan.schema.workload import load_workload
+from tests.birds import copy_workload, edited, given_profile, two_rank_plan
+from tests.commands import ROOT, Done, call, command, environment, run, start
+
+GOLDEN = ROOT / "tests" / "golden" / "command-line.txt"
+
+
+class Files:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.workload = copy_workload(root)
+        (root / "plans").mkdir()
+        self.profile = given_profile(root / "plans" / "profile.json")
+        self.plan = two_rank_plan(self.workload, root / "plans" / "plan.json")
+        self.solved = root / "plans" / "solved.json"
+
+    @property
+    def job(self) -> tuple[object, ...]:
+        return self.workload, "--profile", self.profile
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    made = Files(tmp_path_factory.mktemp("cli"))
+    assert call("mmplan", "solve", *made.job, "-o", made.solved).code == 0
+    return made
+
+
+# ---- options ----
+
+
+def options_of(app: typer.Typer, program: str) -> list[str]:
+    lines: list[str] = []
+    group: Any = typer.main.get_command(app)
+    for name, sub in sorted(group.commands.items()):
+        words = sorted("/".join(p.opts) if p.opts[0][0] == "-" else p.name for p in sub.params)
+        lines.append(f"{program} {name}: {' '.join(words)}")
+    return lines
+
+
+def test_golden_options() -> None:
+    """Users script against these names: one that goes away or changes is a breaking change."""
+    got = [*options_of(cli.mmplan_app, "mmplan"), *options_of(cli.mmlaunch_app, "mmlaunch")]
+    text = "\n".join(got) + "\n"
+    if os.environ.get("MMPLAN_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_every_command_explains_itself_and_takes_json() -> None:
+    for program, app in (("mmplan", cli.mmplan_app), ("mmlaunch", cli.mmlaunch_app)):
+        group: Any = typer.main.get_command(app)
+        for name, sub in group.commands.items():
+            done = call(program, name, "--help")  # pyright: ignore[reportArgumentType]
+            assert done.code == 0
+            assert sub.help
+            assert "--json" in done.out
+            assert all(getattr(p, "help", None) or p.opts[0][0] != "-" for p in sub.params)
+
+
+# ---- --json ----
+
+
+def test_json_is_the_only_thing_on_stdout(files: Files) -> None:
+    folder, trace = files.root, files.root / "trace.json"
+    plan = call("mmplan", "solve", *files.job, "-o", folder / "n.json", "--json").document
+    assert plan == json.loads((folder / "n.json").read_text())
+    for shown in (files.workload, files.profile, files.solved):
+        done = call("mmplan", "show", shown, "--json")
+        assert done.document["name"] == "birds"
+        assert done.err
+    checked = call("mmplan", "check", files.solved, "--json").document
+    assert checked == {"plan": str(files.solved), "faults": []}
+    simulated = call("mmplan", "simulate", files.solved, "--trace", trace, "--json").document
+    assert simulated["iteration_s"] == pytest.approx(plan["predicted"]["iteration_s"])
+    assert json.loads(trace.read_text())["traceEvents"]
+    compared = call("mmplan", "compare", *files.job, "--json").document
+    assert {p["solver"]["name"] for p in compared} >= {"distmm", "colocated"}
+    rates = [p["predicted"]["samples_per_s"] for p in compared]
+    assert rates == sorted(rates, reverse=True)
+    page = folder / "page.html"
+    reported = call("mmplan", "report", files.solved, "-o", page, "--json")
+    assert reported.document == {"report": str(page)}
+    assert page.stat().st_size < 5e6
+
+
+def test_json_of_profile_and_doctor(files: Files) -> None:
+    made = files.root / "analytic.json"
+    where = ("--cluster", "p3-8", "-o", made)
+    done = call("mmplan", "profile", files.workload, "--analytic", *where, "--json")
+    assert done.document["source"] == "analytic"
+    assert json.loads(made.read_text())["cluster"]["name"] == "p3-8"
+    examined = call("mmplan", "doctor", "--json")
+    assert examined.code in (0, 4)
+    assert {"name", "ok", "detail"} <= examined.document[0].keys()
+
+
+def test_json_of_runs(files: Files) -> None:
+    verdict = call("mmlaunch", "verify", files.plan, "--in-process", "--json")
+    assert verdict.code == 0, verdict.err
+    assert verdict.document["differences"] == []
+    assert verdict.document["compared"] > 20
+    done = call(
+        "mmlaunch", "run", files.plan, "--steps", 2, "--run-dir", files.root / "r", "--json"
+    )
+    assert done.code == 0, done.err
+    assert done.document == {"run_dir": str(files.root / "r"), "steps": 2, "stopped": False}
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (("mmplan", "solve"), 2),
+        (("mmplan", "solve", "nowhere.yaml", "--profile", "p.json"), 2),
+        (("mmplan", "solve", "w", "--profile", "p", "--devices", "two"), 2),
+        (("mmplan", "profile", "nowhere.yaml"), 2),
+        (("mmplan", "show", "nowhere"), 2),
+        (("mmplan", "check", "nowhere"), 2),
+        (("mmplan", "simulate", "nowhere"), 2),
+        (("mmplan", "compare", "nowhere", "--profile", "p"), 2),
+        (("mmplan", "report", "nowhere"), 2),
+        (("mmplan", "doctor", "--colour"), 2),
+        (("mmplan", "frobnicate"), 2),
+        (("mmlaunch", "run", "nowhere"), 2),
+        (("mmlaunch", "verify", "nowhere"), 2),
+    ],
+)
+def test_errors_are_one_document_too(args: tuple[Any, ...], code: int) -> None:
+    done = call(*args, "--json")
+    assert done.code == code
+    assert done.document["error"]["exit_code"] == code
+    assert done.document["error"]["message"] == done.message
+    assert done.document["error"]["hint"] == done.hint
+
+
+def test_a_found_fault_is_a_document_and_exit_1(files: Files) -> None:
+    plan = json.loads(files.plan.read_text())
+    plan["units"].pop()
+    broken = files.root / "plans" / "broken.json"
+    broken.write_text(json.dumps(plan))
+    done = call("mmplan", "check", broken, "--json")
+    assert done.code == 1
+    assert done.document["faults"]
+    assert "fault" in done.message
+
+
+# ---- terminals, pipes, signals ----
+
+
+def test_piping_to_head_shows_no_traceback(files: Files) -> None:
+    shown = subprocess.Popen(
+        command("mmplan", "show", files.solved, "--program"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    assert shown.stdout is not None
+    assert shown.stderr is not None
+    shown.stdout.close()
+    err = shown.stderr.read().decode()
+    assert shown.wait(60) == 0
+    assert err == ""
+
+
+def test_a_full_disk_behind_stdout_is_said_on_stderr(files: Files) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("mmplan", "show", files.solved),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: the output cannot be written: No space left")
+
+
+def terminal_output(files: Files, **env: str) -> str:
+    """What ``show`` writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        command("mmplan", "show", files.profile),
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(TERM="xterm-256color", COLUMNS="120", **env),
+    ) as shown:
+        os.close(theirs)
+        pieces: list[bytes] = []
+        with contextlib.suppress(OSError):  # EIO is how a terminal's other end says it is gone
+            while piece := os.read(ours, 65536):
+                pieces.append(piece)
+        os.close(ours)
+    assert shown.returncode == 0
+    return b"".join(pieces).decode()
+
+
+def test_no_color_leaves_no_colours(files: Files) -> None:
+    colours = [f"\x1b[{code}" for code in (*range(30, 38), *range(90, 98))]
+    plain = terminal_output(files, NO_COLOR="1")
+    assert "sound" in plain
+    assert not any(colour in plain for colour in colours)
+
+
+def test_output_survives_a_terminal_without_unicode(files: Files) -> None:
+    done = run("mmplan", "show", files.solved, cwd=files.root, PYTHONIOENCODING="ascii")
+    assert done.code == 0, done.err
+    assert "sound" in done.out
+
+
+def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
+    data = copy_workload(tmp_path).parent / "birds" / "towers.py"
+    data.write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(60)\n"
+    )
+    where = ("--cluster", "p3-8", "-o", tmp_path / "p.json")
+    busy = start(
+        "mmplan", "profile", tmp_path / "birds/workload.yaml", "--analytic", *where, cwd=tmp_path
+    )
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "here").exists():
+        assert busy.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    busy.send_signal(signal.SIGINT)
+    out, err = busy.communicate(timeout=30)
+    assert busy.returncode == 130, err
+    assert "Traceback" not in err
+    assert out == "interrupted\n"
+    assert not (tmp_path / "p.json").exists()
+
+
+# ---- files ----
+
+
+def test_numbers_are_yaml_1_2_and_json_is_accepted(files: Files, tmp_path: Path) -> None:
+    workload = edited(copy_workload(tmp_path), "lr: 5.0e-2", "lr: 1e-5, weight_decay: 1.6e10")
+    loaded = load_workload(workload)
+    assert loaded.train.optimizer_args["lr"] == 1e-5
+    assert loaded.train.optimizer_args["weight_decay"] == 1.6e10
+    as_json = tmp_path / "birds" / "workload.json"
+    as_json.write_text(document_text(loaded))
+    assert load_workload(as_json) == loaded
+    assert call("mmplan", "show", as_json).code == 0
+
+
+def test_a_workload_built_in_python_is_the_loaded_one(files: Files) -> None:
+    from mmplan.schema.workload import DataSpec, LossSpec, ModuleSpec, TrainSpec
+
+    built = mmplan.Workload(
+        name="birds",
+        batch=16,
+        modules={
+            "sound": ModuleSpec(
+                factory="birds.towers:sound",
+                args={"layers": 2, "width": 12},
+                inputs=("spectrogram",),
+            ),
+            "words": ModuleSpec(
+                factory="birds.towers:words",
+                args={"layers": 1, "width": 12},
+                inputs=("description",),
+            ),
+        },
+        losses={
+            "match": LossSpec(
+                factory="birds.losses:PairwiseSigmoid",
+                inputs=("sound", "words"),
+                cross_sample=True,
+                sync_batch=8,
+            ),
+            "species": LossSpec(
+                factory="birds.losses:Species",
+                args={"width": 12, "kinds": 5},
+                inputs=("sound", "kind"),
+                weight=0.5,
+            ),
+        },
+        data=DataSpec(factory="birds.data:Recordings", args={"count": 80}),
+        train=TrainSpec(
+            seed=3, optimizer="SGD", optimizer_args={"lr": 5e-2, "momentum": 0.9}, steps=8
+        ),
+    )
+    assert built == load_workload(files.workload)
+
+
+def test_plan_has_the_fields_that_stay(files: Files) -> None:
+    plan = json.loads(files.solved.read_text())
+    assert plan["version"] == 1
+    assert plan["workload"].keys() == plan["profile"].keys() == {"path", "sha256"}
+    assert (files.solved.parent / plan["workload"]["path"]).samefile(files.workload)
+    solver = {"name", "method", "seconds", "objective_s", "lower_bound_s", "gap"}
+    assert plan["solver"].keys() >= solver
+    found = plan["solver"]
+    assert found["gap"] == pytest.approx(found["objective_s"] / found["lower_bound_s"] - 1)
+    unit = {"name", "task", "module", "tp", "pp", "vpp", "dp", "ranks", "blocks", "samples"}
+    for planned in plan["units"]:
+        assert planned.keys() >= unit | {"microbatches", "schedule"}
+        assert {"kind", "lead"} <= planned["schedule"].keys()
+    assert all({"name", "task", "ranks"} <= loss.keys() for loss in plan["losses"])
+    predicted = {"iteration_s", "samples_per_s", "mfu", "bubble_fraction", "memory_bytes"}
+    assert plan["predicted"].keys() >= predicted | {"devices_used"}
+    assert len(plan["predicted"]["memory_bytes"]) == plan["devices"]
+
+
+def test_steps_0_writes_the_initial_weights_under_their_names(files: Files) -> None:
+    folder = files.root / "initial"
+    done = call("mmlaunch", "run", files.plan, "--steps", 0, "--run-dir", folder)
+    assert done.code == 0, done.err
+    from mmplan.schema.factories import build_loss, build_module
+
+    workload = load_workload(files.workload)
+    expected: dict[str, Any] = {}
+    for name in workload.modules:
+        built = build_module(workload, name, files.workload.parent)
+        expected |= {f"{name}.{key}": value for key, value in built.state_dict().items()}
+    for name in workload.losses:
+        loss = build_loss(workload, name, files.workload.parent)
+        expected |= {f"losses.{name}.{key}": value for key, value in loss.state_dict().items()}
+    assert {"sound.0.lift.weight", "losses.match.scale"} <= expected.keys()
+    with safe_open(folder / "final.safetensors", framework="pt") as written:
+        assert set(written.keys()) == expected.keys()
+        for name, value in expected.items():
+            assert written.get_tensor(name).equal(value)
+
+
+def assert_unknown_field_is_named(done: Done, field: str) -> None:
+    assert done.code == 2
+    assert field in done.message
+    assert "unknown field" in done.message
+
+
+def test_shipped_cluster_by_name_and_by_path(files: Files, tmp_path: Path) -> None:
+    shipped = ROOT / "profiles" / "clusters" / "p3-8.yaml"
+    own = tmp_path / "cluster.yaml"
+    own.write_text(shipped.read_text() + "colour: red\n")
+    done = call("mmplan", "show", shipped, "--json")
+    assert done.document["name"] == "p3-8"
+    assert_unknown_field_is_named(call("mmplan", "show", own), "colour")
+    made = ("--analytic", "-o", tmp_path / "p.json", "--cluster")
+    assert_unknown_field_is_named(call("mmplan", "profile", files.workload, *made, own), "colour")
