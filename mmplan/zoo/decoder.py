@@ -320,7 +320,7 @@ def _check_places(here_BT: Tensor, rows_NW: Tensor, placeholder: int) -> None:
         return
     if here_BT.device.type != "cpu":
         # Reading the number here would make the host wait for the device.
-        torch._assert_async(here_BT.sum() == len(rows_NW))
+        torch._assert_async(here_BT.sum() == len(rows_NW))  # pyright: ignore[reportPrivateImportUsage]
         return
     places = int(here_BT.sum())
     if places != len(rows_NW):
