@@ -1,0 +1,294 @@
+"""Reorder a step's batch: which replica a sample goes to, and when it enters the pipeline.
+
+A program names samples by their position in the batch, so a permutation of the batch is all
+that is needed. The step's samples, and so its loss and gradient, stay the same.
+
+Shape suffixes used in this file: S = stages, M = micro-batches, R = candidates, C = cells,
+B = samples of the batch, N = nodes of the recurrence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.groups import assign_groups, check_work
+from mmplan.program.model import Program, Stage
+from mmplan.program.order_search import Effort, Found, search_order
+from mmplan.program.recurrence import Recurrence, make_recurrence
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+# Node times that a batch may cost at the full effort, about a fifth of a second.
+_MOST_TIMES = 10_000_000
+# To choose among groupings.
+_GLANCE = Effort(first=64, generations=0, scans=0)
+
+
+def order_microbatches(
+    recurrence: Recurrence,
+    forward_SM: Floats,
+    backward_SM: Floats,
+    *,
+    seed: int = 0,
+    effort: Effort | None = None,
+) -> Found:
+    """Order micro-batches so that the pipeline ends early.
+
+    Args:
+        recurrence: of the program, whose stages all run the same M micro-batches.
+        forward_SM: time of a stage's forward on each micro-batch.
+        backward_SM: likewise; 0 where the stage has none.
+        seed: the same seed gives the same order.
+
+    Raises:
+        InvalidInputError: the tables do not fit the program.
+    """
+    return search_order(
+        lambda orders: recurrence.order_makespans(orders, forward_SM, backward_SM),
+        forward_SM + backward_SM,
+        [range(forward_SM.shape[1])],
+        seed=seed,
+        effort=effort or Effort(),
+    )
+
+
+class BatchOrder:
+    """Orders the batches of one task of a program.
+
+    The unit with the most micro-batches in a step leads: its replicas get equal work in the
+    numbers of samples that the plan gives them, its micro-batches likewise, and their order is
+    searched with the recurrence of the whole program. Samples stay within the sync batches of
+    cross-sample losses. Whoever asks with the same numbers gets the same order.
+
+    A stage's forward is taken to last its samples' work, times its share of the module's
+    blocks, by its tp degree; its backward once that for the inputs and once for what trains.
+
+    Args:
+        program: of a plan.
+        task: its name.
+
+    Attributes:
+        batch: samples of a step.
+        modules: whose work counts.
+
+    Raises:
+        InvalidInputError: the program runs nothing of the task.
+    """
+
+    def __init__(self, program: Program, task: str) -> None:
+        stages = [stage for stage in program.stages if stage.task == task]
+        if not stages:
+            raise InvalidInputError(f"the program runs nothing of the task {task}")
+        self.batch = program.batches[task]
+        self.modules = tuple(dict.fromkeys(stage.module for stage in stages))
+        self._recurrence = make_recurrence(program)
+        self._parts = [_make_part(self._recurrence, stages, module) for module in self.modules]
+        lead = max(stages, key=lambda stage: (sum(map(len, stage.microbatches)), stage.dp))
+        self._cells = list(_cells(lead, _cuts(program, task)))
+        self._start_C = np.array([cell.start for cell in self._cells])
+        sizes = [cell.stop - cell.start for cell in self._cells]
+        self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
+        self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
+        self._effort = _affordable(self._recurrence.num_nodes, max(map(len, lead.microbatches)))
+
+    def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
+        """The order: batch position p takes sample ``order[p]`` of the batch as given.
+
+        Args:
+            work: per module the work of each sample of the batch, in a unit common to all
+                modules; a module that is absent counts as free.
+            seed: of the search, the same on every rank.
+
+        Raises:
+            InvalidInputError: work is negative or not finite, or not one number a sample.
+        """
+        self._check(work)
+        given = np.arange(self.batch)
+        span = float(self.makespans(given[None, :], work)[0])
+        glances: list[tuple[float, Indices]] = []
+        for weight_B in self._weights(work):
+            grouped = self._grouped(weight_B)
+            glances.append((self._searched(grouped, work, seed, _GLANCE).makespan, grouped))
+        if not glances:
+            return given
+        grouped = min(glances, key=lambda item: item[0])[1]
+        found = self._searched(grouped, work, seed, self._effort)
+        return self._sources(found.order[None, :], grouped)[0] if found.makespan < span else given
+
+    def makespans(self, orders: Indices, work: Mapping[str, Floats]) -> Floats:
+        """Makespans [R] of orders [R, batch], in the unit of the work."""
+        time_NR = np.zeros((self._recurrence.num_nodes, len(orders)))
+        for part in self._parts:
+            if part.module in work:
+                done = np.zeros((self.batch + 1, len(orders)))
+                np.cumsum(work[part.module][orders.T], axis=0, out=done[1:])
+                load = done.take(part.stop, axis=0) - done.take(part.start, axis=0)
+                time_NR[part.nodes] = load * part.scale[:, None]
+        return self._recurrence.makespans(time_NR)
+
+    def _check(self, work: Mapping[str, Floats]) -> None:
+        for name, values in work.items():
+            check_work(values)
+            if len(values) != self.batch:
+                raise InvalidInputError(
+                    f"{len(values)} samples have work for {name}, the batch has {self.batch}"
+                )
+
+    def _weights(self, work: Mapping[str, Floats]) -> Iterator[Floats]:
+        """What may be balanced over replicas: all of a sample's work, or that of one module."""
+        uneven = [p for p in self._parts if p.module in work and np.ptp(work[p.module]) > 0]
+        weights = [part.slowest * work[part.module] for part in uneven]
+        if len(weights) > 1:
+            yield np.cumsum(weights, axis=0)[-1]
+        yield from weights
+
+    def _grouped(self, weight_B: Floats) -> Indices:
+        """Samples dealt to the lead's replicas, and there to its micro-batches."""
+        order = np.empty(self.batch, np.intp)
+        by_segment: defaultdict[tuple[int, int], defaultdict[int, list[_Cell]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for cell in self._cells:
+            by_segment[cell.segment][cell.replica].append(cell)
+        for (start, stop), replicas in by_segment.items():
+            counts = [sum(c.stop - c.start for c in cells) for cells in replicas.values()]
+            group_B = assign_groups(weight_B[start:stop], counts)
+            for group, cells in enumerate(replicas.values()):
+                samples = start + np.flatnonzero(group_B == group)
+                _fill(order, samples, weight_B[samples], cells)
+        return order
+
+    def _searched(
+        self, grouped: Indices, work: Mapping[str, Floats], seed: int, effort: Effort
+    ) -> Found:
+        rows = [p.slowest * work[p.module][grouped] for p in self._parts if p.module in work]
+        lists: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        for index, cell in enumerate(self._cells):
+            lists[cell.segment, cell.replica, cell.stop - cell.start].append(index)
+        return search_order(
+            lambda orders: self.makespans(self._sources(orders, grouped), work),
+            self._per_cell(np.array(rows)),
+            list(lists.values()),
+            seed=seed,
+            effort=effort,
+        )
+
+    def _per_cell(self, time_FB: Floats) -> Floats:
+        # Differences of running sums: other sums round differently on other processors.
+        done = np.zeros((len(time_FB), self.batch + 1))
+        np.cumsum(time_FB, axis=1, out=done[:, 1:])
+        return done[:, [*self._start_C[1:], self.batch]] - done[:, self._start_C]
+
+    def _sources(self, orders_RC: Indices, grouped: Indices) -> Indices:
+        """[R, batch]: the sample at each position when cells are ordered so."""
+        return grouped[self._start_C[orders_RC][:, self._cell_B] + self._offset_B]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Batch positions [start, stop): a micro-batch of the lead, cut where samples may not pass."""
+
+    segment: tuple[int, int]
+    replica: int
+    start: int
+    stop: int
+
+
+def _cuts(program: Program, task: str) -> list[int]:
+    """Batch positions that no sample may pass, first and last included."""
+    batch = program.batches[task]
+    sizes = {loss.sync_batch for loss in program.losses if loss.task == task} - {None}
+    return sorted({0, batch, *(cut for size in sizes for cut in range(0, batch, size or batch))})
+
+
+def _cells(lead: Stage, cuts: Sequence[int]) -> Iterator[_Cell]:
+    """In order of their positions."""
+    spans = sorted((span, d) for d, row in enumerate(lead.microbatches) for span in row)
+    for (start, stop), replica in spans:
+        for segment in pairwise(cuts):
+            low, high = max(start, segment[0]), min(stop, segment[1])
+            if low < high:
+                yield _Cell(segment, replica, low, high)
+
+
+def _fill(order: Indices, samples: Indices, weight: Floats, cells: Sequence[_Cell]) -> None:
+    """Write a replica's samples at the positions of its cells, cells of equal weight."""
+    sizes = [cell.stop - cell.start for cell in cells]
+    if max(sizes) == 1:
+        order[[cell.start for cell in cells]] = samples
+        return
+    group = assign_groups(weight, sizes)
+    for index, cell in enumerate(cells):
+        order[cell.start : cell.stop] = samples[group == index]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The nodes of one module.
+
+    Attributes:
+        nodes: their numbers.
+        start: first batch position of each node's micro-batch.
+        stop: end of its positions.
+        scale: time of each node per work of its samples.
+        slowest: forward and backward of the module's slowest stage, per work.
+    """
+
+    module: str
+    nodes: Indices
+    start: Indices
+    stop: Indices
+    scale: Floats
+    slowest: float
+
+
+def _make_part(recurrence: Recurrence, stages: Sequence[Stage], module: str) -> _Part:
+    own = {stage.index: stage for stage in stages if stage.module == module}
+    blocks = max(stage.blocks[1] for stage in own.values())
+    cost = {index: _cost(stage, blocks) for index, stage in own.items()}
+    nodes = [n for n, stage in enumerate(recurrence.stage.tolist()) if stage in own]
+    keys = [
+        (int(recurrence.stage[n]), int(recurrence.replica[n]), int(recurrence.mb[n])) for n in nodes
+    ]
+    spans = [own[stage].microbatches[replica][mb] for stage, replica, mb in keys]
+    return _Part(
+        module=module,
+        nodes=np.array(nodes, np.intp),
+        start=np.array([start for start, _ in spans], np.intp),
+        stop=np.array([stop for _, stop in spans], np.intp),
+        scale=np.array(
+            [
+                cost[stage][int(recurrence.backward[n])]
+                for n, (stage, _, _) in zip(nodes, keys, strict=True)
+            ]
+        ),
+        slowest=max(forward + backward for forward, backward in cost.values()),
+    )
+
+
+def _cost(stage: Stage, blocks: int) -> tuple[float, float]:
+    """Forward and backward of a stage per work of a sample."""
+    own = stage.blocks[1] - stage.blocks[0]
+    forward = own / blocks / stage.tp
+    trained = sum(high - low for low, high in stage.trainable) / own
+    return forward, forward * (1 + trained) if stage.has_backward else 0.0
+
+
+def _affordable(num_nodes: int, num_microbatches: int) -> Effort:
+    """The full effort, or what of it a large program leaves room for."""
+    full = Effort()
+    columns = full.first + 64 * full.generations + 2 * num_microbatches * full.scans
+    share = min(1.0, _MOST_TIMES / (num_nodes * columns))
+    return Effort(
+        first=max(16, int(full.first * share)),
+        generations=int(full.generations * share),
+        scans=int(full.scans * share),
+    )
