@@ -49,6 +49,7 @@ def compile_plan(plan: Plan) -> Program:
         instructions=match_receives(
             [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
         ),
+        predicted_s=plan.predicted.iteration_s,
     )
 
 

@@ -160,6 +160,7 @@ class Program:
     Attributes:
         batches: samples of a step, by task.
         instructions: one row per rank; a rank without work has an empty row.
+        predicted_s: seconds of a step as the plan predicts them; 0 where it does not.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Program:
     losses: tuple[Loss, ...]
     reductions: tuple[Reduction, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
+    predicted_s: float = 0.0
 
     @property
     def num_ranks(self) -> int:

@@ -32,7 +32,7 @@ class Effort:
     """How much to try; counts and not seconds, so that every process tries the same.
 
     Attributes:
-        first: pyramids drawn.
+        first: pyramids drawn; with 0 the order stays as given.
         generations: each breeds 64 pyramids.
         scans: each tries one micro-batch at every place, moved and swapped.
     """
@@ -123,7 +123,7 @@ class _Search:
 
     def run(self, given: float, effort: Effort) -> tuple[Indices, float]:
         order, span = np.arange(self._time_FC.shape[1]), given
-        if not self._groups:
+        if not self._groups or not effort.first:
             return order, span
         drawn = self._draw(effort.first)
         if drawn.spans.max() > drawn.spans.min() * (1 + _SAME):

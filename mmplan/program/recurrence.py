@@ -63,13 +63,18 @@ class Recurrence:
         """Number of computes, losses and reductions."""
         return len(self.stage)
 
+    @property
+    def num_levels(self) -> int:
+        """Length of the longest chain of nodes that wait for each other."""
+        return len(self._levels) + 1
+
     def makespans(self, time_NR: Floats) -> Floats:
         """When the last node ends, for each candidate [R]; losses and reductions count too.
 
         Args:
-            time_NR: time of each node, in any unit. Left as it is.
+            time_NR: time of each node, in any unit; overwritten.
         """
-        end_NR = time_NR.copy()
+        end_NR = time_NR
         for level in self._levels:
             starts = end_NR.take(level.waits[0], axis=0)
             for others in level.waits[1:]:

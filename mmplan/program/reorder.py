@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -26,10 +26,11 @@ from mmplan.program.recurrence import Recurrence, make_recurrence
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# Node times that a batch may cost at the full effort, about a fifth of a second.
-_MOST_TIMES = 10_000_000
-# To choose among groupings.
-_GLANCE = Effort(first=64, generations=0, scans=0)
+# Ordering a batch may take this share of the step's predicted time, or of a second where that
+# is unknown. What it takes is estimated from counts: a clock would tell every process another
+# effort.
+_SHARE = 0.01
+_LEVEL_S, _NODE_S = 6e-6, 3e-8
 
 
 def order_microbatches(
@@ -90,14 +91,16 @@ class BatchOrder:
         self.batch = program.batches[task]
         self.modules = tuple(dict.fromkeys(stage.module for stage in stages))
         self._recurrence = make_recurrence(program)
-        self._parts = [_make_part(self._recurrence, stages, module) for module in self.modules]
+        self._parts = [_Part.of(stages, module) for module in self.modules]
+        self._load_N, self._scale_N = self._node_times({s.index: s for s in stages})
         lead = max(stages, key=lambda stage: (sum(map(len, stage.microbatches)), stage.dp))
         self._cells = list(_cells(lead, _cuts(program, task)))
         self._start_C = np.array([cell.start for cell in self._cells])
         sizes = [cell.stop - cell.start for cell in self._cells]
         self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
         self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
-        self._effort = _affordable(self._recurrence.num_nodes, max(map(len, lead.microbatches)))
+        seconds = _SHARE * (program.predicted_s or 1.0)
+        self._effort = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
 
     def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
@@ -112,27 +115,50 @@ class BatchOrder:
         """
         self._check(work)
         given = np.arange(self.batch)
-        span = float(self.makespans(given[None, :], work)[0])
-        glances: list[tuple[float, Indices]] = []
-        for weight_B in self._weights(work):
-            grouped = self._grouped(weight_B)
-            glances.append((self._searched(grouped, work, seed, _GLANCE).makespan, grouped))
-        if not glances:
+        groupings = [self._grouped(weight_B) for weight_B in self._weights(work)]
+        if not groupings:
             return given
-        grouped = min(glances, key=lambda item: item[0])[1]
+        glance = replace(self._effort, first=self._effort.first // 2, generations=0, scans=0)
+        first = [self._searched(grouped, work, seed, glance).makespan for grouped in groupings]
+        grouped = groupings[first.index(min(first))]
         found = self._searched(grouped, work, seed, self._effort)
-        return self._sources(found.order[None, :], grouped)[0] if found.makespan < span else given
+        order = self._sources(found.order[None, :], grouped)[0]
+        before, after = self.makespans(np.array([given, order]), work)
+        return order if after < before else given
 
     def makespans(self, orders: Indices, work: Mapping[str, Floats]) -> Floats:
         """Makespans [R] of orders [R, batch], in the unit of the work."""
-        time_NR = np.zeros((self._recurrence.num_nodes, len(orders)))
+        loads = [np.zeros((1, len(orders)))]
         for part in self._parts:
+            load = np.zeros((len(part.start), len(orders)))
             if part.module in work:
                 done = np.zeros((self.batch + 1, len(orders)))
                 np.cumsum(work[part.module][orders.T], axis=0, out=done[1:])
-                load = done.take(part.stop, axis=0) - done.take(part.start, axis=0)
-                time_NR[part.nodes] = load * part.scale[:, None]
+                np.subtract(done.take(part.stop, axis=0), done.take(part.start, axis=0), out=load)
+            loads.append(load)
+        time_NR = np.vstack(loads).take(self._load_N, axis=0)
+        time_NR *= self._scale_N
         return self._recurrence.makespans(time_NR)
+
+    def _node_times(self, stages: Mapping[int, Stage]) -> tuple[Indices, Floats]:
+        """Per node its row among the loads of all modules and, as a column, its time per load."""
+        first = np.cumsum([1, *(len(part.start) for part in self._parts)]).tolist()
+        places = {part.module: (row, part) for row, part in zip(first, self._parts, strict=False)}
+        rows: list[int] = []
+        scales: list[float] = []
+        known = self._recurrence
+        keys = zip(known.stage, known.replica, known.mb, known.backward, strict=True)
+        for index, replica, mb, backward in keys:
+            # Row 0 is of what takes no time: losses, reductions, other tasks.
+            row, scale = 0, 0.0
+            if index in stages:
+                stage = stages[index]
+                before, part = places[stage.module]
+                row = before + part.rows[stage.microbatches[replica][mb]]
+                scale = _cost(stage, part.blocks)[int(backward)]
+            rows.append(row)
+            scales.append(scale)
+        return np.array(rows, np.intp), np.array(scales)[:, None]
 
     def _check(self, work: Mapping[str, Floats]) -> None:
         for name, values in work.items():
@@ -232,46 +258,36 @@ def _fill(order: Indices, samples: Indices, weight: Floats, cells: Sequence[_Cel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The nodes of one module.
+    """One module.
 
     Attributes:
-        nodes: their numbers.
-        start: first batch position of each node's micro-batch.
-        stop: end of its positions.
-        scale: time of each node per work of its samples.
-        slowest: forward and backward of the module's slowest stage, per work.
+        start: [U], first batch positions of its micro-batches, each once.
+        stop: [U], their ends.
+        rows: row of a micro-batch in these.
+        blocks: of the whole module.
+        slowest: forward and backward of its slowest stage, per work.
     """
 
     module: str
-    nodes: Indices
     start: Indices
     stop: Indices
-    scale: Floats
+    rows: dict[tuple[int, int], int]
+    blocks: int
     slowest: float
 
-
-def _make_part(recurrence: Recurrence, stages: Sequence[Stage], module: str) -> _Part:
-    own = {stage.index: stage for stage in stages if stage.module == module}
-    blocks = max(stage.blocks[1] for stage in own.values())
-    cost = {index: _cost(stage, blocks) for index, stage in own.items()}
-    nodes = [n for n, stage in enumerate(recurrence.stage.tolist()) if stage in own]
-    keys = [
-        (int(recurrence.stage[n]), int(recurrence.replica[n]), int(recurrence.mb[n])) for n in nodes
-    ]
-    spans = [own[stage].microbatches[replica][mb] for stage, replica, mb in keys]
-    return _Part(
-        module=module,
-        nodes=np.array(nodes, np.intp),
-        start=np.array([start for start, _ in spans], np.intp),
-        stop=np.array([stop for _, stop in spans], np.intp),
-        scale=np.array(
-            [
-                cost[stage][int(recurrence.backward[n])]
-                for n, (stage, _, _) in zip(nodes, keys, strict=True)
-            ]
-        ),
-        slowest=max(forward + backward for forward, backward in cost.values()),
-    )
+    @classmethod
+    def of(cls, stages: Sequence[Stage], module: str) -> _Part:
+        own = [stage for stage in stages if stage.module == module]
+        spans = sorted({span for stage in own for row in stage.microbatches for span in row})
+        blocks = max(stage.blocks[1] for stage in own)
+        return cls(
+            module=module,
+            start=np.array([start for start, _ in spans], np.intp),
+            stop=np.array([stop for _, stop in spans], np.intp),
+            rows={span: row for row, span in enumerate(spans)},
+            blocks=blocks,
+            slowest=max(sum(_cost(stage, blocks)) for stage in own),
+        )
 
 
 def _cost(stage: Stage, blocks: int) -> tuple[float, float]:
@@ -282,13 +298,15 @@ def _cost(stage: Stage, blocks: int) -> tuple[float, float]:
     return forward, forward * (1 + trained) if stage.has_backward else 0.0
 
 
-def _affordable(num_nodes: int, num_microbatches: int) -> Effort:
-    """The full effort, or what of it a large program leaves room for."""
+def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> Effort:
+    """The full effort, or what of it fits the time."""
     full = Effort()
+    batches = full.first / 64 + full.generations + full.scans
     columns = full.first + 64 * full.generations + 2 * num_microbatches * full.scans
-    share = min(1.0, _MOST_TIMES / (num_nodes * columns))
+    needed_s = batches * recurrence.num_levels * _LEVEL_S + columns * recurrence.num_nodes * _NODE_S
+    share = min(1.0, seconds / needed_s)
     return Effort(
-        first=max(16, int(full.first * share)),
+        first=int(full.first * min(1.0, 4 * share)),
         generations=int(full.generations * share),
         scans=int(full.scans * share),
     )
