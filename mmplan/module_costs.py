@@ -84,6 +84,18 @@ class CostModel:
         """Share of a module's work that lies in a range of its blocks."""
         return _between(self._module(task, module).work, blocks)
 
+    def activation_share(self, *, task: str, module: str, blocks: Blocks) -> float:
+        """Share of a module's activation bytes that lies in a range of its blocks."""
+        return _between(self._module(task, module).activations, blocks)
+
+    def curves(self, *, task: str, module: str, tp: int) -> ModuleFit:
+        """A whole module's curves over the micro-batch size, for many sizes at once."""
+        return self._fit(task, module, tp)
+
+    def loss_curves(self, loss: str) -> LossFit | None:
+        """A loss's curves over the samples, None for one that the profile does not know."""
+        return self._loss_fit(loss)
+
     def forward_s(
         self, *, task: str, module: str, tp: int, samples: int, blocks: Blocks | None = None
     ) -> float:

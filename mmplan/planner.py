@@ -25,6 +25,7 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
 from mmplan.simulate import prediction, simulate
 from mmplan.solvers.colocated import solve_colocated
+from mmplan.solvers.convex import solve_convex
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.problem import (
     Candidate,
@@ -38,7 +39,11 @@ from mmplan.solvers.sync_batch import largest_sync_batches
 Solver = Callable[[Request], Solution]
 # Plans beyond the first of each solver are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
-SOLVERS: dict[str, Solver] = {"distmm": solve_distmm, "colocated": solve_colocated}
+SOLVERS: dict[str, Solver] = {
+    "distmm": solve_distmm,
+    "convex": solve_convex,
+    "colocated": solve_colocated,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

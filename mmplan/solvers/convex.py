@@ -1,0 +1,209 @@
+"""MMScale: an encoder, an LLM and a generator on devices of their own, planned exactly.
+
+``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module;
+``cvxpy`` solves the paper's convex relaxation and rounds it.
+
+Source: MMScale (Algorithm 1), with whole blocks, whole samples, memory as the pipeline
+holds it, and gradient reductions and messages in the objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.schema.plan import Schedule, Unit
+from mmplan.solvers.convex_core import Found, best_plans
+from mmplan.solvers.convex_groups import Frame, Pipelines
+from mmplan.solvers.convex_infeasible import explain
+from mmplan.solvers.convex_options import Pick
+from mmplan.solvers.convex_relaxation import relax
+from mmplan.solvers.placement import Grid, place_modules
+from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
+from mmplan.solvers.shares import split_evenly
+
+METHODS = {
+    "exact": "the integer optimum of the formula",
+    "cvxpy": "the convex relaxation, rounded",
+}
+# Plans asked of the search for each one wanted: some may have no placement.
+SPARE = 2
+
+
+def solve_convex(request: Request) -> Solution:
+    """The ``top`` best plans of the formula, and the proof of the best.
+
+    Raises:
+        InvalidInputError: an unknown method, or (:class:`NotApplicableError`) several tasks,
+            a cross-sample loss or shared parameters.
+        InfeasibleError: too few devices, or too little memory; names what is missing.
+    """
+    _check_suited(request)
+    method = request.method or "exact"
+    if method not in METHODS:
+        raise InvalidInputError(
+            f"--method {method}: convex knows {', '.join(METHODS)}",
+            hint="leave --method out for exact",
+        )
+    problem = Problem(request=request, task=next(iter(request.tasks.values())))
+    if method == "cvxpy":
+        return _solve_relaxed(problem)
+    return _solve_exact(problem)
+
+
+def _check_suited(request: Request) -> None:
+    task = request.only_task("convex")
+    if task.sync_batches:
+        raise NotApplicableError(
+            f"convex plans pipelines whose losses are per sample; {', '.join(task.sync_batches)} "
+            "takes a whole sync batch",
+            hint="use --solver distmm",
+        )
+    shared = [name for name in task.modules if request.workload.modules[name].share]
+    if shared:
+        raise NotApplicableError(
+            f"convex gives every module devices of its own; {', '.join(shared)} uses the "
+            "parameters of another one",
+            hint="use --solver distmm, or --solver auto",
+        )
+
+
+def _solve_exact(problem: Problem) -> Solution:
+    pipelines, top = Pipelines(problem), problem.request.top
+    found = _found(pipelines, top)
+    if not found:
+        raise explain(problem)
+    candidates = list(islice(candidates_of(pipelines, found), top))
+    if not candidates:
+        raise _no_placement()
+    if top > 1:
+        candidates += _plain(problem, candidates)
+    return Solution(
+        solver="convex",
+        method="exact",
+        candidates=tuple(candidates),
+        lower_bound_s=min(found[0].value_s, candidates[0].objective_s),
+    )
+
+
+def _solve_relaxed(problem: Problem) -> Solution:
+    plans = relax(problem)
+    made = (
+        make_candidate(plans.pipelines, plan.frame, plan.picks, plan.value_s)
+        for plan in plans.rounded
+    )
+    candidates = list(islice((c for c in made if c is not None), problem.request.top))
+    if not candidates:
+        raise _no_placement()
+    return Solution(
+        solver="convex",
+        method="cvxpy",
+        candidates=tuple(candidates),
+        lower_bound_s=min(plans.lower_bound_s, candidates[0].objective_s),
+    )
+
+
+def _no_placement() -> InfeasibleError:
+    return InfeasibleError(
+        "no placement keeps every tensor-parallel group inside a node",
+        hint="limit tp in the modules' plan, or give it more devices",
+    )
+
+
+def _plain(problem: Problem, known: Sequence[Candidate]) -> list[Candidate]:
+    """The best plans without interleaving, where the best ones have it.
+
+    The formula knows the ramp of an interleaved backbone, not what its chunks wait for when
+    another module is the slowest: simulation has to choose.
+    """
+    if all(unit.vpp == 1 for c in known for unit in c.units):
+        return []
+    pipelines = Pipelines(problem, interleaved=False)
+    found = _found(pipelines, max(1, problem.request.top // 2))
+    seen = {c.units for c in known}
+    return [c for c in candidates_of(pipelines, found) if c.units not in seen]
+
+
+def _found(pipelines: Pipelines, top: int) -> list[Found]:
+    groups = pipelines.groups()
+    return best_plans(
+        groups,
+        pipelines.edges,
+        devices=pipelines.problem.devices,
+        top=top if top == 1 else SPARE * top,
+    )
+
+
+def candidates_of(pipelines: Pipelines, found: Sequence[Found]) -> Iterator[Candidate]:
+    """The plans that can be placed, with their units."""
+    for plan in found:
+        frame = pipelines.frames[plan.group]
+        picks = {
+            module: pipelines.tables[k].pick(pipelines.table(k, frame), plan.choice[k])
+            for k, module in enumerate(pipelines.modules)
+        }
+        candidate = make_candidate(pipelines, frame, picks, plan.value_s)
+        if candidate is not None:
+            yield candidate
+
+
+def make_candidate(
+    pipelines: Pipelines, frame: Frame, picks: dict[str, Pick], value_s: float
+) -> Candidate | None:
+    """Units on ranks; None where some tensor-parallel group would cross nodes."""
+    problem = pipelines.problem
+    grids = place_modules(
+        {name: (pick.dp, pick.pp, pick.tp) for name, pick in picks.items()},
+        cluster=problem.request.cluster,
+        devices=problem.devices,
+    )
+    if grids is None:
+        return None
+    units = tuple(_unit(problem, name, pick, frame, grids[name]) for name, pick in picks.items())
+    return Candidate(units=units, objective_s=value_s, notes=tuple(_notes(pipelines, frame)))
+
+
+def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, ranks: Grid) -> Unit:
+    sizes = step_sizes(problem.task.batch, frame, pick.dp)
+    return Unit(
+        name=module,
+        task=problem.task.name,
+        module=module,
+        tp=pick.tp,
+        pp=pick.pp,
+        vpp=pick.vpp,
+        dp=pick.dp,
+        ranks=ranks,
+        blocks=pick.cuts,
+        samples=tuple(map(sum, sizes)),
+        microbatches=sizes,
+        schedule=Schedule(kind="interleaved" if pick.vpp > 1 else "1f1b"),
+    )
+
+
+def step_sizes(batch: int, frame: Frame, dp: int) -> tuple[tuple[int, ...], ...]:
+    """[dp][l] micro-batches: every step of the pipeline takes the same samples in all modules.
+
+    The last step may be smaller; replicas that get none of it have a micro-batch less.
+    """
+    full = split_evenly(frame.samples, dp)
+    rest = split_evenly(batch - (frame.steps - 1) * frame.samples, dp)
+    return tuple(
+        (*((size,) * (frame.steps - 1)), *((last,) if last else ()))
+        for size, last in zip(full, rest, strict=True)
+    )
+
+
+def _notes(pipelines: Pipelines, frame: Frame) -> Iterator[str]:
+    batch, backbone = pipelines.problem.task.batch, pipelines.modules[pipelines.backbone]
+    last = batch - (frame.steps - 1) * frame.samples
+    yield (
+        f"{backbone} is the backbone: {frame.replicas} replicas, {frame.steps} micro-batches "
+        f"of {frame.microbatch} each"
+    )
+    if last < frame.samples:
+        yield (
+            f"the batch of {batch} is no multiple of {frame.samples} samples: the last step of "
+            f"the pipeline takes {last}"
+        )

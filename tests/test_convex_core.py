@@ -1,0 +1,213 @@
+"""The search over disaggregated pipelines against an oracle that only knows the formula."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mmplan.solvers.convex_core import (
+    Group,
+    Options,
+    best_plans,
+    pareto_rows,
+    plan_value,
+)
+
+Edges = list[tuple[int, int]]
+# Producers before consumers; the last module of the first group is the only one.
+GRAPHS: dict[str, tuple[int, Edges]] = {
+    "alone": (1, []),
+    "encoder, llm": (2, [(0, 1)]),
+    "encoder, llm, generator": (3, [(0, 1), (1, 2)]),
+    "two encoders, generator": (4, [(0, 2), (1, 2), (2, 3)]),
+    "three encoders": (4, [(0, 3), (1, 3), (2, 3)]),
+    "encoder, llm, two generators": (4, [(0, 1), (1, 2), (1, 3)]),
+    "encoder into llm and generator": (3, [(0, 1), (0, 2), (1, 2)]),
+    "apart": (2, []),
+}
+
+
+def random_options(rng: np.random.Generator) -> Options:
+    """Small whole numbers, so that ties, dominated options and tight rooms are common."""
+    count = int(rng.integers(1, 7))
+    depth = rng.integers(1, 4, count)
+    return Options(
+        devices=rng.integers(1, 7, count) * depth,
+        warm_s=rng.integers(1, 9, count).astype(float),
+        stage_s=rng.integers(1, 9, count).astype(float),
+        reduce_s=rng.integers(0, 4, count).astype(float),
+        depth=depth,
+        room=rng.choice([-1, 0, 1, 2, 3, 5, 100], count).astype(np.int64),
+    )
+
+
+def random_groups(rng: np.random.Generator, modules: int) -> list[tuple[int, list[Options]]]:
+    return [
+        (int(rng.integers(1, 6)), [random_options(rng) for _ in range(modules)])
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+
+
+def paths(modules: int, edges: Edges) -> list[list[int]]:
+    """Every path from any module to an end, written out."""
+    after = {k: [c for p, c in edges if p == k] for k in range(modules)}
+
+    def grow(k: int) -> list[list[int]]:
+        return [[k, *rest] for c in after[k] for rest in grow(c)] or [[k]]
+
+    return [path for k in range(modules) for path in grow(k)]
+
+
+def values(
+    groups: Sequence[tuple[int, list[Options]]], edges: Edges, devices: int
+) -> list[tuple[float, int, tuple[int, ...]]]:
+    """Every feasible plan and its value: exponential, and shares no code with the search."""
+    found: list[tuple[float, int, tuple[int, ...]]] = []
+    for g, (steps, options) in enumerate(groups):
+        all_paths = paths(len(options), edges)
+        for choice in itertools.product(*(range(len(own)) for own in options)):
+            picked = list(zip(options, choice, strict=True))
+            if sum(int(own.devices[o]) for own, o in picked) > devices:
+                continue
+            depth = [int(own.depth[o]) for own, o in picked]
+            if any(
+                int(options[path[0]].room[choice[path[0]]]) < sum(depth[k] for k in path[1:])
+                for path in all_paths
+            ):
+                continue
+            warm = [float(own.warm_s[o]) for own, o in picked]
+            value = (
+                max(sum(warm[k] for k in path) for path in all_paths)
+                + (steps - 1) * max(float(own.stage_s[o]) for own, o in picked)
+                + max(float(own.reduce_s[o]) for own, o in picked)
+            )
+            found.append((value, g, choice))
+    return found
+
+
+def as_groups(
+    groups: Sequence[tuple[int, list[Options]]], bounds: Sequence[float] | None = None
+) -> list[Group]:
+    return [
+        Group(steps=steps, bound_s=bounds[g] if bounds else 0.0, build=lambda o=options: o)
+        for g, (steps, options) in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_equals_exhaustive_enumeration(name: str) -> None:
+    modules, edges = GRAPHS[name]
+    rng = np.random.default_rng(len(name))
+    feasible = 0
+    for _ in range(400):
+        groups = random_groups(rng, modules)
+        devices = int(rng.integers(modules, 30))
+        expected = values(groups, edges, devices)
+        found = best_plans(as_groups(groups), edges, devices=devices)
+        assert bool(found) == bool(expected)
+        if found:
+            feasible += 1
+            assert found[0].value_s == min(expected)[0]
+            assert (found[0].value_s, found[0].group, found[0].choice) in expected
+    assert 0 < feasible <= 400
+
+
+@pytest.mark.parametrize("name", ["encoder, llm, generator", "two encoders, generator"])
+def test_several_plans_are_sorted_different_and_real(name: str) -> None:
+    modules, edges = GRAPHS[name]
+    rng = np.random.default_rng(5)
+    for _ in range(150):
+        groups = random_groups(rng, modules)
+        expected = values(groups, edges, 25)
+        found = best_plans(as_groups(groups), edges, devices=25, top=4)
+        keys = [(f.value_s, f.group, f.choice) for f in found]
+        assert set(keys) <= set(expected)
+        assert [f.value_s for f in found] == sorted(f.value_s for f in found)
+        assert len(set(keys)) == len(keys)
+        if expected:
+            assert found[0].value_s == min(expected)[0]
+        for f in found:
+            steps, options = groups[f.group]
+            assert plan_value(options, f.choice, steps, edges) == f.value_s
+
+
+def test_tight_bounds_of_groups_change_nothing() -> None:
+    modules, edges = GRAPHS["encoder, llm, generator"]
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        groups = random_groups(rng, modules)
+        expected = values(groups, edges, 20)
+        bounds = [
+            min((v for v, h, _ in expected if h == g), default=1e9) for g in range(len(groups))
+        ]
+        found = best_plans(as_groups(groups, bounds), edges, devices=20)
+        assert [f.value_s for f in found] == ([min(expected)[0]] if expected else [])
+
+
+def test_groups_beyond_their_bound_are_never_built() -> None:
+    rng = np.random.default_rng(2)
+    options = [random_options(rng)]
+    good = Options(
+        **{name: getattr(options[0], name)[:1] for name in Options.__slots__ if name != "room"},
+        room=np.array([9]),
+    )
+    value = plan_value([good], [0], 3, [])
+
+    def refuse() -> list[Options]:
+        raise AssertionError("built a group that cannot be better")
+
+    groups = [
+        Group(steps=3, bound_s=value, build=refuse),
+        Group(steps=3, bound_s=0.0, build=lambda: [good]),
+    ]
+    assert best_plans(groups, [], devices=100)[0].value_s == value
+
+
+def test_one_more_device_never_hurts_and_time_scales() -> None:
+    modules, edges = GRAPHS["two encoders, generator"]
+    rng = np.random.default_rng(11)
+    for _ in range(40):
+        groups = random_groups(rng, modules)
+        before = float("inf")
+        for devices in range(modules, 40, 3):
+            found = best_plans(as_groups(groups), edges, devices=devices)
+            value = found[0].value_s if found else float("inf")
+            assert value <= before
+            before = value
+        doubled = [
+            (
+                steps,
+                [
+                    Options(
+                        devices=own.devices,
+                        warm_s=2 * own.warm_s,
+                        stage_s=2 * own.stage_s,
+                        reduce_s=2 * own.reduce_s,
+                        depth=own.depth,
+                        room=own.room,
+                    )
+                    for own in options
+                ],
+            )
+            for steps, options in groups
+        ]
+        found = best_plans(as_groups(doubled), edges, devices=37)
+        assert (found[0].value_s if found else float("inf")) == 2 * before
+
+
+def test_pareto_rows_against_pairs() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        rows = rng.integers(0, 5, (int(rng.integers(1, 300)), int(rng.integers(2, 6)))).astype(
+            float
+        )
+        kept = pareto_rows(rows)
+        assert len(np.unique(rows[kept], axis=0)) == len(kept)
+        beaten = np.any(np.all(rows[kept][None] <= rows[:, None], axis=2), axis=1)
+        assert beaten.all()
+        for i in kept:
+            better = np.all(rows <= rows[i], axis=1) & np.any(rows < rows[i], axis=1)
+            assert not better.any()
