@@ -63,7 +63,7 @@ def test_the_files_are_right_as_they_are(files: Folder) -> None:
     ("old", "new", "parts"),
     [
         ("inputs: [sound, words]", "inptus: [sound, words]", ("losses.match.inptus",)),
-        ("batch: 16\n", "batch: many\n", ("batch", "integer", "'many'")),
+        ("batch: 16\n", "batch: many\n", ("batch", "whole number", "'many'")),
         ("batch: 16\n", "batch: 16.5\n", ("batch", "16.5")),
         ("batch: 16\n", "batch: -16\n", ("batch", "-16")),
         ("batch: 16\n", "batch: true\n", ("batch", "True")),

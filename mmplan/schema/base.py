@@ -213,6 +213,25 @@ def _is_branch_tag(part: str) -> bool:
     return "[" in part or part in {"bool", "int", "str", "float", "list", "tuple"}
 
 
+_WORDINGS = {
+    "model_type": "must be a mapping of fields",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "string_type": "must be a text",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge}",
+    "literal_error": "must be {expected}",
+    "too_short": "must have at least {min_length} entries",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must look like {pattern}",
+}
+
+
 def _problem(fault: ErrorDetails) -> str:
     match fault["type"]:
         case "missing":
@@ -221,8 +240,13 @@ def _problem(fault: ErrorDetails) -> str:
             return "unknown field"
         case "value_error":
             return fault["msg"].removeprefix("Value error, ")
-        case _:
-            return f"{fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r:.60}"
+        case kind:
+            known = _WORDINGS.get(kind)
+            context = fault.get("ctx", {})
+            said = (
+                known.format(**context) if known else f"{fault['msg'][0].lower()}{fault['msg'][1:]}"
+            )
+            return f"{said}, got {fault['input']!r:.60}"
 
 
 def document_text(document: Document) -> str:
