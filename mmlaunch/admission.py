@@ -42,7 +42,6 @@ def check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
             hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
         )
     unsupported = {
-        "train.zero: 1": workload.train.zero != 0,
         "train.precision: bf16": workload.train.precision == "bf16",
     }
     for name, spec in workload.modules.items():

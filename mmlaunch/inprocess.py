@@ -172,12 +172,25 @@ class InProcessTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.transport.Transport`; sums in rank order."""
+        tensor.copy_(self._sum(tensor, ranks))
+
+    def _sum(self, tensor: Tensor, ranks: Ranks) -> Tensor:
         parts = self._exchange(ranks, tensor.clone())
         self._check_alike(parts, ranks)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        tensor.copy_(total)
+        return total
+
+    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
+        """See :class:`mmlaunch.transport.Transport`; sums in rank order."""
+        mine.copy_(self._sum(full, ranks).chunk(len(ranks))[ranks.index(self.rank)])
+
+    def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
+        """See :class:`mmlaunch.transport.Transport`."""
+        parts = self._exchange(ranks, mine.clone())
+        self._check_alike(parts, ranks)
+        full.copy_(torch.cat(parts))
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0

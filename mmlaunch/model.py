@@ -206,17 +206,17 @@ class LocalModel:
         """The parameters that the optimizer updates."""
         return [(name, p) for name, p in self.named_parameters() if p.requires_grad]
 
-    def block_parameters(self, owner: str, blocks: tuple[int, int]) -> list[nn.Parameter]:
+    def block_parameters(self, owner: str, blocks: tuple[int, int]) -> dict[str, nn.Parameter]:
         """Trained parameters of a range of blocks, without those that are tied across blocks."""
         apart = {tie.name for tie in self.ties}
-        return [
-            parameter
+        return {
+            name: parameter
             for name, parameter in self.trained()
             if name not in apart
             and not name.startswith("losses.")
             and name.split(".")[0] == owner
             and intersect((int(name.split(".")[1]), int(name.split(".")[1]) + 1), blocks)
-        ]
+        }
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,13 @@
-"""Collectives at the ends of a step: targets counted before it, gradients summed after it."""
+"""Collectives at the ends of a step: targets counted before it, gradients summed after it.
+
+With ZeRO-1 (:mod:`mmlaunch.zero`) a sum leaves each rank its slice, and the update ends with a
+gather of the parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -11,7 +16,8 @@ from torch import Tensor, nn
 from mmlaunch.batch_sync import sync_channel
 from mmlaunch.model import LocalModel, Tie, tie_groups
 from mmlaunch.transport import Group, Ranks, Transport
-from mmplan.program.model import Loss, Program
+from mmlaunch.zero import FlatGroup, Part, flat_groups
+from mmplan.program.model import Loss, Program, Reduction
 
 
 class Reductions:
@@ -22,33 +28,69 @@ class Reductions:
         model: this rank's parameters.
         transport: sums.
         ties: all ranks' ties, in one order (:func:`gather_ties`).
+        zero: whether optimizer state is cut over the ranks of each sum.
     """
 
     def __init__(
-        self, program: Program, model: LocalModel, transport: Transport, ties: Sequence[Tie]
+        self,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        ties: Sequence[Tie],
+        *,
+        zero: bool,
     ) -> None:
         self._program, self._model, self._transport = program, model, transport
-        self._parameters = [self._parameters_of(r.index) for r in program.reductions]
-        self._tied = self._tied_here(ties)
+        self._trained = dict(model.trained())
+        self._sums = {
+            r.index: self._sum(self._members_of(r), r.ranks, r.tp_index, zero=zero)
+            for r in program.reductions
+            if transport.rank in r.ranks
+        }
+        self._tied = [
+            self._sum({tie.name: self._trained[tie.name]}, ranks, t, zero=zero)
+            for tie, groups in tie_groups(program, list(ties))
+            for t, ranks in enumerate(groups)
+            if len(ranks) > 1 and transport.rank in ranks and tie.name in self._trained
+        ]
         self._totals: dict[int, float] = {}
 
-    def _parameters_of(self, index: int) -> list[nn.Parameter]:
-        reduction = self._program.reductions[index]
-        if self._transport.rank not in reduction.ranks:
-            return []
-        if reduction.kind == "loss":
-            module = self._model.losses[reduction.owner]
-            return [p for p in module.parameters() if p.requires_grad]
-        return self._model.block_parameters(reduction.owner, reduction.blocks)
+    def _members_of(self, reduction: Reduction) -> dict[str, nn.Parameter]:
+        if reduction.kind == "blocks":
+            return self._model.block_parameters(reduction.owner, reduction.blocks)
+        prefix = f"losses.{reduction.owner}."
+        return {name: p for name, p in self._trained.items() if name.startswith(prefix)}
 
-    def _tied_here(self, ties: Sequence[Tie]) -> list[tuple[nn.Parameter, Ranks]]:
-        mine = dict(self._model.trained())
-        return [
-            (mine[tie.name], ranks)
-            for tie, groups in tie_groups(self._program, list(ties))
-            for ranks in groups
-            if len(ranks) > 1 and self._transport.rank in ranks and tie.name in mine
-        ]
+    def _sum(
+        self, members: dict[str, nn.Parameter], ranks: Ranks, tp_index: int, *, zero: bool
+    ) -> _Sum:
+        if not zero:
+            return _Sum(list(members.values()), ranks, [])
+        # Uncut parameters are equal on all ranks of a tensor-parallel group: one set counts.
+        counted = frozenset(n for n in members if n in self._model.shards or tp_index == 0)
+        rank = self._transport.rank
+        flats = flat_groups(list(members.items()), ranks, rank, counted=counted)
+        return _Sum([], ranks, flats)
+
+    def parts(self, writes: Callable[[str], bool]) -> list[Part]:
+        """What this rank's optimizer updates, in the order of its parameters.
+
+        Args:
+            writes: whether this rank is the one of all replicas that saves a parameter.
+        """
+        flats = [flat for item in self._all_sums() for flat in item.flats]
+        pieces = {part.name: part for flat in flats for part in flat.parts}
+        cut = {name for flat in flats for name in flat.names}
+        found: list[Part] = []
+        for name, parameter in self._trained.items():
+            if name not in cut:
+                found.append(Part(name=name, tensor=parameter, span=None, counts=writes(name)))
+            elif name in pieces:
+                found.append(pieces[name])
+        return found
+
+    def _all_sums(self) -> list[_Sum]:
+        return [*self._sums.values(), *self._tied]
 
     def begin(self) -> None:
         """Forget the last step's counts."""
@@ -80,13 +122,32 @@ class Reductions:
 
     def reduce(self, index: int) -> None:
         """Sum the gradients of one reduction over its ranks."""
-        reduction = self._program.reductions[index]
-        _sum_gradients(self._parameters[index], reduction.ranks, self._transport)
+        self._sums[index].reduce(self._transport)
 
     def finish(self) -> None:
         """Sum the gradients of parameters that stand in several blocks."""
-        for parameter, ranks in self._tied:
-            _sum_gradients([parameter], ranks, self._transport)
+        for item in self._tied:
+            item.reduce(self._transport)
+
+    def gather(self) -> None:
+        """After the update: bring parameters together whose slices ranks updated apart."""
+        for item in self._all_sums():
+            for flat in item.flats:
+                flat.gather(self._transport)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """Parameters whose gradients are summed over ranks: plain ones, or in flat slices."""
+
+    parameters: list[nn.Parameter]
+    ranks: Ranks
+    flats: list[FlatGroup]
+
+    def reduce(self, transport: Transport) -> None:
+        _sum_gradients(self.parameters, self.ranks, transport)
+        for flat in self.flats:
+            flat.reduce(transport)
 
 
 def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:

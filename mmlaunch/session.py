@@ -34,7 +34,7 @@ from mmlaunch.executor import Executor, Span
 from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.model import LocalModel
 from mmlaunch.needs import rank_needs
-from mmlaunch.optimizer import build_optimizer
+from mmlaunch.ordering import step_order
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.restore import open_checkpoint
@@ -42,6 +42,7 @@ from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
 from mmlaunch.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.transport import DistTransport, Ranks, Transport
+from mmlaunch.update import Update
 from mmlaunch.whole import whole_modules
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
@@ -61,6 +62,7 @@ class StepResult:
     Attributes:
         step: its number, from 0.
         loss: the whole step's loss, the same on all ranks.
+        grad_norm: norm of all gradients before they were clipped; None without clipping.
         iteration_s: forward, backward, communication and losses.
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
@@ -70,6 +72,7 @@ class StepResult:
 
     step: int
     loss: float
+    grad_norm: float | None
     iteration_s: float
     update_s: float
     data_s: float
@@ -118,6 +121,7 @@ class Session:
 
     Attributes:
         step_count: steps done, which is the number of the next one.
+        update: what this rank updates, and how.
         hooks: functions to call on steps, losses and checkpoints.
 
     Raises:
@@ -166,24 +170,32 @@ class Session:
         self._datasets = {
             name: self._dataset(view) for name, view in self._tasks.items() if name in self._needs
         }
+        self._orders = {
+            name: step_order(self.program, name, dataset, workload)
+            for name, dataset in self._datasets.items()
+        }
         specs = infer_shapes(self.program, self.model, transport, self._first_data, self._prepare)
         self._close_loaders()
+        reductions = Reductions(
+            self.program, self.model, transport, ties, zero=workload.train.zero > 0
+        )
         self.executor = Executor(
             program=self.program,
             model=self.model,
             transport=transport,
             specs=specs,
             seeds=Seeds(workload.train.seed, transport.device),
-            reductions=Reductions(self.program, self.model, transport, ties),
+            reductions=reductions,
             prepare=self._prepare,
             heartbeat=heartbeat or Heartbeat.detached(),
         )
-        self.optimizer = build_optimizer(
-            workload.train,
-            self.model.trained(),
-            sharded=any(stage.tp > 1 for stage in self.program.stages),
-        )
         self._state = LocalState(self.program, self.model, transport.rank)
+        self.update = Update(
+            workload.train,
+            self._state,
+            reductions,
+            tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
+        )
 
     @classmethod
     def from_plan(
@@ -239,6 +251,11 @@ class Session:
         return session
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None where it updates nothing."""
+        return self.update.optimizer
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self.transport.rank
@@ -271,9 +288,7 @@ class Session:
         for hook in self.hooks.on_loss:
             hook(self, loss)
         began = time.perf_counter()
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        self.update.apply()
         result = replace(done, update_s=time.perf_counter() - began)
         self.step_count += 1
         for hook in self.hooks.on_step:
@@ -293,6 +308,7 @@ class Session:
         return StepResult(
             step=self.step_count,
             loss=loss,
+            grad_norm=None,
             iteration_s=time.perf_counter() - began,
             update_s=0.0,
             data_s=began - asked,
@@ -324,7 +340,7 @@ class Session:
         path = checkpoints.save(
             root=Path(folder),
             step=self.step_count,
-            entries=self._state.entries(self.optimizer),
+            entries=self._state.entries(self.optimizer, self.update.parts),
             state={"step": self.step_count, "seed": self.workload.train.seed},
             meta=self._meta,
             rank=self.rank,
@@ -348,7 +364,7 @@ class Session:
         checkpoint = open_checkpoint(Path(path))
         try:
             checkpoint.verify()
-            self._state.load(checkpoint, self.optimizer)
+            self._state.load(checkpoint, self.optimizer, self.update.parts)
         finally:
             checkpoint.close()
         self.step_count = int(checkpoint.state["step"])
@@ -359,8 +375,11 @@ class Session:
         return write_final_weights(Path(path), self._state, self.transport)
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's gradients by full parameter name (shards of cut parameters)."""
-        return {n: p.grad for n, p in self.model.trained() if p.grad is not None}
+        """This rank's summed gradients by full parameter name (shards of cut parameters).
+
+        With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part.
+        """
+        return self.update.gradients()
 
     def _dataset(self, view: TaskView) -> Any:
         if view.data is None:
@@ -385,6 +404,7 @@ class Session:
                 ranges=need.ranges,
                 fields=need.fields,
                 start_step=self.step_count,
+                order=self._orders[task],
                 num_workers=self._num_workers,
                 pin_memory=self.transport.device.type == "cuda",
             )

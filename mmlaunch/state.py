@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmlaunch.boxes import Box, shard_boxes, whole
+from mmlaunch.boxes import Box, flat_to_boxes, intersect, shard_boxes, whole
 from mmlaunch.checkpoint import Entry
 from mmlaunch.model import LocalModel
 from mmlaunch.restore import Checkpoint
@@ -19,6 +19,7 @@ from mmlaunch.tensorfile import TensorSpec
 from mmlaunch.tp import ParameterShard
 from mmlaunch.transport import Transport
 from mmlaunch.weights import weights_order, write_weights
+from mmlaunch.zero import Part
 from mmplan.program.model import Program
 
 _WEIGHT = "param"
@@ -53,7 +54,6 @@ class LocalState:
     def __init__(self, program: Program, model: LocalModel, rank: int) -> None:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters())
-        self._trained = dict(model.trained())
         self._tensors.update(model.named_buffers())
         writers = _writers(program)
         self._places: dict[str, _Place] = {}
@@ -65,56 +65,75 @@ class LocalState:
     def _shard_of(self, name: str) -> ParameterShard | None:
         return self._model.shards.get(name)
 
-    def entries(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
-        """What this rank writes into a checkpoint: of replicas, one writes."""
+    def writes(self, name: str) -> bool:
+        """Whether this rank is the one of all replicas that saves a tensor."""
+        return self._places[name].writes
+
+    def entries(
+        self, optimizer: torch.optim.Optimizer | None, parts: Sequence[Part]
+    ) -> list[Entry]:
+        """What this rank writes into a checkpoint: of replicas, one writes.
+
+        Args:
+            optimizer: this rank's.
+            parts: what it updates.
+        """
         found: list[Entry] = []
-        for name, tensor in self._tensors.items():
-            place = self._places[name]
-            if not place.writes:
-                continue
-            found.append(_entry(name, _WEIGHT, tensor.detach(), place))
-            for key, value in self._optimizer_state(optimizer, name).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == tensor.shape:
-                    found.append(_entry(name, _OPTIMIZER + key, value, place))
-                elif value is not None:
-                    alone = _Place(full_shape=(), boxes=(whole(()),), dim=0, writes=True)
-                    found.append(_entry(name, _OPTIMIZER + key, torch.as_tensor(value), alone))
+        for name, place in self._places.items():
+            if place.writes:
+                found.append(_entry(name, _WEIGHT, place.full_shape, self._weight_views(name)))
+        state = {} if optimizer is None else optimizer.state
+        for part in parts:
+            if part.counts:
+                found += self._state_entries(state.get(part.tensor, {}), part)
         return found
 
-    def _optimizer_state(
-        self, optimizer: torch.optim.Optimizer | None, name: str
-    ) -> Mapping[str, Any]:
-        if optimizer is None or name not in self._trained:
-            return {}
-        return optimizer.state.get(self._trained[name], {})
+    def _state_entries(self, state: Mapping[str, Any], part: Part) -> Iterator[Entry]:
+        shape, place = tuple(self._tensors[part.name].shape), self._places[part.name]
+        for key, value in state.items():
+            kind = _OPTIMIZER + key
+            if isinstance(value, Tensor) and value.dim() and value.shape == part.tensor.shape:
+                views = _views(value, shape, place, part.span)
+                yield _entry(part.name, kind, place.full_shape, views)
+            elif value is not None:
+                yield _entry(part.name, kind, (), [(whole(()), torch.as_tensor(value))])
 
-    def load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        optimizer: torch.optim.Optimizer | None,
+        parts: Sequence[Part],
+    ) -> None:
         """Fill parameters and optimizer state from a checkpoint of any plan.
 
         Raises:
             InvalidInputError: a parameter is missing or has another shape.
         """
-        for name, tensor in self._tensors.items():
-            place = self._places[name]
-            with torch.no_grad():
-                tensor.copy_(_read(checkpoint, name, _WEIGHT, place, tensor.dtype))
-            if optimizer is not None and name in self._trained:
-                self._load_optimizer(checkpoint, optimizer, name, place)
+        for name, place in self._places.items():
+            _read(checkpoint, name, _WEIGHT, place.full_shape, self._weight_views(name))
+        if optimizer is not None:
+            for part in parts:
+                self._load_state(checkpoint, optimizer.state[part.tensor], part)
 
-    def _load_optimizer(
-        self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, name: str, place: _Place
-    ) -> None:
-        parameter = self._trained[name]
+    def _weight_views(self, name: str) -> list[tuple[Box, Tensor]]:
+        tensor = self._tensors[name].detach()
+        return _views(tensor, tuple(tensor.shape), self._places[name])
+
+    def _load_state(self, checkpoint: Checkpoint, state: dict[str, Any], part: Part) -> None:
+        name, place = part.name, self._places[part.name]
+        shape = tuple(self._tensors[name].shape)
         for kind in checkpoint.kinds(name):
             if not kind.startswith(_OPTIMIZER):
                 continue
             key = kind.removeprefix(_OPTIMIZER)
             if checkpoint.full_shape(name, kind):
-                value = _read(checkpoint, name, kind, place, parameter.dtype)
+                value = torch.empty_like(part.tensor, requires_grad=False)
+                views = _views(value, shape, place, part.span)
+                _read(checkpoint, name, kind, place.full_shape, views)
             else:
                 # A step count, which torch keeps on the CPU, or of a parameter that is a scalar.
                 value = checkpoint.load_whole(name, kind)
-            optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+            state[key] = value if key == "step" else value.to(part.tensor.device)
 
     def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
         """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
@@ -126,7 +145,7 @@ class LocalState:
 
     def parts(self, name: str) -> list[Tensor]:
         """The local tensor cut into its boxes."""
-        return _cut(self._tensors[name].detach(), self._places[name])
+        return [part for _, part in self._weight_views(name)]
 
 
 def write_final_weights(path: Path, state: LocalState, transport: Transport) -> list[Path]:
@@ -256,24 +275,62 @@ def _place(
     return _Place(full_shape=shard.full_shape, boxes=tuple(boxes), dim=dim, writes=writes)
 
 
-def _cut(tensor: Tensor, place: _Place) -> list[Tensor]:
-    if len(place.boxes) == 1:
-        return [tensor]
-    return list(tensor.split([box.sizes[place.dim] for box in place.boxes], dim=place.dim))
+def _views(
+    tensor: Tensor, shape: tuple[int, ...], place: _Place, span: tuple[int, int] | None = None
+) -> list[tuple[Box, Tensor]]:
+    """Disjoint views of a local tensor, or of a flat slice of one, with their full boxes.
+
+    Args:
+        tensor: of the local shape, or as long as the slice.
+        shape: the local shape.
+        place: where the local tensor lies in the full one.
+        span: the slice's first and end element in the flattened local tensor.
+    """
+    locals_ = _local_boxes(place)
+    if span is None:
+        return [
+            (box, tensor[local.slices]) for box, local in zip(place.boxes, locals_, strict=True)
+        ]
+    views: list[tuple[Box, Tensor]] = []
+    start = 0
+    for piece in flat_to_boxes(shape, *span):
+        part = tensor.view(-1)[start : start + piece.num_elements].view(piece.sizes)
+        start += piece.num_elements
+        for box, local in zip(place.boxes, locals_, strict=True):
+            common = intersect(piece, local)
+            if common is not None:
+                moved = zip(box.offsets, common.offsets, local.offsets, strict=True)
+                target = Box(offsets=tuple(b + c - o for b, c, o in moved), sizes=common.sizes)
+                views.append((target, part[common.slices_in(piece)]))
+    return views
 
 
-def _entry(name: str, kind: str, tensor: Tensor, place: _Place) -> Entry:
-    parts = zip(place.boxes, _cut(tensor, place), strict=True)
-    return Entry(
-        name=name,
-        kind=kind,
-        full_shape=place.full_shape,
-        boxes=[(tuple(box.offsets), part.contiguous()) for box, part in parts],
-    )
+def _local_boxes(place: _Place) -> list[Box]:
+    """Where the parts of a full tensor lie in the local one, in the order of the parts."""
+    found: list[Box] = []
+    start = 0
+    for box in place.boxes:
+        offsets = tuple(start if d == place.dim else 0 for d in range(len(box.sizes)))
+        found.append(Box(offsets=offsets, sizes=box.sizes))
+        start += box.sizes[place.dim] if box.sizes else 0
+    return found
+
+
+def _entry(
+    name: str, kind: str, full_shape: tuple[int, ...], views: Sequence[tuple[Box, Tensor]]
+) -> Entry:
+    boxes = [(tuple(box.offsets), part.contiguous()) for box, part in views]
+    return Entry(name=name, kind=kind, full_shape=full_shape, boxes=boxes)
 
 
 def _read(
-    checkpoint: Checkpoint, name: str, kind: str, place: _Place, dtype: torch.dtype
-) -> Tensor:
-    parts = checkpoint.load(name, kind, list(place.boxes), dtype, full_shape=place.full_shape)
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=place.dim)
+    checkpoint: Checkpoint,
+    name: str,
+    kind: str,
+    full_shape: tuple[int, ...],
+    views: Sequence[tuple[Box, Tensor]],
+) -> None:
+    """Fill views of a local tensor with what is stored of it."""
+    for box, view in views:
+        (stored,) = checkpoint.load(name, kind, [box], view.dtype, full_shape=full_shape)
+        view.copy_(stored)

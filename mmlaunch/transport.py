@@ -56,6 +56,17 @@ class Transport(Protocol):
         """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
         ...
 
+    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
+        """Fill ``mine`` with this rank's slice of the sum of ``full`` over the ranks.
+
+        Both are flat, ``full`` as long as one slice for each rank, in the order of ``ranks``.
+        """
+        ...
+
+    def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
+        """Fill the flat ``full`` with every rank's slice, in the order of ``ranks``."""
+        ...
+
     def gather_objects(self, item: Any) -> list[Any]:
         """Every rank's object, by rank; only used outside the training steps."""
         ...
@@ -182,6 +193,22 @@ class DistTransport:
         group = self._groups[ranks, channel]
         work = dist.all_gather(gathered, tensor, group=group, async_op=True)
         return _Watched(work, self._heartbeat, ranks), gathered
+
+    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            mine.copy_(full)
+            return
+        with self._heartbeat.waiting(ranks):
+            dist.reduce_scatter_tensor(mine, full, group=self._groups[ranks, 0])
+
+    def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            full.copy_(mine)
+            return
+        with self._heartbeat.waiting(ranks):
+            dist.all_gather_into_tensor(full, mine, group=self._groups[ranks, 0])
 
     def gather_objects(self, item: Any) -> list[Any]:
         """See :class:`Transport`."""

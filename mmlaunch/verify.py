@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +29,14 @@ class LocalGradients:
         loss: the step's loss.
         gradients: by full parameter name.
         shards: how cut parameters lie in the full ones: (shard, index, count).
+        spans: elements of the flattened (cut) parameter of which only those are reported.
     """
 
     rank: int
     loss: float
     gradients: dict[str, Tensor]
     shards: dict[str, tuple[ParameterShard, int, int]]
+    spans: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,11 @@ def planned_step(session: Session) -> LocalGradients:
             if owner == stage.owner and stage.blocks[0] <= int(block) < stage.blocks[1]:
                 places[name] = (shard, place[1], stage.tp)
     # A gradient that never came counts as zero: its parameter would stay as it is on this rank.
-    gradients = {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad).cpu()
-        for name, p in session.model.trained()
-    }
-    return LocalGradients(rank=session.rank, loss=loss, gradients=gradients, shards=places)
+    gradients = {part.name: _gradient_of(part.tensor).cpu() for part in session.update.parts}
+    spans = {part.name: part.span for part in session.update.parts if part.span is not None}
+    return LocalGradients(
+        rank=session.rank, loss=loss, gradients=gradients, shards=places, spans=spans
+    )
 
 
 def compare(
@@ -113,13 +114,12 @@ def compare(
         loss_error = abs(rank.loss - expected_loss) / max(abs(expected_loss), 1e-300)
         errors.append(Difference(name="loss", rank=rank.rank, error=loss_error))
         for name, grad in rank.gradients.items():
-            error = _error(grad, expected[name].grad, rank.shards.get(name), scale)
+            error = _error(grad, expected[name].grad, rank, name, scale)
             errors.append(Difference(name=name, rank=rank.rank, error=error))
-    reached = {name for rank in found for name in rank.gradients}
     errors += [
         Difference(name=name, rank=-1, error=math.inf)
         for name, parameter in expected.items()
-        if parameter.grad is not None and bool(parameter.grad.any()) and name not in reached
+        if parameter.grad is not None and not _is_reported(name, parameter.grad, found)
     ]
     faults = [e for e in errors if not e.error <= tolerance]
     return Verdict(
@@ -132,18 +132,40 @@ def compare(
     )
 
 
+def _gradient_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
 def _error(
-    grad: Tensor, whole: Tensor | None, place: tuple[ParameterShard, int, int] | None, scale: float
+    grad: Tensor, whole: Tensor | None, rank: LocalGradients, name: str, scale: float
 ) -> float:
     if whole is None:
         # Zeros where one process has no gradient at all are no difference to the optimizer's
         # sums, anything else is.
         return 0.0 if not bool(grad.any()) else math.inf
-    expected: Any = whole
-    if place is not None:
-        shard, index, count = place
+    difference = (grad - _part(whole, rank, name)).abs().max().item() if grad.numel() else 0.0
+    return math.inf if math.isnan(difference) else difference / scale
+
+
+def _part(whole: Tensor, rank: LocalGradients, name: str) -> Tensor:
+    """What a rank holds of a full tensor."""
+    part = whole
+    if name in rank.shards:
+        shard, index, count = rank.shards[name]
         boxes = shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
         dim = 1 if shard.style == "rowwise" else 0
-        expected = torch.cat([whole[box.slices] for box in boxes], dim=dim)
-    difference = (grad - expected).abs().max().item() if grad.numel() else 0.0
-    return math.inf if math.isnan(difference) else difference / scale
+        part = torch.cat([whole[box.slices] for box in boxes], dim=dim)
+    if name in rank.spans:
+        low, high = rank.spans[name]
+        part = part.reshape(-1)[low:high].reshape((high - low,) if part.dim() else ())
+    return part
+
+
+def _is_reported(name: str, gradient: Tensor, found: Sequence[LocalGradients]) -> bool:
+    """Whether the ranks together report every element that is not zero."""
+    position = torch.arange(gradient.numel()).view(gradient.shape)
+    missing = gradient.reshape(-1) != 0
+    for rank in found:
+        if name in rank.gradients:
+            missing[_part(position, rank, name).reshape(-1)] = False
+    return not bool(missing.any())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from mmlaunch.launch import WorkerContext
 from mmlaunch.session import Session
 from mmlaunch.transport import DistTransport
 from mmlaunch.verify import LocalGradients, planned_step
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
 from tests.verification import HERE
 
@@ -20,13 +23,29 @@ def run_cases(ctx: WorkerContext, cases: list[Case]) -> list[LocalGradients]:
 
 def train_and_resume(ctx: WorkerContext, case: Case, folder: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, one more; and the same third step from the checkpoint."""
-    session = _session(ctx, case)
+    return _train_and_resume(lambda: _session(ctx, case), folder)
+
+
+def gradients_and_resume(
+    ctx: WorkerContext, plan: Plan, workload: Workload, folder: Path
+) -> tuple[LocalGradients, dict[str, Any]]:
+    """One planned step, and what :func:`train_and_resume` does."""
+
+    def made() -> Session:
+        transport = DistTransport(ctx.device.device, ctx.heartbeat)
+        return Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+
+    return planned_step(made()), _train_and_resume(made, folder)
+
+
+def _train_and_resume(made: Callable[[], Session], folder: Path) -> dict[str, Any]:
+    session = made()
     for _ in session.steps(2):
         pass
     path = session.save(folder)
     losses = [session.step().loss]
     session.write_weights(folder / "unbroken.safetensors")
-    resumed = _session(ctx, case)
+    resumed = made()
     resumed.load(path)
     losses.append(resumed.step().loss)
     resumed.write_weights(folder / "resumed.safetensors")
