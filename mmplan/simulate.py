@@ -193,7 +193,7 @@ def prediction(simulation: Simulation, plan: Plan) -> Prediction:
     return Prediction(
         iteration_s=iteration_s,
         samples_per_s=simulation.samples_per_s,
-        mfu=simulation.flops / (iteration_s * peak_flops) if iteration_s else 0.0,
+        mfu=simulation.flops / iteration_s / peak_flops if iteration_s else 0.0,
         bubble_fraction=simulation.bubble_fraction,
         communication_fraction=simulation.communication_fraction,
         memory_bytes=simulation.peak_bytes,

@@ -28,7 +28,7 @@ from tests.birds import copy_workload, given_profile, two_rank_plan
 Place = tuple[str | int, ...]
 
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 10**6, 10**30, 0.5, -0.5, 1e300, -1e300, 5e-324),
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 10**6, 10**30, 0.5, -0.5, 1e300, -1e300, 1e-30),
     *(float("nan"), float("inf"), "", "sound", "words", "words.1", "x" * 50, "\x00", "batch"),
     *([], [[]], [0], [[0, 1]], [[0]], [[[0]]], [None], {}, {"a": 1}, {"sound": ["words"]}),
 ]
