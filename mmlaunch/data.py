@@ -27,6 +27,8 @@ from mmlaunch.samples import Field, Sample, check_batched, check_sample, collate
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 
 Collate = Callable[[list[Any]], dict[str, Field]]
+# Dataset indices of a step's batch and the step, to the same indices in another order.
+Order = Callable[[Sequence[int], int], Sequence[int]]
 
 
 def step_indices(num_samples: int, batch: int, seed: int, step: int) -> list[int]:
@@ -126,6 +128,7 @@ class StepLoader(Iterator[StepData]):
         seed: of the order.
         ranges: batch positions [a, b) that this rank needs; they may overlap.
         fields: the data fields that it needs.
+        order: permutes each step's batch, alike on all ranks.
         start_step: first step to give.
         num_workers: loading processes; 0 loads in this one.
         prefetch: steps that each process loads ahead.
@@ -145,6 +148,7 @@ class StepLoader(Iterator[StepData]):
         seed: int,
         ranges: Sequence[tuple[int, int]],
         fields: Collection[str],
+        order: Order | None = None,
         start_step: int = 0,
         num_workers: int = 0,
         prefetch: int = 2,
@@ -153,10 +157,12 @@ class StepLoader(Iterator[StepData]):
         check_dataset(dataset, batch)
         self._ranges = merge_ranges(ranges)
         self._step = start_step
-        order = _Order(len(dataset), batch, seed, start_step, self._ranges)
+        if self._ranges and not 0 <= self._ranges[0][0] < self._ranges[-1][1] <= batch:
+            raise InvalidInputError(f"batch positions {self._ranges} of a batch of {batch}")
+        steps = _Steps(len(dataset), batch, seed, start_step)
         loader = DataLoader(
-            _Reader(dataset, tuple(fields), seed),
-            batch_sampler=cast(Any, order),
+            _Reader(dataset, tuple(fields), seed, self._ranges, order),
+            batch_sampler=cast(Any, steps),
             collate_fn=_as_is,
             num_workers=num_workers,
             prefetch_factor=prefetch if num_workers else None,
@@ -206,45 +212,55 @@ class _Failure:
     trace: str | None = None
 
 
-class _Order:
-    """Yields, for each step, the (epoch, dataset index) of every sample to load."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepBatch:
+    """A step's whole batch: its dataset indices, as they are drawn."""
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch: int,
-        seed: int,
-        start_step: int,
-        ranges: Sequence[tuple[int, int]],
-    ) -> None:
-        if ranges and not 0 <= ranges[0][0] < ranges[-1][1] <= batch:
-            raise InvalidInputError(f"batch positions {list(ranges)} of a batch of {batch}")
+    step: int
+    epoch: int
+    indices: Sequence[int]
+
+
+class _Steps:
+    """Yields each step's batch; where it is read it is put in order and cut."""
+
+    def __init__(self, num_samples: int, batch: int, seed: int, start_step: int) -> None:
         self._num_samples, self._batch, self._seed = num_samples, batch, seed
-        self._start_step, self._ranges = start_step, ranges
+        self._start_step = start_step
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[_StepBatch]]:
         for step in count(self._start_step):
             indices = step_indices(self._num_samples, self._batch, self._seed, step)
             epoch = step // (self._num_samples // self._batch)
-            yield [(epoch, index) for low, high in self._ranges for index in indices[low:high]]
+            yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
 
 
 class _Reader(Dataset[Any]):
     """Loads and batches a step's samples in one go, in a loading process or here."""
 
-    def __init__(self, dataset: Any, fields: Sequence[str], seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        fields: Sequence[str],
+        seed: int,
+        ranges: Sequence[tuple[int, int]],
+        order: Order | None,
+    ) -> None:
         self._dataset = dataset
         self._fields = fields
         self._seed = seed
+        self._ranges = ranges
+        self._order = order
         self._draws = False
         self._collate: Collate | None = getattr(dataset, "collate", None)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> dict[str, Field] | _Failure:
-        """Fields of the samples; DataLoader calls this in place of one call per sample."""
-        if not keys or not self._fields:
+    def __getitems__(self, batches: list[_StepBatch]) -> dict[str, Field] | _Failure:
+        """Fields of one step's samples; DataLoader calls this in place of one call per sample."""
+        if not self._ranges or not self._fields:
             return {}
         try:
             with _own_random_numbers():
+                keys = self._keys(*batches)
                 samples = self._load_all(keys)
                 _seed_random_numbers(self._seed, *keys[0])
                 return self._batch(samples, [index for _, index in keys])
@@ -252,6 +268,12 @@ class _Reader(Dataset[Any]):
             cause = exc.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None
             return _Failure(error=exc, trace=trace)
+
+    def _keys(self, batch: _StepBatch) -> list[tuple[int, int]]:
+        """(epoch, dataset index) of every sample to load."""
+        order = self._order
+        indices = batch.indices if order is None else order(batch.indices, batch.step)
+        return [(batch.epoch, index) for low, high in self._ranges for index in indices[low:high]]
 
     def _load_all(self, keys: list[tuple[int, int]]) -> list[Any]:
         """The samples, each from random numbers of its own.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmlaunch.batches import cat_samples, slice_samples
 from mmlaunch.data import StepLoader
 from mmlaunch.model import build_owner, trainable_blocks
+from mmlaunch.ordering import step_order
 from mmlaunch.payload import element_of, map_tensors
 from mmlaunch.seeds import Seeds
 from mmplan.program.model import Loss, Program, Source, Stage
@@ -168,6 +169,7 @@ class Reference:
             seed=self._workload.train.seed,
             ranges=[(0, view.batch)],
             fields={name for name in fields if name is not None},
+            order=step_order(self._program, task, dataset, self._workload),
         )
         return _WholeBatches(loader, dtype_of(self._workload.train.precision))
 

@@ -102,6 +102,10 @@ class TrainSpec(Record):
     optimizer_args: Args = Field(default_factory=dict)
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     zero: Literal[0, 1] = 0
+    reorder: Bool = Field(
+        default=True,
+        description="order each batch by its samples' work, where the dataset defines work(index)",
+    )
     steps: Index = 100
 
 
