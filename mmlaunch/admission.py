@@ -41,9 +41,7 @@ def check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
             f"the plan is for {plan.devices} ranks, {world_size} were started",
             hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
         )
-    unsupported = {
-        "train.precision: bf16": workload.train.precision == "bf16",
-    }
+    unsupported = {}
     for name, spec in workload.modules.items():
         unsupported[f"modules.{name}.recompute: full"] = spec.recompute != "none"
     for text, asked in unsupported.items():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmlaunch.batches import slice_samples
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import LeafSpec, element_of
+from mmlaunch.precision import widened
 from mmlaunch.seeds import Seeds
 from mmlaunch.transport import Transport, Work
 from mmplan.errors import RunFailedError
@@ -307,7 +308,7 @@ class BatchSync:
     def _unpack(
         self, loss: Loss, batch: int, work: Work, gathered: Sequence[Tensor]
     ) -> dict[int, Tensor]:
-        """Full features by input, ``[sync_batch, ...]`` in sample order."""
+        """Full features by input, ``[sync_batch, ...]`` in sample order, at least float32."""
         work.wait()
         full: dict[int, Tensor] = {}
         for i, item in enumerate(loss.sync_inputs):
@@ -321,7 +322,7 @@ class BatchSync:
                 target = full[rows.input][rows.start : rows.stop]
                 target.copy_(flat[position : position + target.numel()].view(target.shape))
                 position += target.numel()
-        return full
+        return {i: widened(tensor) for i, tensor in full.items()}
 
     def _exchange(self, loss: Loss, batch: int, stats: Mapping[int, Tensor]) -> list[Tensor]:
         """Per-row statistics of own rows to those of all rows, for every input."""

@@ -31,6 +31,7 @@ from mmlaunch.payload import (
     map_tensors,
     message_tensors,
 )
+from mmlaunch.precision import Precision, widened
 from mmlaunch.reductions import Reductions
 from mmlaunch.seeds import Seeds
 from mmlaunch.transport import Transport
@@ -80,6 +81,7 @@ class Executor:
         transport: moves tensors between ranks.
         specs: output spec of every stage (:func:`mmlaunch.shapes.infer_shapes`).
         seeds: makes random numbers independent of the schedule.
+        precision: the type in which blocks compute.
         reductions: COUNT and REDUCE.
         prepare: moves a data field to the device and its training type.
         heartbeat: told of every instruction.
@@ -93,6 +95,7 @@ class Executor:
         transport: Transport,
         specs: Sequence[Any],
         seeds: Seeds,
+        precision: Precision,
         reductions: Reductions,
         prepare: Callable[[Any], Any],
         heartbeat: Heartbeat,
@@ -104,6 +107,7 @@ class Executor:
         self._transport = transport
         self._specs = specs
         self._seeds = seeds
+        self._precision = precision
         self._reductions = reductions
         self._prepare = prepare
         self._heartbeat = heartbeat
@@ -140,6 +144,11 @@ class Executor:
             ExecutionError: an instruction failed; the cause is kept.
         """
         self._begin(step, data)
+        with self._precision.step():
+            spans = self._run_row(step, timed=timed)
+        return float(self._loss + self._sync.loss), spans
+
+    def _run_row(self, step: int, *, timed: bool) -> list[Span]:
         spans: list[Span] = []
         origin = time.perf_counter()
         for position, instruction in enumerate(self._row):
@@ -156,7 +165,7 @@ class Executor:
             if timed:
                 self._drain()
                 spans.append(Span(position, began - origin, time.perf_counter() - origin))
-        return float(self._loss + self._sync.loss), spans
+        return spans
 
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step
@@ -183,7 +192,8 @@ class Executor:
         start, stop = stage.microbatches[self._places[stage.index][0]][mb]
         inputs = self._assemble(stage, mb)
         frozen = self._model.frozen_here(stage.index)
-        with torch.set_grad_enabled(stage.has_backward):
+        compute = self._precision.compute(keep_casts=stage.has_backward)
+        with torch.set_grad_enabled(stage.has_backward), compute:
             _require_gradients(frozen, wanted=False)
             try:
                 output = self._run_blocks(stage, start, stop, inputs)
@@ -259,7 +269,7 @@ class Executor:
         finally:
             _require_gradients(own, wanted=True)
         batch = self._program.batches[loss.task]
-        term = value * self._reductions.scale(loss, stop - start, batch)
+        term = widened(value) * self._reductions.scale(loss, stop - start, batch)
         if first:
             self._loss += term.detach()
         return term
@@ -287,9 +297,10 @@ class Executor:
         def add(tree: Any, low: int, high: int, given: Callable[[Any], Sequence[Tensor]]) -> None:
             part = slice_samples(tree, low, high)
             leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, low), strict=True)
-            for (whole, cut, first_row), grad in zip(leaves, given(part), strict=True):
+            for (whole, cut, first_row), given_grad in zip(leaves, given(part), strict=True):
                 if not whole.requires_grad:
                     continue
+                grad = given_grad.to(whole.dtype)
                 if id(whole) not in sums and len(cut) == len(whole):
                     sums[id(whole)] = whole, grad
                     continue

@@ -18,6 +18,7 @@ from mmlaunch.data import StepLoader
 from mmlaunch.model import build_owner, trainable_blocks
 from mmlaunch.ordering import step_order
 from mmlaunch.payload import element_of, map_tensors
+from mmlaunch.precision import Precision, widened
 from mmlaunch.seeds import Seeds
 from mmplan.program.model import Loss, Program, Source, Stage
 from mmplan.schema.factories import build_dataset, build_loss, dtype_of, tied_parameters
@@ -43,6 +44,7 @@ class Reference:
             for name in dict.fromkeys(loss.name for loss in program.losses)
         }
         self._seeds = Seeds(workload.train.seed, torch.device("cpu"))
+        self._precision = Precision(workload.train.precision, torch.device("cpu"))
         self._loaders = {
             name: self._loader(name) for name in dict.fromkeys(s.task for s in program.stages)
         }
@@ -101,7 +103,8 @@ class Reference:
             for position, block in enumerate(range(*stage.blocks)):
                 self._seeds.enter(step, stage.module, block, start)
                 given = tuple(tree) if position == 0 else (tree,)
-                tree = self.modules[stage.owner][block](*given)
+                with self._precision.compute(keep_casts=False):
+                    tree = self.modules[stage.owner][block](*given)
             pieces.append(tree)
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -126,7 +129,8 @@ class Reference:
                 tree = None if item.field is None else data[item.field]
                 if item.stage is not None:
                     tree = element_of(outputs[item.stage], item.element, "module")
-                arguments.append(slice_samples(tree, start, start + size))
+                part = slice_samples(tree, start, start + size)
+                arguments.append(map_tensors(part, widened))
             self._seeds.enter(step, f"losses.{loss.name}", 0, start)
             values.append(self.losses[loss.name](*arguments))
         return torch.stack(values).mean()
@@ -143,7 +147,8 @@ class Reference:
         ]
         module: Any = self.losses[loss.name]
         self._seeds.enter(step, f"losses.{loss.name}", 0, 0)
-        value = cast(Tensor, module(*arguments))
+        with self._precision.compute(keep_casts=False):
+            value = widened(cast(Tensor, module(*arguments)))
         if not hasattr(module, "count"):
             return value
         fields = {s.field: data[s.field] for s in loss.host_inputs if s.field is not None}

@@ -36,6 +36,7 @@ from mmlaunch.model import LocalModel
 from mmlaunch.needs import rank_needs
 from mmlaunch.ordering import step_order
 from mmlaunch.payload import map_tensors, message_links
+from mmlaunch.precision import Precision
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.restore import open_checkpoint
 from mmlaunch.seeds import Seeds
@@ -174,7 +175,10 @@ class Session:
             name: step_order(self.program, name, dataset, workload)
             for name, dataset in self._datasets.items()
         }
-        specs = infer_shapes(self.program, self.model, transport, self._first_data, self._prepare)
+        precision = Precision(workload.train.precision, transport.device)
+        specs = infer_shapes(
+            self.program, self.model, transport, self._first_data, self._prepare, precision
+        )
         self._close_loaders()
         reductions = Reductions(
             self.program, self.model, transport, ties, zero=workload.train.zero > 0
@@ -185,6 +189,7 @@ class Session:
             transport=transport,
             specs=specs,
             seeds=Seeds(workload.train.seed, transport.device),
+            precision=precision,
             reductions=reductions,
             prepare=self._prepare,
             heartbeat=heartbeat or Heartbeat.detached(),

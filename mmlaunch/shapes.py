@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmlaunch.data import StepData
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import LeafSpec, element_of, map_tensors, spec_of
+from mmlaunch.precision import Precision
 from mmlaunch.transport import Transport
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Program, Source, Stage
@@ -31,6 +32,7 @@ def infer_shapes(
     transport: Transport,
     data: Callable[[str], StepData],
     prepare: Callable[[Any], Any],
+    precision: Precision,
 ) -> list[Any]:
     """The output spec of every stage, the same list on all ranks.
 
@@ -40,6 +42,7 @@ def infer_shapes(
         transport: tells the specs to all ranks.
         data: some step's data of a task.
         prepare: moves a data field to the device and its training type.
+        precision: the type in which blocks compute.
 
     Raises:
         MMPlanError: a block raised, or returned something that cannot travel; on all ranks.
@@ -50,7 +53,8 @@ def infer_shapes(
         answer: Any = None
         if transport.rank == leader:
             try:
-                answer = _infer(stage, program, model, specs, data(stage.task), prepare)
+                with precision.compute(keep_casts=False):
+                    answer = _infer(stage, program, model, specs, data(stage.task), prepare)
             except MMPlanError as error:
                 answer = error
             except Exception as error:
