@@ -16,7 +16,13 @@ from mmlaunch.data import StepData, StepLoader
 from mmlaunch.payload import element_of, float_leaves, map_tensors
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.schema.factories import build_dataset, build_module, dtype_of
-from mmplan.schema.workload import Source, TaskView, Workload, resolve_tasks
+from mmplan.schema.workload import (
+    Source,
+    TaskView,
+    Workload,
+    crossing_elements,
+    resolve_tasks,
+)
 
 # Producers run over the pool in pieces of this many samples, to keep their activations small.
 _PIECE = 16
@@ -51,6 +57,11 @@ class Inputs:
     def only_features(self, task: str, loss: str) -> bool:
         """Whether a loss takes outputs of modules and no data."""
         return all(source.module for source in self._tasks[task].loss_inputs[loss])
+
+    def crossing(self, task: str, module: str, output: Any) -> Any:
+        """What of a module's output crosses the cut after its last block."""
+        elements = crossing_elements(self._tasks[task], module)
+        return output if elements is None else tuple(output[element] for element in elements)
 
     def of_module(self, task: str, module: str, size: int, repeat: int = 0) -> tuple[Any, ...]:
         """Inputs of a module's first block: ``size`` samples, others for each repeat."""

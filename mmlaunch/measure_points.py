@@ -165,7 +165,8 @@ class Measurer:
             known = held.kept
             with self._autocast():
                 flops = block_flops(block, value)
-            bytes_out = sum(t.numel() * t.element_size() for t in _tensors(out))
+            leaves_module = self._inputs.crossing(task, name, out) if block is module[-1] else out
+            bytes_out = sum(t.numel() * t.element_size() for t in _tensors(leaves_module))
             blocks.append(
                 {
                     "flops": flops / size,

@@ -161,7 +161,7 @@ def test_kept_activations_are_what_autograd_saves_once(folder: Path) -> None:
     module = _profile(_workload(), folder).modules["m"]
     # Per sample: an MLP keeps its input and the ReLU's result; the last Linear its input.
     mlp, last = TOKENS * (WIDTH + HIDDEN) * 4, TOKENS * WIDTH * 4
-    assert module.block_activation_bytes == pytest.approx([2 * mlp] * 3 + [2 * last])
+    assert module.block_activation_bytes == pytest.approx([mlp] * 3 + [last])
     whole = {p.microbatch: p.activation_bytes for p in module.points if p.tp == 1}
     assert whole[1] == pytest.approx(3 * mlp + last)
     assert whole[12] == pytest.approx(12 * (3 * mlp + last))
@@ -218,13 +218,13 @@ def test_blocks_that_differ_in_a_setting_only_are_counted_apart(folder: Path) ->
     assert module.flops_per_sample == sum(times) * 2 * TOKENS * WIDTH * WIDTH
     assert module.block_work is not None
     assert module.block_work[3] >= 3 * module.block_work[1]
-    kept = [b / (2 * TOKENS * WIDTH * 4) for b in module.block_activation_bytes or ()]
+    kept = [b / (TOKENS * WIDTH * 4) for b in module.block_activation_bytes or ()]
     assert kept == times  # each product keeps its input
 
 
 def test_what_the_block_before_keeps_is_not_kept_again(folder: Path) -> None:
     module = _profile(_workload("mixed"), folder).modules["m"]
-    one = 2 * TOKENS * WIDTH * 4
+    one = TOKENS * WIDTH * 4
     # A ReLU keeps its result, so that the Linear behind it keeps nothing more.
     assert module.block_activation_bytes == (one, one, one, 0, one, 0)
 
@@ -234,7 +234,7 @@ def test_attention_is_one_kernel_that_keeps_no_scores(folder: Path) -> None:
     assert module.flops_per_sample == 2 * TOKENS * WIDTH * WIDTH + 4 * TOKENS * TOKENS * WIDTH
     assert module.block_activation_bytes is not None
     # Its input (query, key and value are one tensor here), its result, a number per row.
-    assert module.block_activation_bytes[1] == 2 * TOKENS * (2 * WIDTH + 1) * 4
+    assert module.block_activation_bytes[1] == TOKENS * (2 * WIDTH + 1) * 4
     workload = _workload("attention")
     flow = TaskFlow(workload, folder, resolve_tasks(workload)["default"])
     block = flow.count_module("m", tp=1, samples=2)[1]

@@ -91,7 +91,7 @@ def _module_profile(
             left_out[f"{module} tp {tp}"] = error.message
     parameters = block_parameters(built)
     outputs = [count.output_bytes / BASE for count in base]
-    saved = tuple(count.saved_bytes for count in base)
+    saved = tuple(count.saved_bytes / BASE for count in base)
     return ModuleProfile(
         blocks=len(base),
         block_work=tuple(
@@ -102,7 +102,7 @@ def _module_profile(
         block_boundary_bytes=tuple(outputs),
         parameters=float(sum(parameters)),
         flops_per_sample=sum(float(c.forward.table[:, 0].sum()) for c in base) / BASE,
-        output_bytes_per_sample=outputs[-1],
+        output_bytes_per_sample=flow.output_bytes(module),
         boundary_bytes_per_sample=max(outputs[:-1], default=outputs[-1]),
         points=tuple(points),
     )

@@ -213,19 +213,23 @@ class _FusedAttention(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        return cast(Any, _Attention).apply(named["query"], named["key"], named["value"], self._log)
+        # Fused kernels skip the half of the scores that a causal mask hides.
+        share = 0.5 if named.get("is_causal") else 1.0
+        return cast(Any, _Attention).apply(
+            named["query"], named["key"], named["value"], share, self._log
+        )
 
 
 class _Attention(torch.autograd.Function):
     """Shapes, FLOPs and saved tensors of a fused attention kernel."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log: _Log) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, share: float, log: _Log) -> Tensor:
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         log_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.log = log
-        ctx.flops = 2 * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+        ctx.flops = 2 * share * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         log.add("attention", flops=ctx.flops, moved=sum(map(_num_bytes, (q, k, v, out))))
         return out
 
@@ -234,7 +238,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, *_ = ctx.saved_tensors
         moved = 2 * sum(map(_num_bytes, (q, k, v, gradients[0])))
         ctx.log.add("attention", flops=_ATTENTION_BACKWARD * ctx.flops, moved=moved)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 
 class _Saved:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
@@ -15,18 +15,21 @@ from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
-from mmplan.schema.workload import Source, TaskView, Workload
+from mmplan.schema.workload import Source, TaskView, Workload, crossing_elements
 
-# Samples of the run that fixes shapes: two, so that no dimension is squeezed away.
-BASE = 2
+# Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
+# and several, because ragged fields have a whole number of rows in all of them together.
+BASE = 8
+# Samples whose ragged rows are counted for their mean.
+_RAGGED_SAMPLES = 32
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 class TaskFlow:
     """Counts a task's modules and losses at any micro-batch size and tp.
 
-    Shapes come from sample 0 of the task's data set, repeated: per-sample sizes that vary
-    are not seen.
+    Shapes come from sample 0 of the task's data set, repeated. Ragged fields have the mean
+    number of rows of samples spread over the data set; how much they vary is not seen.
 
     Args:
         workload: the job.
@@ -51,9 +54,14 @@ class TaskFlow:
                 hint="add data: {factory: ...} to the workload",
             )
         dataset = build_dataset(data, self._folder, seed=self._workload.train.seed)
-        samples = [dataset[0]] * BASE
         collate = getattr(dataset, "collate", None) or _collate
-        return {name: self._on_meta(value) for name, value in collate(samples).items()}
+        fields = {k: self._on_meta(v) for k, v in collate([dataset[0]] * BASE).items()}
+        ragged = [name for name, value in fields.items() if isinstance(value, Ragged)]
+        for name, rows in _mean_rows(dataset, collate, ragged).items():
+            values, lengths = fields[name]
+            num_rows = max(round(BASE * rows), 1 if rows else 0)
+            fields[name] = Ragged(values.new_empty((num_rows, *values.shape[1:])), lengths)
+        return fields
 
     def _on_meta(self, tree: Any) -> Any:
         def move(leaf: Any) -> Any:
@@ -88,6 +96,14 @@ class TaskFlow:
         if module not in self._outputs:
             self.count_module(module, tp=1, samples=BASE)
         return self._outputs[module]
+
+    def output_bytes(self, module: str) -> float:
+        """Bytes per sample that cross the cut after a module's last block."""
+        output = self._output(module)
+        elements = crossing_elements(self.task, module)
+        parts = [output] if elements is None else [output[element] for element in elements]
+        leaves = pytree.tree_leaves(parts)
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor)) / BASE
 
     def build(self, module: str, tp: int = 1) -> nn.Sequential:
         """A module on the meta device, one rank's share of it where tp is larger than 1."""
@@ -189,6 +205,20 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
 
 def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: _join([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _mean_rows(dataset: Any, collate: Callable[..., Any], fields: list[str]) -> dict[str, float]:
+    """Rows per sample of ragged fields, over samples spread evenly over the data set."""
+    if not fields:
+        return {}
+    length = len(dataset)
+    chosen = sorted({i * length // _RAGGED_SAMPLES for i in range(_RAGGED_SAMPLES)})
+    rows = dict.fromkeys(fields, 0)
+    for index in chosen:
+        sample = collate([dataset[index]])
+        for name in fields:
+            rows[name] += len(sample[name].values)
+    return {name: count / len(chosen) for name, count in rows.items()}
 
 
 def _join(values: Sequence[Any]) -> Any:

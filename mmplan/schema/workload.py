@@ -267,6 +267,25 @@ def producers_first(
     return ordered
 
 
+def crossing_elements(task: TaskView, module: str) -> tuple[int, ...] | None:
+    """Elements of a module's output tuple that leave its last stage; None for all of it.
+
+    What only a per-sample loss of this one module takes is used where it is made: a language
+    model's logits, say. An output that nobody else takes counts whole.
+    """
+    consumers = [
+        *task.inputs.values(),
+        *(
+            sources
+            for loss, sources in task.loss_inputs.items()
+            if loss in task.sync_batches or len({s.module for s in sources if s.module}) > 1
+        ),
+    ]
+    found = {s.element for sources in consumers for s in sources if s.module == module}
+    elements = sorted(element for element in found if element is not None)
+    return None if None in found or not elements else tuple(elements)
+
+
 def _check_names(workload: Workload) -> None:
     for name in (*workload.modules, *workload.losses, *workload.tasks):
         if not name.replace("_", "").replace("-", "").isalnum():

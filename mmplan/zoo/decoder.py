@@ -116,21 +116,7 @@ class Splice(nn.Module):
             InvalidInputError: another number of features than of placeholders, or of
                 rows than of places.
         """
-        if len(features) != len(self.placeholders):
-            raise InvalidInputError(
-                f"the decoder has {len(self.placeholders)} placeholders and gets "
-                f"{len(features)} features",
-                hint="list one id in the factory's arg placeholders for each input after tokens",
-            )
-        x_BTW = self.token(tokens_BT)
-        for placeholder, feature in zip(self.placeholders, features, strict=True):
-            if feature is not None:
-                values = feature.values if isinstance(feature, Ragged) else feature
-                rows_NW = values.flatten(0, -2)
-                here_BT = tokens_BT == placeholder
-                _check_places(here_BT, rows_NW, placeholder)
-                x_BTW = _place(x_BTW, here_BT, rows_NW)
-        return x_BTW
+        return splice(self.token(tokens_BT), tokens_BT, features, self.placeholders)
 
 
 class Readout(nn.Module):
@@ -236,7 +222,7 @@ def llama(
     check_divides("kv_heads", kv_heads, "heads", heads)
     head_dim = width // heads
     check_divides("2 channels", 2, "width of a head", head_dim)
-    _check_placeholders(placeholders, vocab)
+    check_placeholders(placeholders, vocab)
 
     def block(index: int) -> DecoderBlock:
         first, last = index == 0, index == blocks - 1
@@ -270,6 +256,30 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Turn channel i with channel i + D/2 by the position's angle."""
     low, high = x_BHTD.chunk(2, dim=-1)
     return x_BHTD * cos_TD + torch.cat([-high, low], dim=-1) * sin_TD
+
+
+def splice(
+    x_BTW: Tensor, tokens_BT: Tensor, features: Sequence[Features], placeholders: Sequence[int]
+) -> Tensor:
+    """Put features into the places of their placeholders; see :class:`Splice`.
+
+    Raises:
+        InvalidInputError: another number of features than of placeholders, or of rows than
+            of places.
+    """
+    if len(features) != len(placeholders):
+        raise InvalidInputError(
+            f"the decoder has {len(placeholders)} placeholders and gets {len(features)} features",
+            hint="list one id in the factory's arg placeholders for each input after tokens",
+        )
+    for placeholder, feature in zip(placeholders, features, strict=True):
+        if feature is not None:
+            values = feature.values if isinstance(feature, Ragged) else feature
+            rows_NW = values.flatten(0, -2)
+            here_BT = tokens_BT == placeholder
+            _check_places(here_BT, rows_NW, placeholder)
+            x_BTW = _place(x_BTW, here_BT, rows_NW)
+    return x_BTW
 
 
 def check_sizes(**sizes: int) -> None:
@@ -331,7 +341,12 @@ def _check_places(here_BT: Tensor, rows_NW: Tensor, placeholder: int) -> None:
         )
 
 
-def _check_placeholders(placeholders: Sequence[int], vocab: int) -> None:
+def check_placeholders(placeholders: Sequence[int], vocab: int) -> None:
+    """Refuse placeholders that are no token ids, or not one for each input.
+
+    Raises:
+        InvalidInputError: names the first of them.
+    """
     wrong = [item for item in placeholders if not 0 <= item < vocab]
     if wrong:
         raise InvalidInputError(

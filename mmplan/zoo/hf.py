@@ -1,21 +1,23 @@
-"""transformers' CLIP as two modules of a workload.
+"""Models of transformers as modules of a workload: CLIP, SigLIP, and decoders like Llama.
 
 Built from a configuration, never downloaded. ``source_names`` of what the
-factories return gives the names in a ``CLIPModel``'s safetensors, so
-``init: model.safetensors`` of a saved CLIPModel works for both towers.
+factories return gives the names in the safetensors of a ``CLIPModel``, a ``SiglipModel``
+or a ``...ForCausalLM``, so ``init: model.safetensors`` of a saved one works.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
-from mmplan.zoo.sequential import LayerSequential, Part, from_layers
+from mmplan.ragged import Ragged
+from mmplan.zoo.decoder import Features, check_placeholders, splice
+from mmplan.zoo.sequential import TP_RULES, LayerSequential, Part, from_layers
 
 # transformers has no tp plan of its own for encoders. Its attention takes the
 # number of heads from the local width, so plain Megatron-style shards work.
@@ -99,6 +101,165 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
     )
 
 
+def siglip_vision(
+    config: Mapping[str, Any] | None = None, *, pooled: bool = False
+) -> LayerSequential:
+    """SiglipModel's image tower, random weights, one layer per block.
+
+    Args:
+        config: a ``SiglipConfig`` as a dict, ``vision_config`` is used; None is
+            base-patch16-224.
+        pooled: whether one vector of an image comes out, by the model's attention pooling;
+            else one of each patch, for a language model.
+
+    Returns:
+        Takes images [N, channels, height, width], gives features [N, patches, width], or
+        [N, width]; images may be ragged (several or none per sample), features then are.
+
+    Raises:
+        InvalidInputError: a configuration that transformers refuses.
+        UnfitEnvironmentError: transformers is missing or broken.
+    """
+    sizes = _checked_config("SiglipConfig", config).vision_config
+    sizes.vision_use_head = pooled
+    sizes._attn_implementation = "sdpa"
+
+    def embed(part: Part, images: Tensor | Ragged) -> Any:
+        return _each_image(part.embeddings, images)
+
+    def layer(module: nn.Module, images: Tensor | Ragged) -> Any:
+        return _each_image(lambda hidden: module(hidden, None), images)
+
+    def readout(part: Part, images: Tensor | Ragged) -> Any:
+        head = part.head if pooled else nn.Identity()
+        return _each_image(lambda hidden: head(part.post_layernorm(hidden)), images)
+
+    cut = from_layers(
+        _build("SiglipVisionModel", sizes),
+        "encoder.layers",
+        before=embed,
+        each=layer,
+        after=readout,
+        first=["embeddings"],
+        last=["post_layernorm", *(["head"] if pooled else [])],
+        tp_plan=TP_PLAN,
+    )
+    cut.source_names = {k: f"vision_model.{name}" for k, name in cut.source_names.items()}
+    return cut
+
+
+def causal_lm(
+    config: Mapping[str, Any], *, placeholders: Sequence[int] = (), hidden: bool = False
+) -> LayerSequential:
+    """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...), one layer per block.
+
+    Rules for tensor parallelism are read from its configuration's ``base_model_tp_plan``;
+    embedding and logits stay whole.
+
+    Args:
+        config: its config.json as a dict; ``model_type`` says which model.
+        placeholders: token ids whose places the features of inputs 1, 2, ... take; see
+            :class:`mmplan.zoo.decoder.Splice`.
+        hidden: whether the output is (logits, normalised activations), not logits alone.
+
+    Returns:
+        Takes token ids [B, T] (padded at their end) and features, gives logits [B, T, vocab].
+
+    Raises:
+        InvalidInputError: a configuration that transformers refuses, a model of another
+            kind, or one with sliding windows.
+        UnfitEnvironmentError: transformers is missing or broken.
+    """
+    sizes = _decoder_config(config)
+    check_placeholders(placeholders, sizes.vocab_size)
+    model: Any = _from_config(sizes)
+    rotary = type(model.model.rotary_emb)
+
+    def embed(part: Part, tokens: Tensor, *features: Features) -> Tensor:
+        return splice(part.model.embed_tokens(tokens), tokens, features, placeholders)
+
+    def layer(module: nn.Module, x: Tensor) -> Tensor:
+        # Made anew: a buffer outside the blocks would not move or be filled with them.
+        with torch.device(x.device):
+            positions = rotary(sizes)(x, torch.arange(x.shape[1])[None])
+        return module(x, attention_mask=None, position_embeddings=positions)
+
+    def readout(part: Part, x: Tensor) -> Any:
+        x = part.model.norm(x)
+        logits = part.lm_head(x)
+        return (logits, x) if hidden else logits
+
+    return from_layers(
+        model,
+        "model.layers",
+        before=embed,
+        each=layer,
+        after=readout,
+        first=["model.embed_tokens"],
+        last=["model.norm", "lm_head"],
+        tp_plan=_layer_rules(sizes),
+    )
+
+
+def _layer_rules(config: Any) -> dict[str, str]:
+    """Rules inside a layer, of those parts of it whose rules are all ours.
+
+    A norm of single heads, say, is used by a rank for its own heads alone, so its gradient
+    would have to be summed over the group: such a part stays whole.
+    """
+    prefix = "layers.*."
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    rules = {k.removeprefix(prefix): rule for k, rule in plan.items() if k.startswith(prefix)}
+    unknown = {name.partition(".")[0] for name, rule in rules.items() if rule not in TP_RULES}
+    return {name: rule for name, rule in rules.items() if name.partition(".")[0] not in unknown}
+
+
+def _decoder_config(config: Mapping[str, Any]) -> Any:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise InvalidInputError(
+            "causal_lm's config has no model_type", hint="give the content of a config.json"
+        )
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    auto = _transformers("AutoConfig").for_model
+    sizes = _checked(f"{kind} configuration", lambda: auto(kind, **given))
+    windows = {t for t in getattr(sizes, "layer_types", None) or () if t != "full_attention"}
+    if windows or (kind == "mistral" and sizes.sliding_window is not None):
+        raise InvalidInputError(
+            f"this {kind} attends in windows ({', '.join(sorted(windows)) or 'sliding_window'}), "
+            "which causal_lm does not",
+            hint="set sliding_window: null (and use_sliding_window: false)",
+        )
+    sizes._attn_implementation = "sdpa"
+    return sizes
+
+
+def _from_config(sizes: Any) -> nn.Module:
+    auto = _transformers("AutoModelForCausalLM")
+    model = _checked(f"{sizes.model_type} as a decoder", lambda: auto.from_config(sizes))
+    inner = getattr(model, "model", None)
+    names = ("embed_tokens", "layers", "norm", "rotary_emb")
+    missing = [name for name in names if not hasattr(inner, name)]
+    if missing or not hasattr(model, "lm_head"):
+        raise InvalidInputError(
+            f"{type(model).__name__} is not built as Llama is: it has no "
+            f"{', '.join(missing) or 'lm_head'}",
+            hint="cut it with mmplan.zoo.sequential:from_layers in a factory of your own",
+        )
+    return model
+
+
+def _each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Tensor | Ragged:
+    """Run on every image; where a batch has none, on one of zeros that is thrown away."""
+    if not isinstance(images, Ragged):
+        return run(images)
+    values, lengths = images
+    if len(values):
+        return Ragged(run(values), lengths)
+    # transformers reshapes to sizes that it infers, which an empty tensor does not allow.
+    return Ragged(run(values.new_zeros((1, *values.shape[1:])))[:0], lengths)
+
+
 def _embed_image(part: Part, image: Tensor) -> Tensor:
     return part.vision_model.pre_layrnorm(part.vision_model.embeddings(image))
 
@@ -128,19 +289,29 @@ def _end_of_text(tokens: Tensor, end_id: int) -> Tensor:
 
 def _config(config: Mapping[str, Any] | None, tower: str) -> Any:
     """The tower's own configuration, with the projection width of the whole."""
-    clip_config = _transformers("CLIPConfig")
-    try:
-        whole = clip_config(**(config or {}))
-    except Exception as error:  # strict dataclasses raise types of their own
-        raise InvalidInputError(
-            f"transformers refuses this CLIP configuration: {' '.join(str(error).split())}",
-            hint="give the content of a CLIPModel's config.json",
-        ) from error
+    whole = _checked_config("CLIPConfig", config)
     sizes = getattr(whole, tower)
     sizes.projection_dim = whole.projection_dim
     # The eager attention works in float32 inside and needs a mask of its own.
     sizes._attn_implementation = "sdpa"
     return sizes
+
+
+def _checked_config(name: str, config: Mapping[str, Any] | None) -> Any:
+    """A configuration of two towers."""
+    kind = name.removesuffix("Config")
+    build = _transformers(name)
+    return _checked(f"{kind} configuration", lambda: build(**(config or {})))
+
+
+def _checked(what: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except Exception as error:  # strict dataclasses raise types of their own
+        raise InvalidInputError(
+            f"transformers refuses this {what}: {' '.join(str(error).split())}",
+            hint="give the content of such a model's config.json",
+        ) from error
 
 
 def _build(name: str, config: Any) -> nn.Module:
