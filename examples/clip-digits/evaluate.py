@@ -23,7 +23,8 @@ def main(run_dir: Path) -> None:
     towers: list[torch.nn.Module] = []
     for name in ("vision", "text"):
         tower = build_module(workload, name, HERE)
-        own = {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(f"{name}.")}
+        prefix = f"{name}."
+        own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
         tower.load_state_dict(own)
         towers.append(tower.eval())
     accuracy = zero_shot_accuracy(*towers)
