@@ -7,7 +7,6 @@ from pathlib import Path
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
-from mmplan.schema.workload import Workload
 
 
 def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
@@ -30,8 +29,8 @@ def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path
     return path
 
 
-def check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
-    """Refuse a plan for another number of ranks, or with what is not executed yet.
+def check_runnable(plan: Plan, world_size: int) -> None:
+    """Refuse a plan for another number of ranks.
 
     Raises:
         InvalidInputError: names what, and the mend.
@@ -41,12 +40,3 @@ def check_runnable(plan: Plan, workload: Workload, world_size: int) -> None:
             f"the plan is for {plan.devices} ranks, {world_size} were started",
             hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
         )
-    unsupported = {}
-    for name, spec in workload.modules.items():
-        unsupported[f"modules.{name}.recompute: full"] = spec.recompute != "none"
-    for text, asked in unsupported.items():
-        if asked:
-            raise InvalidInputError(
-                f"{text} is planned and simulated, but this version does not execute it",
-                hint="remove it from the workload and solve again",
-            )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mmlaunch.batch_sync import BatchSync
 from mmlaunch.batches import cat_samples, slice_samples
+from mmlaunch.blocks import Blocks, switched_off
 from mmlaunch.data import StepData
 from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.model import LocalModel
@@ -80,6 +81,7 @@ class Executor:
         model: this rank's blocks and losses.
         transport: moves tensors between ranks.
         specs: output spec of every stage (:func:`mmlaunch.shapes.infer_shapes`).
+        blocks: run the model's blocks.
         seeds: makes random numbers independent of the schedule.
         precision: the type in which blocks compute.
         reductions: COUNT and REDUCE.
@@ -94,6 +96,7 @@ class Executor:
         model: LocalModel,
         transport: Transport,
         specs: Sequence[Any],
+        blocks: Blocks,
         seeds: Seeds,
         precision: Precision,
         reductions: Reductions,
@@ -106,6 +109,7 @@ class Executor:
         self._model = model
         self._transport = transport
         self._specs = specs
+        self._blocks = blocks
         self._seeds = seeds
         self._precision = precision
         self._reductions = reductions
@@ -191,14 +195,10 @@ class Executor:
         key = stage.index, mb
         start, stop = stage.microbatches[self._places[stage.index][0]][mb]
         inputs = self._assemble(stage, mb)
-        frozen = self._model.frozen_here(stage.index)
         compute = self._precision.compute(keep_casts=stage.has_backward)
         with torch.set_grad_enabled(stage.has_backward), compute:
-            _require_gradients(frozen, wanted=False)
-            try:
-                output = self._run_blocks(stage, start, stop, inputs)
-            finally:
-                _require_gradients(frozen, wanted=True)
+            arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
+            output = self._blocks.run(stage, self._step, start, arguments)
             losses = [
                 self._hosted_loss(self._program.losses[index], output, inputs, stage, start, stop)
                 for index in stage.hosted
@@ -234,14 +234,6 @@ class Executor:
     def _field(self, task: str, name: str, start: int, stop: int) -> Any:
         return self._prepare(self._data[task].get(name, start, stop))
 
-    def _run_blocks(self, stage: Stage, start: int, stop: int, inputs: Mapping[int, Any]) -> Any:
-        arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
-        for index in range(*stage.blocks):
-            self._seeds.enter(self._step, stage.module, index, start)
-            output = self._model.blocks[stage.owner, index](*arguments)
-            arguments = [output]
-        return arguments[0]
-
     def _hosted_loss(
         self,
         loss: Loss,
@@ -261,13 +253,9 @@ class Executor:
         self._seeds.enter(self._step, f"losses.{loss.name}", 0, start)
         first = self._places[stage.index][1] == 0
         module = self._model.losses[loss.name]
-        own = [p for p in module.parameters() if p.requires_grad and not first]
         # Of a tensor-parallel group only the first rank counts for the loss's parameters.
-        _require_gradients(own, wanted=False)
-        try:
+        with switched_off([] if first else list(module.parameters())):
             value = module(*arguments)
-        finally:
-            _require_gradients(own, wanted=True)
         batch = self._program.batches[loss.task]
         term = widened(value) * self._reductions.scale(loss, stop - start, batch)
         if first:
@@ -394,11 +382,6 @@ class Executor:
             f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
             f"{len(self._row)}: {shown}"
         )
-
-
-def _require_gradients(parameters: Sequence[torch.nn.Parameter], *, wanted: bool) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(wanted)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.admission import check_runnable, find_workload
+from mmlaunch.blocks import Blocks
 from mmlaunch.data import StepData, StepLoader, check_fields
 from mmlaunch.device import pick
 from mmlaunch.executor import Executor, Span
@@ -126,8 +127,7 @@ class Session:
         hooks: functions to call on steps, losses and checkpoints.
 
     Raises:
-        InvalidInputError: the plan needs another number of ranks, asks for something this
-            version does not execute, or a factory is wrong.
+        InvalidInputError: the plan needs another number of ranks, or a factory is wrong.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_runnable(plan, workload, transport.world_size)
+        check_runnable(plan, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
         self.transport = transport
         self.hooks = Hooks()
@@ -183,12 +183,15 @@ class Session:
         reductions = Reductions(
             self.program, self.model, transport, ties, zero=workload.train.zero > 0
         )
+        seeds = Seeds(workload.train.seed, transport.device)
+        recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         self.executor = Executor(
             program=self.program,
             model=self.model,
             transport=transport,
             specs=specs,
-            seeds=Seeds(workload.train.seed, transport.device),
+            blocks=Blocks(self.model, seeds, recompute),
+            seeds=seeds,
             precision=precision,
             reductions=reductions,
             prepare=self._prepare,

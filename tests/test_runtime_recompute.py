@@ -1,0 +1,129 @@
+"""Activation recomputation: less is kept, and the step is the same to the bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmlaunch.blocks import Blocks
+from mmlaunch.inprocess import InProcessWorld
+from mmlaunch.session import Session
+from mmplan.program.model import Stage
+from mmplan.schema.workload import Workload
+from tests.matrix_cases import Case
+from tests.matrix_models import WIDTH
+from tests.programs import loss, make_plan, unit
+from tests.training import train_planned, worst_difference
+from tests.verification import HERE, make_workload, verify_in_process
+
+
+def _case(**changes: Any) -> Case:
+    return Case(**{"samples": 12, "k": 2, **changes})
+
+
+def _workload(case: Case, *modules: str, **train: Any) -> Workload:
+    """The case's workload with the named modules recomputed."""
+    workload = case.workload()
+    specs = {
+        name: spec.model_copy(update={"recompute": "full" if name in modules else "none"})
+        for name, spec in workload.modules.items()
+    }
+    changed = workload.train.model_copy(update=train)
+    return workload.model_copy(update={"modules": specs, "train": changed})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _case(dp=2, tp=2),
+        _case(dp=3, pp=2, feature="dropout"),
+        _case(dp=2, tp=2, feature="frozen-range"),
+        _case(dp=2, feature="frozen-tower"),
+        _case(dp=2, tp=2, feature="shared"),
+        _case(feature="tied", dp=2),
+        _case(feature="ragged", tp=2),
+        _case(feature="chain", dp=2, kind="1f1b"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_equal_one_process_and_those_without(case: Case, zero: int) -> None:
+    workload = _workload(case, "v", "t", zero=zero)
+    verdict = verify_in_process(case.plan(), workload)
+    assert not verdict.differences, verdict.differences[:5]
+
+
+def test_three_steps_with_dropout_are_the_same_to_the_bit() -> None:
+    case = _case(dp=2, tp=2, pp=2, feature="dropout")
+    again = train_planned(case.plan(), _workload(case, "v", "t"), 3)
+    kept = train_planned(case.plan(), _workload(case), 3)
+    assert again.losses == kept.losses
+    assert worst_difference(again.weights, kept.weights) == 0.0
+
+
+def test_bf16_is_recomputed_in_bf16() -> None:
+    case = _case(dp=2, feature="dropout")
+    again = train_planned(case.plan(), _workload(case, "v", "t", precision="bf16"), 2)
+    kept = train_planned(case.plan(), _workload(case, precision="bf16"), 2)
+    assert again.losses == kept.losses
+    assert worst_difference(again.weights, kept.weights) == 0.0
+
+
+def test_a_module_that_two_tasks_train_differently_keeps_its_freezes() -> None:
+    """In backward a parameter that this task freezes trains again: the second run must not."""
+    units = [
+        unit("v", "a", task="x", blocks=3, k=2, dp=2, frozen=((1, 2),)),
+        unit("v", "b", task="y", name="y.v", blocks=3, k=2, dp=2, ranks=[[[0]], [[1]]]),
+    ]
+    losses = [
+        loss("regression", "v", "target", task="x"),
+        loss("counted", "v", "mask", task="y"),
+    ]
+    plan = make_plan(*units, losses=losses, batch=12)
+    workload = make_workload(units, losses, batch=12)
+    module = workload.modules["v"].model_copy(update={"recompute": "full"})
+    workload = workload.model_copy(update={"modules": {"v": module}})
+    verdict = verify_in_process(plan, workload)
+    assert not verdict.differences, verdict.differences[:5]
+
+
+@pytest.mark.parametrize("modules", [(), ("v",)])
+def test_blocks_save_only_their_inputs_where_they_run_again(
+    modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _case(others="single")
+    saved: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    original = Blocks.run
+
+    def noted(self: Blocks, stage: Stage, *args: Any) -> Any:
+        def pack(tensor: Tensor) -> Tensor:
+            saved[stage.module] += tensor.numel()
+            return tensor
+
+        # What a recomputed block saves inside itself does not come by here.
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return original(self, stage, *args)
+
+    monkeypatch.setattr(Blocks, "run", noted)
+
+    def entry(transport: Any) -> None:
+        workload = _workload(case, *modules)
+        session = Session(plan=case.plan(), workload=workload, folder=HERE, transport=transport)
+        for (owner, _), block in session.model.blocks.items():
+            # The parameter binds the module's name now.
+            block.register_forward_pre_hook(lambda *_, owner=owner: runs.update([owner]))
+        session.forward_backward()
+
+    InProcessWorld(case.plan().devices).run(entry)
+    blocks = {unit.module: unit.blocks[-1][1] for unit in case.plan().units}
+    for name, count in blocks.items():
+        inputs = count * case.samples * WIDTH
+        assert saved[name] == inputs if name in modules else saved[name] > 3 * inputs
+    assert runs == {
+        name: count * case.k * (2 if name in modules else 1) for name, count in blocks.items()
+    }
