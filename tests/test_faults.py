@@ -134,7 +134,7 @@ def test_one_module_s_gradient_scaled(
     def scaled(self: Reductions, index: int) -> None:
         whole(self, index)
         if self._program.reductions[index].owner == module:
-            for parameter in self._parameters[index]:
+            for parameter in self._sums[index].parameters:
                 assert parameter.grad is not None
                 parameter.grad *= factor
 
@@ -169,7 +169,7 @@ def test_means_instead_of_sums_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
     def mean(self: Reductions, index: int) -> None:
         whole(self, index)
-        for parameter in self._parameters[index]:
+        for parameter in self._sums[index].parameters:
             assert parameter.grad is not None
             parameter.grad /= len(self._program.reductions[index].ranks)
 
