@@ -15,7 +15,7 @@ from mmlaunch.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.program.reorder import BatchOrder
-from mmplan.schema.plan import Plan
+from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.workload import DataSpec, Workload
 from tests.matrix_models import Samples
 from tests.programs import loss, make_plan, unit
@@ -66,7 +66,10 @@ def chain(sync: bool = False) -> tuple[Plan, Workload]:
         ]
         losses = [loss("contrastive", "encoder", "llm", sync_batch=4)]
     workload = make_workload(units, losses, batch=BATCH)
-    return make_plan(*units, losses=losses, batch=BATCH), with_data(workload, "Told")
+    # Of a step so short that little is searched: the test runs many of them.
+    predicted = Prediction(iteration_s=0.02, samples_per_s=0)
+    plan = make_plan(*units, losses=losses, batch=BATCH)
+    return plan.model_copy(update={"predicted": predicted}), with_data(workload, "Told")
 
 
 def with_data(workload: Workload, name: str, reorder: bool = True, **args: Any) -> Workload:

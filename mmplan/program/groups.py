@@ -118,7 +118,9 @@ def _swap(work: Floats, group_B: Indices, num_groups: int) -> None:
         if load[heavy] <= target * 1.001:
             return
         lights = np.argsort(load, kind="stable")[:_PARTNERS]
-        others = np.concatenate([members[g] for g in lights if g != heavy] or [members[heavy]])
+        others = np.concatenate([members[group] for group in lights])
+        if not len(others):
+            return
         gain = work[members[heavy]][:, None] - work[others][None, :]
         after = np.maximum(load[heavy] - gain, load[group_B[others]] + gain)
         i, j = np.unravel_index(int(after.argmin()), after.shape)

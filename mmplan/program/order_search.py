@@ -23,6 +23,7 @@ Indices = NDArray[np.intp]
 
 _AT_ONCE = 64
 _PARENTS = 4
+_KICKS = 3
 # Spread below which the order does not matter.
 _SAME = 1e-3
 
@@ -34,12 +35,17 @@ class Effort:
     Attributes:
         first: pyramids drawn; with 0 the order stays as given.
         generations: each breeds 64 pyramids.
-        scans: each tries one micro-batch at every place, moved and swapped.
+        scans: each tries a micro-batch, or a few, at every place, moved and swapped.
     """
 
     first: int = 128
     generations: int = 16
-    scans: int = 32
+    scans: int = 64
+
+    def columns(self, num_microbatches: int) -> int:
+        """Orders that are evaluated, with so many micro-batches in the longest list."""
+        scanned = 2 * num_microbatches * scanned_places(num_microbatches)
+        return self.first + _AT_ONCE * self.generations + scanned * self.scans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +141,31 @@ class _Search:
         best = int(drawn.spans.argmin())
         if drawn.spans[best] < span:
             order, span = drawn.orders[best], float(drawn.spans[best])
-        for _ in range(effort.scans):
+        return self._climb(order, span, effort.scans)
+
+    def _climb(self, order: Indices, span: float, scans: int) -> tuple[Indices, float]:
+        """Scan from the best order so far; where it leads no further, from one nearby."""
+        best, best_span, idle = order, span, 0
+        longest = max(places_LM.shape[1] for places_LM in self._groups)
+        for _ in range(scans):
+            if idle * scanned_places(longest) > 2 * longest:
+                order, idle = self._kicked(best), 0
+                span = float(self._evaluate(order[None, :])[0])
+            before = span
             order, span = self._scan(order, span)
-        return order, span
+            idle = idle + 1 if span == before else 0
+            if span < best_span:
+                best, best_span = order, span
+        return best, best_span
+
+    def _kicked(self, order: Indices) -> Indices:
+        """A few swaps away, the same in all lists of a length."""
+        kicked = order.copy()
+        for places_LM in self._groups:
+            for _ in range(_KICKS):
+                pair = self._rng.choice(places_LM.shape[1], 2, replace=False)
+                kicked[places_LM[:, pair]] = kicked[places_LM[:, pair[::-1]]]
+        return kicked
 
     def _ranking(self, places_LM: Indices) -> Indices:
         """Rank of each place's cell in its list, by whole time: alike in all lists."""
@@ -178,17 +206,24 @@ class _Search:
         return np.concatenate([self._evaluate(part) for part in parts])
 
     def _scan(self, order: Indices, span: float) -> tuple[Indices, float]:
-        """One place against all others, in all lists of a length or in one of them."""
+        """Some places against all others, in all lists of a length or in one of them."""
         places_LM = self._groups[int(self._rng.integers(len(self._groups)))]
         if len(places_LM) > 1 and self._rng.integers(2):
             places_LM = places_LM[[int(self._rng.integers(len(places_LM)))]]
-        changed = one_change(places_LM.shape[1], int(self._rng.integers(places_LM.shape[1])))
+        count = places_LM.shape[1]
+        tried = self._rng.choice(count, min(count, scanned_places(count)), replace=False)
+        changed = np.vstack([one_change(count, place) for place in tried.tolist()])
         orders = np.repeat(order[None, :], len(changed), axis=0)
         orders[:, places_LM] = order[places_LM][:, changed].swapaxes(0, 1)
         spans = self._spans(orders)
         best = int(spans.argmin())
         # Equal is taken too: the way down leads over plateaus.
         return (orders[best], float(spans[best])) if spans[best] <= span else (order, span)
+
+
+def scanned_places(count: int) -> int:
+    """Places that a scan of a list tries: short lists leave room for several."""
+    return max(1, _AT_ONCE // (2 * count))
 
 
 def one_change(count: int, place: int) -> Indices:

@@ -302,7 +302,7 @@ def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -
     """The full effort, or what of it fits the time."""
     full = Effort()
     batches = full.first / 64 + full.generations + full.scans
-    columns = full.first + 64 * full.generations + 2 * num_microbatches * full.scans
+    columns = full.columns(num_microbatches)
     needed_s = batches * recurrence.num_levels * _LEVEL_S + columns * recurrence.num_nodes * _NODE_S
     share = min(1.0, seconds / needed_s)
     return Effort(
