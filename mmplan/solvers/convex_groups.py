@@ -24,6 +24,11 @@ from mmplan.solvers.problem import Problem
 LARGEST_MICROBATCH = 64
 # Up to so many replica numbers, all are tried where memory depends on them (ZeRO-1).
 ALL_REPLICAS = 4096
+# Points of the grid on which bounds of the other modules are known.
+RATES = 256
+# Shares of the steady time that the backbone's own stage answers for (see _Bounds), None for
+# its share of the devices.
+SHARES = (None, 0.0, 0.5, 1.0)
 # A number of replicas that leaves no optimizer state to any of them.
 MANY = 2**40
 
@@ -112,7 +117,7 @@ class Pipelines:
         bounds = _Bounds(self)
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
-            for frame, bound in zip(frames, bounds.of(microbatch, frames), strict=True):
+            for frame, bound in zip(frames, bounds.of(frames), strict=True):
                 if np.isfinite(bound):
                     self.frames.append(frame)
                     groups.append(
@@ -185,104 +190,99 @@ class Pipelines:
 
 
 class _Bounds:
-    """Lower bounds of groups, before their options are built.
+    """Lower bounds of groups, before the options of any other module are built.
 
-    For any choice tau = max_k stage_k has N tau >= sum_k devices_k stage_k, so
+    Let one option of the backbone take d devices and t seconds a stage, and let r = N - d. The
+    other modules share r devices: tau = max_k stage_k >= sum_k devices_k stage_k / r. For any
+    share s in [0, 1] (the best one is tried of a few)
 
-        T >= sum over a path of  min_o (warm_o + (l - 1) / N devices_o stage_o)
-             + (l - 1) / N * sum off the path of  min_o devices_o stage_o,
+        (l - 1) tau >= s (l - 1) t + (1 - s) (l - 1) / r * sum_k devices_k stage_k,
 
-    and devices_o >= tp pp samples / size: of a module other than the backbone only the lower
-    hull of (tp pp stage / size, warm) is needed, for all groups at once.
+    and T >= that + sum over a path of warm_k. Since devices_k >= tp pp samples / size, what a
+    module adds is a function of rate = (1 - s) (l - 1) samples / r only,
+
+        phi_k(rate) = min_o (warm_o + rate * tp pp stage_o / size_o),
+
+    concave, so that interpolating it on a grid keeps it a bound.
     """
 
     def __init__(self, pipelines: Pipelines) -> None:
-        self._pipelines = pipelines
+        self._pipelines, self._k = pipelines, pipelines.backbone
+        self._own = pipelines.tables[self._k]
         self._after = pipelines.depths_after()
-        batch = pipelines.problem.task.batch
-        self._hulls = [
-            np.zeros((0, 2)) if own.backbone else _hull(own, batch, self._after[k])
-            for k, own in enumerate(pipelines.tables)
-        ]
-        self._fewest = [_fewest(own, self._after[k]) for k, own in enumerate(pipelines.tables)]
+        batch, tables = pipelines.problem.task.batch, pipelines.tables
+        others = {k: own for k, own in enumerate(tables) if k != self._k}
+        hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
+        self._fewest = sum(_fewest(own, self._after[k]) for k, own in others.items())
+        self.empty = self._own.empty or any(not len(hull) for hull in hulls.values())
+        self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
+        self._added = [] if self.empty else self._paths_added(hulls)
+        self._rows: dict[int, tuple[Floats, Floats]] = {}
 
-    def of(self, microbatch: int, frames: Sequence[Frame]) -> Floats:
-        """A bound for each group; inf where the backbone fits in no way."""
-        own, backbone = self._pipelines.tables[self._pipelines.backbone], self._pipelines.backbone
-        empty = any(
-            not t.backbone and not len(h)
-            for t, h in zip(self._pipelines.tables, self._hulls, strict=True)
-        )
-        if not frames or empty or own.empty:
+    def _paths_added(self, hulls: dict[int, Floats]) -> list[Floats]:
+        """phi on the grid, summed up along each path through the backbone."""
+        phi = {k: (h[:, :1] * self._rate + h[:, 1:]).min(axis=0) for k, h in hulls.items()}
+        off = {k: h[:, 0].min() * self._rate for k, h in hulls.items()}
+        edges = self._pipelines.edges
+        return [
+            sum((phi[k] if k in (*before, *after) else off[k] for k in hulls), np.zeros(1))
+            + np.zeros(len(self._rate))
+            for before in _chains(self._k, [(c, p) for p, c in edges])
+            for after in _chains(self._k, edges)
+        ]
+
+    def of(self, frames: Sequence[Frame]) -> Floats:
+        """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
+        if self.empty or not frames:
             return np.full(len(frames), np.inf)
-        devices = self._pipelines.problem.devices
+        own, shapes, devices = self._own, self._own.known, self._pipelines.problem.devices
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
-        rate_G = (steps_G - 1) * np.array([frame.samples for frame in frames]) / devices
-        shared_G, least_s = self._others(rate_G)
-        spare = devices - sum(n for k, n in enumerate(self._fewest) if k != backbone)
-        best = np.full(len(frames), np.inf)
-        size = np.array([microbatch])
-        shapes = own.known
-        for tp in own.tps:
-            stage, warm = own.times(tp, size)
-            degree = (tp * shapes.pp)[:, None]
-            room = own.room(tp, dp_G, np.full_like(dp_G, microbatch), steps_G)
-            steady = warm + (steps_G - 1) * dp_G / devices * degree * stage + shared_G
-            alone = warm + (steps_G - 1) * stage + least_s
-            value = np.maximum(steady, alone) + own.reduce_s(tp, dp_G)
-            fits = (room >= self._after[backbone]) & (degree * dp_G <= spare)
-            best = np.minimum(best, np.where(fits, value, np.inf).min(axis=0))
-        return best
-
-    def _others(self, rate_G: Floats) -> tuple[Floats, float]:
-        """What the other modules add to a path through the backbone, and their warm-ups alone."""
-        count = len(self._hulls)
-        both, only = np.zeros((count, len(rate_G))), np.zeros((count, len(rate_G)))
-        least = [0.0] * count
-        for k, hull in enumerate(self._hulls):
-            if len(hull):
-                both[k] = (hull[:, :1] * rate_G + hull[:, 1:]).min(axis=0)
-                only[k], least[k] = hull[:, 0].min() * rate_G, float(hull[:, 1].min())
-        backbone, edges = self._pipelines.backbone, self._pipelines.edges
-        before, before_least = [np.zeros(len(rate_G))] * count, [0.0] * count
-        after, after_least = list(before), [0.0] * count
-        gain = both - only
-        for k in range(count):
-            for p, c in edges:
-                if c == k:
-                    before[k] = np.maximum(before[k], before[p] + gain[p])
-                    before_least[k] = max(before_least[k], before_least[p] + least[p])
-        for k in reversed(range(count)):
-            for p, c in edges:
-                if p == k:
-                    after[k] = np.maximum(after[k], after[c] + gain[c])
-                    after_least[k] = max(after_least[k], after_least[c] + least[c])
-        shared = only.sum(axis=0) + before[backbone] + after[backbone]
-        return shared, before_least[backbone] + after_least[backbone]
+        samples_G = np.array([frame.samples for frame in frames])
+        stage, warm = own.times(np.array([frames[0].microbatch]))
+        size_G = np.full(len(frames), frames[0].microbatch)
+        taken = np.array(own.tps)[:, None, None] * shapes.pp[:, None] * dp_G
+        left = devices - taken
+        fits = (own.room(dp_G, size_G, steps_G) >= self._after[self._k]) & (left >= self._fewest)
+        steady, left = (steps_G - 1) * stage, np.maximum(left, 1)
+        least = np.full(taken.shape, -np.inf)
+        for share in SHARES:
+            weight = taken / devices if share is None else np.full(taken.shape, share)
+            rate = (1 - weight) * (steps_G - 1) * samples_G / left
+            for added in self._added:
+                added_s = np.interp(rate, self._rate, added)
+                least = np.maximum(least, weight * steady + added_s)
+        value = warm + own.reduce_s(dp_G) + least
+        whole_G = np.array([frame.interleaved for frame in frames])
+        fits &= (shapes.vpp == 1)[:, None] | whole_G & (steps_G % shapes.pp[:, None] == 0)
+        return np.where(fits, value, np.inf).min(axis=(0, 1))
 
 
-def _optimistic_room(own: ModuleTables, tp: int, size_B: Ints) -> Ints:
-    """[Q, B]: room with the number of replicas that needs least memory, and one micro-batch."""
+def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Paths that follow the edges from a module, without it, to an end."""
+    following = [c for p, c in edges if p == start]
+    return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
+
+
+def _optimistic_room(own: ModuleTables, size_B: Ints) -> Ints:
+    """[T, Q, B]: room with the replicas that need least memory, and one micro-batch."""
     alone, many = np.ones_like(size_B), np.full_like(size_B, MANY)
-    return np.maximum(own.room(tp, alone, size_B, 1), own.room(tp, many, size_B, 1))
+    return np.maximum(own.room(alone, size_B, 1), own.room(many, size_B, 1))
 
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
-    points: list[Floats] = []
-    sizes = np.unique(
-        np.concatenate([np.arange(1, 65), np.geomspace(64, 2 * batch + 65, 64)]).astype(np.int64)
-    )
+    if own.empty:
+        return np.zeros((0, 2))
+    spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
+    sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
+    sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
     # Times grow with the size: those of a range's start, shared out over its last size.
     size_B, last_B = sizes[:-1], sizes[1:] - 1
-    for tp in () if own.empty else own.tps:
-        stage, warm = own.times(tp, size_B)
-        work = tp * own.known.pp[:, None] * stage / last_B
-        fits = _optimistic_room(own, tp, size_B) >= after
-        fits &= size_B <= batch
-        points.append(np.stack([work[fits], warm[fits]], axis=1))
-    return _lower_hull(np.concatenate(points)) if points else np.zeros((0, 2))
+    stage, warm = own.times(size_B)
+    work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
+    fits = (_optimistic_room(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
+    return _lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
 def _lower_hull(points: Floats) -> Floats:
@@ -304,12 +304,11 @@ def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float
 
 def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
-    least, one = UNLIMITED, np.ones(1, dtype=np.int64)
-    for tp in () if own.empty else own.tps:
-        fits = _optimistic_room(own, tp, one)[:, 0] >= after
-        if fits.any():
-            least = min(least, tp * int(own.known.pp[fits].min()))
-    return least
+    if own.empty:
+        return UNLIMITED
+    fits = _optimistic_room(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
+    taken = np.array(own.tps)[:, None] * own.known.pp
+    return int(np.where(fits, taken, UNLIMITED).min())
 
 
 def _backbone(problem: Problem) -> str:

@@ -107,8 +107,7 @@ def _fullest(problem: Problem) -> tuple[str, float]:
     for k, own in enumerate(pipelines.tables):
         many = np.array([max(1, problem.devices)], dtype=np.int64)
         needed[own.module] = min(
-            float(own.needed_bytes(tp, dp, one, problem.task.batch, after[k]).min())
-            for tp in own.tps
+            float(own.needed_bytes(dp, one, problem.task.batch, after[k]).min())
             for dp in (one, many)
         )
     fullest = max(needed, key=lambda module: needed[module])

@@ -1,7 +1,6 @@
 """A module's options in a disaggregated pipeline, for all degrees and micro-batches at once.
 
-Shape suffixes: Q = shapes (pp, vpp), S = stages, B = (dp, micro-batch size), H = corners of a
-lower hull.
+Shape suffixes: T = tp degrees, Q = shapes (pp, vpp), S = stages, B = (dp, micro-batch size).
 """
 
 from __future__ import annotations
@@ -39,6 +38,10 @@ from mmplan.solvers.problem import Problem
 # Quotients of bytes this close to a whole number are it.
 ROUNDING = 1e-9
 VPP = (1, 2, 4)
+# Micro-batches up to this size have their curves computed once.
+REMEMBERED = 2048
+# Less than any activation: bytes divided by it are more than any room.
+TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,12 @@ class ModuleTables:
         self.tps = _tensor_degrees(problem, module)
         shapes = self._shape_candidates()
         self.shapes: Shapes | None = module_shapes(problem, module, shapes) if shapes else None
-        self._seconds: dict[int, tuple[Floats, Floats]] = {}
+        self._remembered: tuple[Floats, Floats] | None = None
+        self._tp = np.array(self.tps, dtype=np.int64)[:, None, None]
+        if not self.empty:
+            scale = self._link_scale()
+            self._stages = self.known.seconds * scale[:, :, None]
+            self._total = self.known.total * scale
 
     @property
     def empty(self) -> bool:
@@ -100,11 +108,6 @@ class ModuleTables:
         if self.shapes is None:
             raise ValueError(f"module {self.module} has no shapes")
         return self.shapes
-
-    @property
-    def parameter_bytes(self) -> Floats:
-        """[9]: columns of all stages' bytes, of which FIXED and STATE mean something here."""
-        return self.known.total_bytes
 
     def _shape_candidates(self) -> list[tuple[int, int]]:
         blocks = self.problem.blocks(self.module)
@@ -133,32 +136,22 @@ class ModuleTables:
             steps: micro-batches of a step.
             interleaved: whether vpp > 1 is possible with these steps.
         """
-        shapes, count = self.known, len(dp_B)
-        columns: list[list[Floats]] = [[] for _ in range(6)]
-        grid = np.indices((len(self.tps), len(shapes.pp), count), dtype=np.int64)
-        for tp in self.tps:
-            stage, warm = self.times(tp, size_B)
-            room = self.room(tp, dp_B, size_B, steps)
-            devices = tp * shapes.pp[:, None] * dp_B
-            wrong = shapes.vpp > 1
-            if interleaved:
-                wrong &= steps % shapes.pp != 0
-            room = np.where(wrong[:, None], -1, room)
-            depth = np.broadcast_to(shapes.depth[:, None], devices.shape)
-            for column, values in zip(
-                columns, (devices, warm, stage, self.reduce_s(tp, dp_B), depth, room), strict=True
-            ):
-                column.append(values.astype(np.float64))
-        devices, warm, stage, reduce, depth, room = (np.stack(c).ravel() for c in columns)
-        tp_index, shape, b = (axis.ravel() for axis in grid)
+        shapes = self.known
+        wrong = shapes.vpp > 1
+        if interleaved:
+            wrong &= steps % shapes.pp != 0
+        stage, warm = self.times(size_B)
+        room = np.where(wrong[:, None], -1, self.room(dp_B, size_B, steps))
+        devices = self._tp * shapes.pp[:, None] * dp_B
+        tp_index, shape, b = np.indices(devices.shape, dtype=np.int64).reshape(3, -1)
         return Table(
             options=Options(
-                devices=devices.astype(np.int64),
-                warm_s=warm,
-                stage_s=stage,
-                reduce_s=reduce,
-                depth=depth.astype(np.int64),
-                room=room.astype(np.int64),
+                devices=devices.ravel(),
+                warm_s=warm.ravel(),
+                stage_s=stage.ravel(),
+                reduce_s=self.reduce_s(dp_B).ravel(),
+                depth=shapes.depth[shape],
+                room=room.ravel(),
             ),
             tp=tp_index,
             shape=shape,
@@ -180,125 +173,110 @@ class ModuleTables:
 
     # --- seconds ------------------------------------------------------------------------
 
-    def times(self, tp: int, size_B: Ints) -> tuple[Floats, Floats]:
-        """([Q, B] slowest stage, [Q, B] one micro-batch through all), messages included."""
-        stages, total = self._linked(tp)
-        basis = self.basis(tp, size_B)
-        stage = (stages @ basis).max(axis=1)
-        compute = total[:, : LOSS + 1] @ basis[: LOSS + 1]
-        messages = total[:, LOSS + 1 :] @ basis[LOSS + 1 :]
+    def times(self, size_B: Ints) -> tuple[Floats, Floats]:
+        """[T, Q, B] slowest stage, and one micro-batch through all; messages included."""
+        basis = self.basis(size_B)
+        stage = (self._stages @ basis[:, None]).max(axis=2)
+        compute = self._total[:, :, : LOSS + 1] @ basis[:, : LOSS + 1]
+        messages = self._total[:, :, LOSS + 1 :] @ basis[:, LOSS + 1 :]
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
         vpp = self.known.vpp[:, None]
         ramp = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
         return stage, ramp + messages
 
-    def basis(self, tp: int, size_B: Ints) -> Floats:
-        """[8, B]: what the columns of a stage's seconds are multiplied by."""
+    def basis(self, size_B: Ints) -> Floats:
+        """[T, 8, B]: what the columns of a stage's seconds are multiplied by."""
+        return self._curves(size_B)[0]
+
+    def _curves(self, size_B: Ints) -> tuple[Floats, Floats]:
+        """The basis, and [T, B] activation bytes; small sizes are computed once."""
+        if len(size_B) and int(size_B.max()) <= REMEMBERED:
+            if self._remembered is None:
+                self._remembered = self._at(np.arange(1, REMEMBERED + 1))
+            basis, activation = self._remembered
+            return basis[:, :, size_B - 1], activation[:, size_B - 1]
+        return self._at(size_B)
+
+    def _at(self, size_B: Ints) -> tuple[Floats, Floats]:
         costs, task = self.problem.costs, self.problem.task.name
-        fit = costs.curves(task=task, module=self.module, tp=tp)
-        backward = curve_values(fit.backward, size_B)
-        inputs = curve_values(fit.backward_input, size_B)
+        ones, sizes = np.ones(len(size_B)), size_B.astype(np.float64)
         loss = np.zeros(len(size_B))
         for name in self.problem.hosted_losses(self.module):
             own = costs.loss_curves(name)
             if own is not None:
                 loss = loss + curve_values(own.forward, size_B) + curve_values(own.backward, size_B)
-        ones = np.ones(len(size_B))
-        return np.stack(
-            [
-                curve_values(fit.forward, size_B),
-                inputs,
-                np.maximum(backward - inputs, 0.0),
-                loss,
-                ones,
-                size_B.astype(np.float64),
-                ones,
-                size_B.astype(np.float64),
-            ]
+        basis: list[Floats] = []
+        activation: list[Floats] = []
+        for tp in self.tps:
+            fit = costs.curves(task=task, module=self.module, tp=tp)
+            inputs = curve_values(fit.backward_input, size_B)
+            weights = np.maximum(curve_values(fit.backward, size_B) - inputs, 0.0)
+            forward = curve_values(fit.forward, size_B)
+            basis.append(np.stack([forward, inputs, weights, loss, ones, sizes, ones, sizes]))
+            activation.append(curve_values(fit.activation_bytes, size_B))
+        return np.stack(basis), np.stack(activation)
+
+    def _link_scale(self) -> Floats:
+        """[T, Q, 8]: latencies and bandwidths of the links that the message columns use."""
+        cluster, shapes = self.problem.request.cluster, self.known
+        one_node = self.problem.devices <= cluster.devices_per_node
+        near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
+        inside, between = cluster.links.intra_node, _between_nodes(cluster)
+        outer = inside if one_node else between
+        scale = np.ones((len(self.tps), len(shapes.pp), 8))
+        scale[:, :, INNER] = np.where(near, inside.latency_s, between.latency_s)
+        scale[:, :, INNER_BYTES] = np.where(
+            near, 1 / inside.bandwidth_bytes_per_s, 1 / between.bandwidth_bytes_per_s
         )
+        scale[:, :, OUTER] = outer.latency_s
+        scale[:, :, OUTER_BYTES] = 1 / outer.bandwidth_bytes_per_s
+        return scale
 
-    def _linked(self, tp: int) -> tuple[Floats, Floats]:
-        """Seconds of stages and totals with the links' latencies and bandwidths in them."""
-        if tp not in self._seconds:
-            shapes, cluster = self.known, self.problem.request.cluster
-            inner = [
-                cluster.links.intra_node
-                if cluster.devices_per_node % (tp * pp) == 0 or self._one_node
-                else _between_nodes(cluster)
-                for pp in shapes.pp
-            ]
-            outer = cluster.links.intra_node if self._one_node else _between_nodes(cluster)
-            scale = np.ones((len(inner), 8))
-            scale[:, INNER] = [link.latency_s for link in inner]
-            scale[:, INNER_BYTES] = [1 / link.bandwidth_bytes_per_s for link in inner]
-            scale[:, OUTER] = outer.latency_s
-            scale[:, OUTER_BYTES] = 1 / outer.bandwidth_bytes_per_s
-            self._seconds[tp] = shapes.seconds * scale[:, None], shapes.total * scale
-        return self._seconds[tp]
-
-    @property
-    def _one_node(self) -> bool:
-        return self.problem.devices <= self.problem.request.cluster.devices_per_node
-
-    def reduce_s(self, tp: int, dp_B: Ints) -> Floats:
-        """[Q, B]: gradient reduction of the stage with most parameters."""
+    def reduce_s(self, dp_B: Ints) -> Floats:
+        """[T, Q, B]: gradient reduction of the stage with most parameters."""
         shapes, cluster = self.known, self.problem.request.cluster
-        stride = (tp * shapes.pp)[:, None]
-        node = cluster.devices_per_node
+        num_bytes = shapes.gradient_bytes[:, None] / self._tp
+        if not shapes.gradient_bytes.any():
+            return np.zeros((len(self.tps), len(shapes.pp), len(dp_B)))
+        stride, node = self._tp * shapes.pp[:, None], cluster.devices_per_node
         num_local = np.minimum(dp_B, np.maximum(1, -(-node // stride)))
         num_nodes = (dp_B - 1) * stride // node + 1
-        num_bytes = (shapes.gradient_bytes / tp)[:, None]
-        reduced = all_reduce_s(cluster, num_local, num_nodes, num_bytes, sharers=tp)
+        reduced = all_reduce_s(cluster, num_local, num_nodes, num_bytes, sharers=self._tp)
         return np.where(num_bytes > 0, reduced, 0.0)
 
     # --- bytes --------------------------------------------------------------------------
 
-    def room(
-        self,
-        tp: int,
-        dp_B: Ints,
-        size_B: Ints,
-        steps: int | Ints,
-        *,
-        memory_bytes: float | None = None,
-    ) -> Ints:
-        """[Q, B]: most stages after the module that its memory allows; -1 where none."""
-        free, each, ahead = self._bytes(tp, dp_B, size_B, memory_bytes)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            room = np.floor((free - ahead) / each + ROUNDING)
-        unlimited = free * (1 + ROUNDING) >= each * steps
-        room = np.where(
-            each > 0, np.where(unlimited, UNLIMITED, room), np.where(free >= 0, UNLIMITED, -1)
-        )
-        return np.maximum(np.minimum(room.min(axis=1), UNLIMITED), -1).astype(np.int64)
+    def room(self, dp_B: Ints, size_B: Ints, steps: int | Ints) -> Ints:
+        """[T, Q, B]: most stages after the module that its memory allows; -1 where none."""
+        free, each, ahead = self._bytes(dp_B, size_B, self.problem.memory_bytes)
+        # Where nothing is held only the parameters count; all micro-batches are the most held.
+        room = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
+        room = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, room)
+        room = np.where(free < 0, -1, room).min(axis=2)
+        return np.clip(room, -1, UNLIMITED).astype(np.int64)
 
-    def needed_bytes(self, tp: int, dp_B: Ints, size_B: Ints, steps: int, after: int) -> Floats:
-        """[Q, B]: bytes of the fullest device with ``after`` stages after the module."""
-        free, each, ahead = self._bytes(tp, dp_B, size_B, 0.0)
-        return (np.minimum(ahead + each * after, each * steps) - free).max(axis=1)
+    def needed_bytes(self, dp_B: Ints, size_B: Ints, steps: int, after: int) -> Floats:
+        """[T, Q, B]: bytes of the fullest device with ``after`` stages after the module."""
+        free, each, ahead = self._bytes(dp_B, size_B, 0.0)
+        return (np.minimum(ahead + each * after, each * steps) - free).max(axis=2)
 
     def _bytes(
-        self, tp: int, dp_B: Ints, size_B: Ints, memory_bytes: float | None
+        self, dp_B: Ints, size_B: Ints, memory_bytes: float
     ) -> tuple[Floats, Floats, Floats]:
-        """[Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        problem = self.problem
-        memory = problem.memory_bytes if memory_bytes is None else memory_bytes
-        table = self.known.bytes[:, :, :, None]
-        shards = dp_B if problem.costs.training.zero else np.ones_like(dp_B)
+        """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
+        problem, table = self.problem, self.known.bytes[:, :, :, None]
+        tp = self._tp[..., None]
         groups = (
             table[:, :, GROUPS]
-            + float(tp > 1)
+            + (tp > 1)
             + table[:, :, REDUCED] * (dp_B > 1)
             + table[:, :, HOSTED] * ((dp_B > 1) & (tp > 1))
         )
-        free = (
-            memory
-            - table[:, :, FIXED] / tp
-            - table[:, :, STATE] / tp / shards
-            - groups * problem.request.cluster.device.communicator_bytes
-        )
-        fit = problem.costs.curves(task=problem.task.name, module=self.module, tp=tp)
-        activation = curve_values(fit.activation_bytes, size_B)
+        fixed = table[:, :, FIXED] / tp
+        if problem.costs.training.zero:
+            fixed = fixed + table[:, :, STATE] / tp / dp_B
+        free = memory_bytes - fixed - groups * problem.request.cluster.device.communicator_bytes
+        activation = self._curves(size_B)[1][:, None, None]
         each, ahead = table[:, :, HELD] * activation, table[:, :, HELD_AHEAD] * activation
         if problem.request.workload.modules[self.module].recompute == "full":
             each = np.minimum(each, table[:, :, INPUTS] * size_B)
@@ -332,10 +310,8 @@ class ModuleTables:
     def _with_more_room(self, dp: Ints, samples: int, most: int, steps: int) -> Ints:
         last = np.append(dp[1:] - 1, most) if len(dp) else dp
         size = -(-samples // np.maximum(dp, 1))
-        grows = np.zeros(len(dp), dtype=np.bool_)
-        for tp in self.tps:
-            low, high = (self.room(tp, n, size, steps) for n in (dp, last))
-            grows |= (low != high).any(axis=0)
+        low, high = (self.room(n, size, steps) for n in (dp, last))
+        grows = np.any(low != high, axis=(0, 1))
         extra = [np.arange(dp[i], last[i] + 1) for i in np.flatnonzero(grows)]
         return np.unique(np.concatenate([dp, *extra]))
 
@@ -349,7 +325,7 @@ def smallest_divisors(samples: int) -> Ints:
 
 
 def all_reduce_s(
-    cluster: Cluster, num_local: Ints, num_nodes: Ints, num_bytes: Floats, *, sharers: int
+    cluster: Cluster, num_local: Ints, num_nodes: Ints, num_bytes: Floats, *, sharers: int | Ints
 ) -> Floats:
     """:func:`mmplan.links.collective_s` for many groups of ranks at once."""
     links = cluster.links

@@ -186,16 +186,18 @@ class Relaxation:
         own, problem = self._pipelines.tables[k], self._pipelines.problem
         dp, size = self._pipelines.replicas(k, frame)
         rows: list[Floats] = []
-        for tp in () if own.empty else own.tps:
-            basis = own.basis(tp, size)
-            seconds = own.known.total[0, : LOSS + 1] @ basis[: LOSS + 1]
+        if own.empty or not len(dp):
+            return np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0)
+        basis = own.basis(size)
+        for t, tp in enumerate(own.tps):
+            seconds = own.known.total[0, : LOSS + 1] @ basis[t, : LOSS + 1]
             shards = dp if problem.costs.training.zero else 1
             # All stages' bytes: some stage holds at least their mean.
-            table = own.parameter_bytes / tp
+            table = own.known.total_bytes / tp
             stages = (table[FIXED] + table[STATE] / shards) / problem.memory_bytes
             fewest = tp * dp * np.maximum(1.0, stages)
             rows.append(np.stack([np.full(len(dp), tp), dp, seconds, tp * dp * seconds, fewest]))
-        both = np.concatenate(rows, axis=1) if rows else np.zeros((5, 0))
+        both = np.concatenate(rows, axis=1)
         return both[0], both[1], both[2], both[3], both[4]
 
     def _longest(self, warm_CK: Floats) -> Floats:

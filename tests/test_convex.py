@@ -1,0 +1,334 @@
+"""``--solver convex`` against enumeration from the cost model, and its plans end to end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmplan.costs import CostModel
+from mmplan.errors import InfeasibleError
+from mmplan.schema.plan import PlannedTraining
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.solvers.convex import solve_convex
+from mmplan.solvers.convex_options import VPP
+from mmplan.solvers.convex_stages import cut_everywhere
+from mmplan.solvers.partitioner import cut_blocks
+from mmplan.solvers.problem import Candidate, Problem, Request
+from tests.solving import module_profile, profile, workload
+
+GRAPHS: dict[str, dict[str, list[str]]] = {
+    "llm": {"llm": ["llm_data"]},
+    "1 + 0": {"vision": ["vision_data"], "llm": ["vision", "llm_data"]},
+    "0 + 1": {"llm": ["llm_data"], "image": ["llm"]},
+    "1 + 1": {"vision": ["vision_data"], "llm": ["vision"], "image": ["llm"]},
+    "2 + 1": {"vision": ["v"], "audio": ["a"], "llm": ["vision", "audio"], "image": ["llm"]},
+    "3 + 0": {"vision": ["v"], "audio": ["a"], "depth": ["d"], "llm": ["vision", "audio", "depth"]},
+}
+
+
+def problem_of(
+    job: Workload, costs: Profile, devices: int, *, top: int = 1, method: str | None = None
+) -> Problem:
+    training = PlannedTraining(
+        precision=job.train.precision, zero=job.train.zero, optimizer=job.train.optimizer
+    )
+    request = Request(
+        workload=job,
+        tasks=resolve_tasks(job),
+        costs=CostModel(costs, costs.cluster, training),
+        cluster=costs.cluster,
+        devices=devices,
+        top=top,
+        method=method,
+    )
+    return Problem(request=request, task=request.tasks["default"])
+
+
+# --- the oracle ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    devices: int
+    warm_s: float
+    stage_s: float
+    reduce_s: float
+    depth: int
+    needed: tuple[tuple[float, float, float], ...]  # fixed bytes, held, held times stages ahead
+
+
+class Oracle:
+    """Every plan, from the cost model's scalar answers; shares only the cuts with the solver."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.task = problem, problem.task
+        self.cluster = problem.request.cluster
+        self.specs = problem.request.workload.modules
+        self.modules = list(problem.task.modules)
+        named = [m for m in self.modules if self.specs[m].backbone]
+        self.backbone = named[0] if named else max(self.modules, key=self._per_sample)
+        self.cuts = {m: self._cuts(m) for m in self.modules}
+
+    def _per_sample(self, module: str) -> float:
+        tp = min(self.problem.costs.tp_options(task="default", module=module))
+        return sum(self.problem.stage_s(module, (0, self.problem.blocks(module)), tp, 1))
+
+    def _cuts(self, module: str) -> list[tuple[tuple[int, int], ...]]:
+        blocks = self.problem.blocks(module)
+        tp = min(self.problem.costs.tp_options(task="default", module=module))
+        work = [sum(self.problem.stage_s(module, (b, b + 1), tp, 1)) for b in range(blocks)]
+        return cut_everywhere(work, blocks)
+
+    def best_s(self) -> float:
+        batch, pins = self.task.batch, self.specs[self.backbone].plan
+        sizes = [m for m in range(1, batch + 1) if pins.allows("microbatch", m)]
+        if pins.microbatch is None:
+            sizes = [m for m in (1, 2, 4, 8, 16) if m <= batch]
+        return min(
+            (
+                self._best_of(replicas, size)
+                for size in sizes
+                for replicas in range(1, -(-batch // size) + 1)
+                if pins.allows("dp", replicas)
+            ),
+            default=math.inf,
+        )
+
+    def _best_of(self, replicas: int, size: int) -> float:
+        batch, devices = self.task.batch, self.problem.devices
+        samples, steps = min(batch, replicas * size), -(-batch // (replicas * size))
+        whole = batch % (replicas * size) == 0
+        rows = {m: list(self._rows(m, replicas, size, samples, steps, whole)) for m in self.modules}
+        best = math.inf
+        for choice in itertools.product(*rows.values()):
+            if sum(row.devices for row in choice) <= devices:
+                best = min(best, self._value(dict(zip(rows, choice, strict=True)), steps))
+        return best
+
+    def _value(self, choice: Mapping[str, Row], steps: int) -> float:
+        memory = self.problem.memory_bytes
+        for module, row in choice.items():
+            after = self._after(module, {m: float(r.depth) for m, r in choice.items()})
+            for fixed, held, ahead in row.needed:
+                if fixed + min(ahead + held * after, held * steps) > memory * (1 + 1e-12):
+                    return math.inf
+        warm = {m: row.warm_s for m, row in choice.items()}
+        longest = max(warm[m] + self._after(m, warm) for m in choice)
+        stage = max(row.stage_s for row in choice.values())
+        return longest + (steps - 1) * stage + max(row.reduce_s for row in choice.values())
+
+    def _after(self, module: str, weight: Mapping[str, float]) -> float:
+        return max(
+            (weight[c] + self._after(c, weight) for c in self.problem.consumers(module)), default=0
+        )
+
+    def _rows(
+        self, module: str, replicas: int, size: int, samples: int, steps: int, whole: bool
+    ) -> Iterator[Row]:
+        pins, problem = self.specs[module].plan, self.problem
+        node, devices = self.cluster.devices_per_node, problem.devices
+        counts = [replicas] if module == self.backbone else range(1, samples + 1)
+        vpps = VPP if pins.vpp is None else range(1, 9)
+        for tp in problem.costs.tp_options(task="default", module=module):
+            if tp > min(node, devices) or (devices > node and node % tp):
+                continue
+            for dp, pp, vpp in itertools.product(
+                counts, range(1, len(self.cuts[module]) + 1), vpps
+            ):
+                own = size if module == self.backbone else -(-samples // dp)
+                if vpp > 1 and (module != self.backbone or pp == 1 or not whole or steps % pp):
+                    continue
+                degrees = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "microbatch": own}
+                if tp * pp * dp > devices - len(self.modules) + 1:
+                    continue  # the others have none left
+                if pp * vpp <= len(self.cuts[module]) and all(
+                    pins.allows(name, value) for name, value in degrees.items()
+                ):
+                    yield self._row(module, tp, pp, vpp, dp, own)
+
+    def _row(self, module: str, tp: int, pp: int, vpp: int, dp: int, size: int) -> Row:
+        problem, cuts = self.problem, self.cuts[module][pp * vpp - 1]
+        compute = [sum(problem.stage_s(module, cut, tp, size)) for cut in cuts]
+        messages = [self._message_s(module, c, cuts, tp, pp, size) for c in range(len(cuts))]
+        ranks = [range(p, len(cuts), pp) for p in range(pp)]
+        stage = max(sum(compute[c] + messages[c] for c in own) for own in ranks)
+        ramp = sum(compute)
+        if vpp > 1:
+            ramp = stage + max(ramp - stage, 0) / vpp
+        return Row(
+            devices=tp * pp * dp,
+            warm_s=ramp + sum(messages),
+            stage_s=stage,
+            reduce_s=self._reduce_s(module, tp, pp, dp, [[cuts[c] for c in own] for own in ranks]),
+            depth=pp * vpp,
+            needed=tuple(self._bytes(module, cuts, list(own), tp, dp, size) for own in ranks),
+        )
+
+    def _message_s(
+        self, module: str, c: int, cuts: tuple[tuple[int, int], ...], tp: int, pp: int, size: int
+    ) -> float:
+        problem, node = self.problem, self.cluster.devices_per_node
+        together = problem.devices <= node
+        if c == len(cuts) - 1:
+            if not problem.consumers(module):
+                return 0.0
+            back = problem.makes_gradient(module)
+        else:
+            together = together or node % (tp * pp) == 0
+            back = problem.stage(module, cuts[c + 1]).input_gradient
+        link = self.cluster.links.intra_node if together else self.cluster.links.inter_node
+        assert link is not None
+        num_bytes = size * problem.output_bytes(module, cuts[c][1] - 1)
+        return (1 + back) * (link.latency_s + num_bytes / link.bandwidth_bytes_per_s)
+
+    def _reduce_s(
+        self, module: str, tp: int, pp: int, dp: int, ranks: list[list[tuple[int, int]]]
+    ) -> float:
+        numbers = max(
+            sum(self.problem.gradient_bytes(module, cut, tp) for cut in own) for own in ranks
+        )
+        if not numbers:
+            return 0.0
+        places = [d * pp * tp for d in range(dp)]
+        return self.problem.costs.all_reduce_s(ranks=places, num_bytes=numbers, sharers=tp)
+
+    def _bytes(
+        self,
+        module: str,
+        cuts: tuple[tuple[int, int], ...],
+        own: list[int],
+        tp: int,
+        dp: int,
+        size: int,
+    ) -> tuple[float, float, float]:
+        problem = self.problem
+        held = {c: problem.held_bytes(module, cuts[c], tp, size) for c in own}
+        trains = any(problem.trainable(module, cuts[c]) for c in own)
+        hosts = len(cuts) - 1 in own and bool(problem.hosted_losses(module))
+        edges = bool(problem.producers(module) or problem.consumers(module))
+        groups = (problem.devices > 1) + 2 * (len(cuts) > 1 or edges) + (tp > 1)
+        groups += (dp > 1 and trains) + (hosts and dp > 1 and tp > 1)
+        fixed = sum(problem.fixed_bytes(module, cuts[c], tp, dp) for c in own)
+        return (
+            fixed + groups * self.cluster.device.communicator_bytes,
+            sum(held.values()),
+            sum(h * (len(cuts) - c) for c, h in held.items()),
+        )
+
+
+# --- random problems -----------------------------------------------------------------
+
+
+def random_module(rng: np.random.Generator, blocks: int) -> dict[str, Any]:
+    tp = {1: 1.0, 2: float(rng.uniform(1.2, 2.0))} if rng.random() < 0.6 else {1: 1.0}
+    lists = {
+        name: [float(x) for x in rng.integers(1, 4, blocks)]
+        for name in ("block_work", "block_parameters", "block_activation_bytes")
+        if rng.random() < 0.5
+    }
+    return module_profile(
+        float(rng.integers(1, 9)),
+        float(rng.integers(1, 9)),
+        fixed_s=float(rng.choice([0.0, 0.5, 3.0])),
+        blocks=blocks,
+        tp=tp,
+        parameters=float(rng.integers(0, 50)),
+        activation_bytes=float(rng.integers(0, 200)),
+        output_bytes_per_sample=float(rng.integers(0, 5)),
+        boundary_bytes_per_sample=float(rng.integers(0, 5)),
+        **lists,
+    )
+
+
+def random_problem(rng: np.random.Generator, graph: str) -> Problem:
+    names = GRAPHS[graph]
+    many = len(names) > 2
+    devices = int(rng.integers(max(1, len(names) - 1), 6 if many else 7))
+    batch = int(rng.integers(1, 6 if many else 9))
+    modules: dict[str, dict[str, Any]] = {}
+    for name, inputs in names.items():
+        spec: dict[str, Any] = {"inputs": inputs}
+        if rng.random() < 0.3:
+            spec["frozen"] = True
+        elif rng.random() < 0.2:
+            spec["frozen"] = [[0, 1]]
+        if rng.random() < 0.3:
+            spec["recompute"] = "full"
+        if rng.random() < 0.25:
+            pin = str(rng.choice(["tp", "pp", "dp", "microbatch"]))
+            spec["plan"] = {pin: [1, 2] if rng.random() < 0.5 else int(rng.integers(1, 3))}
+        modules[name] = spec
+    if rng.random() < 0.3:
+        modules[str(rng.choice(list(names)))]["backbone"] = True
+    last = list(names)[-1]
+    job = workload(
+        modules,
+        batch=batch,
+        losses={"loss": {"factory": "mmplan.zoo.losses:clip", "inputs": [last, "y"]}},
+        train={
+            "zero": int(rng.integers(0, 2)),
+            "precision": str(rng.choice(["fp32", "bf16"])),
+            "optimizer": str(rng.choice(["AdamW", "SGD"])),
+        },
+    )
+    costs = profile(
+        {name: random_module(rng, int(rng.integers(1, 5))) for name in names},
+        devices,
+        per_node=int(rng.choice([2, 4, 8])),
+        memory_bytes=float(rng.choice([300, 600, 1000, 2000, 1e9])),
+        inter={"latency_s": 0.25, "bandwidth_bytes_per_s": 16.0},
+        intra={"latency_s": 0.0, "bandwidth_bytes_per_s": 64.0},
+        losses={"loss": {"points": [{"samples": 1, "forward_s": 0.25, "backward_s": 0.5}]}},
+    )
+    if rng.random() < 0.3:
+        device = costs.cluster.device.model_copy(update={"communicator_bytes": 20.0})
+        cluster = costs.cluster.model_copy(update={"device": device})
+        costs = costs.model_copy(update={"cluster": cluster})
+    return problem_of(job, costs, devices)
+
+
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_equals_enumeration(graph: str, count: int) -> None:
+    rng = np.random.default_rng(sum(map(ord, graph)) + count)
+    solved = 0
+    for _ in range(count):
+        problem = random_problem(rng, graph)
+        values = [c.objective_s for c in candidates(problem)]
+        expected = Oracle(problem).best_s()
+        assert min(values, default=math.inf) == pytest.approx(expected, rel=1e-9)
+        solved += bool(values)
+    assert count / 4 < solved < count
+
+
+def candidates(problem: Problem) -> tuple[Candidate, ...]:
+    """What the solver finds, with its certificate checked; nothing where nothing fits."""
+    try:
+        solution = solve_convex(problem.request)
+    except InfeasibleError:
+        return ()
+    assert all(solution.lower_bound_s <= c.objective_s for c in solution.candidates)
+    return solution.candidates
+
+
+def test_one_recurrence_cuts_as_well_as_the_partitioner() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        work = [float(x) for x in rng.integers(0, 6, int(rng.integers(1, 12)))]
+        for stages, cuts in enumerate(cut_everywhere(work, len(work)), start=1):
+            expected = cut_blocks(work, stages)
+            assert len(cuts) == stages
+            assert [a for a, _ in cuts] == [0, *(b for _, b in cuts[:-1])]
+            assert cuts[-1][1] == len(work)
+            assert all(a < b for a, b in cuts)
+            slowest = max(sum(work[a:b]) for a, b in cuts)
+            assert slowest == max(sum(work[a:b]) for a, b in expected)
