@@ -257,7 +257,9 @@ def _each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Ten
     if len(values):
         return Ragged(run(values), lengths)
     # transformers reshapes to sizes that it infers, which an empty tensor does not allow.
-    return Ragged(run(values.new_zeros((1, *values.shape[1:])))[:0], lengths)
+    # Joined to the empty one, so that gradients (of zero) reach whatever made it.
+    one = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
+    return Ragged(run(one)[:0], lengths)
 
 
 def _embed_image(part: Part, image: Tensor) -> Tensor:

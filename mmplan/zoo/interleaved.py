@@ -8,13 +8,14 @@ Data fields of both data sets, for one sample:
 - ``targets`` (ragged, those images that are to be drawn from the text before them) and
   ``starts`` (ragged int64, the position of the first placeholder of each).
 
-``work(index)`` is the relative cost of a sample in the modules "vision", "llm" and
-"generator": images, 1 (sequences are padded to one length) and targets.
+``work(index)`` is the relative cost of a sample by module: its number of images, 1 where
+sequences are what counts (they are padded to one length), or its number of targets. Which
+module is which says the argument ``work``, by default ``WORK``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, prompts
 # Ids 1 to 60 are words of mmplan.zoo.digits.
 VOCAB, DRAW, BEGIN, IMAGE = 64, 61, 62, 63
 IGNORE = -100
+WORK = {"vision": "images", "llm": "sequence", "generator": "targets"}
 Sample = dict[str, Tensor | Ragged]
 # The sequences are part of the data: they do not follow train.seed.
 _DATA_SEED = 20240611
@@ -78,9 +80,15 @@ class InterleavedDigits(Dataset[Sample]):
     """
 
     def __init__(
-        self, *, scans: CaptionedDigits, kinds: list[Tensor], length: int, rows: int
+        self,
+        *,
+        scans: CaptionedDigits,
+        kinds: list[Tensor],
+        length: int,
+        rows: int,
+        work: Mapping[str, str],
     ) -> None:
-        self._scans, self._kinds = scans, kinds
+        self._scans, self._kinds, self._work = scans, kinds, dict(work)
         self._length, self._rows = length, rows
         self._captions = [
             [_words(prompt) for prompt in of_digit] for of_digit in prompts().unbind(0)
@@ -104,8 +112,8 @@ class InterleavedDigits(Dataset[Sample]):
     def work(self, index: int) -> dict[str, float]:
         """Relative cost of a sample by module."""
         kinds = self._kinds[index]
-        images, targets = (kinds != _TEXT).sum(), (kinds == _DRAW).sum()
-        return {"vision": float(images), "llm": 1.0, "generator": float(targets)}
+        images, targets = int((kinds != _TEXT).sum()), int((kinds == _DRAW).sum())
+        return _work_of(self._work, images=images, targets=targets)
 
     def _add(self, sequence: _Sequence, kind: int, image: Tensor, caption: list[int]) -> None:
         if kind == _READ:
@@ -128,8 +136,9 @@ class SyntheticSequences(Dataset[Sample]):
         rows: int,
         image: int,
         vocab: int,
+        work: Mapping[str, str],
     ) -> None:
-        self._counts = counts.tolist()
+        self._counts, self._work = counts.tolist(), dict(work)
         self._length, self._rows, self._vocab = length, rows, vocab
         self._shape = (3, image, image)
 
@@ -153,7 +162,7 @@ class SyntheticSequences(Dataset[Sample]):
         """Relative cost of a sample by module."""
         count = self._counts[index]
         targets = sum(map(_is_target, range(count)))
-        return {"vision": float(count), "llm": 1.0, "generator": float(targets)}
+        return _work_of(self._work, images=count, targets=targets)
 
 
 def digits(
@@ -163,6 +172,7 @@ def digits(
     length: int = 96,
     rows: int = 4,
     sigma: float = 0.8,
+    work: Mapping[str, str] = WORK,
 ) -> InterleavedDigits:
     """Captioned scans of one split, interleaved; the number of images is log-normal.
 
@@ -172,11 +182,13 @@ def digits(
         length: tokens of a sequence, at least 32.
         rows: tokens that the encoder makes of an image.
         sigma: of the logarithm of the number of images; the median is two.
+        work: module to what its cost goes with: "images", "sequence" or "targets".
 
     Raises:
         InvalidInputError: a split that does not exist, or sizes that are too small.
     """
     check_sizes(sequences=sequences, rows=rows)
+    _check_work(work)
     longest = 2 + rows + max(len(line.split()) for line in TEMPLATES)
     if length < longest:
         raise InvalidInputError(
@@ -192,7 +204,9 @@ def digits(
         text_only, *draws = torch.rand(count + 1, generator=generator).tolist()
         kind = [_TEXT if text_only < 0.1 else _DRAW if draw < 0.4 else _READ for draw in draws]
         kinds.append(torch.tensor(kind))
-    return InterleavedDigits(scans=captioned(split), kinds=kinds, length=length, rows=rows)
+    return InterleavedDigits(
+        scans=captioned(split), kinds=kinds, length=length, rows=rows, work=work
+    )
 
 
 def synthetic(
@@ -204,6 +218,7 @@ def synthetic(
     vocab: int = 32_000,
     median: float = 2.0,
     sigma: float = 0.8,
+    work: Mapping[str, str] = WORK,
 ) -> SyntheticSequences:
     """Noise in the shape of a multimodal LLM's data; every second image is to be drawn.
 
@@ -218,11 +233,13 @@ def synthetic(
         vocab: number of token ids.
         median: images of a sample.
         sigma: of the logarithm of their number.
+        work: module to what its cost goes with: "images", "sequence" or "targets".
 
     Raises:
         InvalidInputError: a sequence that has no room for an image.
     """
     check_sizes(samples=samples, length=length, rows=rows, image=image, vocab=vocab)
+    _check_work(work)
     if rows >= length:
         raise InvalidInputError(
             f"an image takes {rows} tokens, a sequence has {length}",
@@ -232,7 +249,9 @@ def synthetic(
     counts = _counts(
         samples, median=median, sigma=sigma, most=(length - 1) // rows, generator=generator
     )
-    return SyntheticSequences(counts=counts, length=length, rows=rows, image=image, vocab=vocab)
+    return SyntheticSequences(
+        counts=counts, length=length, rows=rows, image=image, vocab=vocab, work=work
+    )
 
 
 @torch.no_grad()
@@ -290,6 +309,20 @@ def _counts(
     """Log-normal whole numbers from 0 to ``most``, [samples] int64."""
     normal = torch.randn(samples, generator=generator, dtype=torch.float64)
     return (median * (sigma * normal).exp()).round().long().clamp(0, most)
+
+
+def _work_of(work: Mapping[str, str], *, images: int, targets: int) -> dict[str, float]:
+    costs = {"images": float(images), "sequence": 1.0, "targets": float(targets)}
+    return {module: costs[what] for module, what in work.items()}
+
+
+def _check_work(work: Mapping[str, str]) -> None:
+    unknown = [what for what in work.values() if what not in WORK.values()]
+    if unknown:
+        raise InvalidInputError(
+            f"a module's work cannot go with {unknown[0]!r}",
+            hint=f"choose of {', '.join(WORK.values())}",
+        )
 
 
 def _is_target(number: int) -> bool:
