@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -43,12 +46,54 @@ def build_optimizer(
             f"train.optimizer: {train.optimizer} needs whole parameters on every rank",
             hint=f"choose of {', '.join(sorted(ELEMENTWISE))}, or a plan with tp 1",
         )
+    _try_arguments(kind, train.optimizer_args, "train.optimizer_args")
+    for index, group in enumerate(train.groups):
+        arguments = {**train.optimizer_args, **group.optimizer_args}
+        _try_arguments(kind, arguments, f"train.groups[{index}].optimizer_args")
     if not parameters:
         return None
+    return kind(_groups(train, parameters), **train.optimizer_args)
+
+
+def group_of(train: TrainSpec, name: str) -> int | None:
+    """Index of the first of the workload's groups that a parameter's full name matches."""
+    for index, group in enumerate(train.groups):
+        if fnmatchcase(name, group.match):
+            return index
+    return None
+
+
+def _groups(
+    train: TrainSpec, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
+    members: defaultdict[int | None, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in parameters:
+        members[group_of(train, name)].append(parameter)
+    return [
+        {"params": found, **({} if index is None else train.groups[index].optimizer_args)}
+        for index, found in members.items()
+    ]
+
+
+def _try_arguments(kind: Any, arguments: dict[str, Any], field: str) -> None:
+    """Make one optimizer of a number: torch does not look at the arguments of groups."""
     try:
-        return kind([parameter for _, parameter in parameters], **train.optimizer_args)
-    except (TypeError, ValueError) as error:
+        kind([nn.Parameter(torch.zeros(1))], **arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"train.optimizer_args: {train.optimizer}: {error}",
-            hint=f"see torch.optim.{train.optimizer} for its arguments",
+            f"{field}: {kind.__name__}: {error}",
+            hint=f"see torch.optim.{kind.__name__} for its arguments",
         ) from None
+
+
+def rate_factor(train: TrainSpec, step: int) -> float:
+    """What every learning rate is multiplied with at a step (counted from 0)."""
+    schedule = train.schedule
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    falling_steps = (schedule.total_steps or train.steps) - schedule.warmup_steps
+    done = min((step - schedule.warmup_steps) / falling_steps, 1.0) if falling_steps > 0 else 1.0
+    left = 1.0 - done if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.final_ratio + (1.0 - schedule.final_ratio) * left

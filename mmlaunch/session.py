@@ -202,6 +202,7 @@ class Session:
             workload.train,
             self._state,
             reductions,
+            transport,
             tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
         )
 
@@ -296,8 +297,8 @@ class Session:
         for hook in self.hooks.on_loss:
             hook(self, loss)
         began = time.perf_counter()
-        self.update.apply()
-        result = replace(done, update_s=time.perf_counter() - began)
+        norm = self.update.apply(self.step_count)
+        result = replace(done, grad_norm=norm, update_s=time.perf_counter() - began)
         self.step_count += 1
         for hook in self.hooks.on_step:
             hook(self, result)

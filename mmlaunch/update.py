@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from mmlaunch.optimizer import build_optimizer
+from mmlaunch.optimizer import build_optimizer, group_of, rate_factor
 from mmlaunch.reductions import Reductions
 from mmlaunch.state import LocalState
+from mmlaunch.transport import Transport
+from mmplan.errors import InvalidInputError
 from mmplan.schema.workload import TrainSpec
 
 
@@ -18,11 +22,16 @@ class Update:
         train: the workload's.
         state: says which replica counts.
         reductions: has the slices of ZeRO-1, and gathers them.
+        transport: adds up the gradients' norm.
         tensor_parallel: whether any parameter of the run is cut over ranks.
 
     Attributes:
         parts: what this rank updates.
         optimizer: None where that is nothing.
+
+    Raises:
+        InvalidInputError: the optimizer's class or arguments are wrong, or a group matches no
+            parameter of the run.
     """
 
     def __init__(
@@ -30,10 +39,11 @@ class Update:
         train: TrainSpec,
         state: LocalState,
         reductions: Reductions,
+        transport: Transport,
         *,
         tensor_parallel: bool,
     ) -> None:
-        self._reductions = reductions
+        self._train, self._reductions, self._transport = train, reductions, transport
         self.parts = reductions.parts(state.writes)
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(
             train,
@@ -41,12 +51,63 @@ class Update:
             sharded=tensor_parallel or train.zero > 0,
         )
 
-    def apply(self) -> None:
-        """Update the parameters on all ranks; gradients are gone afterwards."""
+        # The rates that the schedule's factor is for.
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        self._rates = [(group, group["lr"]) for group in groups]
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Refuse patterns that no parameter of any rank matches."""
+        if not self._train.groups:
+            return
+        mine = {group_of(self._train, part.name) for part in self.parts}
+        used = set[int | None]().union(*self._transport.gather_objects(mine))
+        for index, group in enumerate(self._train.groups):
+            if index not in used:
+                raise InvalidInputError(
+                    f"train.groups[{index}].match: {group.match!r} matches no trained parameter "
+                    "that is not in an earlier group",
+                    hint="names are module.block.parameter and losses.NAME.parameter, as in "
+                    "final.safetensors",
+                )
+
+    def apply(self, step: int) -> float | None:
+        """Update the parameters on all ranks; gradients are gone afterwards.
+
+        Args:
+            step: number of this step, for the schedule.
+
+        Returns:
+            The norm of all gradients before they were clipped; None without clipping.
+        """
+        norm = None if self._train.clip_grad_norm is None else self._clip()
         if self.optimizer is not None:
+            factor = rate_factor(self._train, step)
+            for group, rate in self._rates:
+                group["lr"] = rate * factor
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self._reductions.gather()
+        return norm
+
+    def _clip(self) -> float:
+        """Scale all gradients such that their common norm is at most the workload's.
+
+        Each element counts once: of replicas and of equal parts one rank's, of shards and
+        slices each. Scaled as ``torch.nn.utils.clip_grad_norm_`` does.
+        """
+        counted = [p.tensor.grad for p in self.parts if p.counts and p.tensor.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        for grad in counted:
+            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        self._transport.all_reduce(squares, tuple(range(self._transport.world_size)))
+        norm = math.sqrt(squares.item())
+        scale = (self._train.clip_grad_norm or math.inf) / (norm + 1e-6)
+        # Not a number scales too, as in torch: the loss is then none either, and ends the run.
+        if not scale >= 1.0:
+            for gradient in self.gradients().values():
+                gradient.mul_(scale)
+        return norm
 
     def gradients(self) -> dict[str, Tensor]:
         """Summed gradients by full name: of whole parameters, or of this rank's flat slices."""

@@ -71,7 +71,8 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
         folder = ctx.run_dir / CHECKPOINTS
         # A worker that is started anew after a failure always goes on from the last save.
         if job.resume or ctx.attempt > 0:
-            _load_latest(session, folder)
+            if not _load_latest(session, folder):
+                _report(ctx, {"message": f"no checkpoint in {folder}: starting at step 0"})
         log = _Metrics(ctx, session.step_count) if ctx.rank == 0 else None
         stopped, spans = False, []
         while session.step_count < job.steps and not stopped:
@@ -81,7 +82,9 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
                 log.add(session, result)
             _check_finite(result)
             stopped = result.stop and session.step_count < job.steps
-            if stopped or (job.save_every and session.step_count % job.save_every == 0):
+            # The last step is saved too: a later run may go on from it with more --steps.
+            ended = session.step_count == job.steps
+            if stopped or (job.save_every and (ended or session.step_count % job.save_every == 0)):
                 path = session.save(folder)
                 _report(ctx, {"kind": "checkpoint", "step": session.step_count, "path": str(path)})
         if not stopped:
@@ -102,7 +105,7 @@ def _is_timed(session: Session, job: TrainJob) -> bool:
     return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
 
 
-def _load_latest(session: Session, folder: Path) -> None:
+def _load_latest(session: Session, folder: Path) -> bool:
     if session.rank == 0:
         checkpoints.clean(folder)
     # The others must look after the cleaning, and all must take the same one.
@@ -110,6 +113,7 @@ def _load_latest(session: Session, folder: Path) -> None:
     chosen = session.transport.broadcast_object(None if newest is None else str(newest), 0)
     if chosen is not None:
         session.load(chosen)
+    return chosen is not None
 
 
 def _check_finite(result: StepResult) -> None:
@@ -144,6 +148,8 @@ class _Metrics:
             "update_s": result.update_s,
             "data_s": result.data_s,
         }
+        if result.grad_norm is not None:
+            entry["grad_norm"] = result.grad_norm
         try:
             # JSON has no NaN: such a loss is written as null and ends the run.
             finite = {k: v if v == v and abs(v) < float("inf") else None for k, v in entry.items()}

@@ -45,7 +45,7 @@ def train_planned(
         results: list[StepResult] = list(session.steps(steps))
         after(session)
         return Trained(
-            weights=session.evaluate(_named),
+            weights=session.evaluate(lambda modules: _named(modules, session)),
             losses=[result.loss for result in results],
             norms=[result.grad_norm for result in results],
         )
@@ -95,9 +95,12 @@ def worst_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
-def _named(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
+def _named(modules: dict[str, nn.Module], session: Session) -> dict[str, Tensor]:
+    """Parameters by full name, those of a shared module under their owner's only."""
+    users = {s.module for s in session.program.stages} - {s.owner for s in session.program.stages}
     return {
         f"{owner}.{name}": parameter.detach().clone()
         for owner, module in modules.items()
+        if owner not in users
         for name, parameter in module.named_parameters()
     }

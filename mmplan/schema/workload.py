@@ -17,8 +17,10 @@ from mmplan.schema.base import (
     Float,
     Index,
     Int,
+    Positive,
     Range,
     Record,
+    Size,
     Str,
     load_document,
 )
@@ -94,12 +96,48 @@ class TaskSpec(Record):
     frozen: dict[Str, Frozen] = Field(default_factory=dict)
 
 
+class RateSpec(Record):
+    """Factor of every learning rate at each step (counted from 0).
+
+    It rises linearly to 1 over the warmup, then falls from 1 to ``final_ratio`` until
+    ``total_steps`` (linear, cosine) or stays (constant).
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Index = 0
+    total_steps: Count | None = Field(default=None, description="default: train.steps")
+    final_ratio: Size = 0.0
+
+    @model_validator(mode="after")
+    def _ends_after_its_warmup(self) -> RateSpec:
+        if self.total_steps is not None and self.total_steps < self.warmup_steps:
+            raise ValueError(
+                f"total_steps: {self.total_steps} is less than the {self.warmup_steps} of "
+                "warmup_steps"
+            )
+        return self
+
+
+class GroupSpec(Record):
+    """Parameters with arguments of their own; a parameter is in the first group it matches."""
+
+    match: Str = Field(
+        min_length=1, description='pattern of full parameter names with * and ?: "*.bias"'
+    )
+    optimizer_args: Args = Field(min_length=1)
+
+
 class TrainSpec(Record):
     """How parameters are updated."""
 
     seed: Int = 0
     optimizer: Str = "AdamW"
     optimizer_args: Args = Field(default_factory=dict)
+    groups: tuple[GroupSpec, ...] = ()
+    schedule: RateSpec = RateSpec()
+    clip_grad_norm: Positive | None = Field(
+        default=None, description="largest norm of all gradients together; larger ones are scaled"
+    )
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     zero: Literal[0, 1] = 0
     reorder: Bool = Field(
