@@ -27,15 +27,16 @@ def train_and_resume(ctx: WorkerContext, case: Case, folder: Path) -> dict[str, 
 
 
 def gradients_and_resume(
-    ctx: WorkerContext, plan: Plan, workload: Workload, folder: Path
-) -> tuple[LocalGradients, dict[str, Any]]:
-    """One planned step, and what :func:`train_and_resume` does."""
+    ctx: WorkerContext, cases: list[tuple[Plan, Workload]], folder: Path
+) -> tuple[list[LocalGradients], dict[str, Any]]:
+    """One planned step of each, and what :func:`train_and_resume` does with the first."""
 
-    def made() -> Session:
+    def made(plan: Plan, workload: Workload) -> Session:
         transport = DistTransport(ctx.device.device, ctx.heartbeat)
         return Session(plan=plan, workload=workload, folder=HERE, transport=transport)
 
-    return planned_step(made()), _train_and_resume(made, folder)
+    found = [planned_step(made(*case)) for case in cases]
+    return found, _train_and_resume(lambda: made(*cases[0]), folder)
 
 
 def _train_and_resume(made: Callable[[], Session], folder: Path) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from tests.programs import loss, make_plan, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
 
-# Both towers on the same two replicas.
-GLOO = Case(dp=2, k=2, samples=12, feature="colocated")
 ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
 
 
@@ -35,6 +33,17 @@ def _workload(case: Case, **train: Any) -> Workload:
     workload = case.workload()
     fields = {**ADAMW, "zero": 1, **train}
     return workload.model_copy(update={"train": workload.train.model_copy(update=fields)})
+
+
+# Both towers on the same two replicas; and bf16 in messages and in sums of tensor parallelism.
+_REPLICAS = _case(dp=2, feature="colocated")
+_CUT = _case(tp=2, feature="colocated")
+_PIPELINE = _case(pp=2, feature="colocated")
+GLOO = [
+    (_REPLICAS.plan(), _workload(_REPLICAS)),
+    (_CUT.plan(), _workload(_CUT, precision="bf16")),
+    (_PIPELINE.plan(), _workload(_PIPELINE, precision="bf16")),
+]
 
 
 @pytest.mark.parametrize(
@@ -178,12 +187,11 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any], Path]:
-    """One step's gradients, and a run that is saved and resumed, on two processes."""
-    case = GLOO
+    """``[rank][case]`` gradients, and a run that is saved and resumed, on two processes."""
     folder = tmp_path_factory.mktemp("gloo")
     found = launch(
         entry=gradients_and_resume,
-        args=(case.plan(), _workload(case), folder / "checkpoints"),
+        args=(GLOO, folder / "checkpoints"),
         num_ranks=2,
         run_dir=folder / "run",
         timeout_s=120.0,
@@ -191,19 +199,26 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list
     return [f[0] for f in found], [f[1] for f in found], folder / "checkpoints"
 
 
-def test_slices_over_gloo_equal_one_process(over_gloo: tuple[list[Any], list[Any], Path]) -> None:
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_two_processes_over_gloo_equal_one(
+    index: int, over_gloo: tuple[list[Any], list[Any], Path]
+) -> None:
     gradients, _, _ = over_gloo
-    verdict = compare(_workload(GLOO), HERE, compile_plan(GLOO.plan()), gradients)
+    plan, workload = GLOO[index]
+    verdict = compare(workload, HERE, compile_plan(plan), [rank[index] for rank in gradients])
     assert not verdict.differences, verdict.differences[:5]
-    assert all(found.spans for found in gradients)
+    if index == 0:
+        assert all(rank[index].spans for rank in gradients)
 
 
-def test_slices_over_gloo_train_and_resume(over_gloo: tuple[list[Any], list[Any], Path]) -> None:
+def test_slices_over_gloo_train_and_resume(
+    over_gloo: tuple[list[Any], list[Any], Path],
+) -> None:
     _, reports, folder = over_gloo
     for report in reports:
         assert report["losses"][0] == report["losses"][1]
         assert report["step"] == 3
-    workload = _workload(GLOO)
-    alone = train_alone(GLOO.plan(), workload, 3, plain(workload))
+    plan, workload = GLOO[0]
+    alone = train_alone(plan, workload, 3, plain(workload))
     weights = load_file(folder / "resumed.safetensors")
     assert worst_difference(weights, alone.weights) < 1e-9
