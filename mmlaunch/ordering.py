@@ -23,7 +23,7 @@ class StepOrder:
 
     Args:
         order: of the task's batches.
-        dataset: has ``work(index) -> {module: cost}``, costs in a unit common to all modules.
+        dataset: has ``work(index) -> {module: cost}``; each module in a unit of its own.
         modules: names that may stand there.
         seed: of the training.
     """

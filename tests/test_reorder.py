@@ -276,7 +276,6 @@ def test_skewed_batches_end_a_fifth_earlier(encoders: int, replicas: int) -> Non
     ratios: list[float] = []
     for seed in range(3):
         work = skewed(batch, seed, "e", "l")
-        work["e"] *= encoders / replicas / 3
         draws = np.random.default_rng(seed).permuted(np.tile(np.arange(batch), (20, 1)), axis=1)
         random_time = order.makespans(draws, work).mean()
         ratios.append(float(order.makespans(order(work, seed)[None], work)[0] / random_time))
@@ -295,17 +294,33 @@ def test_the_time_of_a_batch_is_that_of_its_samples() -> None:
     work = skewed(8, 3, "e", "l")
     samples = np.random.default_rng(0).permutation(8)
     recurrence = make_recurrence(program)
+    # The encoder has no backward; the LLM's first stage is the busiest with 2 of 3 blocks.
+    busiest = {"e": 1.0, "l": 2 / 3 * (1 + 2)}
     share = {0: 1.0, 1: 2 / 3, 2: 1 / 3}
     times = np.zeros((recurrence.num_nodes, 1))
     for node, index in enumerate(recurrence.stage.tolist()):
         if index >= 0:
             stage = program.stages[index]
             start, stop = stage.microbatches[0][recurrence.mb[node]]
-            load = work[stage.module][samples[start:stop]].sum() * share[index]
+            whole = work[stage.module].sum() * busiest[stage.module]
+            load = work[stage.module][samples[start:stop]].sum() * share[index] / whole
             # Both the inputs' and the weights' gradient.
             times[node] = load * (2 if recurrence.backward[node] else 1)
     got = BatchOrder(program, "default").makespans(samples[None], work)
     assert got[0] == pytest.approx(recurrence.makespans(times)[0], rel=1e-12)
+
+
+def test_the_unit_of_work_does_not_matter() -> None:
+    plan = make_plan(
+        unit("e", k=8, kind="1f1b"),
+        unit("l", "e", dp=2, pp=2, k=4, kind="1f1b"),
+        losses=[loss("x", "l")],
+        batch=8,
+    )
+    order = BatchOrder(compile_plan(plan), "default")
+    work = skewed(8, 0, "e", "l")
+    other = {"e": work["e"] * 1024, "l": work["l"] / 4}
+    assert order(work, 1).tolist() == order(other, 1).tolist()
 
 
 def test_uneven_shares_get_equal_work_in_their_numbers() -> None:

@@ -69,8 +69,10 @@ class BatchOrder:
     searched with the recurrence of the whole program. Samples stay within the sync batches of
     cross-sample losses. Whoever asks with the same numbers gets the same order.
 
-    A stage's forward is taken to last its samples' work, times its share of the module's
-    blocks, by its tp degree; its backward once that for the inputs and once for what trains.
+    Work counts within its module only. A plan gives modules devices so that all are busy, so
+    the busiest stages of all modules are taken to be busy for equal times: 1 in a whole step.
+    Within a module, time goes with a stage's blocks by its tp degree, a backward lasting as
+    long as a forward for the inputs and once more for what trains.
 
     Args:
         program: of a plan.
@@ -106,14 +108,14 @@ class BatchOrder:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
 
         Args:
-            work: per module the work of each sample of the batch, in a unit common to all
-                modules; a module that is absent counts as free.
+            work: per module the work of each sample of the batch, in any unit; a module that
+                is absent counts as free.
             seed: of the search, the same on every rank.
 
         Raises:
             InvalidInputError: work is negative or not finite, or not one number a sample.
         """
-        self._check(work)
+        work = self._scaled(work)
         given = np.arange(self.batch)
         groupings = [self._grouped(weight_B) for weight_B in self._weights(work)]
         if not groupings:
@@ -123,11 +125,14 @@ class BatchOrder:
         grouped = groupings[first.index(min(first))]
         found = self._searched(grouped, work, seed, self._effort)
         order = self._sources(found.order[None, :], grouped)[0]
-        before, after = self.makespans(np.array([given, order]), work)
+        before, after = self._makespans(np.array([given, order]), work)
         return order if after < before else given
 
     def makespans(self, orders: Indices, work: Mapping[str, Floats]) -> Floats:
-        """Makespans [R] of orders [R, batch], in the unit of the work."""
+        """Makespans [R] of orders [R, batch]; 1 is the busy time of the busiest stages."""
+        return self._makespans(orders, self._scaled(work))
+
+    def _makespans(self, orders: Indices, work: Mapping[str, Floats]) -> Floats:
         loads = [np.zeros((1, len(orders)))]
         for part in self._parts:
             load = np.zeros((len(part.start), len(orders)))
@@ -160,13 +165,21 @@ class BatchOrder:
             scales.append(scale)
         return np.array(rows, np.intp), np.array(scales)[:, None]
 
-    def _check(self, work: Mapping[str, Floats]) -> None:
+    def _scaled(self, work: Mapping[str, Floats]) -> dict[str, Floats]:
+        """Work whose busiest stage is busy for 1 on average over its replicas."""
+        scaled: dict[str, Floats] = {}
         for name, values in work.items():
             check_work(values)
             if len(values) != self.batch:
                 raise InvalidInputError(
                     f"{len(values)} samples have work for {name}, the batch has {self.batch}"
                 )
+        for part in self._parts:
+            if part.module in work:
+                # A running sum: it rounds alike on every processor.
+                busy = float(np.cumsum(work[part.module])[-1]) * part.slowest / part.replicas
+                scaled[part.module] = work[part.module] / (busy or 1.0)
+        return scaled
 
     def _weights(self, work: Mapping[str, Floats]) -> Iterator[Floats]:
         """What may be balanced over replicas: all of a sample's work, or that of one module."""
@@ -200,7 +213,7 @@ class BatchOrder:
         for index, cell in enumerate(self._cells):
             lists[cell.segment, cell.replica, cell.stop - cell.start].append(index)
         return search_order(
-            lambda orders: self.makespans(self._sources(orders, grouped), work),
+            lambda orders: self._makespans(self._sources(orders, grouped), work),
             self._per_cell(np.array(rows)),
             list(lists.values()),
             seed=seed,
@@ -266,6 +279,7 @@ class _Part:
         rows: row of a micro-batch in these.
         blocks: of the whole module.
         slowest: forward and backward of its slowest stage, per work.
+        replicas: that share the batch there.
     """
 
     module: str
@@ -274,6 +288,7 @@ class _Part:
     rows: dict[tuple[int, int], int]
     blocks: int
     slowest: float
+    replicas: int
 
     @classmethod
     def of(cls, stages: Sequence[Stage], module: str) -> _Part:
@@ -287,6 +302,7 @@ class _Part:
             rows={span: row for row, span in enumerate(spans)},
             blocks=blocks,
             slowest=max(sum(_cost(stage, blocks)) for stage in own),
+            replicas=max(stage.dp for stage in own),
         )
 
 
