@@ -70,9 +70,9 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     ) as session:
         folder = ctx.run_dir / CHECKPOINTS
         # A worker that is started anew after a failure always goes on from the last save.
-        if job.resume or ctx.attempt > 0:
-            if not _load_latest(session, folder):
-                _report(ctx, {"message": f"no checkpoint in {folder}: starting at step 0"})
+        going_on = job.resume or ctx.attempt > 0
+        if going_on and not _load_latest(session, folder):
+            _report(ctx, {"message": f"no checkpoint in {folder}: starting at step 0"})
         log = _Metrics(ctx, session.step_count) if ctx.rank == 0 else None
         stopped, spans = False, []
         while session.step_count < job.steps and not stopped:
