@@ -73,8 +73,14 @@ def test_bf16_is_recomputed_in_bf16() -> None:
     assert worst_difference(again.weights, kept.weights) == 0.0
 
 
-def test_a_module_that_two_tasks_train_differently_keeps_its_freezes() -> None:
-    """In backward a parameter that this task freezes trains again: the second run must not."""
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_module_that_two_tasks_train_differently_keeps_its_freezes(
+    precision: str,
+) -> None:
+    """In backward a parameter that this task freezes trains again: the second run must not.
+
+    Nor may a narrow copy that leads to the weight be used where the weight is frozen.
+    """
     units = [
         unit("v", "a", task="x", blocks=3, k=2, dp=2, frozen=((1, 2),)),
         unit("v", "b", task="y", name="y.v", blocks=3, k=2, dp=2, ranks=[[[0]], [[1]]]),
@@ -84,7 +90,7 @@ def test_a_module_that_two_tasks_train_differently_keeps_its_freezes() -> None:
         loss("counted", "v", "mask", task="y"),
     ]
     plan = make_plan(*units, losses=losses, batch=12)
-    workload = make_workload(units, losses, batch=12)
+    workload = make_workload(units, losses, batch=12, precision=precision)
     module = workload.modules["v"].model_copy(update={"recompute": "full"})
     workload = workload.model_copy(update={"modules": {"v": module}})
     verdict = verify_in_process(plan, workload)
