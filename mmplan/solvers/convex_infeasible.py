@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -45,21 +46,37 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
     if devices is not None:
         ways.append(f"{devices - problem.devices} more devices")
     if memory is not None:
-        ways.append(f"{memory - have:.3g} more bytes on each device")
+        ways.append(f"{_rounded_up(memory - have)} more bytes on each device")
+    modules = ", ".join(problem.task.modules)
     if memory is None:
         listed = _listed(_with_devices(problem, devices or problem.devices))
         return InfeasibleError(
-            f"devices are the tightest constraint: a pipeline of {', '.join(problem.task.modules)} "
-            f"takes at least {devices} ({listed}), there are {problem.devices}",
+            f"devices are the tightest constraint: a pipeline of {modules} takes at least "
+            f"{devices} ({listed}), there are {problem.devices}",
             hint=f"give it {ways[0]}, or use --solver auto, which may share them",
         )
     fullest, needed = _fullest(problem)
+    if needed > have:
+        reason = (
+            f"module {fullest} needs {_rounded_up(needed)} bytes on a device at best, a device "
+            f"has {have:.3g}"
+        )
+    else:
+        listed = "" if devices is None else f" ({_listed(_with_devices(problem, devices))})"
+        reason = (
+            f"with {have:.3g} bytes on a device, a pipeline of {modules} takes "
+            f"{devices or 'more than any number of'} devices{listed}, there are {problem.devices}"
+        )
     return InfeasibleError(
-        f"memory is the tightest constraint, and {fullest} needs most: {needed:.3g} bytes on a "
-        f"device at best, a device has {have:.3g}; {problem.devices} devices hold the pipeline "
-        f"with {memory:.3g} bytes each",
+        f"memory is the tightest constraint: {reason}",
         hint=f"give it {' or '.join(ways)}, recompute: full for {fullest}, or zero: 1",
     )
+
+
+def _rounded_up(num_bytes: float) -> str:
+    """Three digits that are enough."""
+    digits = 10 ** max(0, math.floor(math.log10(max(num_bytes, 1.0))) - 2)
+    return f"{math.ceil(num_bytes / digits) * digits:.4g}"
 
 
 def _no_degrees(problem: Problem, own: ModuleTables | None) -> InfeasibleError:
