@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install fix check test test-all golden bench demo clean
+.PHONY: help install fix check test test-all golden bench demo demo-mllm clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,20 @@ demo: install  ## plan and train a small CLIP on scanned digits, 4 workers; leav
 	$(BIN)/mmlaunch run $(DEMO)/plan.json --run-dir $(DEMO)/run --save-every 100
 	$(BIN)/mmplan report $(DEMO)/run -o report.html
 	$(BIN)/python $(CLIP)/evaluate.py $(DEMO)/run
+
+DEMO_MLLM := runs/demo-mllm
+MLLM := examples/mllm-digits
+
+demo-mllm: install  ## plan and train a small multimodal LLM: encoder, decoder, generator; 4 workers
+	rm -rf $(DEMO_MLLM)
+	mkdir -p $(DEMO_MLLM)
+	$(BIN)/mmplan profile $(MLLM)/workload.yaml -o $(DEMO_MLLM)/profile.json
+	$(BIN)/mmplan solve $(MLLM)/workload.yaml --profile $(DEMO_MLLM)/profile.json --devices 4 --solver convex -o $(DEMO_MLLM)/plan.json
+	$(BIN)/mmplan check $(DEMO_MLLM)/plan.json
+	$(BIN)/mmlaunch verify $(DEMO_MLLM)/plan.json
+	$(BIN)/mmlaunch run $(DEMO_MLLM)/plan.json --run-dir $(DEMO_MLLM)/run --save-every 200
+	$(BIN)/mmplan report $(DEMO_MLLM)/run -o $(DEMO_MLLM)/report.html
+	$(BIN)/python $(MLLM)/evaluate.py $(DEMO_MLLM)/run
 
 clean:  ## remove what was built and run
 	rm -rf $(VENV) runs report.html build *.egg-info

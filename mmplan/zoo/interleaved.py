@@ -256,13 +256,13 @@ def synthetic(
 
 @torch.no_grad()
 def caption_accuracy(
-    vision: nn.Module, llm: nn.Module, *, split: str = "test", **args: Any
+    vision: nn.Sequential, llm: nn.Sequential, *, split: str = "test", **args: Any
 ) -> dict[str, float]:
     """How often the most likely next token is the right one, on sequences of held-out scans.
 
     Args:
         vision: takes the images.
-        llm: takes tokens and image features, gives (logits, activations).
+        llm: takes tokens and image features, gives (logits, activations); two blocks or more.
         split: which scans.
         args: of :func:`digits`.
 
@@ -274,7 +274,8 @@ def caption_accuracy(
     total = {"tokens": 0, "digits": 0}
     digit_ids = _digit_ids()
     for sample in _samples(digits(split, **args)):
-        logits = llm((sample["tokens"], vision(sample["images"])))[0]
+        state = llm[0](sample["tokens"], vision(sample["images"]))
+        logits = llm[1:](state)[0]
         labels, found = sample["labels"][:, 1:], logits[:, :-1].argmax(dim=-1)
         of_image = (labels != IGNORE) & (sample["images"].lengths > 0)[:, None]
         for name, chosen in (
