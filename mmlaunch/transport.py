@@ -200,7 +200,10 @@ class DistTransport:
             mine.copy_(full)
             return
         with self._heartbeat.waiting(ranks):
-            dist.reduce_scatter_tensor(mine, full, group=self._groups[ranks, 0])
+            # Its new name is not in torch 2.10.
+            dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
+                mine, full, group=self._groups[ranks, 0]
+            )
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
@@ -208,7 +211,10 @@ class DistTransport:
             full.copy_(mine)
             return
         with self._heartbeat.waiting(ranks):
-            dist.all_gather_into_tensor(full, mine, group=self._groups[ranks, 0])
+            # Its new name is not in torch 2.10.
+            dist.all_gather_into_tensor(  # pyright: ignore[reportDeprecated]
+                full, mine, group=self._groups[ranks, 0]
+            )
 
     def gather_objects(self, item: Any) -> list[Any]:
         """See :class:`Transport`."""

@@ -72,7 +72,8 @@ def test_batches_hold_samples_and_micro_batches_without_images() -> None:
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(5))[:BATCH]
     images = [len(data[i]["images"].values) for i in order.tolist()]
     targets = [len(data[i]["targets"].values) for i in order.tolist()]
-    assert 0 in images and 0 in targets
+    assert 0 in images
+    assert 0 in targets
     assert max(images) > 1
     assert sum(targets) < sum(images)
 
