@@ -135,7 +135,8 @@ class Oracle:
         pins, problem = self.specs[module].plan, self.problem
         node, devices = self.cluster.devices_per_node, problem.devices
         counts = [replicas] if module == self.backbone else range(1, samples + 1)
-        vpps = VPP if pins.vpp is None else range(1, 9)
+        alone = problem.request.top == 1 and not any(s.plan.vpp for s in self.specs.values())
+        vpps = range(1, 9) if pins.vpp else (1,) if alone else VPP
         for tp in problem.costs.tp_options(task="default", module=module):
             if tp > min(node, devices) or (devices > node and node % tp):
                 continue
@@ -262,10 +263,11 @@ def random_problem(rng: np.random.Generator, graph: str) -> Problem:
         if rng.random() < 0.3:
             spec["recompute"] = "full"
         if rng.random() < 0.25:
-            pin = str(rng.choice(["tp", "pp", "dp", "microbatch"]))
+            pin = str(rng.choice(["tp", "pp", "dp", "microbatch", "vpp"][: 4 + (name == "llm")]))
             spec["plan"] = {pin: [1, 2] if rng.random() < 0.5 else int(rng.integers(1, 3))}
+            spec["backbone"] = pin == "vpp"
         modules[name] = spec
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not any(spec.get("backbone") for spec in modules.values()):
         modules[str(rng.choice(list(names)))]["backbone"] = True
     last = list(names)[-1]
     job = workload(
@@ -291,7 +293,8 @@ def random_problem(rng: np.random.Generator, graph: str) -> Problem:
         device = costs.cluster.device.model_copy(update={"communicator_bytes": 20.0})
         cluster = costs.cluster.model_copy(update={"device": device})
         costs = costs.model_copy(update={"cluster": cluster})
-    return problem_of(job, costs, devices)
+    # Interleaved plans take part where several are asked for.
+    return problem_of(job, costs, devices, top=int(rng.integers(1, 3)))
 
 
 @pytest.mark.parametrize(

@@ -70,21 +70,37 @@ def _check_suited(request: Request) -> None:
 
 
 def _solve_exact(problem: Problem) -> Solution:
-    pipelines, top = Pipelines(problem), problem.request.top
-    found = _found(pipelines, top)
-    if not found:
+    """The best plans without interleaving first, then the best ones with it.
+
+    The formula is a bound on what 1F1B takes. Of an interleaved backbone it knows the ramp,
+    not what chunks wait for when another module is the slowest: such plans take part where
+    simulation chooses among several, or where the workload asks for vpp.
+    """
+    top, asked = problem.request.top, _asks_for_vpp(problem)
+    searches = [Pipelines(problem, interleaved=asked)]
+    if top > 1 and not asked:
+        searches.append(Pipelines(problem))
+    found = [(pipelines, _found(pipelines, top)) for pipelines in searches]
+    values = [plans[0].value_s for _, plans in found if plans]
+    if not values:
         raise explain(problem)
-    candidates = list(islice(candidates_of(pipelines, found), top))
+    candidates: dict[tuple[Unit, ...], Candidate] = {}
+    for pipelines, plans in found:
+        for candidate in islice(candidates_of(pipelines, plans), top):
+            candidates.setdefault(candidate.units, candidate)
     if not candidates:
         raise _no_placement()
-    if top > 1:
-        candidates += _plain(problem, candidates)
     return Solution(
         solver="convex",
         method="exact",
-        candidates=tuple(candidates),
-        lower_bound_s=min(found[0].value_s, candidates[0].objective_s),
+        candidates=tuple(candidates.values()),
+        lower_bound_s=min(*values, *(c.objective_s for c in candidates.values())),
     )
+
+
+def _asks_for_vpp(problem: Problem) -> bool:
+    specs = problem.request.workload.modules
+    return any(specs[module].plan.vpp is not None for module in problem.task.modules)
 
 
 def _solve_relaxed(problem: Problem) -> Solution:
@@ -109,20 +125,6 @@ def _no_placement() -> InfeasibleError:
         "no placement keeps every tensor-parallel group inside a node",
         hint="limit tp in the modules' plan, or give it more devices",
     )
-
-
-def _plain(problem: Problem, known: Sequence[Candidate]) -> list[Candidate]:
-    """The best plans without interleaving, where the best ones have it.
-
-    The formula knows the ramp of an interleaved backbone, not what its chunks wait for when
-    another module is the slowest: simulation has to choose.
-    """
-    if all(unit.vpp == 1 for c in known for unit in c.units):
-        return []
-    pipelines = Pipelines(problem, interleaved=False)
-    found = _found(pipelines, max(1, problem.request.top // 2))
-    seen = {c.units for c in known}
-    return [c for c in candidates_of(pipelines, found) if c.units not in seen]
 
 
 def _found(pipelines: Pipelines, top: int) -> list[Found]:

@@ -10,15 +10,17 @@ form: x_k = max(a_k / tau, low_k) with tau such that they fill N. Where dp follo
 encoder without pp), w_k = a_k.
 
 CVXPY solves it as one parametrised problem (DPP), in x = N u and with an objective near 1:
-unscaled, answers were off by up to 1e-4. Rounding down to whole stages gives a plan; it may
-be far from the optimum, or not fit.
+unscaled, answers were off by up to 1e-4. Rounding to whole stages, each module's down or up,
+gives a plan; it may be far from the optimum, or not fit.
 
 Shape suffixes: C = candidates, K = modules.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -29,7 +31,7 @@ import numpy as np
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex_core import Options, plan_value
 from mmplan.solvers.convex_groups import Frame, Pipelines
-from mmplan.solvers.convex_options import Pick
+from mmplan.solvers.convex_options import Pick, Table
 from mmplan.solvers.convex_stages import FIXED, LOSS, STATE, Floats, Ints
 from mmplan.solvers.problem import Problem
 
@@ -131,7 +133,10 @@ class AlgorithmOne:
         self._work.value = steady_s / devices / scale
         self._warm.value = warm_s / devices / scale
         self._low.value = low / devices
-        self._problem.solve(solver=self._solver)
+        with warnings.catch_warnings():
+            # An inaccurate answer is one: the closed form stands beside it as the bound.
+            warnings.simplefilter("ignore", UserWarning)
+            self._problem.solve(solver=self._solver)
         if self._problem.status not in ("optimal", "optimal_inaccurate"):
             return None
         shares = np.asarray(self._share.value, dtype=np.float64)
@@ -157,6 +162,7 @@ class Relaxation:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._devices = pipelines.problem.devices
+        self._known: dict[Frame, list[Table]] = {}
 
     def candidates(self, frame: Frame) -> Candidates:
         """Every tp and dp in a frame, best relaxation first."""
@@ -209,28 +215,45 @@ class Relaxation:
         return (after + warm_CK).max(axis=1)
 
     def rounded(self, found: Candidates, row: int, devices: Floats) -> Rounded | None:
-        """Whole stages, rounded down; None where the plan does not fit."""
+        """The best way to round each module's stages down or up; None where none fits."""
         frame, pipelines = found.frame, self._pipelines
-        options: list[Options] = []
-        choice: list[int] = []
-        picks: dict[str, Pick] = {}
-        for k, module in enumerate(pipelines.modules):
-            table, own = pipelines.table(k, frame), pipelines.tables[k]
-            tp, dp = int(found.tp[row, k]), int(found.dp[row, k])
-            stages = int(devices[k] / (tp * dp) + ROUNDING)
-            pp = own.known.pp
-            allowed = pp[(pp <= max(1, stages)) & (own.known.vpp == 1)]
-            if not len(allowed):
-                return None
-            wanted = (np.array(own.tps)[table.tp] == tp) & (table.dp == dp)
-            wanted &= (pp[table.shape] == allowed.max()) & (own.known.vpp[table.shape] == 1)
-            options.append(table.options)
-            choice.append(int(np.flatnonzero(wanted)[0]))
-            picks[module] = own.pick(table, choice[-1])
-        if not self._fits(options, choice):
+        tables = self._tables(frame)
+        options = [table.options for table in tables]
+        best: tuple[float, tuple[int, ...]] | None = None
+        degrees = zip(found.tp[row], found.dp[row], devices, strict=True)
+        rows = [
+            self._whole(k, tables[k], int(tp), int(dp), float(x) / float(tp * dp))
+            for k, (tp, dp, x) in enumerate(degrees)
+        ]
+        for choice in itertools.product(*rows):
+            if self._fits(options, choice):
+                value = plan_value(options, choice, frame.steps, pipelines.edges)
+                best = min(best or (value, choice), (value, choice))
+        if best is None:
             return None
-        value = plan_value(options, choice, frame.steps, pipelines.edges)
-        return Rounded(frame=frame, picks=picks, value_s=value)
+        picks = {
+            module: pipelines.tables[k].pick(tables[k], best[1][k])
+            for k, module in enumerate(pipelines.modules)
+        }
+        return Rounded(frame=frame, picks=picks, value_s=best[0])
+
+    def _tables(self, frame: Frame) -> list[Table]:
+        if frame not in self._known:
+            count = len(self._pipelines.modules)
+            self._known[frame] = [self._pipelines.table(k, frame) for k in range(count)]
+        return self._known[frame]
+
+    def _whole(self, k: int, table: Table, tp: int, dp: int, stages: float) -> list[int]:
+        """Rows of the module's options with the nearest numbers of stages."""
+        own = self._pipelines.tables[k]
+        pp = own.known.pp[own.known.vpp == 1]
+        below, above = pp[pp <= stages + ROUNDING], pp[pp >= stages - ROUNDING]
+        wanted = {int(near) for near in (*below[-1:], *above[:1])}
+        same = (table.tp == own.tps.index(tp)) & (table.dp == dp)
+        same &= own.known.vpp[table.shape] == 1
+        return [
+            int(i) for i in np.flatnonzero(same & np.isin(own.known.pp[table.shape], [*wanted]))
+        ]
 
     def _fits(self, options: Sequence[Options], choice: Sequence[int]) -> bool:
         rows = list(zip(options, choice, strict=True))
