@@ -388,14 +388,3 @@ class _Search:
             warm_s=warm[s, o],
             bound_s=bound[s, o],
         )
-
-
-__all__ = [
-    "Edges",
-    "Found",
-    "Group",
-    "Options",
-    "best_plans",
-    "longest_path",
-    "plan_value",
-]
