@@ -80,7 +80,8 @@ def plan(
     """A 1F1B plan; each dict holds arguments of :func:`tests.programs.unit`."""
 
     def part(name: str, *inputs: str, blocks: int, given: dict[str, Any]) -> UnitSpec:
-        return unit(name, *inputs, **{"blocks": blocks, "kind": "1f1b", **given})
+        options: dict[str, Any] = {"blocks": blocks, "kind": "1f1b", **given}
+        return unit(name, *inputs, **options)
 
     return make_plan(
         part("vision", "images", blocks=3, given=vision),

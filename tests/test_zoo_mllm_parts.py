@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
+from mmplan.profiling.counting import Counter
 from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.ragged import Ragged
 from mmplan.schema.cluster import load_cluster
@@ -84,6 +85,17 @@ def test_elements_that_cross_the_cut_after_a_module() -> None:
     assert crossing_elements(task, "llm") == (1,)
     assert crossing_elements(task, "vision") is None
     assert crossing_elements(task, "generator") is None
+
+
+def test_a_norm_keeps_its_input_and_a_number_per_row() -> None:
+    """As the kernel of accelerators does; on meta it would be seven kernels and float32 copies."""
+    with torch.device("meta"):
+        norm = nn.RMSNorm(16).bfloat16()
+        x = torch.zeros(3, 5, 16, dtype=torch.bfloat16)
+    counted, _ = Counter(norm).count(norm, [x])
+    assert counted.forward.names == ("rms_norm",)
+    assert counted.saved_bytes == 3 * 5 * (16 + 1) * 2
+    assert counted.backward.table[:, 1].sum() == 5 * 3 * 5 * 16 * 2
 
 
 def test_features_take_the_places_of_their_placeholders_in_order() -> None:

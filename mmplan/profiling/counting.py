@@ -2,7 +2,7 @@
 
 Every kernel of a block's forward and backward is recorded with its FLOPs (torch's own
 formulas), the bytes of its arguments and results, and the bytes that tensor parallelism
-sums over the group. Attention counts as one fused kernel, as accelerators run it.
+sums over the group. Attention and RMSNorm count as one fused kernel, as accelerators run them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Counter:
         inputs = [pytree.tree_map(_as_leaf, value) for value in inputs]
         parameters = [p for p in _parameters(call) if p.requires_grad]
         saved = _Saved(self._known, self._kept)
-        with _Kernels(self._log), _FusedAttention(self._log):
+        with _Kernels(self._log), _Fused(self._log):
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, _same):
                 outputs = call(*inputs)
             forward = self._log.take()
@@ -201,8 +201,11 @@ class _Kernels(TorchDispatchMode):
         return out
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Takes the place of scaled_dot_product_attention: no matrix of scores is kept."""
+class _Fused(TorchFunctionMode):
+    """Takes the place of operators that are one kernel on accelerators and many on meta.
+
+    Attention keeps no matrix of scores, RMSNorm no copy of its input in float32.
+    """
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
@@ -210,6 +213,8 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is functional.rms_norm:
+            return self._rms_norm(*args, **kwargs)
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
@@ -218,6 +223,32 @@ class _FusedAttention(TorchFunctionMode):
         return cast(Any, _Attention).apply(
             named["query"], named["key"], named["value"], share, self._log
         )
+
+    def _rms_norm(
+        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
+    ) -> Tensor:
+        scale = input.new_ones(tuple(normalized_shape)) if weight is None else weight
+        return cast(Any, _RMSNorm).apply(input, scale, self._log)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Shapes and saved tensors of a fused kernel, as ``_fused_rms_norm`` on CUDA."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, log: _Log) -> Tensor:
+        out = torch.empty_like(x)
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.dim() - weight.dim()]))
+        ctx.log = log
+        log.add("rms_norm", moved=sum(map(_num_bytes, (x, weight, out))))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        # Input, output gradient and result; input and output gradient again for the weight's.
+        ctx.log.add("rms_norm", moved=3 * _num_bytes(x))
+        ctx.log.add("rms_norm", moved=2 * _num_bytes(x))
+        return torch.empty_like(x), torch.empty_like(weight), None
 
 
 class _Attention(torch.autograd.Function):
