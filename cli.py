@@ -357,7 +357,7 @@ def compare(
     machine = None if cluster is None else load_cluster(cluster)
     costs, loaded = load_profile(profile), load_workload(workload)
     plans: list[Plan] = []
-    for name in _names(solvers) or tuple(planner.SOLVERS):
+    for name in _names(solvers) or (*planner.SOLVERS, *planner.BASELINES):
         try:
             plans.append(
                 planner.solve(

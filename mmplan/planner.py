@@ -27,6 +27,7 @@ from mmplan.simulate import prediction, simulate
 from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.convex import solve_convex
 from mmplan.solvers.distmm import solve_distmm
+from mmplan.solvers.megatron import solve_megatron, solve_megatron_rigid
 from mmplan.solvers.problem import (
     Candidate,
     NotApplicableError,
@@ -34,6 +35,7 @@ from mmplan.solvers.problem import (
     Request,
     Solution,
 )
+from mmplan.solvers.ratio import solve_ratio
 from mmplan.solvers.sync_batch import largest_sync_batches
 
 Solver = Callable[[Request], Solution]
@@ -43,6 +45,12 @@ SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
     "colocated": solve_colocated,
+}
+# What plans are held against; ``auto`` leaves them out.
+BASELINES: dict[str, Solver] = {
+    "megatron": solve_megatron,
+    "megatron-rigid": solve_megatron_rigid,
+    "ratio": solve_ratio,
 }
 
 
@@ -80,7 +88,8 @@ def solve(
         plan_path: where the plan will be written.
         cluster: whose devices and links to use, default the profile's.
         devices: use the first ones only.
-        solver: a name in :data:`SOLVERS`, or ``auto`` for the best of all that apply.
+        solver: a name in :data:`SOLVERS` or :data:`BASELINES`, or ``auto`` for the best of
+            all solvers that apply.
         method: of the solver.
         tasks: only these, default all.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
@@ -138,12 +147,13 @@ def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, 
 def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
     """Every solution of the solvers that apply, and why ``auto`` left others out."""
     if name != "auto":
-        if name not in SOLVERS:
+        known = SOLVERS | BASELINES
+        if name not in known:
             raise InvalidInputError(
-                f"--solver {name}: this version has auto, {', '.join(SOLVERS)}",
+                f"--solver {name}: this version has auto, {', '.join(known)}",
                 hint="choose one of these",
             )
-        return [SOLVERS[name](request)], []
+        return [known[name](request)], []
     if request.method is not None:
         raise InvalidInputError(
             f"--method {request.method} is a solver's", hint="name the solver with --solver"

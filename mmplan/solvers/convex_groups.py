@@ -86,7 +86,7 @@ class Pipelines:
             for k, module in enumerate(self.modules)
             for producer in problem.producers(module)
         ]
-        self.backbone = self.modules.index(_backbone(problem))
+        self.backbone = self.modules.index(backbone_of(problem))
         self.tables = [
             ModuleTables(
                 problem,
@@ -311,7 +311,7 @@ def _fewest(own: ModuleTables, after: int) -> int:
     return int(np.where(fits, taken, UNLIMITED).min())
 
 
-def _backbone(problem: Problem) -> str:
+def backbone_of(problem: Problem) -> str:
     """The module that says so, or the one with the most seconds per sample at its least tp."""
     specs, task = problem.request.workload.modules, problem.task
 

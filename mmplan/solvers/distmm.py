@@ -63,7 +63,7 @@ def solve_distmm(request: Request) -> Solution:
         for name in problem.task.modules
     }
     check_feasible(problem, modules)
-    candidates, bound_s = _candidates(problem, modules)
+    candidates, bound_s = best_candidates(problem, modules)
     return Solution(
         solver="distmm",
         method=method,
@@ -73,7 +73,7 @@ def solve_distmm(request: Request) -> Solution:
     )
 
 
-def _candidates(
+def best_candidates(
     problem: Problem, modules: dict[str, ModuleOptions]
 ) -> tuple[list[Candidate], float]:
     """The ``top`` best plans by the whole formula, syncs included, and a bound on it.
