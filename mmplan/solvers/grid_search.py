@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.one_grid import Layout, OneGrid, Split
@@ -12,38 +12,74 @@ from mmplan.solvers.problem import Candidate, Problem
 def best_grids(
     problem: Problem, solver: str, layouts: Sequence[Layout]
 ) -> list[tuple[Candidate, OneGrid]]:
-    """The ``top`` best splits of all layouts by the formula, best first: exact.
+    """The best split of each of the ``top`` best layouts by the formula, best first: exact.
 
-    Splits are visited in the order of their time without reductions and syncs, until no
-    later one can come before those found.
+    Where there are fewer layouts their next best splits follow. Layouts differ in what the
+    formula leaves out (stages on common devices wait for each other), so simulation has more
+    to choose from than among the best splits of one of them. Splits are visited in the order
+    of their time without reductions and syncs, until no later one can come before those found.
 
     Raises:
         InfeasibleError: nothing that devices and pins allow, or nothing that fits the memory.
     """
-    memory, top = problem.memory_bytes, max(problem.request.top, 1)
     grids = [grid for grid in (OneGrid(problem, layout) for layout in layouts) if grid.most]
     lacking = [(grid.least_bytes(), grid.layout) for grid in grids]
-    roomy = [g for g, (least, _) in zip(grids, lacking, strict=True) if least <= memory]
-    entries = [(grid.compute_s(split), grid, split) for grid in roomy for split in grid.splits()]
+    roomy = [
+        grid
+        for grid, (least, _) in zip(grids, lacking, strict=True)
+        if least <= problem.memory_bytes
+    ]
+    entries = [
+        (grid.compute_s(split), k, split) for k, grid in enumerate(roomy) for split in grid.splits()
+    ]
     if not entries and (roomy or not grids):
         raise _nothing_allowed(problem, solver, layouts)
-    entries.sort(key=lambda entry: entry[0])
-    found: list[tuple[float, int, OneGrid, Split]] = []
-    for order, (compute_s, grid, split) in enumerate(entries):
-        if len(found) == top and compute_s >= found[-1][0]:
-            break
-        needed = grid.needed_bytes(split)
-        if needed > memory:
-            lacking.append((needed, grid.layout))
-            continue
-        found = sorted([*found, (grid.step_s(split), order, grid, split)], key=lambda f: f[:2])
-        found = found[:top]
+    found = _visit(problem, roomy, sorted(entries, key=lambda entry: entry[0]), lacking)
     if not found:
-        raise _too_large(problem, solver, [item for item in lacking if item[0] > memory])
+        raise _too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
     return [
-        (Candidate(units=grid.units(split), objective_s=value_s), grid)
-        for value_s, _, grid, split in found
+        (Candidate(units=roomy[k].units(split), objective_s=value_s), roomy[k])
+        for value_s, k, split in _firsts_first(found, _top(problem))
     ]
+
+
+def _visit(
+    problem: Problem,
+    grids: Sequence[OneGrid],
+    entries: Sequence[tuple[float, int, Split]],
+    lacking: list[tuple[float, Layout]],
+) -> dict[int, list[tuple[float, Split]]]:
+    """Position of a grid to its splits that fit, best first; what does not joins ``lacking``."""
+    found: dict[int, list[tuple[float, Split]]] = {}
+    for compute_s, k, split in entries:
+        firsts = sorted(own[0][0] for own in found.values())
+        if len(firsts) >= _top(problem) and compute_s >= firsts[_top(problem) - 1]:
+            break
+        needed = grids[k].needed_bytes(split)
+        if needed > problem.memory_bytes:
+            lacking.append((needed, grids[k].layout))
+            continue
+        own = found.setdefault(k, [])
+        own.append((grids[k].step_s(split), split))
+        own.sort(key=lambda pair: pair[0])
+    return found
+
+
+def _firsts_first(
+    found: Mapping[int, Sequence[tuple[float, Split]]], top: int
+) -> list[tuple[float, int, Split]]:
+    """The best split of each grid, then the others, ``top`` in all; by value."""
+    ranked = sorted(
+        (place > 0, value_s, k, place)
+        for k, own in found.items()
+        for place, (value_s, _) in enumerate(own)
+    )
+    chosen = sorted(item[1:] for item in ranked[:top])
+    return [(value_s, k, found[k][place][1]) for value_s, k, place in chosen]
+
+
+def _top(problem: Problem) -> int:
+    return max(problem.request.top, 1)
 
 
 def tensor_degrees(problem: Problem, module: str) -> list[int]:

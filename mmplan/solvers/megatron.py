@@ -24,6 +24,9 @@ from mmplan.solvers.grid_search import allowed, best_grids, tensor_degrees
 from mmplan.solvers.one_grid import Layout, Place
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
 
+# Numbers of pipeline positions up to this are all tried.
+ALL_DEPTHS = 16
+
 
 def solve_megatron(request: Request) -> Solution:
     """The best TP x DP x PP with all modules on all positions; exact by its formula.
@@ -143,8 +146,8 @@ def _ways_of(problem: Problem, module: str, tp: int) -> list[bool]:
 
 
 def _depths(problem: Problem, modules: Sequence[str]) -> list[int]:
-    """Numbers of stages: the fewest for every largest number of blocks a stage, and pinned ones."""
-    found: set[int] = set()
+    """Numbers of stages: all small ones, of larger ones those that make a largest stage smaller."""
+    found = set(range(1, ALL_DEPTHS + 1))
     for module in modules:
         found |= {int(n) for n in smallest_divisors(problem.blocks(module))}
         pinned = problem.request.workload.modules[module].plan.pp

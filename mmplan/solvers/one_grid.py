@@ -93,17 +93,15 @@ class OneGrid:
     def splits(self) -> Iterator[Split]:
         """Replicas and micro-batches that the modules' pins allow.
 
-        Of the replicas that leave the slowest one the same share only the fewest and the
-        most are tried.
+        Of the replicas that leave the slowest one the same share only the fewest are tried,
+        where more of them can make neither room (ZeRO-1) nor a loss faster.
         """
         samples, specs = self.problem.round_samples, self.problem.request.workload.modules
-        pins = [specs[module].plan for module in self.layout.places]
-        if any(p.dp is not None for p in pins):
-            counts = set(range(1, self.most + 1))
-        else:
-            counts = {int(n) for n in smallest_divisors(samples) if n <= self.most}
-            counts |= {self.most} if self.most else set()
-        for dp in sorted(counts):
+        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
+        counts = range(1, self.most + 1)
+        if not (pinned or self.problem.costs.training.zero or self.problem.task.sync_batches):
+            counts = [int(n) for n in smallest_divisors(samples) if n <= self.most]
+        for dp in counts:
             for limit, pinned in self._limits(-(-samples // dp)):
                 split = self._split(dp, limit, pinned)
                 if self._allowed(split):

@@ -121,9 +121,11 @@ def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate]
 def _pipelines(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate], float]:
     """The optimum of convex's formula with every module inside its share."""
     top = max(problem.request.top, 1)
-    candidates, bound_s = _pipelines_of(problem, shares, top, interleaved=True)
-    if top > 1 and any(unit.vpp > 1 for c in candidates for unit in c.units):
-        # As under convex: what interleaved chunks wait for is for the simulation to say.
+    # As under convex: what interleaved chunks wait for is for the simulation to say.
+    candidates, bound_s = _pipelines_of(problem, shares, top, interleaved=top > 1)
+    if not candidates:
+        raise _shares_too_small(problem, shares)
+    if any(unit.vpp > 1 for c in candidates for unit in c.units):
         plain, _ = _pipelines_of(problem, shares, top // 2, interleaved=False)
         seen = {c.units for c in candidates}
         candidates += [c for c in plain if c.units not in seen]
@@ -133,21 +135,15 @@ def _pipelines(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candid
 def _pipelines_of(
     problem: Problem, shares: Mapping[str, int], top: int, *, interleaved: bool
 ) -> tuple[list[Candidate], float]:
+    """The ``top`` best plans that can be placed, and a bound; nothing where there is none."""
     pipelines = Pipelines(problem, interleaved=interleaved)
     most = [shares[module] for module in pipelines.modules]
     groups = [_within(group, most) for group in pipelines.groups()]
     found = _best(pipelines, groups, 2 * top)
     candidates = list(islice(candidates_of(pipelines, found), top))
-    if candidates:
-        return candidates, min(found[0].value_s, candidates[0].objective_s)
-    if not interleaved:
+    if not candidates:
         return [], np.inf
-    if not found:
-        raise _shares_too_small(problem, pipelines, shares)
-    raise InfeasibleError(
-        "no placement keeps every tensor-parallel group inside a node",
-        hint="limit tp in the modules' plan, or give it more devices",
-    )
+    return candidates, min(found[0].value_s, candidates[0].objective_s)
 
 
 def _best(pipelines: Pipelines, groups: Sequence[Group], top: int) -> list[Found]:
@@ -166,10 +162,9 @@ def _within(group: Group, most: Sequence[int]) -> Group:
     return replace(group, build=build)
 
 
-def _shares_too_small(
-    problem: Problem, pipelines: Pipelines, shares: Mapping[str, int]
-) -> InfeasibleError:
+def _shares_too_small(problem: Problem, shares: Mapping[str, int]) -> InfeasibleError:
     """What the optimum with free shares takes, if there is any plan at all."""
+    pipelines = Pipelines(problem)
     free = list(candidates_of(pipelines, _best(pipelines, pipelines.groups(), 1)))
     if not free:
         return InfeasibleError(
