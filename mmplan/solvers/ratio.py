@@ -122,7 +122,8 @@ def _pipelines(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candid
     """The optimum of convex's formula with every module inside its share."""
     top = max(problem.request.top, 1)
     # As under convex: what interleaved chunks wait for is for the simulation to say.
-    candidates, bound_s = _pipelines_of(problem, shares, top, interleaved=top > 1)
+    pinned = any(problem.request.workload.modules[module].plan.vpp for module in shares)
+    candidates, bound_s = _pipelines_of(problem, shares, top, interleaved=top > 1 or pinned)
     if not candidates:
         raise _shares_too_small(problem, shares)
     if any(unit.vpp > 1 for c in candidates for unit in c.units):
