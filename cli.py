@@ -181,10 +181,14 @@ def solve(
     cluster: ClusterOption = None,
     devices: DevicesOption = None,
     solver: Annotated[
-        str, typer.Option("--solver", metavar="NAME", help="auto, distmm, colocated")
+        str,
+        typer.Option(
+            "--solver", metavar="NAME", help="auto, distmm, convex, colocated, megatron, ..."
+        ),
     ] = "auto",
     method: Annotated[
-        str | None, typer.Option("--method", metavar="NAME", help="of the solver: exact, paper")
+        str | None,
+        typer.Option("--method", metavar="NAME", help="of the solver: exact, even, paper, cvxpy"),
     ] = None,
     tasks: TasksOption = None,
     top: Annotated[
