@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mmplan.module_costs import CostModel, check_cluster, gradient_blocks
+from mmplan.errors import InvalidInputError
+from mmplan.module_costs import CostModel, gradient_blocks
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 
 __all__ = ["CostModel", "ProgramCosts", "check_cluster", "gradient_blocks"]
 
@@ -40,6 +44,7 @@ class ProgramCosts:
             for task, planned in plan.tasks.items()
             for name, module in planned.modules.items()
         }
+        self._rounds = {task: round_samples(program, task) for task in program.batches}
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
         self._blocks = _trained_blocks(program)
@@ -49,15 +54,26 @@ class ProgramCosts:
     # --- seconds ---------------------------------------------------------------------
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
-        """Seconds of a stage's forward or backward, its hosted losses included."""
+        """Seconds of a stage's forward or backward, its hosted losses included.
+
+        Where the profile knows how samples differ, those of the busiest replica.
+        """
         key = stage.index, op, samples
         if key not in self._compute:
-            self._compute[key] = self._module_s(stage, op, samples) + self._hosted_s(
-                stage, op, samples
+            worth = samples * self.costs.straggler(
+                task=stage.task,
+                module=stage.module,
+                dp=stage.dp,
+                samples=self._rounds[stage.task],
             )
+            self._compute[key] = self.work_s(stage, op, samples, worth)
         return self._compute[key]
 
-    def _module_s(self, stage: Stage, op: Op, samples: int) -> float:
+    def work_s(self, stage: Stage, op: Op, samples: int, worth: float) -> float:
+        """Seconds of a micro-batch that is worth so many samples of mean work."""
+        return self._module_s(stage, op, worth) + self._hosted_s(stage, op, samples)
+
+    def _module_s(self, stage: Stage, op: Op, samples: float) -> float:
         if op is Op.FORWARD:
             return self.costs.forward_s(
                 task=stage.task,
@@ -231,6 +247,13 @@ class ProgramCosts:
         return share * per_sample * self.program.batches[task]
 
 
+def round_samples(program: Program, task: str) -> int:
+    """Samples after which the replicas of a task's modules wait for each other."""
+    own = (loss.sync_batch for loss in program.losses if loss.task == task)
+    sizes = [size for size in own if size is not None]
+    return math.lcm(*sizes) if sizes else program.batches[task]
+
+
 def _groups(program: Program) -> set[frozenset[int]]:
     """Ranks of every collective."""
     return {
@@ -262,3 +285,27 @@ def _state_shards(reductions: Iterable[Reduction]) -> dict[Shard, int]:
         if item.kind == "blocks"
         for block in range(*item.blocks)
     }
+
+
+def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
+    """Refuse to use a profile's times on devices that they do not belong to.
+
+    A given profile states what the user wants it to be true of, so it may be moved;
+    times that were measured on, or computed for, one device say nothing of another.
+
+    Raises:
+        InvalidInputError: the cluster's device has another name or another memory.
+    """
+    if cluster is None or profile.source == "given":
+        return
+    theirs, ours = profile.cluster.device, cluster.device
+    for field, was, now in (
+        ("name", theirs.name, ours.name),
+        ("memory_bytes", theirs.memory_bytes, ours.memory_bytes),
+    ):
+        if was != now:
+            raise InvalidInputError(
+                f"profile {profile.name} is {profile.source} for devices with {field} {was}, "
+                f"cluster {cluster.name} has {now}",
+                hint="profile the workload again with --cluster, or leave --cluster out",
+            )

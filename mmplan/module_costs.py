@@ -18,6 +18,7 @@ from mmplan.memory import gradient_bytes, parameter_bytes
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
+from mmplan.work import SampledWork, fit_for_work, sampled_work
 
 Blocks = tuple[int, int]
 Ranges = Sequence[tuple[int, int]]
@@ -64,11 +65,14 @@ class CostModel:
         self.profile = profile
         self.cluster = cluster or profile.cluster
         self.training = training or PlannedTraining()
+        self._work = sampled_work(
+            profile.data, seed=self.training.seed, reordered=self.training.reorder
+        )
         self._shares: dict[tuple[str, str], _Shares] = {}
         self._fits: dict[tuple[str, str, int], ModuleFit] = {}
-        self._whole: dict[tuple[str, str, int, int], _Whole] = {}
+        self._whole: dict[tuple[str, str, int, float], _Whole] = {}
         self._loss_fits: dict[str, LossFit | None] = {}
-        self._asked: dict[str, tuple[Curve, int, int]] = {}
+        self._asked: dict[str, tuple[Curve, float, float]] = {}
 
     # --- modules ---------------------------------------------------------------------
 
@@ -92,12 +96,30 @@ class CostModel:
         """A whole module's curves over the micro-batch size, for many sizes at once."""
         return self._fit(task, module, tp)
 
+    def sampled_work(self, task: str) -> SampledWork | None:
+        """How the work of a task's samples varies, where the profile knows it."""
+        return self._work.get(task)
+
+    def straggler(self, *, task: str, module: str, dp: int, samples: int) -> float:
+        """Mean work of the busiest of dp replicas, in samples of mean work; 1 where all are alike.
+
+        Times of a module with dp replicas are asked for at that many times its micro-batch.
+
+        Args:
+            task: whose data.
+            module: the module.
+            dp: its replicas, which wait for each other after every round.
+            samples: of a round, over all replicas.
+        """
+        known = self._work.get(task)
+        return 1.0 if known is None else known.straggler(module, dp=dp, samples=samples)
+
     def loss_curves(self, loss: str) -> LossFit | None:
         """A loss's curves over the samples, None for one that the profile does not know."""
         return self._loss_fit(loss)
 
     def forward_s(
-        self, *, task: str, module: str, tp: int, samples: int, blocks: Blocks | None = None
+        self, *, task: str, module: str, tp: int, samples: float, blocks: Blocks | None = None
     ) -> float:
         """Seconds of a range's forward (default: the whole module) for one micro-batch."""
         share = 1.0 if blocks is None else self.work_share(task=task, module=module, blocks=blocks)
@@ -109,7 +131,7 @@ class CostModel:
         task: str,
         module: str,
         tp: int,
-        samples: int,
+        samples: float,
         blocks: Blocks | None = None,
         trainable: Ranges | None = None,
         input_gradient: bool = True,
@@ -124,7 +146,7 @@ class CostModel:
             task: whose version of the module.
             module: the module.
             tp: tensor-parallel degree.
-            samples: of the micro-batch.
+            samples: of mean work, as many as the micro-batch's own are worth.
             blocks: the stage, default the whole module.
             trainable: ranges of blocks that train, default all.
             input_gradient: whether something before the stage takes a gradient.
@@ -216,7 +238,7 @@ class CostModel:
 
     def flops_per_sample(self, *, task: str, module: str) -> float:
         """Floating-point operations of a whole module's forward for one sample."""
-        return self._module(task, module).profile.flops_per_sample
+        return self._module(task, module).profile.flops_per_sample * self._mean(task, module)
 
     # --- links -----------------------------------------------------------------------
 
@@ -267,7 +289,7 @@ class CostModel:
             ]
             if beyond:
                 measured = f"measured from {curve.lowest:g} to {curve.highest:g}"
-                lines.append(f"{text.format(' and '.join(map(str, beyond)))} ({measured})")
+                lines.append(f"{text.format(' and '.join(f'{n:g}' for n in beyond))} ({measured})")
         return lines
 
     # --- looking things up -----------------------------------------------------------
@@ -284,7 +306,12 @@ class CostModel:
             )
         return self._shares[key]
 
-    def _whole_cost(self, task: str, module: str, tp: int, samples: int) -> _Whole:
+    def _mean(self, task: str, module: str) -> float:
+        """Mean work of a sample, in samples like those that the points were taken on."""
+        known = self._work.get(task)
+        return 1.0 if known is None else known.mean(module)
+
+    def _whole_cost(self, task: str, module: str, tp: int, samples: float) -> _Whole:
         key = task, module, tp, samples
         if key not in self._whole:
             fit = self._fit(task, module, tp)
@@ -307,7 +334,8 @@ class CostModel:
                     f"module {module} has no points at tp {tp}; the profile has tp {options}",
                     hint=f"plan with one of these, or profile {module} at tp {tp} as well",
                 )
-            self._fits[key] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
+            fit = self._stored_fit(task, module, tp) or fit_module(profile, tp)
+            self._fits[key] = fit_for_work(fit, self._mean(task, module))
         return self._fits[key]
 
     def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:
@@ -324,7 +352,7 @@ class CostModel:
             self._loss_fits[loss] = None if profile is None else stored or fit_loss(profile)
         return self._loss_fits[loss]
 
-    def _note(self, text: str, curve: Curve, size: int) -> None:
+    def _note(self, text: str, curve: Curve, size: float) -> None:
         _, least, most = self._asked.get(text, (curve, size, size))
         self._asked[text] = curve, min(least, size), max(most, size)
 
@@ -366,27 +394,3 @@ def _running(weights: Sequence[float] | None, blocks: int) -> tuple[float, ...]:
 
 def _between(running: tuple[float, ...], blocks: Blocks) -> float:
     return running[blocks[1]] - running[blocks[0]]
-
-
-def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
-    """Refuse to use a profile's times on devices that they do not belong to.
-
-    A given profile states what the user wants it to be true of, so it may be moved;
-    times that were measured on, or computed for, one device say nothing of another.
-
-    Raises:
-        InvalidInputError: the cluster's device has another name or another memory.
-    """
-    if cluster is None or profile.source == "given":
-        return
-    theirs, ours = profile.cluster.device, cluster.device
-    for field, was, now in (
-        ("name", theirs.name, ours.name),
-        ("memory_bytes", theirs.memory_bytes, ours.memory_bytes),
-    ):
-        if was != now:
-            raise InvalidInputError(
-                f"profile {profile.name} is {profile.source} for devices with {field} {was}, "
-                f"cluster {cluster.name} has {now}",
-                hint="profile the workload again with --cluster, or leave --cluster out",
-            )

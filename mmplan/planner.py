@@ -115,6 +115,7 @@ def solve(
         zero=workload.train.zero,
         optimizer=workload.train.optimizer,
         seed=workload.train.seed,
+        reorder=workload.train.reorder,
     )
     request = Request(
         workload=workload,

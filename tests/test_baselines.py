@@ -250,7 +250,7 @@ class Oracle:
             through[m] = 0.0
             for i, cut in enumerate(cuts):
                 q = first + i
-                stage_s = sum(problem.stage_s(m, cut, degree[m], own[m]))
+                stage_s = sum(problem.stage_s(m, cut, degree[m], own[m], dp * ways[m]))
                 busy[q] += stage_s
                 through[m] += stage_s
                 if i + 1 < len(cuts):

@@ -37,7 +37,10 @@ def problem_of(
     job: Workload, costs: Profile, devices: int, *, top: int = 1, method: str | None = None
 ) -> Problem:
     training = PlannedTraining(
-        precision=job.train.precision, zero=job.train.zero, optimizer=job.train.optimizer
+        precision=job.train.precision,
+        zero=job.train.zero,
+        optimizer=job.train.optimizer,
+        reorder=job.train.reorder,
     )
     request = Request(
         workload=job,
@@ -156,7 +159,7 @@ class Oracle:
 
     def _row(self, module: str, tp: int, pp: int, vpp: int, dp: int, size: int) -> Row:
         problem, cuts = self.problem, self.cuts[module][pp * vpp - 1]
-        compute = [sum(problem.stage_s(module, cut, tp, size)) for cut in cuts]
+        compute = [sum(problem.stage_s(module, cut, tp, size, dp)) for cut in cuts]
         messages = [self._message_s(module, c, cuts, tp, pp, size) for c in range(len(cuts))]
         ranks = [range(p, len(cuts), pp) for p in range(pp)]
         stage = max(sum(compute[c] + messages[c] for c in own) for own in ranks)

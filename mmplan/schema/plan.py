@@ -167,6 +167,7 @@ class PlannedTraining(Record):
     zero: Literal[0, 1] = 0
     optimizer: Str = "AdamW"
     seed: Int = 0
+    reorder: Bool = True
 
 
 class Prediction(Record):

@@ -155,6 +155,49 @@ class Fits(Record):
     losses: dict[Str, LossFit] = Field(default_factory=dict)
 
 
+class DataWork(Record):
+    """What the samples of a random subset of one task's data cost, relative to each other.
+
+    Times of the profile are for samples of mean work; a micro-batch takes the time of as many
+    such samples as its own work adds up to. A module that is absent costs the same for all.
+    """
+
+    source: Literal["work", "lengths"] = Field(
+        default="work",
+        description="the dataset's work(index), or the lengths of the module's ragged fields",
+    )
+    dataset: Count | None = Field(default=None, description="samples of the whole data set")
+    work: dict[Str, tuple[Size, ...]] = Field(
+        min_length=1,
+        description="module to the work of each sample, in any unit; place i is the same sample",
+    )
+    at: dict[Str, Positive] = Field(
+        default_factory=dict,
+        description="mean work of the samples on which a module's points were taken; "
+        "default the mean of work",
+    )
+
+    @property
+    def samples(self) -> int:
+        """Samples of the subset."""
+        return len(next(iter(self.work.values())))
+
+    @model_validator(mode="after")
+    def _columns_fit(self) -> DataWork:
+        first = next(iter(self.work))
+        for name, values in self.work.items():
+            if len(values) != self.samples:
+                raise ValueError(
+                    f"work.{name} has {len(values)} samples, work.{first} has {self.samples}"
+                )
+            if not sum(values):
+                raise ValueError(f"work.{name} adds up to 0")
+        for name in self.at:
+            if name not in self.work:
+                raise ValueError(f"at.{name}: work has no {name}")
+        return self
+
+
 class Profile(Document):
     """Costs of a workload on a cluster."""
 
@@ -166,6 +209,9 @@ class Profile(Document):
     modules: dict[Str, ModuleProfile] = Field(min_length=1)
     tasks: dict[Str, dict[Str, dict[Str, Any]]] = Field(default_factory=dict)
     losses: dict[Str, LossProfile] = Field(default_factory=dict)
+    data: dict[Str, DataWork] = Field(
+        default_factory=dict, description="per task, how much work its samples are"
+    )
     fits: Fits | None = None
     provenance: dict[Str, Any] = Field(default_factory=dict)
 
@@ -181,6 +227,14 @@ class Profile(Document):
                     fault = error.errors(include_url=False)[0]
                     place = ".".join(map(str, ("tasks", task, module, *fault["loc"])))
                     raise ValueError(f"{place}: {fault['msg']}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _data_are_of_modules(self) -> Profile:
+        for task, data in self.data.items():
+            for module in data.work:
+                if module not in self.modules:
+                    raise ValueError(f"data.{task}.work.{module} is no module of the profile")
         return self
 
     def module(self, name: str, task: str | None = None) -> ModuleProfile:
@@ -212,6 +266,7 @@ def load_profile(path: str | Path) -> Profile:
 
 __all__ = [
     "Curve",
+    "DataWork",
     "Fits",
     "LossFit",
     "LossPoint",

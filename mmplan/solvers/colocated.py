@@ -113,7 +113,7 @@ def _part(
     problem: Problem, stages: Stages, dp: int, share: int, size: int, *, pinned: bool
 ) -> _Part:
     count = -(-share // size)
-    (forward_s, backward_s), (held,) = stages.times(size)[0], stages.held(size)
+    (forward_s, backward_s), (held,) = stages.times(size, dp)[0], stages.held(size)
     flight = min(problem.rounds * count, count if problem.task.sync_batches else 1)
     return _Part(
         tp=stages.tp,

@@ -140,7 +140,7 @@ class ModuleTables:
         wrong = shapes.vpp > 1
         if interleaved:
             wrong &= steps % shapes.pp != 0
-        stage, warm = self.times(size_B)
+        stage, warm = self.times(size_B, dp_B)
         room = np.where(wrong[:, None], -1, self.room(dp_B, size_B, steps))
         devices = self._tp * shapes.pp[:, None] * dp_B
         tp_index, shape, b = np.indices(devices.shape, dtype=np.int64).reshape(3, -1)
@@ -173,9 +173,15 @@ class ModuleTables:
 
     # --- seconds ------------------------------------------------------------------------
 
-    def times(self, size_B: Ints) -> tuple[Floats, Floats]:
-        """[T, Q, B] slowest stage, and one micro-batch through all; messages included."""
+    def times(self, size_B: Ints, dp_B: Ints | None = None) -> tuple[Floats, Floats]:
+        """[T, Q, B] slowest stage, and one micro-batch through all; messages included.
+
+        Of the busiest replica where ``dp_B`` is given, else a bound on it.
+        """
         basis = self.basis(size_B)
+        if dp_B is not None and self.problem.varies:
+            straggler_B = np.array([self.problem.straggler(self.module, int(n)) for n in dp_B])
+            basis = self._at(size_B, size_B * straggler_B)[0]
         stage = (self._stages @ basis[:, None]).max(axis=2)
         compute = self._total[:, :, : LOSS + 1] @ basis[:, : LOSS + 1]
         messages = self._total[:, :, LOSS + 1 :] @ basis[:, LOSS + 1 :]
@@ -192,12 +198,14 @@ class ModuleTables:
         """The basis, and [T, B] activation bytes; small sizes are computed once."""
         if len(size_B) and int(size_B.max()) <= REMEMBERED:
             if self._remembered is None:
-                self._remembered = self._at(np.arange(1, REMEMBERED + 1))
+                sizes = np.arange(1, REMEMBERED + 1)
+                self._remembered = self._at(sizes, sizes)
             basis, activation = self._remembered
             return basis[:, :, size_B - 1], activation[:, size_B - 1]
-        return self._at(size_B)
+        return self._at(size_B, size_B)
 
-    def _at(self, size_B: Ints) -> tuple[Floats, Floats]:
+    def _at(self, size_B: Ints, worth_B: Ints | Floats) -> tuple[Floats, Floats]:
+        """As :meth:`_curves`, for micro-batches worth so many samples of mean work."""
         costs, task = self.problem.costs, self.problem.task.name
         ones, sizes = np.ones(len(size_B)), size_B.astype(np.float64)
         loss = np.zeros(len(size_B))
@@ -209,9 +217,9 @@ class ModuleTables:
         activation: list[Floats] = []
         for tp in self.tps:
             fit = costs.curves(task=task, module=self.module, tp=tp)
-            inputs = curve_values(fit.backward_input, size_B)
-            weights = np.maximum(curve_values(fit.backward, size_B) - inputs, 0.0)
-            forward = curve_values(fit.forward, size_B)
+            inputs = curve_values(fit.backward_input, worth_B)
+            weights = np.maximum(curve_values(fit.backward, worth_B) - inputs, 0.0)
+            forward = curve_values(fit.forward, worth_B)
             basis.append(np.stack([forward, inputs, weights, loss, ones, sizes, ones, sizes]))
             activation.append(curve_values(fit.activation_bytes, size_B))
         return np.stack(basis), np.stack(activation)

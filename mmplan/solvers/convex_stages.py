@@ -61,7 +61,7 @@ class Shapes:
         return self.pp * self.vpp
 
 
-def curve_values(curve: Curve, size_B: Ints) -> Floats:
+def curve_values(curve: Curve, size_B: Ints | Floats) -> Floats:
     """A curve at many sizes."""
     value: Floats = np.full(len(size_B), curve.alpha)
     start = 0.0

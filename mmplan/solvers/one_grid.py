@@ -76,7 +76,7 @@ class OneGrid:
 
     def __init__(self, problem: Problem, layout: Layout) -> None:
         self.problem, self.layout = problem, layout
-        self._pace: dict[tuple[int, int], tuple[float, float]] = {}
+        self._pace: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self._fixed: dict[tuple[int, int], list[float]] = {}
         self._reduce: dict[tuple[int, int], float] = {}
@@ -149,7 +149,7 @@ class OneGrid:
 
     def compute_s(self, split: Split) -> float:
         """The formula without reductions and syncs."""
-        ramp_s, busy_s = self.pace_s(split.size, split.ways)
+        ramp_s, busy_s = self.pace_s(split.size, split.ways, split.dp)
         return ramp_s + (self.problem.rounds * split.count - 1) * busy_s
 
     def step_s(self, split: Split) -> float:
@@ -167,9 +167,10 @@ class OneGrid:
         reduced_s = self.reduce_s(split.dp, split.ways)
         return self.compute_s(split) + reduced_s + self.problem.rounds * sync_s
 
-    def pace_s(self, size: int, ways: int) -> tuple[float, float]:
+    def pace_s(self, size: int, ways: int, dp: int) -> tuple[float, float]:
         """(ramp, busiest position) of one micro-batch, forward and backward."""
-        if (size, ways) not in self._pace:
+        key = size, ways, dp if self.problem.varies else 1
+        if key not in self._pace:
             busy, end = [0.0] * self.layout.positions, dict[str, float]()
             for module, place in self.layout.places.items():
                 producers = self.problem.producers(module)
@@ -177,13 +178,15 @@ class OneGrid:
                     (end[p] + self._between_s(p, module, size, ways) for p in producers), default=0
                 )
                 for i, blocks in enumerate(place.cuts):
-                    own = _own(place, size, ways)
-                    stage_s = sum(self.problem.stage_s(module, blocks, self._tp(place), own))
+                    own, replicas = _own(place, size, ways), key[2] * _ways(place, ways)
+                    stage_s = sum(
+                        self.problem.stage_s(module, blocks, self._tp(place), own, replicas)
+                    )
                     busy[place.first + i] += stage_s
                     reached += stage_s + self._hop_s(module, i, own)
                 end[module] = reached
-            self._pace[size, ways] = max(*busy, *end.values()), max(busy)
-        return self._pace[size, ways]
+            self._pace[key] = max(*busy, *end.values()), max(busy)
+        return self._pace[key]
 
     def _tp(self, place: Place) -> int:
         return 1 if place.whole else self.layout.tp

@@ -164,7 +164,7 @@ class ModuleOptions:
             if self.shortage is None or needed < self.shortage.needed_bytes:
                 self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
             return None
-        times = stages.times(size)
+        times = stages.times(size, dp)
         pinned, count = pins.microbatch is not None, -(-share // size)
         return Option(
             tp=stages.tp,
@@ -191,7 +191,7 @@ class Stages:
     def __init__(self, problem: Problem, module: str, tp: int, pp: int) -> None:
         self.problem, self.module, self.tp, self.pp = problem, module, tp, pp
         self.blocks: tuple[Blocks, ...] = module_stages(problem, module, pp)
-        self._times: dict[int, tuple[tuple[float, float], ...]] = {}
+        self._times: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
         self._held: dict[int, tuple[float, ...]] = {}
         self._fixed: dict[int, tuple[float, ...]] = {}
         self._reduce: dict[int, float] = {}
@@ -201,13 +201,14 @@ class Stages:
         self._hop_s = self._hops_s(0)
         self._hop_per_sample_s = self._hops_s(1) - self._hop_s
 
-    def times(self, size: int) -> tuple[tuple[float, float], ...]:
+    def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
         """Forward and backward seconds of every stage for one micro-batch."""
-        if size not in self._times:
-            self._times[size] = tuple(
-                self.problem.stage_s(self.module, blocks, self.tp, size) for blocks in self.blocks
+        key = size, dp if self.problem.varies else 1
+        if key not in self._times:
+            self._times[key] = tuple(
+                self.problem.stage_s(self.module, blocks, self.tp, *key) for blocks in self.blocks
             )
-        return self._times[size]
+        return self._times[key]
 
     def held(self, size: int) -> tuple[float, ...]:
         """Bytes that each stage holds of one micro-batch."""

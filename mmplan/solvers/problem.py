@@ -221,17 +221,23 @@ class Problem:
         facts = self.stage(module, blocks)
         return bool(facts.hosted) or facts.passed is not None
 
-    def stage_s(self, module: str, blocks: Blocks, tp: int, samples: int) -> tuple[float, float]:
-        """Forward and backward seconds of a stage, with the losses that it hosts."""
+    def stage_s(
+        self, module: str, blocks: Blocks, tp: int, samples: int, dp: int = 1
+    ) -> tuple[float, float]:
+        """Forward and backward seconds of a stage, with the losses that it hosts.
+
+        Of the busiest of its dp replicas, where the profile knows how samples differ.
+        """
         task, facts = self.task.name, self.stage(module, blocks)
+        worth = samples * self.straggler(module, dp)
         forward = self.costs.forward_s(
-            task=task, module=module, tp=tp, samples=samples, blocks=blocks
+            task=task, module=module, tp=tp, samples=worth, blocks=blocks
         )
         backward = self.costs.backward_s(
             task=task,
             module=module,
             tp=tp,
-            samples=samples,
+            samples=worth,
             blocks=blocks,
             trainable=facts.trainable,
             input_gradient=facts.input_gradient,
@@ -241,6 +247,17 @@ class Problem:
             own = self.costs.loss_s(loss=loss, samples=samples)
             forward, backward = forward + own[0], backward + own[1]
         return forward, backward
+
+    def straggler(self, module: str, dp: int) -> float:
+        """Work of the busiest of dp replicas in a round, the mean of all of them being 1."""
+        return self.costs.straggler(
+            task=self.task.name, module=module, dp=dp, samples=self.round_samples
+        )
+
+    @property
+    def varies(self) -> bool:
+        """Whether the profile knows how samples differ."""
+        return self.costs.sampled_work(self.task.name) is not None
 
     def held_bytes(self, module: str, blocks: Blocks, tp: int, samples: int) -> float:
         """Bytes that a device holds of one micro-batch until its backward has run."""
