@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from mmlaunch.precision import Precision, widened
 from mmlaunch.reductions import Reductions
 from mmlaunch.seeds import Seeds
 from mmlaunch.transport import Transport
+from mmlaunch.weight_gradients import WeightGradients
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import Loss, Program, Source, Stage
@@ -55,12 +57,14 @@ class _Live:
         inputs: assembled inputs by edge; their floating leaves collect gradients.
         output: the stage's output tree, with its graph.
         losses: weighted terms of hosted losses, with their graphs.
+        later: weight gradients that ``W`` will compute; None without a split backward.
     """
 
     inputs: dict[int, Any]
     output: Any
     losses: list[Tensor]
     sends_left: int
+    later: WeightGradients | None = None
     messages: list[tuple[Message, IncomingGradient]] = field(default_factory=list)
 
 
@@ -180,7 +184,9 @@ class Executor:
             defaultdict(list)
         )
         self._live: dict[MicroBatch, _Live] = {}
+        self._later: dict[MicroBatch, WeightGradients] = {}
         self._outbox = Outbox(self._transport)
+        self._blocks.split.forget()
         self._reductions.begin()
         self._sync.begin(step)
 
@@ -188,6 +194,8 @@ class Executor:
         stage = self._program.stages[instruction.stage]
         if instruction.op == Op.FORWARD:
             self._forward(stage, instruction.mb)
+        elif instruction.op == Op.WEIGHT:
+            self._later.pop((stage.index, instruction.mb)).compute()
         else:
             self._backward(stage, instruction.mb)
 
@@ -195,10 +203,11 @@ class Executor:
         key = stage.index, mb
         start, stop = stage.microbatches[self._places[stage.index][0]][mb]
         inputs = self._assemble(stage, mb)
+        later = self._blocks.split.microbatch() if stage.split else None
         compute = self._precision.compute(keep_casts=stage.has_backward)
         with torch.set_grad_enabled(stage.has_backward), compute:
             arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
-            output = self._blocks.run(stage, self._step, start, arguments)
+            output = self._blocks.run(stage, self._step, start, arguments, later)
             losses = [
                 self._hosted_loss(self._program.losses[index], output, inputs, stage, start, stop)
                 for index in stage.hosted
@@ -206,7 +215,7 @@ class Executor:
         self._sync.keep(stage, mb, output)
         sends = self._sends[Op.SEND_F, stage.index, mb]
         if stage.has_backward:
-            self._live[key] = _Live(inputs, output, losses, sends)
+            self._live[key] = _Live(inputs, output, losses, sends, later)
         elif sends:
             self._live[key] = _Live({}, output, [], sends)
 
@@ -270,8 +279,11 @@ class Executor:
         for leaf, grad in self._output_gradients(stage, mb, live):
             roots.append(leaf)
             grads.append(grad)
-        if roots:
-            torch.autograd.backward(roots, grads)
+        with nullcontext() if live.later is None else live.later.collect():
+            if roots:
+                torch.autograd.backward(roots, grads)
+        if live.later is not None:
+            self._later[stage.index, mb] = live.later
         live.output, live.losses, live.messages = None, [], []
         live.sends_left = self._sends[Op.SEND_B, stage.index, mb]
         if not live.sends_left:
@@ -363,6 +375,7 @@ class Executor:
 
     def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
+        self._blocks.split.forget()
         self._outbox.finish()
         self._reductions.finish()
 

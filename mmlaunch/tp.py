@@ -11,6 +11,7 @@ Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -119,24 +120,34 @@ def packed_parts(linear: nn.Module, name: str) -> int:
     return int(cast(Any, getattr(linear, "packed_parts", 3 if "qkv" in name else 2)))
 
 
-class _ColwiseLinear(nn.Linear):
+class CutLinear(nn.Linear):
+    """A Linear of which this rank holds a share."""
+
+    tp_comm: TensorParallelComm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], either of them this rank's share."""
+        return self.compute(functional.linear, input)
+
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+        """The forward with another function in place of ``functional.linear``."""
+        raise NotImplementedError
+
+
+class _ColwiseLinear(CutLinear):
     """Rows of the weight: whole input, a slice of the output channels."""
 
-    tp_comm: TensorParallelComm
-
-    def forward(self, input: Tensor) -> Tensor:
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
         """[..., in] to [..., out / count]; the input's gradient is summed over the group."""
-        return functional.linear(_enter(input, self.tp_comm), self.weight, self.bias)
+        return linear(_enter(input, self.tp_comm), self.weight, self.bias)
 
 
-class _RowwiseLinear(nn.Linear):
+class _RowwiseLinear(CutLinear):
     """Columns of the weight: a slice of the input channels, whole output."""
 
-    tp_comm: TensorParallelComm
-
-    def forward(self, input: Tensor) -> Tensor:
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
         """[..., in / count] to [..., out], summed over the group; the bias is added once."""
-        summed = _leave(functional.linear(input, self.weight), self.tp_comm)
+        summed = _leave(linear(input, self.weight), self.tp_comm)
         # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mmplan.errors import InvalidInputError
@@ -82,18 +82,30 @@ class ProgramCosts:
                 samples=samples,
                 blocks=stage.blocks,
             )
+        whole_s = self._backward_s(stage, samples, stage.trainable)
+        if op is Op.BACKWARD:
+            return whole_s
+        # As if nothing trained: what is left is the input's gradient, and recomputation.
+        inputs_s = self._backward_s(stage, samples, ())
+        return inputs_s if op is Op.INPUT else whole_s - inputs_s
+
+    def _backward_s(
+        self, stage: Stage, samples: float, trainable: Sequence[tuple[int, int]]
+    ) -> float:
         return self.costs.backward_s(
             task=stage.task,
             module=stage.module,
             tp=stage.tp,
             samples=samples,
             blocks=stage.blocks,
-            trainable=stage.trainable,
+            trainable=trainable,
             input_gradient=stage.input_gradient,
             recompute=self._recompute[stage.task, stage.module],
         )
 
     def _hosted_s(self, stage: Stage, op: Op, samples: int) -> float:
+        if op is Op.WEIGHT:
+            return 0.0
         # Every tensor-parallel rank of the host computes the whole loss of its micro-batch.
         losses = (self.program.losses[index].name for index in stage.hosted)
         pairs = (self.costs.loss_s(loss=name, samples=samples) for name in losses)
@@ -162,7 +174,7 @@ class ProgramCosts:
     # --- bytes -----------------------------------------------------------------------
 
     def activation_bytes(self, stage: Stage, samples: int) -> float:
-        """Bytes that a device holds of one micro-batch until its backward has run.
+        """Bytes that a device holds of one micro-batch until its backward (its ``W``) has run.
 
         Only blocks that a gradient passes keep anything: nothing is saved before them.
         """

@@ -30,7 +30,7 @@ class Costs(Protocol):
         ...
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
-        """Seconds of a forward or backward, hosted losses included."""
+        """Seconds of a forward or backward (or a part of one), hosted losses included."""
         ...
 
     def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
@@ -283,8 +283,8 @@ def _peak_bytes(program: Program, costs: Costs, rank: int) -> float:
 def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple[int, bool, float]]:
     """(position, at its end rather than its start, bytes gained) in program order.
 
-    A micro-batch is held from the start of its forward to the end of its backward; without
-    a backward, to the end of its forward.
+    A micro-batch is held from the start of its forward to the end of its backward, of the
+    ``W`` of a split one; without a backward, to the end of its forward.
     """
     samples = _samples(program, rank)
     known: dict[tuple[int, int], float] = {}
@@ -297,5 +297,5 @@ def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple
             known[key] = costs.activation_bytes(stage, key[1])
         if item.op is Op.FORWARD:
             yield position, False, known[key]
-        if item.op is Op.BACKWARD or not stage.has_backward:
+        if item.op in (Op.BACKWARD, Op.WEIGHT) or not stage.has_backward:
             yield position, True, -known[key]

@@ -43,8 +43,8 @@ def check_program(
 def in_flight(program: Program) -> dict[tuple[int, int], int]:
     """Most micro-batches that each (rank, stage) holds at once.
 
-    A micro-batch is held from its forward to its backward; a stage without a backward
-    holds the one that it computes.
+    A micro-batch is held from its forward to its backward, a split one to its ``W``; a
+    stage without a backward holds the one that it computes.
     """
     most: Counter[tuple[int, int]] = Counter()
     for rank, row in enumerate(program.instructions):
@@ -55,7 +55,8 @@ def in_flight(program: Program) -> dict[tuple[int, int], int]:
             if item.op is Op.FORWARD:
                 held[item.stage] += 1
                 most[rank, item.stage] = max(most[rank, item.stage], held[item.stage])
-            if item.op is Op.BACKWARD or not program.stages[item.stage].has_backward:
+            ends = item.op in (Op.BACKWARD, Op.WEIGHT)
+            if ends or not program.stages[item.stage].has_backward:
                 held[item.stage] -= 1
     return dict(most)
 

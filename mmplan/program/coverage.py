@@ -8,7 +8,8 @@ of intervals of samples, each with the number of times that it is counted:
 - a cross-sample loss adds the samples of its sync batch once at SYNC_WAIT, if each of its
   features was there at SYNC_START;
 - SEND_B carries the part that its range names, and what never arrived is never added;
-- a backward adds the sum to the gradient of its rank's parameters, REDUCE adds ranks.
+- a backward adds the sum to the gradient of its rank's parameters (of a split one, ``I``
+  makes the sum and ``W`` adds it), REDUCE adds ranks.
 
 In the end each shard of trainable parameters must count every sample of the batch exactly
 as often as there are paths from it to the loss in the stage graph, on every rank that
@@ -133,6 +134,8 @@ class _Flow:
         if isinstance(item, Compute):
             if item.op is Op.FORWARD:
                 self._run_forward(rank, position, item)
+            elif item.op is Op.WEIGHT:
+                self._add_to_parameters((rank, item.stage, item.mb))
             else:
                 self._run_backward(rank, position, item)
         elif isinstance(item, Message):
@@ -180,8 +183,12 @@ class _Flow:
             for loss, pieces in self._carried.pop(message, {}).items():
                 total[loss] += pieces
         self._backward[held] = {loss: normal(pieces) for loss, pieces in total.items()}
-        sums = self.gradients[rank, item.stage]
-        for loss, pieces in self._backward[held].items():
+        if item.op is Op.BACKWARD:
+            self._add_to_parameters(held)
+
+    def _add_to_parameters(self, held: _Held) -> None:
+        sums = self.gradients[held[0], held[1]]
+        for loss, pieces in self._backward.get(held, {}).items():
             sums[loss] += pieces
 
     def _message(self, rank: int, position: int) -> int:

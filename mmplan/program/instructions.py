@@ -19,6 +19,8 @@ class Op(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -32,11 +34,20 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """``F`` or ``B`` of one stage on one of this replica's micro-batches."""
+    """``F``, ``B``, ``I`` or ``W`` of one stage on one of this replica's micro-batches.
+
+    ``I`` and ``W`` are a ``B`` in two parts: ``I`` takes the output's gradient and gives
+    the input's, which is sent at once; ``W`` gives that of the weights, any time later.
+    """
 
     op: Op
     stage: int
     mb: int
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it takes the output's gradient: ``B``, or ``I`` in its place."""
+        return self.op in (Op.BACKWARD, Op.INPUT)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.mb}"
@@ -108,7 +119,7 @@ class Step:
 
 Instruction = Compute | Message | Sync | Collective | Step
 
-_COMPUTE = re.compile(r"(\d+)([FB])(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 _MESSAGE = re.compile(r"(\d+)((?:SEND|RECV)_[FB])(\d+):e(\d+)([<>])(\d+)\[(\d+),(\d+)\)")
 _SYNC = re.compile(r"(SYNC_START|SYNC_WAIT):(\d+)\.(\d+)")
 _COLLECTIVE = re.compile(r"(COUNT|REDUCE):(\d+)")

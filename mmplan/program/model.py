@@ -65,6 +65,7 @@ class Stage:
         hosted: indices of the per-sample losses computed with its forward.
         syncs: indices of the cross-sample losses that take its output.
         has_backward: something before, in, or hosted by the stage takes a gradient.
+        split: its backward is ``I`` and ``W`` instead of ``B``.
     """
 
     index: int
@@ -84,6 +85,7 @@ class Stage:
     syncs: tuple[int, ...]
     input_gradient: bool
     has_backward: bool
+    split: bool = False
 
     @property
     def dp(self) -> int:

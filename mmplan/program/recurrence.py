@@ -26,8 +26,9 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 
-# (stage, replica, micro-batch, is backward) of a loss, a reduction or a helper.
-_NO_COMPUTE = -1, 0, 0, False
+# (stage, replica, micro-batch, operation) of a compute; of a loss, a reduction or a helper.
+_Key = tuple[int, int, int, Op]
+_NO_COMPUTE: _Key = -1, 0, 0, Op.FORWARD
 # A node that waits for more others than this waits for helpers that wait for them.
 _MOST_WAITS = 6
 
@@ -49,13 +50,17 @@ class Recurrence:
         stage: [N], stage of a compute; -1 for a loss or a reduction.
         replica: [N], its replica.
         mb: [N], its micro-batch.
-        backward: [N], whether it is a backward.
+        backward: [N], whether it is a backward, or the ``I`` of a split one.
+        weights: [N], whether it is the ``W`` of a split backward.
+        share: [N], what part of the whole forward or backward it is: 1, or half of a split one.
     """
 
     stage: Indices
     replica: Indices
     mb: Indices
     backward: NDArray[np.bool_]
+    weights: NDArray[np.bool_]
+    share: Floats
     _levels: tuple[_Level, ...] = field(repr=False)
 
     @property
@@ -90,7 +95,7 @@ class Recurrence:
         Args:
             orders_RM: permutations of the micro-batches.
             forward_SM: time of a stage's forward on each micro-batch, all replicas alike.
-            backward_SM: likewise.
+            backward_SM: likewise; the parts of a split backward take half each.
 
         Raises:
             InvalidInputError: the tables do not cover the stages and micro-batches.
@@ -110,8 +115,10 @@ class Recurrence:
         # The last row is for what is no compute.
         table = np.vstack([forward_SM, backward_SM, np.zeros_like(forward_SM[:1])])
         held = table.take(orders_RM.T.ravel(), axis=1).reshape(-1, candidates)
-        row_N = np.where(self.stage < 0, -1, self.stage + self.backward * needed[0])
-        return held.take((row_N % len(table)) * num_microbatches + self.mb, axis=0)
+        is_backward = self.backward | self.weights
+        row_N = np.where(self.stage < 0, -1, self.stage + is_backward * needed[0])
+        time_NR = held.take((row_N % len(table)) * num_microbatches + self.mb, axis=0)
+        return time_NR * self.share[:, None] if self.weights.any() else time_NR
 
 
 def make_recurrence(program: Program) -> Recurrence:
@@ -141,7 +148,7 @@ class _Nodes:
         # The node after which each message leaves, and the messages each node takes.
         self._sent: dict[Hashable, int] = {}
         self._takes: list[tuple[int, Hashable]] = []
-        self.keys: list[tuple[int, int, int, bool]] = []
+        self.keys: list[_Key] = []
         self.waits: list[set[int]] = []
 
     def add_row(self, rank: int, row: Sequence[Instruction]) -> None:
@@ -161,8 +168,8 @@ class _Nodes:
                 continue
             if last >= 0:
                 self.waits[node].add(last)
-            if isinstance(item, Compute):
-                taken = posted.pop((item.stage, item.op is Op.BACKWARD, item.mb), [])
+            if isinstance(item, Compute) and item.op is not Op.WEIGHT:
+                taken = posted.pop((item.stage, item.is_backward, item.mb), [])
                 self._takes += [(node, key) for key in taken]
             last = node
 
@@ -171,8 +178,7 @@ class _Nodes:
         key: Hashable = item
         kind = _NO_COMPUTE
         if isinstance(item, Compute):
-            kind = item.stage, replicas[item.stage], item.mb, item.op is Op.BACKWARD
-            key = kind
+            key = kind = item.stage, replicas[item.stage], item.mb, item.op
         elif not isinstance(item, Collective) and not (
             isinstance(item, Sync) and item.op is Op.SYNC_WAIT
         ):
@@ -260,11 +266,14 @@ def _numbered(nodes: _Nodes, levels: Sequence[Sequence[int]]) -> Recurrence:
         columns = tuple(np.array(column, np.intp) for column in zip(*padded, strict=True))
         rows.append(_Level(start, start + len(level), columns))
         start += len(level)
-    stage, replica, mb, backward = zip(*(nodes.keys[node] for node in flat), strict=True)
+    stage, replica, mb, op = zip(*(nodes.keys[node] for node in flat), strict=True)
+    parts = [item in (Op.INPUT, Op.WEIGHT) for item in op]
     return Recurrence(
         stage=np.array(stage, np.intp),
         replica=np.array(replica, np.intp),
         mb=np.array(mb, np.intp),
-        backward=np.array(backward, np.bool_),
+        backward=np.array([item in (Op.BACKWARD, Op.INPUT) for item in op], np.bool_),
+        weights=np.array([item is Op.WEIGHT for item in op], np.bool_),
+        share=np.where(parts, 0.5, 1.0),
         _levels=tuple(rows),
     )

@@ -152,15 +152,18 @@ class BatchOrder:
         rows: list[int] = []
         scales: list[float] = []
         known = self._recurrence
-        keys = zip(known.stage, known.replica, known.mb, known.backward, strict=True)
-        for index, replica, mb, backward in keys:
+        # What a node does of (forward, input gradients, weight gradients).
+        does = np.stack([~known.backward & ~known.weights, known.backward, known.weights], axis=1)
+        does[:, 2] |= known.backward & (known.share == 1)
+        keys = zip(known.stage, known.replica, known.mb, does, strict=True)
+        for index, replica, mb, parts in keys:
             # Row 0 is of what takes no time: losses, reductions, other tasks.
             row, scale = 0, 0.0
             if index in stages:
                 stage = stages[index]
                 before, part = places[stage.module]
                 row = before + part.rows[stage.microbatches[replica][mb]]
-                scale = _cost(stage, part.blocks)[int(backward)]
+                scale = float(np.dot(_cost(stage, part.blocks), parts))
             rows.append(row)
             scales.append(scale)
         return np.array(rows, np.intp), np.array(scales)[:, None]
@@ -306,12 +309,12 @@ class _Part:
         )
 
 
-def _cost(stage: Stage, blocks: int) -> tuple[float, float]:
-    """Forward and backward of a stage per work of a sample."""
+def _cost(stage: Stage, blocks: int) -> tuple[float, float, float]:
+    """Forward, input gradients and weight gradients of a stage per work of a sample."""
     own = stage.blocks[1] - stage.blocks[0]
     forward = own / blocks / stage.tp
     trained = sum(high - low for low, high in stage.trainable) / own
-    return forward, forward * (1 + trained) if stage.has_backward else 0.0
+    return (forward, forward, forward * trained) if stage.has_backward else (forward, 0.0, 0.0)
 
 
 def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> Effort:

@@ -149,7 +149,7 @@ class _RankCheck:
         elif isinstance(item, Message):
             self._messages.append((position, item))
             if not item.is_send:
-                work = item.stage, _op_of(item), item.mb
+                work = item.stage, _op_of(item, self._stages[item.stage]), item.mb
                 self._received[work, item.edge].append((item.start, item.stop))
         elif isinstance(item, Sync):
             self._syncs[item.op, item.loss, item.batch].append(position)
@@ -170,7 +170,9 @@ class _RankCheck:
             for mb in range(len(self._spans(stage))):
                 yield stage.index, Op.FORWARD, mb
                 if stage.has_backward:
-                    yield stage.index, Op.BACKWARD, mb
+                    yield stage.index, _backward_of(stage), mb
+                if stage.has_backward and stage.split:
+                    yield stage.index, Op.WEIGHT, mb
 
     def _spans(self, stage: Stage) -> Sequence[SampleRange]:
         place = stage.place(self._rank)
@@ -181,10 +183,12 @@ class _RankCheck:
         for work in sorted(expected | set(self._computes)):
             text = str(Compute(work[1], work[0], work[2]))
             yield from self._once(text, self._computes[work], int(work in expected))
-            if work[1] is Op.BACKWARD and self._computes[work]:
-                forward = self._computes[work[0], Op.FORWARD, work[2]]
-                if forward and forward[0] > self._computes[work][0]:
-                    yield f"{self._at(self._computes[work][0])}: comes before its forward"
+            if work[1] is not Op.FORWARD and self._computes[work]:
+                needed = Op.INPUT if work[1] is Op.WEIGHT else Op.FORWARD
+                earlier = self._computes[work[0], needed, work[2]]
+                if earlier and earlier[0] > self._computes[work][0]:
+                    name = "I" if needed is Op.INPUT else "forward"
+                    yield f"{self._at(self._computes[work][0])}: comes before its {name}"
 
     def _once(self, text: str, positions: Sequence[int], expected: int) -> Iterator[str]:
         if not positions and expected:
@@ -200,8 +204,9 @@ class _RankCheck:
     def _message_faults(self) -> Iterator[str]:
         """Receives stand before their compute, sends after it; ranges lie inside it."""
         for position, item in self._messages:
-            computes = self._computes[item.stage, _op_of(item), item.mb]
-            start, stop = self._spans(self._stages[item.stage])[item.mb]
+            stage = self._stages[item.stage]
+            computes = self._computes[item.stage, _op_of(item, stage), item.mb]
+            start, stop = self._spans(stage)[item.mb]
             if not start <= item.start < item.stop <= stop:
                 yield (
                     f"{self._at(position)}: micro-batch {item.mb} of stage {item.stage} holds "
@@ -217,7 +222,7 @@ class _RankCheck:
         for edge in self._program.edges:
             ends = [(edge.consumer, Op.FORWARD)]
             if edge.carries_gradient:
-                ends.append((edge.producer, Op.BACKWARD))
+                ends.append((edge.producer, _backward_of(self._program.stages[edge.producer])))
             for index, op in ends:
                 stage = self._stages.get(index)
                 for mb, span in enumerate(self._spans(stage) if stage else ()):
@@ -253,7 +258,7 @@ class _RankCheck:
                 for position in self._computes[stage.index, Op.FORWARD, mb]:
                     if position > start:
                         yield f"{self._at(start)}: starts before {self._row[position]}"
-                for position in self._computes[stage.index, Op.BACKWARD, mb]:
+                for position in self._computes[stage.index, _backward_of(stage), mb]:
                     if position < wait:
                         yield f"{self._at(position)}: needs the gradient of {self._row[wait]}"
 
@@ -283,10 +288,12 @@ class _RankCheck:
                 a, b = reduction.blocks
                 overlaps = stage.blocks[0] < b and a < stage.blocks[1]
                 contributes = stage.owner == reduction.owner and overlaps
+            # Of a split backward, I gives the gradients of some parameters, W of the rest.
+            ops = [_backward_of(stage), *([Op.WEIGHT] if reduction.kind == "blocks" else [])]
             for mb in range(len(self._spans(stage)) if contributes else 0):
-                late = self._computes[stage.index, Op.BACKWARD, mb]
-                if late and late[-1] > reduce:
-                    yield f"{self._at(late[-1])}: adds to gradients already reduced at {reduce}"
+                for late in (self._computes[stage.index, op, mb] for op in ops):
+                    if late and late[-1] > reduce:
+                        yield f"{self._at(late[-1])}: adds to gradients already reduced at {reduce}"
         if reduction.kind == "loss":
             for (_, loss, _), positions in self._syncs.items():
                 named = self._program.losses[loss].name == reduction.owner
@@ -300,9 +307,14 @@ class _RankCheck:
             yield f"{self._at(steps[-1])}: is not the last instruction"
 
 
-def _op_of(item: Message) -> Op:
-    """Whether a message belongs to a forward or a backward."""
-    return Op.FORWARD if item.op in (Op.SEND_F, Op.RECV_F) else Op.BACKWARD
+def _backward_of(stage: Stage) -> Op:
+    """What takes the gradient of a stage's output."""
+    return Op.INPUT if stage.split else Op.BACKWARD
+
+
+def _op_of(item: Message, stage: Stage) -> Op:
+    """The compute of ``stage`` that a message belongs to."""
+    return Op.FORWARD if item.op in (Op.SEND_F, Op.RECV_F) else _backward_of(stage)
 
 
 def _ends(program: Program) -> tuple[dict[_Pair, list[str]], dict[_Pair, list[str]]]:
@@ -319,7 +331,7 @@ def _ends(program: Program) -> tuple[dict[_Pair, list[str]], dict[_Pair, list[st
 
 def _pair(rank: int, item: Message) -> _Pair:
     source, target = (rank, item.peer) if item.is_send else (item.peer, rank)
-    backward = _op_of(item) is Op.BACKWARD
+    backward = item.op in (Op.SEND_B, Op.RECV_B)
     return item.edge, backward, source, target, item.start, item.stop
 
 

@@ -79,10 +79,14 @@ class _Builder:
                 if kind == POST:
                     posted[item.stage, item.op is Op.RECV_B, item.mb].append(arg)
             elif isinstance(item, Compute):
-                backward = item.op is Op.BACKWARD
-                needs[position] = tuple(posted.pop((item.stage, backward, item.mb), ()))
                 stage, place = places[item.stage]
-                kind, arg = (ALONE, 0) if stage.tp == 1 else self._group(stage, place, item)
+                weights = item.op is Op.WEIGHT
+                if not weights:
+                    key = item.stage, item.is_backward, item.mb
+                    needs[position] = tuple(posted.pop(key, ()))
+                # Weight gradients need no other rank of a tensor-parallel group.
+                alone = stage.tp == 1 or weights
+                kind, arg = (ALONE, 0) if alone else self._group(stage, place, item)
             elif isinstance(item, Sync):
                 kind, arg = self._sync(item)
             elif isinstance(item, Collective):

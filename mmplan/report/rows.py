@@ -21,6 +21,8 @@ KINDS: dict[str, str] = {
 _CATEGORY = {
     "F": "F",
     "B": "B",
+    "I": "B",
+    "W": "B",
     "SYNC": "S",
     "REDUCE": "R",
     "SEND": "M",

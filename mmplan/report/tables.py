@@ -238,15 +238,18 @@ def timeline_lines(simulation: Simulation) -> Iterator[str]:
     for rank, row in enumerate(rows):
         yield f"rank {rank:>3} |{''.join(row)}|"
     yield f"          0{'':{TIMELINE_COLUMNS - 12}}{text.seconds(total):>12}"
-    yield "F forward  B backward  S sync and loss  R gradient reduction  . idle"
+    split = "  W its weight gradients" if any("W" in row for row in rows) else ""
+    yield f"F forward  B backward{split}  S sync and loss  R gradient reduction  . idle"
 
 
 def _letter(op: Op | None) -> str | None:
     match op:
         case Op.FORWARD:
             return "F"
-        case Op.BACKWARD:
+        case Op.BACKWARD | Op.INPUT:
             return "B"
+        case Op.WEIGHT:
+            return "W"
         case Op.SYNC_WAIT:
             return "S"
         case Op.REDUCE:
