@@ -309,7 +309,8 @@ def plans(draw: st.DrawFn) -> Plan:
     """Chains and towers of one to three modules, with any degrees, shares and schedules."""
     sync = draw(st.sampled_from([0, 6, 12]))
     share = sync or 12
-    kind = "batch-sync" if sync else draw(st.sampled_from(["1f1b", "gpipe"]))
+    kinds = ["batch-sync", "interleaved"] if sync else ["1f1b", "gpipe", "interleaved"]
+    kind = draw(st.sampled_from(kinds))
     chained = draw(st.booleans())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]
     units = []
@@ -321,6 +322,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 name,
                 *([names[i - 1]] if chained and i else []),
                 pp=draw(st.integers(1, 3)),
+                vpp=draw(st.integers(1, 3)) if kind == "interleaved" else 1,
                 dp=dp,
                 tp=draw(st.integers(1, 2)),
                 k=ks,

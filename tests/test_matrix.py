@@ -238,7 +238,9 @@ def planned_units(draw: st.DrawFn) -> tuple[list[UnitSpec], list[LossSpec], int]
                 blocks=6 if shared else pp * vpp,
                 ranks=_grid(draw, len(shares), pp, tp) if pooled else None,
                 sizes=[draw(_shares(share, most=4)) for share in shares],
-                kind=draw(st.sampled_from(["batch-sync", "gpipe", "1f1b"])),
+                kind=draw(
+                    st.sampled_from(["batch-sync", "gpipe", "1f1b", *["interleaved"] * (vpp > 1)])
+                ),
                 lead=draw(st.integers(0, 2)),
                 sync_lead=draw(st.integers(0, 1)),
                 frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])) if i else False,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.program.check import in_flight
+from mmplan.program.check import check_program, in_flight
 from mmplan.program.compile import compile_plan
 from mmplan.simulate import simulate
 from tests.clocks import FixedCosts, tower
@@ -55,6 +55,45 @@ def test_gpipe_and_1f1b_take_the_same_time_and_hold_their_micro_batches(
     held = {(p, p): n if kind == "gpipe" else min(n, stages - p) for p in range(stages)}
     assert in_flight(program) == held
     assert result.peak_bytes == tuple(held[p, p] for p in range(stages))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4, 8])
+@pytest.mark.parametrize("vpp", [2, 3, 4])
+def test_interleaved_waits_for_one_chunk_a_hop_and_holds_what_megatron_holds(
+    pp: int, vpp: int
+) -> None:
+    for groups in (1, 2, 5):
+        n = groups * pp
+        plan = make_plan(
+            unit("m", pp=pp, vpp=vpp, k=n, kind="interleaved"), losses=[loss("l", "m")], batch=n
+        )
+        result = simulate(compile_plan(plan), FixedCosts(forward=1.0, backward=2.0))
+        # A chunk is 1/vpp of a stage's time, and so is each of the pp - 1 waits.
+        assert result.iteration_s == pytest.approx((n * vpp + pp - 1) * 3.0)
+        ahead = [2 * (pp - 1 - q) + (vpp - 1) * pp + 1 for q in range(pp)]
+        assert result.peak_bytes == tuple(min(n * vpp, chunks) for chunks in ahead)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "n"), [(4, 2, 17), (8, 3, 33), (3, 4, 11), (8, 2, 15)])
+def test_interleaving_does_without_whole_groups(pp: int, vpp: int, n: int) -> None:
+    plan = make_plan(
+        unit("m", pp=pp, vpp=vpp, k=n, kind="interleaved"), losses=[loss("l", "m")], batch=n
+    )
+    program = compile_plan(plan)
+    assert check_program(program) == []
+    least = (n * vpp + pp - 1) * 3.0
+    assert simulate(program, FixedCosts(forward=1.0, backward=2.0)).iteration_s <= 1.02 * least
+
+
+def test_interleaving_keeps_to_the_cap_of_micro_batches_in_flight() -> None:
+    plan = make_plan(
+        unit("m", pp=2, vpp=2, k=8, kind="interleaved", in_flight=2),
+        losses=[loss("l", "m")],
+        batch=8,
+    )
+    program = compile_plan(plan)
+    assert check_program(program) == []
+    assert max(in_flight(program).values()) == 2
 
 
 @pytest.mark.parametrize(("stages", "k", "rounds"), [(4, 4, 8), (3, 1, 2), (2, 5, 3), (1, 3, 3)])

@@ -9,7 +9,7 @@ from mmplan.program.instructions import Collective, Compute, Instruction, Messag
 from mmplan.program.lower import Graph, lower
 from mmplan.program.match import match_receives
 from mmplan.program.model import Program, Stage
-from mmplan.program.order import order_stage, sample_frontier
+from mmplan.program.orders import order_stages
 from mmplan.program.timeline import Event, Link, Timeline, edge_links
 from mmplan.schema.plan import Plan
 
@@ -33,7 +33,7 @@ def compile_plan(plan: Plan) -> Program:
         losses=graph.losses,
         reductions=graph.reductions,
         batches=batches,
-        forwards_before=_orders(plan, graph),
+        orders=order_stages(plan, graph),
         links=links,
     )
     projection = _Projection(graph, links, plan.devices)
@@ -51,29 +51,6 @@ def compile_plan(plan: Plan) -> Program:
         ),
         predicted_s=plan.predicted.iteration_s,
     )
-
-
-def _orders(plan: Plan, graph: Graph) -> list[list[list[int]]]:
-    """Every stage's order, consumers before producers."""
-    orders: list[list[list[int]]] = [[] for _ in graph.stages]
-    frontiers: list[list[list[int]]] = [[] for _ in graph.stages]
-    for stage in reversed(graph.stages):
-        after = [e.consumer for e in graph.edges if e.producer == stage.index]
-        sync_batches = [graph.losses[index].sync_batch or 0 for index in stage.syncs]
-        orders[stage.index] = order_stage(
-            stage,
-            plan.unit(stage.unit).schedule,
-            sync_batches,
-            [(graph.stages[index], orders[index]) for index in after],
-            [frontiers[index] for index in after],
-        )
-        frontiers[stage.index] = sample_frontier(
-            stage,
-            orders[stage.index],
-            sync_batches,
-            [(graph.stages[index], frontiers[index]) for index in after],
-        )
-    return orders
 
 
 class _Projection:

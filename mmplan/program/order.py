@@ -54,11 +54,21 @@ def order_stage(
             needed = _needed_by(stage, d, consumer, consumer_before, lead)
             before = [max(pair) for pair in zip(before, needed, strict=True)]
         for (consumer, _), frontier in zip(consumers, frontiers, strict=False):
-            starts = [start for start, _ in spans]
-            reached = _frontier_of(spans, consumer, frontier)
-            needed = [bisect_left(starts, samples) for samples in reached]
+            needed = forwards_that_reach(stage, consumer, frontier)[d]
             before = [max(pair) for pair in zip(before, needed, strict=True)]
         result.append(_settle(before, schedule.in_flight))
+    return result
+
+
+def forwards_that_reach(
+    stage: Stage, consumer: Stage, frontier: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """``[d][m]``: forwards that send all that the consumer's frontier at backward m is about."""
+    result: list[list[int]] = []
+    for spans in stage.microbatches:
+        starts = [start for start, _ in spans]
+        reached = _frontier_of(spans, consumer, frontier)
+        result.append([bisect_left(starts, samples) for samples in reached])
     return result
 
 

@@ -1,6 +1,7 @@
 """One global order of all events, so that the ranks' programs cannot deadlock.
 
-Every stage replica has a fixed order of its own (:mod:`mmplan.program.order`). Events that
+Every stage replica has a fixed order of its own, the chunks of an interleaved rank have one
+together (:mod:`mmplan.program.orders`). Events that
 several ranks take part in (a tensor-parallel compute, a sync, a reduction) happen on all of
 them at once. List scheduling with nominal durations puts all events into one sequence in
 which each comes after what it depends on; a rank's program is its part of that sequence.
@@ -20,6 +21,7 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op
 from mmplan.program.model import Edge, Loss, Reduction, Stage
+from mmplan.program.orders import Orders
 from mmplan.program.samples import RangeIndex, SampleRange
 
 # Ties at one instant: free memory first, then feed others; collectives last.
@@ -77,7 +79,7 @@ class Timeline:
     """Builds the events of a graph and schedules them.
 
     Args:
-        forwards_before: per stage, the result of :func:`mmplan.program.order.order_stage`.
+        orders: :func:`mmplan.program.orders.order_stages`.
         links: per edge, :func:`edge_links`.
     """
 
@@ -89,7 +91,7 @@ class Timeline:
         losses: Sequence[Loss],
         reductions: Sequence[Reduction],
         batches: dict[str, int],
-        forwards_before: Sequence[Sequence[Sequence[int]]],
+        orders: Orders,
         links: Sequence[Sequence[Link]],
     ) -> None:
         self._stages = stages
@@ -99,29 +101,17 @@ class Timeline:
         self._computes: dict[tuple[Op, int, int, int], Event] = {}
         self._sequences: list[list[Event]] = []
         self._syncs: dict[tuple[int, int], Event] = {}
-        self._forwards_before = forwards_before
-        for stage in stages:
-            for d, before in enumerate(forwards_before[stage.index]):
-                self._sequences.append(self._sequence(stage, d, before))
+        self._forwards_before = orders.forwards_before
+        for sequence in orders.sequences:
+            self._sequences.append([self._compute(*item) for item in sequence])
         for edge in edges:
             self._connect(edge, links[edge.index])
         for loss in losses:
             self._add_syncs(loss)
         self._reductions = [self._reduction(r) for r in reductions]
 
-    def _sequence(self, stage: Stage, d: int, before: Sequence[int]) -> list[Event]:
-        """The replica's own order: forwards up to ``before[m]``, then backward m."""
-        events: list[Event] = []
-        done = 0
-        for m in range(len(stage.microbatches[d])):
-            while done < before[m]:
-                events.append(self._compute(Op.FORWARD, stage, d, done))
-                done += 1
-            if stage.has_backward:
-                events.append(self._compute(Op.BACKWARD, stage, d, m))
-        return events
-
-    def _compute(self, op: Op, stage: Stage, d: int, mb: int) -> Event:
+    def _compute(self, op: Op, index: int, d: int, mb: int) -> Event:
+        stage = self._stages[index]
         start, stop = stage.microbatches[d][mb]
         work = (stop - start) * (stage.blocks[1] - stage.blocks[0])
         event = Event(
