@@ -116,8 +116,12 @@ def profile(
         int | None, typer.Option("--nproc", metavar="N", help="processes that measure together")
     ] = None,
     data: Annotated[
-        bool, typer.Option("--data", help="distribution of the work per sample of the data")
+        bool, typer.Option("--data", help="how much work the samples of the data are")
     ] = False,
+    data_samples: Annotated[
+        int | None,
+        typer.Option("--data-samples", metavar="N", help="that --data looks at, default 512"),
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PROFILE", help="where it is written")
     ] = Path("profile.json"),
@@ -131,14 +135,15 @@ def profile(
     out = Output(as_json=as_json)
     loaded = load_workload(workload)
     _warn_unused(out, loaded)
-    if data:
+    if data_samples is not None and not (data and data_samples > 0):
         raise InvalidInputError(
-            "--data: this version does not measure the work per sample",
-            hint="profile without it; times are then means over real samples",
+            f"--data-samples {data_samples}: how many samples --data looks at",
+            hint="give 1 or more, together with --data",
         )
     if device not in (None, "cpu", "cuda"):
         raise InvalidInputError(f"--device {device}", hint="choose cpu or cuda")
     machine = load_cluster(cluster) if cluster is not None else None
+    state = output.with_name(f".{output.name}.partial")
     if analytic:
         if machine is None:
             raise InvalidInputError(
@@ -148,21 +153,23 @@ def profile(
 
         made = analytic_profile(loaded, workload.parent, machine)
     else:
-        made = _measure(out, workload, machine, device, nproc, output)
+        made = _measure(out, workload, machine, device, nproc, state)
+    if data:
+        made = _with_data(out, made, loaded, workload.parent, data_samples, state)
     save_document(made, output)
+    state.unlink(missing_ok=True)
     _show_profile(out, made)
     out.text(f"wrote {output}")
     out.data({"profile": str(output), "source": made.source, "cluster": made.cluster.name})
 
 
 def _measure(
-    out: Output, workload: Path, machine: Any, device: Any, nproc: int | None, output: Path
+    out: Output, workload: Path, machine: Any, device: Any, nproc: int | None, state: Path
 ) -> Any:
     from mmplan.profiling.measure import measure_profile
 
-    state = output.with_name(f".{output.name}.partial")
     with out.progress("profiling") as bar:
-        made = measure_profile(
+        return measure_profile(
             workload,
             cluster=machine,
             device=device,
@@ -170,7 +177,28 @@ def _measure(
             progress=lambda done, total, _left_s, note: bar.update(done, total, note),
             state_path=state,
         )
-    state.unlink(missing_ok=True)
+
+
+def _with_data(
+    out: Output, profile: Any, workload: Any, folder: Path, samples: int | None, state: Path
+) -> Any:
+    """The profile with the work of its data; says which tasks' samples all cost the same."""
+    from mmplan.profiling.data import SAMPLES, profile_data
+
+    with out.progress("reading data") as bar:
+        made = profile_data(
+            profile,
+            workload,
+            folder,
+            samples=samples or SAMPLES,
+            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
+            state_path=state,
+        )
+    for task in made.provenance["data"]["equal"]:
+        out.hint(
+            f"task {task}: no work(index) in its data set and no ragged fields that a module "
+            "takes; all samples count alike"
+        )
     return made
 
 
@@ -314,17 +342,30 @@ def simulate(
         Path | None,
         typer.Option("--trace", metavar="TRACE.json", help="write a Chrome/Perfetto trace"),
     ] = None,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            "--draws", metavar="N", min=0, help="batches of a profile's data to draw, 0 for none"
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predicted timeline of one step."""
+    """Predicted timeline of one step; where the profile has data, how times spread."""
+    from dataclasses import asdict
+
+    from mmplan.draws import sample_steps
+    from mmplan.predict import plan_costs
     from mmplan.program.trace import trace_events, write_trace
     from mmplan.report.tables import timeline_lines
+    from mmplan.report.work_tables import sampled_grid
     from mmplan.schema.load import load_plan
     from mmplan.simulate import prediction
+    from mmplan.simulate import simulate as start
 
     out = Output(as_json=as_json)
     document = load_plan(plan)
-    simulated = _simulate(document, plan, profile)
+    costs = plan_costs(document, plan, profile)
+    simulated = start(costs.program, costs)
     found = prediction(simulated, document)
     for line in timeline_lines(simulated):
         out.text(line)
@@ -332,11 +373,15 @@ def simulate(
         f"iteration {found.iteration_s:.4g} s, {found.samples_per_s:.4g} samples/s, "
         f"idle {100 * found.bubble_fraction:.1f}%, MFU {100 * found.mfu:.1f}%"
     )
+    sampled = None if draws == 0 else sample_steps(costs, draws=draws)
+    if sampled is not None:
+        out.grid(sampled_grid(sampled, predicted_s=found.iteration_s))
     if trace is not None:
         events = trace_events(simulated.program, simulated.events(), process_name="predicted")
         write_trace(trace, events)
         out.text(f"wrote {trace} (open it in ui.perfetto.dev or chrome://tracing)")
-    out.data(found.model_dump(mode="json"))
+    spread = {} if sampled is None else {"sampled": asdict(sampled)}
+    out.data(found.model_dump(mode="json") | spread)
 
 
 @mmplan_app.command()
@@ -613,8 +658,9 @@ def _warn_unused(out: Output, workload: Any) -> None:
 
 def _show_profile(out: Output, profile: Any) -> None:
     from mmplan.report.tables import profile_grids
+    from mmplan.report.work_tables import work_grids
 
-    for grid in profile_grids(profile):
+    for grid in (*profile_grids(profile), *work_grids(profile)):
         out.grid(grid)
 
 

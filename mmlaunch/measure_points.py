@@ -23,6 +23,7 @@ from mmlaunch.measure_inputs import (
 from mmlaunch.measure_links import NoComm, measure_link, tensor_parallel_groups
 from mmlaunch.measure_machine import measure_machine, num_cores
 from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
+from mmlaunch.measure_work import WorkSampler
 from mmlaunch.tp import block_plan, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_loss, build_module, tied_parameters
@@ -63,6 +64,7 @@ class Measurer:
             "shape": self._shape,
             "module": self._module,
             "loss": self._loss,
+            "work": WorkSampler(self._workload, self._folder).work,
         }
 
     def measure(self, point: Json) -> Json:

@@ -37,13 +37,18 @@ def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Prof
     return load_profile(path)
 
 
-def simulate_plan(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> Simulation:
-    """One step of the plan's program, with times and bytes from its profile.
+def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> ProgramCosts:
+    """The plan's program, with times and bytes from its profile.
 
     Raises:
         InvalidInputError: see :func:`plan_profile`; or the profile lacks a module.
     """
     profile = plan_profile(plan, plan_path, profile_path)
-    program = compile_plan(plan)
     costs = CostModel(profile, plan.cluster, plan.training)
-    return simulate(program, ProgramCosts(program, costs, plan))
+    return ProgramCosts(compile_plan(plan), costs, plan)
+
+
+def simulate_plan(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> Simulation:
+    """One step of the plan's program; see :func:`plan_costs`."""
+    costs = plan_costs(plan, plan_path, profile_path)
+    return simulate(costs.program, costs)

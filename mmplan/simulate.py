@@ -151,7 +151,7 @@ def simulate(program: Program, costs: Costs) -> Simulation:
         InvalidInputError: the program deadlocks.
     """
     wiring = wire(program)
-    durations = _durations(program, costs, wiring)
+    durations = durations_of(program, costs, wiring)
     clocks = replay(wiring, durations)
     if clocks.stuck:
         rank, position = min(clocks.stuck.items())
@@ -205,7 +205,8 @@ def _ranks(program: Program) -> range:
     return range(program.num_ranks)
 
 
-def _durations(program: Program, costs: Costs, wiring: Wiring) -> Durations:
+def durations_of(program: Program, costs: Costs, wiring: Wiring) -> Durations:
+    """Seconds of everything that a program does."""
     losses = [program.losses[index] for index, _ in wiring.syncs]
     return Durations(
         instruction=_instruction_seconds(program, costs),

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
+from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.workload import Source, TaskView, Workload, crossing_elements
@@ -20,8 +21,6 @@ from mmplan.schema.workload import Source, TaskView, Workload, crossing_elements
 # Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
 # and several, because ragged fields have a whole number of rows in all of them together.
 BASE = 8
-# Samples whose ragged rows are counted for their mean.
-_RAGGED_SAMPLES = 32
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
@@ -212,7 +211,7 @@ def _mean_rows(dataset: Any, collate: Callable[..., Any], fields: list[str]) -> 
     if not fields:
         return {}
     length = len(dataset)
-    chosen = sorted({i * length // _RAGGED_SAMPLES for i in range(_RAGGED_SAMPLES)})
+    chosen = sorted({i * length // RAGGED_SAMPLES for i in range(RAGGED_SAMPLES)})
     rows = dict.fromkeys(fields, 0)
     for index in chosen:
         sample = collate([dataset[index]])

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Samples, spread over the data, whose ragged rows are counted for their mean.
+RAGGED_SAMPLES = 32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PointRequest:

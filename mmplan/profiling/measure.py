@@ -22,7 +22,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)
 # More samples than this only repeat what the first ones show.
-_MOST_SAMPLES = 256
+MOST_SAMPLES = 256
 # Blocks are timed at a small micro-batch: their shares hardly depend on it.
 _SHAPE_MICROBATCH = 8
 # Half-width of the middle half over the median, above which block times say less than FLOPs.
@@ -80,7 +80,7 @@ def measure_profile(
         processes=processes,
         repeat_s=0.04 if quick else 0.1,
         max_point_s=2.0 if quick else 20.0,
-        pool=min(_MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
+        pool=min(MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
     )
     state = State(state_path)
     uses = list(_uses(workload))

@@ -161,6 +161,8 @@ def point_text(point: Json) -> str:
             return f"{point['operation']}: {point['bytes']} bytes"
         case "machine":
             return "the devices"
+        case "work":
+            return f"work of {point['samples']} samples"
         case _:
             return f"{point['module']}: its blocks"
 

@@ -1,0 +1,111 @@
+"""The work of samples in a profile: a random subset of every task's data is asked for it.
+
+The subset is the start of the first epoch's order, so the samples on which points are measured
+are its first ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mmplan.errors import InvalidInputError
+from mmplan.profiling.grid import RAGGED_SAMPLES
+from mmplan.profiling.measure import MOST_SAMPLES
+from mmplan.profiling.worker import Json, Progress, Setting, State, measure_points
+from mmplan.schema.profile import DataWork, Profile
+from mmplan.schema.workload import TaskView, Workload, resolve_tasks
+
+SAMPLES = 512
+# Of one message of the worker: what an interruption loses at most.
+_PIECE = 64
+_DIGITS = 6
+
+
+def profile_data(
+    profile: Profile,
+    workload: Workload,
+    folder: Path,
+    *,
+    samples: int = SAMPLES,
+    state_path: Path,
+    progress: Progress | None = None,
+) -> Profile:
+    """A profile with the work of its data.
+
+    A dataset's ``work(index)`` tells it; without one the lengths of the ragged fields that a
+    module takes do. Modules of which the data say nothing are left out: their samples are
+    taken to cost the same.
+
+    Args:
+        profile: of the workload.
+        workload: the job.
+        folder: the workload file's folder.
+        samples: of the subset; the data set where that has less.
+        state_path: where finished pieces are kept until the profile is done.
+        progress: called after every piece.
+
+    Raises:
+        InvalidInputError: less than one sample, no data, or work that is no number from 0 on.
+        RunFailedError: the data set raised; finished pieces stay in the state.
+    """
+    if samples < 1:
+        raise InvalidInputError(f"--data-samples {samples}", hint="at least one sample")
+    setting = Setting(
+        workload=workload.model_dump(mode="json", exclude_none=True),
+        folder=folder.resolve(),
+        device="cpu",
+        processes=1,
+        repeat_s=0.0,
+        max_point_s=0.0,
+        pool=0,
+    )
+    tasks = resolve_tasks(workload)
+    # Measured on the subset's first samples; counted for the shapes of samples spread over
+    # the data, see TaskFlow.
+    spread = profile.source == "analytic"
+    points = [p for task in tasks.values() for p in _points(task, samples, spread)]
+    results = measure_points(setting, points, State(state_path), progress=progress)
+    found = list(zip(points, results, strict=True))
+    data: dict[str, DataWork] = {}
+    for name, task in tasks.items():
+        own = [(point, result) for point, result in found if point["task"] == name]
+        work = _joined([r for p, r in own if p["order"] == "random"], samples)
+        at = _joined([r for p, r in own if p["order"] == "spread"], samples) if spread else work
+        pool = RAGGED_SAMPLES if spread else min(MOST_SAMPLES, task.batch)
+        if work:
+            data[name] = DataWork(
+                source=own[0][1]["source"],
+                dataset=own[0][1]["dataset"],
+                work=work,
+                at={m: mean for m in work if (mean := _mean(at.get(m, ())[:pool]))},
+            )
+    equal = [name for name in tasks if name not in data]
+    provenance = profile.provenance | {"data": {"samples": samples, "equal": equal}}
+    return profile.model_copy(update={"data": data, "provenance": provenance})
+
+
+def _points(task: TaskView, samples: int, spread: bool) -> Iterator[Json]:
+    base: Json = {"kind": "work", "task": task.name}
+    size = min(_PIECE, samples, task.batch)
+    for piece in range(-(-samples // size)):
+        yield base | {"order": "random", "samples": size, "piece": piece}
+    if spread:
+        yield base | {"order": "spread", "samples": RAGGED_SAMPLES}
+
+
+def _joined(results: Sequence[Json], samples: int) -> dict[str, tuple[float, ...]]:
+    """One column a module; modules without any work are like those that are absent."""
+    columns: dict[str, list[float]] = {m: [] for result in results for m in result["work"]}
+    for result in results:
+        for module, values in columns.items():
+            values += result["work"].get(module) or [0.0] * result["samples"]
+    return {
+        module: tuple(float(f"{value:.{_DIGITS}g}") for value in values[:samples])
+        for module, values in columns.items()
+        if any(values[:samples])
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
