@@ -9,8 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmlaunch.initial import load_initial
+from mmlaunch.boxes import Box, shard_boxes
+from mmlaunch.deferred import recording
+from mmlaunch.fill import Draft, check_gone
+from mmlaunch.initial import InitialWeights, load_initial
+from mmlaunch.replay import UndeferrableError
 from mmlaunch.tp import ParameterShard, TensorParallelComm, shard_block
 from mmlaunch.transport import Ranks
 from mmplan.errors import InvalidInputError
@@ -45,20 +50,25 @@ def build_owner(
             made for another number of blocks.
     """
     module = build_module(workload, owner, folder)
+    _mark(module, owner, trains)
+    init = workload.modules[owner].init
+    if init is not None:
+        load_initial(module, folder / init, owner)
+    return module
+
+
+def _mark(module: nn.Sequential, owner: str, trains: Mapping[BlockKey, bool]) -> None:
+    """Check the number of blocks, and mark frozen parameters."""
     planned = 1 + max(block for name, block in trains if name == owner)
     if len(module) != planned:
         raise InvalidInputError(
             f"modules.{owner}: the factory makes {len(module)} blocks, the plan has {planned}",
             hint="profile and solve the workload again",
         )
-    init = workload.modules[owner].init
-    if init is not None:
-        load_initial(module, folder / init, owner)
     for index, block in enumerate(module):
         for parameter in block.parameters():
             if not trains[owner, index]:
                 parameter.requires_grad_(False)
-    return module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,9 @@ class Tie:
 class LocalModel:
     """Builds every module this rank needs, keeps its own blocks, and cuts them for TP.
 
+    A module of which the rank keeps a part only is built without memory, and the kept blocks
+    are filled tensor by tensor; values are the same either way.
+
     Args:
         workload: gives the factories.
         folder: the workload file's folder.
@@ -92,6 +105,7 @@ class LocalModel:
         shards: parameters that tensor parallelism cut, by full name.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
+        notes: modules that had to be built whole, and why, in words for the user.
     """
 
     def __init__(
@@ -109,21 +123,90 @@ class LocalModel:
         self.shards: dict[str, ParameterShard] = {}
         self.canonical: dict[str, str] = {}
         self.ties: list[Tie] = []
+        self.notes: list[str] = []
         self._trains = trainable_blocks(program)
         self._program, self._rank = program, rank
         stages = program.stages_of(rank)
         for owner in dict.fromkeys(stage.owner for stage in stages):
-            module = build_owner(workload, owner, folder, self._trains)
-            self._note_ties(owner, module)
-            for stage in stages:
-                if stage.owner == owner:
-                    self._keep(stage, module, device, comm)
+            kept = [s for s in stages if s.owner == owner and s.place(rank) is not None]
+            self._build(workload, owner, folder, kept, device, comm)
         # Ranks that sum gradients hold the blocks in one order, whichever unit brought them.
         self.blocks = dict(sorted(self.blocks.items()))
         for loss in program.losses:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
         self._frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
+
+    def _build(
+        self,
+        workload: Workload,
+        owner: str,
+        folder: Path,
+        kept: list[Stage],
+        device: torch.device,
+        comm: Callable[[Ranks], TensorParallelComm],
+    ) -> None:
+        """Build a module and keep the blocks of some stages."""
+        reason = None
+        blocks = {block for stage in kept for block in range(*stage.blocks)}
+        planned = sum(name == owner for name, _ in self._trains)
+        cut = any(stage.tp > 1 for stage in kept)
+        if cut or len(blocks) < planned or workload.modules[owner].init is not None:
+            try:
+                check_gone(self._fill(workload, owner, folder, kept, device, comm))
+                return
+            except UndeferrableError as error:
+                reason = str(error)
+                self._forget(owner)
+        module = build_owner(workload, owner, folder, self._trains)
+        self._keep_all(owner, module, kept, comm)
+        for block in self._blocks_of(owner).values():
+            block.to(device)
+        if reason is not None:
+            self._note_whole(owner, module, reason)
+
+    def _fill(
+        self,
+        workload: Workload,
+        owner: str,
+        folder: Path,
+        kept: list[Stage],
+        device: torch.device,
+        comm: Callable[[Ranks], TensorParallelComm],
+    ) -> list[StorageWeakRef]:
+        """Keep blocks of a module without memory, filled; returns what must be gone now."""
+        try:
+            with recording() as notes:
+                module = build_module(workload, owner, folder)
+        except InvalidInputError as error:
+            # The factory's own failure, if it is one, comes again from an ordinary build.
+            raise UndeferrableError(str(error.__cause__ or error.message)) from None
+        _mark(module, owner, self._trains)
+        init = workload.modules[owner].init
+        initial = None if init is None else InitialWeights(folder / init, module, owner)
+        draft = Draft(module, notes, initial)
+        cuts = self._keep_all(owner, module, kept, comm)
+        draft.fill(self._blocks_of(owner), cuts, device)
+        return draft.storages()
+
+    def _forget(self, owner: str) -> None:
+        """Undo what was kept of a module."""
+        self.blocks = {key: block for key, block in self.blocks.items() if key[0] != owner}
+        self.shards = {k: v for k, v in self.shards.items() if k.split(".")[0] != owner}
+        self.canonical = {k: v for k, v in self.canonical.items() if k.split(".")[0] != owner}
+        self.ties = [tie for tie in self.ties if tie.owner != owner]
+
+    def _blocks_of(self, owner: str) -> dict[int, nn.Module]:
+        return {index: block for (name, index), block in self.blocks.items() if name == owner}
+
+    def _note_whole(self, owner: str, module: nn.Sequential, reason: str) -> None:
+        own = {id(p): p for block in self._blocks_of(owner).values() for p in block.parameters()}
+        whole = sum(p.nbytes for p in module.parameters())
+        kept = sum(p.nbytes for p in own.values())
+        self.notes.append(
+            f"modules.{owner}: each rank that holds a part of it builds it whole at first, "
+            f"{whole:,} bytes where {kept:,} stay on rank {self._rank}: {reason}"
+        )
 
     def _note_ties(self, owner: str, module: nn.Sequential) -> None:
         blocks: defaultdict[str, set[int]] = defaultdict(set)
@@ -136,35 +219,48 @@ class LocalModel:
                     Tie(name=f"{owner}.{first}", owner=owner, blocks=tuple(sorted(where)))
                 )
 
-    def _keep(
+    def _keep_all(
         self,
-        stage: Stage,
+        owner: str,
         module: nn.Sequential,
-        device: torch.device,
+        kept: list[Stage],
         comm: Callable[[Ranks], TensorParallelComm],
-    ) -> None:
+    ) -> dict[str, list[Box]]:
+        """Keep the stages' blocks, cut; returns the kept parts of cut parameters."""
+        self._note_ties(owner, module)
+        cuts: dict[str, list[Box]] = {}
+        for stage in kept:
+            for index in range(*stage.blocks):
+                if (owner, index) not in self.blocks:
+                    self.blocks[owner, index] = module[index]
+                    cuts |= self._cut(stage, index, comm)
+        return cuts
+
+    def _cut(
+        self, stage: Stage, index: int, comm: Callable[[Ranks], TensorParallelComm]
+    ) -> dict[str, list[Box]]:
+        """Cut one kept block; returns the kept parts by name in the module."""
         place = stage.place(self._rank)
-        if place is None:
-            return
+        if place is None or stage.tp == 1:
+            return {}
         d, t = place
+        where = f"{stage.owner}.{index}"
+        block = self.blocks[stage.owner, index]
+        group = tuple(sorted(stage.ranks[d]))
+        cut = shard_block(block, index=t, count=stage.tp, comm=comm(group), where=where)
         tied_across = {tie.name for tie in self.ties}
-        for index in range(*stage.blocks):
-            if (stage.owner, index) in self.blocks:
-                continue
-            block = module[index]
-            where = f"{stage.owner}.{index}"
-            if stage.tp > 1:
-                group = tuple(sorted(stage.ranks[d]))
-                cut = shard_block(block, index=t, count=stage.tp, comm=comm(group), where=where)
-                for name, shard in cut.items():
-                    full = self.canonical.get(f"{where}.{name}", f"{where}.{name}")
-                    if full in tied_across:
-                        raise InvalidInputError(
-                            f"{where}: tp_plan cuts {name}, which another block shares",
-                            hint="leave it out of tp_plan: tied parameters stay whole",
-                        )
-                    self.shards[f"{where}.{name}"] = shard
-            self.blocks[stage.owner, index] = block.to(device)
+        for name, shard in cut.items():
+            full = self.canonical.get(f"{where}.{name}", f"{where}.{name}")
+            if full in tied_across:
+                raise InvalidInputError(
+                    f"{where}: tp_plan cuts {name}, which another block shares",
+                    hint="leave it out of tp_plan: tied parameters stay whole",
+                )
+            self.shards[f"{where}.{name}"] = shard
+        return {
+            f"{index}.{name}": shard_boxes(s.full_shape, s.style, t, stage.tp, s.parts)
+            for name, s in cut.items()
+        }
 
     def _find_frozen_here(self, stage: Stage) -> list[nn.Parameter]:
         """Parameters that another task trains and this stage's task does not."""
