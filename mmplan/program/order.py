@@ -46,16 +46,20 @@ def order_stage(
     result: list[list[int]] = []
     # Between its rounds GPipe has nothing that a lead could hide.
     lead = 0 if schedule.kind == "gpipe" else schedule.lead
+    indices = [RangeIndex(consumer.microbatches) for consumer, _ in consumers]
+    reaching = [
+        forwards_that_reach(stage, consumer, frontier)
+        for (consumer, _), frontier in zip(consumers, frontiers, strict=False)
+    ]
     for d, spans in enumerate(stage.microbatches):
         before = _terminal(spans, sync_batches, schedule)
         if schedule.kind == "gpipe":
             before = _whole_rounds(len(spans), stage.rounds[d])
-        for consumer, consumer_before in consumers:
-            needed = _needed_by(stage, d, consumer, consumer_before, lead)
+        for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
+            needed = _needed_by(spans, consumer, others, consumer_before, lead)
             before = [max(pair) for pair in zip(before, needed, strict=True)]
-        for (consumer, _), frontier in zip(consumers, frontiers, strict=False):
-            needed = forwards_that_reach(stage, consumer, frontier)[d]
-            before = [max(pair) for pair in zip(before, needed, strict=True)]
+        for needed in reaching:
+            before = [max(pair) for pair in zip(before, needed[d], strict=True)]
         result.append(_settle(before, schedule.in_flight))
     return result
 
@@ -65,9 +69,10 @@ def forwards_that_reach(
 ) -> list[list[int]]:
     """``[d][m]``: forwards that send all that the consumer's frontier at backward m is about."""
     result: list[list[int]] = []
+    others = RangeIndex(consumer.microbatches)
     for spans in stage.microbatches:
         starts = [start for start, _ in spans]
-        reached = _frontier_of(spans, consumer, frontier)
+        reached = _frontier_of(spans, others, frontier)
         result.append([bisect_left(starts, samples) for samples in reached])
     return result
 
@@ -99,8 +104,9 @@ def sample_frontier(
             for m, (_, stop) in enumerate(spans):
                 row[m] = max(row[m], reached[(stop - 1) // size])
     for consumer, frontier in consumers:
+        others = RangeIndex(consumer.microbatches)
         for spans, row in zip(stage.microbatches, result, strict=True):
-            reached = _frontier_of(spans, consumer, frontier)
+            reached = _frontier_of(spans, others, frontier)
             row[:] = [max(pair) for pair in zip(row, reached, strict=True)]
     # A sample leaves this stage with its whole micro-batch, on whichever replica that is.
     pieces = sorted(span for spans in stage.microbatches for span in spans)
@@ -123,10 +129,9 @@ def _sync_frontier(stage: Stage, own: Sequence[Sequence[int]], size: int) -> lis
 
 
 def _frontier_of(
-    spans: Sequence[SampleRange], consumer: Stage, frontier: Sequence[Sequence[int]]
+    spans: Sequence[SampleRange], others: RangeIndex, frontier: Sequence[Sequence[int]]
 ) -> list[int]:
     """Per micro-batch, the furthest frontier of the consumer's micro-batches that share it."""
-    others = RangeIndex(consumer.microbatches)
     return [
         max((frontier[d2][j] for _, d2, j in others.overlapping(span)), default=0) for span in spans
     ]
@@ -150,17 +155,21 @@ def _whole_rounds(count: int, per_round: int) -> list[int]:
 
 
 def _needed_by(
-    stage: Stage, d: int, consumer: Stage, consumer_before: Sequence[Sequence[int]], lead: int
+    spans: Sequence[SampleRange],
+    consumer: Stage,
+    others: RangeIndex,
+    consumer_before: Sequence[Sequence[int]],
+    lead: int,
 ) -> list[int]:
-    spans = stage.microbatches[d]
     own = RangeIndex([spans])
     # reach[d2][n]: own micro-batches that the first n of consumer replica d2 draw from.
-    reach = [_reach(own, sizes) for sizes in consumer.microbatches]
-    others = RangeIndex(consumer.microbatches)
+    reach: dict[int, list[int]] = {}
     needed: list[int] = []
     for m, span in enumerate(spans):
         most = m + 1
         for _, d2, j in others.overlapping(span):
+            if d2 not in reach:
+                reach[d2] = _reach(own, consumer.microbatches[d2])
             before = consumer_before[d2][j]
             ahead = reach[d2][min(len(reach[d2]) - 1, before + lead)]
             most = max(most, ahead, reach[d2][before] + lead)

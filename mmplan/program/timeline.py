@@ -243,9 +243,10 @@ class _ListScheduler:
 
     def run(self) -> Iterator[Event]:
         while self._heap:
-            *_, event = heapq.heappop(self._heap)
+            offered, *_, event = heapq.heappop(self._heap)
             start = self._start(event)
-            if self._heap and start > self._heap[0][0]:
+            # Only times that are still true decide, so that what other ranks do changes nothing.
+            if start > offered:
                 self._push(event)
                 continue
             yield event
