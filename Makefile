@@ -64,7 +64,7 @@ MLLM := examples/mllm-digits
 demo-mllm: install  ## plan and train a small multimodal LLM: encoder, decoder, generator; 4 workers
 	rm -rf $(DEMO_MLLM)
 	mkdir -p $(DEMO_MLLM)
-	$(BIN)/mmplan profile $(MLLM)/workload.yaml -o $(DEMO_MLLM)/profile.json
+	$(BIN)/mmplan profile $(MLLM)/workload.yaml --data -o $(DEMO_MLLM)/profile.json
 	$(BIN)/mmplan solve $(MLLM)/workload.yaml --profile $(DEMO_MLLM)/profile.json --devices 4 --solver convex -o $(DEMO_MLLM)/plan.json
 	$(BIN)/mmplan check $(DEMO_MLLM)/plan.json
 	$(BIN)/mmlaunch verify $(DEMO_MLLM)/plan.json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,7 +43,7 @@ class ProgramCosts:
             for task, planned in plan.tasks.items()
             for name, module in planned.modules.items()
         }
-        self._rounds = {task: round_samples(program, task) for task in program.batches}
+        self._rounds = {name: task.period for name, task in plan.tasks.items()}
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
         self._blocks = _trained_blocks(program)
@@ -257,13 +256,6 @@ class ProgramCosts:
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
-
-
-def round_samples(program: Program, task: str) -> int:
-    """Samples after which the replicas of a task's modules wait for each other."""
-    own = (loss.sync_batch for loss in program.losses if loss.task == task)
-    sizes = [size for size in own if size is not None]
-    return math.lcm(*sizes) if sizes else program.batches[task]
 
 
 def _groups(program: Program) -> set[frozenset[int]]:

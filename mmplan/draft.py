@@ -125,3 +125,16 @@ def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
             if loss.sync_batch is not None:
                 asked.loss_s(loss=name, samples=loss.sync_batch)
     return asked.extrapolations()
+
+
+def straggler_note(plan: Plan, costs: CostModel) -> str | None:
+    """How much work the busiest replicas are taken to have; None where samples are alike."""
+    parts: list[str] = []
+    for unit in plan.units:
+        samples = plan.tasks[unit.task].period
+        factor = costs.straggler(task=unit.task, module=unit.module, dp=unit.dp, samples=samples)
+        if factor > 1:
+            parts.append(f"{factor:.3g} x the mean of {unit.name}'s {unit.dp}")
+    if not parts:
+        return None
+    return f"by the profile's data the busiest replicas have {', '.join(parts)}"

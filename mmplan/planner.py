@@ -16,6 +16,7 @@ from mmplan.draft import (
     other_orders,
     placed_losses,
     planned_tasks,
+    straggler_note,
 )
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.program.compile import compile_plan
@@ -339,6 +340,9 @@ class _Drafts:
             )
         if request.costs.profile.source == "analytic":
             notes.append("the profile is analytic: no time in this plan was measured")
+        uneven = straggler_note(best.plan, request.costs)
+        if uneven:
+            notes.append(uneven)
         beyond = extrapolations(best.plan, request.costs)
         if beyond:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")

@@ -16,6 +16,9 @@ from mmplan.draws import sample_steps
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.profiling.data import profile_data
 from mmplan.program.compile import compile_plan
+from mmplan.report.source import load_source
+from mmplan.report.work import bin_edges, histograms
+from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
@@ -291,6 +294,54 @@ def test_a_profile_without_data_draws_nothing(tmp_path: Path) -> None:
     assert sample_steps(program_costs) is None
 
 
+# --- pictures ------------------------------------------------------------------------
+
+
+def test_histograms_count_every_sample_and_say_what_solve_takes(tmp_path: Path) -> None:
+    rows = [float(x) for x in np.random.default_rng(0).lognormal(0, 0.8, 300)]
+    costs = Profile.model_validate(
+        given({n: module_profile(blocks=1) for n in "ab"}, 5).model_dump()
+        | {"data": {"default": {"work": {"a": rows, "b": [1.0, 2.0, 4.0] * 100}}}}
+    )
+    job = Workload.model_validate(
+        {
+            "name": "two",
+            "batch": 40,
+            "modules": {
+                "a": {"factory": "x:y", "inputs": ["x"], "plan": {"dp": 4}},
+                "b": {"factory": "x:y", "inputs": ["a"], "plan": {"dp": 1}},
+            },
+            "losses": {"fit": {"factory": "mmplan.zoo.losses:mse", "inputs": ["b", "x"]}},
+        }
+    )
+    plan = run_solve(tmp_path, job, costs, solver="convex", top=1)
+    data = load_source(write_plan(tmp_path, plan))
+    first, second = histograms(data)
+    known = CostModel(costs, plan.cluster, plan.training)
+    factor = known.straggler(task="default", module="a", dp=4, samples=40)
+    assert first.stragglers == (("a", 4, factor),)
+    assert f"the busiest of a's 4 replicas {factor:.3f}" in first.caption
+    assert any(f"{factor:.3g} x the mean of a's 4" in note for note in plan.solver.notes)
+    assert second.stragglers == ()
+    assert second.mean == pytest.approx(7 / 3)
+    for item in (first, second):
+        edges = bin_edges(item.relative)
+        counts = np.histogram(item.relative, edges)[0]
+        assert counts.sum() == 300
+        assert item.relative.mean() == pytest.approx(1)
+    # Few values: a bin around each.
+    assert [c for c in np.histogram(second.relative, bin_edges(second.relative))[0] if c] == [
+        100,
+        100,
+        100,
+    ]
+
+
+def write_plan(folder: Path, plan: Plan) -> Path:
+    save_document(plan, folder / "plan.json")
+    return folder / "plan.json"
+
+
 # --- the commands --------------------------------------------------------------------
 
 
@@ -323,6 +374,10 @@ def test_from_the_data_to_the_report(folder: Path) -> None:
     assert 0 < spread["p10_s"] <= spread["p50_s"] <= spread["p90_s"]
     assert "drawn, reordered as in training" in call("mmplan", "simulate", plan).out
     assert "sampled" not in call("mmplan", "simulate", plan, "--draws", 0, "--json").document
+    assert call("mmplan", "report", plan, "-o", folder / "r.html").code == 0
+    page = (folder / "r.html").read_text()
+    assert "40 of 100 samples, by the dataset&#x27;s work(index)" in page
+    assert page.count('aria-label="vision: how many samples are how much work;') == 2
 
 
 def refused(done: Done, *parts: str) -> None:

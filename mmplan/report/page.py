@@ -25,6 +25,7 @@ from mmplan.report.source import ReportData, load_source
 from mmplan.report.timelines import timeline_section
 from mmplan.report.topology import topology_section
 from mmplan.report.training import training_section
+from mmplan.report.work import work_section
 from mmplan.schema.base import write_text
 
 
@@ -51,6 +52,7 @@ SECTIONS = (
     Section(anchor="training", title="Loss and iteration time", build=training_section),
     Section(anchor="memory", title="Memory per rank, predicted", build=memory_section),
     Section(anchor="profile", title="Profile and its fits", build=profile_section),
+    Section(anchor="work", title="Work of the data", build=work_section),
     Section(anchor="provenance", title="Where this is from", build=provenance_section),
 )
 

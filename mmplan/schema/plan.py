@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -158,6 +159,12 @@ class PlannedTask(Record):
     weight: Float = 1.0
     modules: dict[Str, PlannedModule]
     losses: dict[Str, PlannedLoss]
+
+    @property
+    def period(self) -> int:
+        """Samples after which all sync batches begin anew; the batch when there are none."""
+        sizes = [loss.sync_batch for loss in self.losses.values() if loss.sync_batch is not None]
+        return math.lcm(*sizes) if sizes else self.batch
 
 
 class PlannedTraining(Record):
