@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmplan.costs import CostModel, ProgramCosts, check_cluster
+from mmplan.costs import CostModel, check_cluster
 from mmplan.draft import (
     extrapolations,
     file_reference,
@@ -19,12 +19,11 @@ from mmplan.draft import (
     straggler_note,
 )
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.program.compile import compile_plan
+from mmplan.labels import idle_ranks, labelled, spans
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
-from mmplan.simulate import prediction, simulate
 from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.convex import solve_convex
 from mmplan.solvers.distmm import solve_distmm
@@ -38,6 +37,7 @@ from mmplan.solvers.problem import (
 )
 from mmplan.solvers.ratio import solve_ratio
 from mmplan.solvers.sync_batch import largest_sync_batches
+from mmplan.symmetry import predict
 
 Solver = Callable[[Request], Solution]
 # Plans beyond the first of each solver are simulated for at most this many budgets.
@@ -47,7 +47,8 @@ SOLVERS: dict[str, Solver] = {
     "convex": solve_convex,
     "colocated": solve_colocated,
 }
-# What plans are held against; ``auto`` leaves them out.
+# What plans are held against. ``auto`` looks at them too, so that no plan of its is worse than
+# any of theirs; a tie goes to the others.
 BASELINES: dict[str, Solver] = {
     "megatron": solve_megatron,
     "megatron-rigid": solve_megatron_rigid,
@@ -90,7 +91,7 @@ def solve(
         cluster: whose devices and links to use, default the profile's.
         devices: use the first ones only.
         solver: a name in :data:`SOLVERS` or :data:`BASELINES`, or ``auto`` for the best of
-            all solvers that apply.
+            all that apply.
         method: of the solver.
         tasks: only these, default all.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
@@ -162,11 +163,12 @@ def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
         )
     solutions: list[Solution] = []
     refused: dict[str, MMPlanError] = {}
-    for solver, function in SOLVERS.items():
+    for solver, function in (SOLVERS | BASELINES).items():
         try:
             solutions.append(function(request))
         except (InfeasibleError, NotApplicableError) as error:
-            refused[solver] = error
+            if solver in SOLVERS:
+                refused[solver] = error
     if not solutions:
         reasons = "; ".join(f"{solver}: {error.message}" for solver, error in refused.items())
         short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
@@ -240,7 +242,7 @@ class _Drafts:
         if needed > self._request.cluster.device.memory_bytes:
             self._too_large.append(needed)
             return
-        if not solution.closed_form:
+        if not (solution.closed_form and candidate.closed_form):
             whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
             candidate = replace(candidate, objective_s=whole_s)
         yield _Tried(solution=solution, candidate=candidate, plan=plan)
@@ -257,15 +259,18 @@ class _Drafts:
         )
 
     def finish(self, tried: Sequence[_Tried], left_out: Sequence[str], *, seconds: float) -> Plan:
-        """The best simulated plan with the whole report; ties go to the better formula value."""
-        ranked = sorted(
-            tried,
-            key=lambda t: (_rounded(t.plan.predicted.iteration_s), t.candidate.objective_s),
-        )
-        best = self._best_order(ranked[0])
+        """The best simulated plan with the whole report."""
+        ranked = sorted(tried, key=_rank)
+        firsts: dict[str, _Tried] = {}
+        for item in ranked:
+            firsts.setdefault(item.solution.solver, item)
+        reordered = {solver: self._best_order(first) for solver, first in firsts.items()}
+        best = min(reordered.values(), key=_rank)
         objective_s = best.candidate.objective_s
-        bound_s = min(best.solution.lower_bound_s, objective_s)
-        idle = _idle_ranks(best.plan)
+        # Of grids that a solver looks at beside its own plans it may choose those tried only.
+        own = (t.candidate.objective_s for t in tried if t.solution is best.solution)
+        bound_s = min(best.solution.lower_bound_s, *own)
+        idle = idle_ranks(best.plan)
         report = best.plan.solver.model_copy(
             update={
                 "seconds": seconds,
@@ -275,7 +280,9 @@ class _Drafts:
                 "idle_ranks": idle,
                 "notes": (*self._notes(best, idle), *left_out),
                 "largest_sync_batch": self._largest_sync_batch(best),
-                "runners_up": tuple(_runner_up(t) for t in ranked[1:]),
+                "runners_up": tuple(
+                    _runner_up(t) for t in ranked if t is not firsts[best.solution.solver]
+                ),
             }
         )
         return best.plan.model_copy(update={"solver": report})
@@ -316,9 +323,7 @@ class _Drafts:
         )
 
     def _simulated(self, plan: Plan) -> Plan:
-        program = compile_plan(plan)
-        simulation = simulate(program, ProgramCosts(program, self._request.costs, plan))
-        return plan.model_copy(update={"predicted": prediction(simulation, plan)})
+        return plan.model_copy(update={"predicted": predict(plan, self._request.costs)})
 
     def _notes(self, best: _Tried, idle: tuple[int, ...]) -> list[str]:
         request = self._request
@@ -329,7 +334,7 @@ class _Drafts:
         ]
         if idle:
             notes.append(
-                f"{len(idle)} of {request.devices} devices stay idle (ranks {_spans(idle)}): "
+                f"{len(idle)} of {request.devices} devices stay idle (ranks {spans(idle)}): "
                 "no module gets faster with them"
             )
         gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
@@ -362,31 +367,23 @@ class _Drafts:
         return sizes
 
 
+def _rank(tried: _Tried) -> tuple[float, bool, float]:
+    """Less is better: simulated time; then no baseline; then the formula's value."""
+    return (
+        _rounded(tried.plan.predicted.iteration_s),
+        tried.solution.solver in BASELINES,
+        tried.candidate.objective_s,
+    )
+
+
 def _rounded(seconds: float) -> float:
     """Nine digits: plans that differ by rounding alone are equal."""
     return float(f"{seconds:.9g}")
 
 
-def _idle_ranks(plan: Plan) -> tuple[int, ...]:
-    used = {rank for unit in plan.units for rank in unit.all_ranks}
-    return tuple(rank for rank in range(plan.devices) if rank not in used)
-
-
 def _runner_up(tried: _Tried) -> RunnerUp:
-    degrees = ", ".join(f"{u.name} {u.dp}x{u.pp}x{u.tp}" for u in tried.plan.units)
     return RunnerUp(
-        label=f"{tried.solution.solver}: {degrees} (dp x pp x tp)",
+        label=f"{tried.solution.solver}: {labelled(tried.plan)}",
         objective_s=tried.candidate.objective_s,
         iteration_s=tried.plan.predicted.iteration_s,
     )
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Ranks as ranges: ``3, 8-15``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1] = [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)

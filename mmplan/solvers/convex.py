@@ -1,6 +1,7 @@
 """MMScale: an encoder, an LLM and a generator on devices of their own, planned exactly.
 
-``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module;
+``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module,
+and where several plans are simulated also looks at those in which modules share devices;
 ``cvxpy`` solves the paper's convex relaxation and rounds it.
 
 Source: MMScale (Algorithm 1), with whole blocks, whole samples, memory as the pipeline
@@ -9,7 +10,9 @@ holds it, and gradient reductions and messages in the objective.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -19,6 +22,7 @@ from mmplan.solvers.convex_groups import Frame, Pipelines
 from mmplan.solvers.convex_infeasible import explain
 from mmplan.solvers.convex_options import Pick
 from mmplan.solvers.convex_relaxation import relax
+from mmplan.solvers.megatron import grids_of_a_chain
 from mmplan.solvers.placement import Grid, place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.shares import split_evenly
@@ -49,7 +53,8 @@ def solve_convex(request: Request) -> Solution:
     problem = Problem(request=request, task=next(iter(request.tasks.values())))
     if method == "cvxpy":
         return _solve_relaxed(problem)
-    return _solve_exact(problem)
+    pipelines = best_pipelines(problem)
+    return _with_grids(problem, pipelines) if request.top > 1 else pipelines
 
 
 def _check_suited(request: Request) -> None:
@@ -69,12 +74,30 @@ def _check_suited(request: Request) -> None:
         )
 
 
-def _solve_exact(problem: Problem) -> Solution:
+def _with_grids(problem: Problem, pipelines: Solution) -> Solution:
+    """The plans of devices of their own, and the best ones in which modules share a grid.
+
+    Where the whole model fits few devices, plain data parallelism has no ramp and may win.
+    The two formulas know different waits, so simulation has to choose.
+    """
+    known = {candidate.units for candidate in pipelines.candidates}
+    grids = [c for c in grids_of_a_chain(problem) if c.units not in known]
+    return replace(
+        pipelines,
+        candidates=(*pipelines.candidates, *grids),
+        lower_bound_s=min(pipelines.lower_bound_s, *(c.objective_s for c in grids), math.inf),
+    )
+
+
+def best_pipelines(problem: Problem) -> Solution:
     """The best plans without interleaving first, then the best ones with it.
 
     The formula is a bound on what 1F1B takes. Of an interleaved backbone it knows the ramp,
     not what chunks wait for when another module is the slowest: such plans take part where
     simulation chooses among several, or where the workload asks for vpp.
+
+    Raises:
+        InfeasibleError: too few devices, or too little memory; names what is missing.
     """
     top, asked = problem.request.top, _asks_for_vpp(problem)
     searches = [Pipelines(problem, interleaved=asked)]

@@ -55,11 +55,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Units with their ranks, and the value of the solver's formula for them."""
+    """Units with their ranks, and the value of the solver's formula for them.
+
+    Attributes:
+        closed_form: as :attr:`Solution.closed_form`, for this plan.
+    """
 
     units: tuple[Unit, ...]
     objective_s: float
     notes: tuple[str, ...] = ()
+    closed_form: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

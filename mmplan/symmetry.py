@@ -1,0 +1,246 @@
+"""Simulate a plan without simulating replicas that do the same.
+
+Replicas that exchange samples or share ranks make a *part*: a pipeline with its encoder,
+backbone and generator, say. Parts meet only in the reductions at the end of the step. Two
+parts are alike where their micro-batches have the same sizes and their ranks are spread
+over nodes in the same way; then every instruction of one has its twin in the other, at the
+same time. One part of each kind is compiled and simulated, with the costs of the whole
+plan (reductions over all ranks, optimizer state divided by all replicas), and the other
+ranks get what their twins have. A plan of 600 equal replicas so takes the time of two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mmplan.costs import CostModel, ProgramCosts
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Op
+from mmplan.program.lower import Graph, lower
+from mmplan.program.model import Reduction, Stage
+from mmplan.program.samples import RangeIndex
+from mmplan.schema.plan import Plan, Prediction, Unit
+from mmplan.simulate import Simulation, prediction, simulate
+
+Replica = tuple[int, int]  # unit's position in the plan, d
+Part = tuple[tuple[int, ...], ...]  # per unit, its replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excerpt:
+    """A plan of some parts of another one.
+
+    Attributes:
+        plan: only the parts kept, on the ranks that they have in the whole plan.
+        twin: rank of the whole plan to the rank of the excerpt that does the same.
+    """
+
+    plan: Plan
+    twin: Mapping[int, int]
+
+
+def predict(plan: Plan, costs: CostModel) -> Prediction:
+    """What simulating the plan gives, in less time where parts of it are alike.
+
+    Raises:
+        InvalidInputError: the plan's schedules wait for each other.
+    """
+    graph = lower(plan)
+    found = excerpt(plan, graph)
+    if found is None:
+        program = compile_plan(plan)
+        return prediction(simulate(program, ProgramCosts(program, costs, plan)), plan)
+    program = compile_plan(found.plan)
+    whole = replace(
+        program,
+        batches={name: task.batch for name, task in plan.tasks.items()},
+        stages=tuple(graph.stages),
+        edges=tuple(graph.edges),
+        losses=tuple(graph.losses),
+        reductions=tuple(graph.reductions),
+    )
+    simulation = simulate(program, _WholeCosts(whole, costs, plan))
+    return prediction(_expanded(simulation, found, plan), plan)
+
+
+class _WholeCosts(ProgramCosts):
+    """Costs of a whole plan, of whose program only some rows are there.
+
+    The simulation asks with what the excerpt's program has; the answer is the whole one's.
+    """
+
+    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of a compute with all replicas of its stage."""
+        return super().compute_s(self.program.stages[stage.index], op, samples)
+
+    def activation_bytes(self, stage: Stage, samples: int) -> float:
+        """Bytes that a device holds of one micro-batch until its backward has run."""
+        return super().activation_bytes(self.program.stages[stage.index], samples)
+
+    def reduce_s(self, reduction: Reduction) -> float:
+        """Seconds of the reduction over all of its ranks."""
+        return super().reduce_s(self.program.reductions[reduction.index])
+
+
+def _expanded(simulation: Simulation, found: Excerpt, plan: Plan) -> Simulation:
+    """The simulation with every rank of the whole plan in its per-rank values."""
+
+    def expand(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(values[found.twin.get(rank, rank)] for rank in range(plan.devices))
+
+    return replace(
+        simulation,
+        busy_s=expand(simulation.busy_s),
+        communication_s=expand(simulation.communication_s),
+        idle_s=expand(simulation.idle_s),
+        used=tuple(rank in found.twin for rank in range(plan.devices)),
+        peak_bytes=expand(simulation.peak_bytes),
+        samples=sum(task.batch for task in plan.tasks.values()),
+    )
+
+
+def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
+    """One part of each kind, two where there is one kind only; None where that is no less.
+
+    Two, so that every reduction of the whole plan is there.
+    """
+    if not _suited(plan):
+        return None
+    kinds: defaultdict[object, list[Part]] = defaultdict(list)
+    for part in _parts(plan, graph):
+        if not all(part):
+            return None
+        kinds[_kind(plan, part)].append(part)
+    kept = [parts[0] for parts in kinds.values()]
+    if len(kinds) == 1:
+        kept = next(iter(kinds.values()))[:2]
+    if len(kept) == sum(map(len, kinds.values())):
+        return None
+    twin: dict[int, int] = {}
+    for parts in kinds.values():
+        own = list(_ranks(plan, parts[0]))
+        for part in parts:
+            twin.update(zip(_ranks(plan, part), own, strict=True))
+    # Kept parts stand for themselves: sums over ranks do not care, rows must be there.
+    return Excerpt(plan=_cut_out(plan, kept), twin=twin)
+
+
+def _suited(plan: Plan) -> bool:
+    """One task of modules with parameters of their own, losses per sample, a unit each."""
+    if len(plan.tasks) > 1 or plan.waves:
+        return False
+    (task,) = plan.tasks.values()
+    return (
+        len(plan.units) == len(task.modules)
+        and not any(module.share for module in task.modules.values())
+        and all(loss.sync_batch is None for loss in task.losses.values())
+    )
+
+
+def _parts(plan: Plan, graph: Graph) -> list[Part]:
+    """The replicas of all units, those together that share ranks or exchange samples."""
+    together = _Together()
+    first: dict[int, Replica] = {}
+    for u, unit in enumerate(plan.units):
+        for d, stages in enumerate(unit.ranks):
+            for rank in (rank for group in stages for rank in group):
+                together.join((u, d), first.setdefault(rank, (u, d)))
+    position = {unit.name: u for u, unit in enumerate(plan.units)}
+    for edge in graph.edges:
+        producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
+        u, u2 = position[producer.unit], position[consumer.unit]
+        if u == u2:
+            continue
+        index = RangeIndex(producer.microbatches)
+        for d2, spans in enumerate(consumer.microbatches):
+            for d in {d for span in spans for _, d, _ in index.overlapping(span)}:
+                together.join((u, d), (u2, d2))
+    found: defaultdict[Replica, list[Replica]] = defaultdict(list)
+    for u, unit in enumerate(plan.units):
+        for d in range(unit.dp):
+            found[together.root((u, d))].append((u, d))
+    return [
+        tuple(tuple(d for v, d in replicas if v == u) for u in range(len(plan.units)))
+        for replicas in found.values()
+    ]
+
+
+class _Together:
+    """Disjoint sets of replicas."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Replica, Replica] = {}
+
+    def root(self, item: Replica) -> Replica:
+        """The replica that names the set."""
+        while (parent := self._parent.setdefault(item, item)) != item:
+            self._parent[item] = item = self._parent[parent]
+        return item
+
+    def join(self, one: Replica, other: Replica) -> None:
+        """Put two replicas into one set."""
+        self._parent[self.root(one)] = self.root(other)
+
+
+def _kind(plan: Plan, part: Part) -> object:
+    """Equal for parts that do the same: sizes, and ranks and nodes by first appearance.
+
+    Sizes fix the ranges that a part's micro-batches have among its own samples, and with
+    them its messages; a message's time depends on whether its ranks share a node.
+    """
+    sizes = tuple(
+        tuple(unit.microbatches[d] for d in replicas)
+        for unit, replicas in zip(plan.units, part, strict=True)
+    )
+    ranks = list(_ranks(plan, part))
+    nodes = [rank // plan.cluster.devices_per_node for rank in ranks]
+    return sizes, _renamed(ranks), _renamed(nodes)
+
+
+def _renamed(names: Sequence[int]) -> tuple[int, ...]:
+    known: dict[int, int] = {}
+    return tuple(known.setdefault(name, len(known)) for name in names)
+
+
+def _ranks(plan: Plan, part: Part) -> Iterator[int]:
+    """Every rank of a part, as often as it is in one of its units."""
+    for unit, replicas in zip(plan.units, part, strict=True):
+        for d in replicas:
+            yield from (rank for group in unit.ranks[d] for rank in group)
+
+
+def _cut_out(plan: Plan, parts: Sequence[Part]) -> Plan:
+    """The plan of some parts; samples keep their order."""
+    units = tuple(
+        _some_replicas(unit, sorted(d for part in parts for d in part[u]))
+        for u, unit in enumerate(plan.units)
+    )
+    ((name, task),) = plan.tasks.items()
+    whole, kept = plan.units[0], units[0]
+    rounds = task.batch // sum(map(sum, whole.microbatches))
+    ranks = {rank for unit in units for rank in unit.all_ranks}
+    return plan.model_copy(
+        update={
+            "units": units,
+            "tasks": {
+                name: task.model_copy(update={"batch": rounds * sum(map(sum, kept.microbatches))})
+            },
+            "losses": tuple(
+                loss.model_copy(update={"ranks": tuple(r for r in loss.ranks if r in ranks)})
+                for loss in plan.losses
+            ),
+        }
+    )
+
+
+def _some_replicas(unit: Unit, replicas: Sequence[int]) -> Unit:
+    return unit.model_copy(
+        update={
+            "dp": len(replicas),
+            "ranks": tuple(unit.ranks[d] for d in replicas),
+            "samples": tuple(unit.samples[d] for d in replicas),
+            "microbatches": tuple(unit.microbatches[d] for d in replicas),
+        }
+    )
