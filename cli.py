@@ -565,6 +565,8 @@ def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str
                 )
             case "start":
                 out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
+            case "note":
+                out.text(event["message"])
             case _:
                 _say_launcher(out, event)
 

@@ -254,6 +254,7 @@ class BatchSync:
         return self._layouts[key]
 
     def _feature(self, loss: Loss, batch: int, rows: _Rows) -> Tensor:
+        self._tail(loss, rows.input)  # refuses what is no tensor
         item = loss.sync_inputs[rows.input]
         stage = self._program.stages[rows.stage]
         place = stage.place(self._transport.rank) or (0, 0)

@@ -81,6 +81,25 @@ def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> Device:
     )
 
 
+def async_tp_note(device: torch.device) -> str:
+    """One line on whether matmuls hide the messages of tensor parallelism, and why not.
+
+    torch's fused operations (``torch.ops.symm_mem.fused_all_gather_matmul`` and
+    ``fused_matmul_reduce_scatter``) are for activations that are cut along the sequence;
+    here they are whole on every rank of a group, so a sum has no fused form.
+    """
+    if device.type != "cuda":
+        reason = f"torch fuses matmuls and messages on CUDA only, this is {device.type}"
+    elif not hasattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter"):
+        reason = "this torch has no symmetric memory"
+    else:
+        reason = (
+            "torch's fused matmuls need activations cut along the sequence, and here every rank "
+            "of a group holds them whole"
+        )
+    return f"async TP off: {reason}"
+
+
 def _cuda_obstacle(num_ranks: int) -> str | None:
     """What keeps NCCL on CUDA from serving ``num_ranks`` local ranks; None when nothing does."""
     if not torch.cuda.is_available():

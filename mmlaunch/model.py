@@ -163,7 +163,11 @@ class LocalModel:
         for block in self._blocks_of(owner).values():
             block.to(device)
         if reason is not None:
-            self._note_whole(owner, module, reason)
+            whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
+            self.notes.append(
+                f"modules.{owner}: every rank that runs a part of it builds all of it at first, "
+                f"{whole_bytes:,} bytes: {reason}"
+            )
 
     def _fill(
         self,
@@ -198,15 +202,6 @@ class LocalModel:
 
     def _blocks_of(self, owner: str) -> dict[int, nn.Module]:
         return {index: block for (name, index), block in self.blocks.items() if name == owner}
-
-    def _note_whole(self, owner: str, module: nn.Sequential, reason: str) -> None:
-        own = {id(p): p for block in self._blocks_of(owner).values() for p in block.parameters()}
-        whole = sum(p.nbytes for p in module.parameters())
-        kept = sum(p.nbytes for p in own.values())
-        self.notes.append(
-            f"modules.{owner}: each rank that holds a part of it builds it whole at first, "
-            f"{whole:,} bytes where {kept:,} stay on rank {self._rank}: {reason}"
-        )
 
     def _note_ties(self, owner: str, module: nn.Sequential) -> None:
         blocks: defaultdict[str, set[int]] = defaultdict(set)

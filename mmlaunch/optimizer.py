@@ -63,6 +63,18 @@ def group_of(train: TrainSpec, name: str) -> int | None:
     return None
 
 
+def state_of(train: TrainSpec, name: str) -> frozenset[str]:
+    """Names of what the workload's optimizer keeps of a parameter, seen on one of its own."""
+    index = group_of(train, name)
+    extra = {} if index is None else train.groups[index].optimizer_args
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    kind: Any = getattr(torch.optim, train.optimizer)
+    optimizer = kind([parameter], **{**train.optimizer_args, **extra})
+    parameter.grad = torch.zeros(2, 2)
+    optimizer.step()
+    return frozenset(k for k, v in optimizer.state[parameter].items() if v is not None)
+
+
 def _groups(
     train: TrainSpec, parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> list[dict[str, Any]]:

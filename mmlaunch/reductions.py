@@ -7,7 +7,7 @@ gather of the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -125,9 +125,11 @@ class Reductions:
         self._sums[index].reduce(self._transport)
 
     def finish(self) -> None:
-        """Sum the gradients of parameters that stand in several blocks."""
+        """Sum the gradients of parameters that stand in several blocks; forget absent ones."""
         for item in self._tied:
             item.reduce(self._transport)
+        for item in self._all_sums():
+            item.drop_absent()
 
     def gather(self) -> None:
         """After the update: bring parameters together whose slices ranks updated apart."""
@@ -138,16 +140,32 @@ class Reductions:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """Parameters whose gradients are summed over ranks: plain ones, or in flat slices."""
+    """Parameters whose gradients are summed over ranks: plain ones, or in flat slices.
+
+    Attributes:
+        counts: of plain parameters, the number of ranks on which each got a gradient.
+    """
 
     parameters: list[nn.Parameter]
     ranks: Ranks
     flats: list[FlatGroup]
+    counts: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)
 
     def reduce(self, transport: Transport) -> None:
-        _sum_gradients(self.parameters, self.ranks, transport)
+        self.counts[:] = _sum_gradients(self.parameters, self.ranks, transport)
         for flat in self.flats:
             flat.reduce(transport)
+
+    def drop_absent(self) -> None:
+        """No gradient on any rank is none, not zero: an optimizer leaves such a parameter."""
+        # At the step's end, because reading the counts waits for the device.
+        for parameters, counts in self.counts:
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                if count == 0:
+                    parameter.grad = None
+        self.counts.clear()
+        for flat in self.flats:
+            flat.drop_absent()
 
 
 def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
@@ -170,13 +188,19 @@ def collective_groups(program: Program, ties: Sequence[Tie]) -> list[Group]:
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
 
 
-def _sum_gradients(parameters: Sequence[nn.Parameter], ranks: Ranks, transport: Transport) -> None:
-    if not parameters:
-        return
+def _sum_gradients(
+    parameters: Sequence[nn.Parameter], ranks: Ranks, transport: Transport
+) -> list[tuple[list[nn.Parameter], Tensor]]:
+    """Sum gradients in place; returns on how many ranks each was there, by type."""
+    counts: list[tuple[list[nn.Parameter], Tensor]] = []
     for dtype in sorted({p.dtype for p in parameters}, key=str):
         same = [p for p in parameters if p.dtype == dtype]
+        there = torch.tensor([p.grad is not None for p in same], dtype=dtype).to(same[0].device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), there])
         transport.all_reduce(flat, ranks)
-        for parameter, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
+        *parts, there = flat.split([*(p.numel() for p in same), len(same)])
+        counts.append((same, there))
+        for parameter, part in zip(same, parts, strict=True):
             parameter.grad = cast(Tensor, part.view_as(parameter))
+    return counts

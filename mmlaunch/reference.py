@@ -138,7 +138,11 @@ class Reference:
     def _per_sample(
         self, loss: Loss, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
     ) -> Tensor:
-        """Mean over the batch, or the sum over the batch by its count."""
+        """Mean over the batch, or the sum over the batch by its count.
+
+        Computed on the whole batch at once; only a loss that draws random numbers is computed
+        on the plan's micro-batches, each under its seed.
+        """
         arguments = [
             element_of(outputs[loss.host or 0], source.element, "module")
             if source.own
@@ -146,13 +150,30 @@ class Reference:
             for source in loss.host_inputs
         ]
         module: Any = self.losses[loss.name]
-        self._seeds.enter(step, f"losses.{loss.name}", 0, 0)
-        with self._precision.compute(keep_casts=False):
-            value = widened(cast(Tensor, module(*arguments)))
-        if not hasattr(module, "count"):
+        counts = hasattr(module, "count")
+        batch = self._program.batches[loss.task]
+        value, random = self._loss_of(loss, arguments, (0, batch), step)
+        if random:
+            spans = [s for r in self._program.stages[loss.host or 0].microbatches for s in r]
+            value = torch.zeros((), dtype=torch.float64)
+            for start, stop in sorted(spans):
+                part = [slice_samples(argument, start, stop) for argument in arguments]
+                share = 1.0 if counts else (stop - start) / batch
+                value = value + share * self._loss_of(loss, part, (start, stop), step)[0]
+        if not counts:
             return value
         fields = {s.field: data[s.field] for s in loss.host_inputs if s.field is not None}
         return value / max(float(module.count(fields).sum()), 1.0)
+
+    def _loss_of(
+        self, loss: Loss, arguments: list[Any], samples: tuple[int, int], step: int
+    ) -> tuple[Tensor, bool]:
+        """Value of a per-sample loss on some samples, and whether it drew random numbers."""
+        self._seeds.enter(step, f"losses.{loss.name}", 0, samples[0])
+        seeded = torch.get_rng_state()
+        with self._precision.compute(keep_casts=False):
+            value = widened(cast(Tensor, self.losses[loss.name](*arguments)))
+        return value, not torch.equal(seeded, torch.get_rng_state())
 
     def _loader(self, task: str) -> _WholeBatches:
         view = resolve_tasks(self._workload)[task]

@@ -42,6 +42,9 @@ class Checkpoint:
         self.path = path
         self._manifest = manifest
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
+        self._kinds: dict[str, list[str]] = {}
+        for tensor in manifest.tensors:
+            self._kinds.setdefault(tensor.name, []).append(tensor.kind)
         self._files: dict[str, Any] = {}
 
     @property
@@ -65,7 +68,7 @@ class Checkpoint:
 
     def kinds(self, name: str) -> list[str]:
         """Kinds that are stored of one name, empty when there are none."""
-        return [kind for kind, its_name in self._tensors if its_name == name]
+        return self._kinds.get(name, [])
 
     def full_shape(self, name: str, kind: str = "param") -> tuple[int, ...]:
         """Shape of the unsharded tensor; InvalidInputError when it is not stored."""

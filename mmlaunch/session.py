@@ -29,13 +29,11 @@ from torch import Tensor, nn
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.admission import check_runnable, find_workload
 from mmlaunch.blocks import Blocks
-from mmlaunch.data import StepData, StepLoader, check_fields
-from mmlaunch.device import pick
-from mmlaunch.executor import Executor, Span
+from mmlaunch.device import async_tp_note, pick
+from mmlaunch.executor import Executor
 from mmlaunch.heartbeat import Heartbeat
+from mmlaunch.loading import TaskData
 from mmlaunch.model import LocalModel
-from mmlaunch.needs import rank_needs
-from mmlaunch.ordering import step_order
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.precision import Precision
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
@@ -43,43 +41,18 @@ from mmlaunch.restore import open_checkpoint
 from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
 from mmlaunch.state import LocalState, gather_weights, write_final_weights
+from mmlaunch.step_result import StepResult
 from mmlaunch.transport import DistTransport, Ranks, Transport
 from mmlaunch.update import Update
 from mmlaunch.whole import whole_modules
-from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
-from mmplan.schema.factories import build_dataset, dtype_of
+from mmplan.schema.factories import dtype_of
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
-from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
+from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One optimizer step.
-
-    Attributes:
-        step: its number, from 0.
-        loss: the whole step's loss, the same on all ranks.
-        grad_norm: norm of all gradients before they were clipped; None without clipping.
-        iteration_s: forward, backward, communication and losses.
-        update_s: the optimizer's update.
-        data_s: waiting for the batch's data before that.
-        stop: whether any rank's ``should_stop`` said so; the same on all ranks.
-        spans: when each instruction of this rank ran; empty unless asked for.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    iteration_s: float
-    update_s: float
-    data_s: float
-    stop: bool
-    spans: list[Span]
 
 
 @dataclass(slots=True)
@@ -125,6 +98,7 @@ class Session:
         step_count: steps done, which is the number of the next one.
         update: what this rank updates, and how.
         hooks: functions to call on steps, losses and checkpoints.
+        notes: lines that tell the user how this run works and why.
 
     Raises:
         InvalidInputError: the plan needs another number of ranks, or a factory is wrong.
@@ -149,15 +123,9 @@ class Session:
         self.step_count = 0
         self._meta = meta or {}
         self._should_stop = should_stop
-        self._num_workers = num_workers
-        self._loaders: dict[str, StepLoader] = {}
         self._owns_process_group = False
         self.program = compile_plan(plan)
         self._dtype = dtype_of(workload.train.precision)
-        self._tasks = {
-            name: view for name, view in resolve_tasks(workload).items() if name in plan.tasks
-        }
-        self._needs = rank_needs(self.program, transport.rank)
         self.model = LocalModel(
             workload=workload,
             folder=folder,
@@ -168,18 +136,21 @@ class Session:
         )
         ties = gather_ties(self.model, transport)
         transport.prepare(collective_groups(self.program, ties), message_links(self.program))
-        self._datasets = {
-            name: self._dataset(view) for name, view in self._tasks.items() if name in self._needs
-        }
-        self._orders = {
-            name: step_order(self.program, name, dataset, workload)
-            for name, dataset in self._datasets.items()
-        }
+        self._data = TaskData(
+            program=self.program,
+            workload=workload,
+            folder=folder,
+            tasks={n: v for n, v in resolve_tasks(workload).items() if n in plan.tasks},
+            rank=transport.rank,
+            num_workers=num_workers,
+            pin_memory=transport.device.type == "cuda",
+        )
         precision = Precision(workload.train.precision, transport.device)
         specs = infer_shapes(
-            self.program, self.model, transport, self._first_data, self._prepare, precision
+            *(self.program, self.model, transport),
+            *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
         )
-        self._close_loaders()
+        self._data.close()
         reductions = Reductions(
             self.program, self.model, transport, ties, zero=workload.train.zero > 0
         )
@@ -205,6 +176,13 @@ class Session:
             transport,
             tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
         )
+        self.notes = self._gather_notes()
+
+    def _gather_notes(self) -> list[str]:
+        """What the user should know of how this run works, the same on all ranks."""
+        notes = [async_tp_note(self.transport.device)] * any(s.tp > 1 for s in self.program.stages)
+        found = self.transport.gather_objects(notes + self.model.notes)
+        return list(dict.fromkeys(note for mine in found for note in mine))
 
     @classmethod
     def from_plan(
@@ -277,7 +255,7 @@ class Session:
 
     def close(self) -> None:
         """Stop loading data, and leave the process group if this session created it."""
-        self._close_loaders()
+        self._data.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -307,7 +285,7 @@ class Session:
     def forward_backward(self, *, timed: bool = False) -> StepResult:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
-        data = {name: next(self._loader(name)) for name in self._needs}
+        data = self._data.step(self.step_count)
         began = time.perf_counter()
         part, spans = self.executor.run(self.step_count, data, timed=timed)
         sums = [part, float(self._should_stop())]
@@ -350,7 +328,11 @@ class Session:
             root=Path(folder),
             step=self.step_count,
             entries=self._state.entries(self.optimizer, self.update.parts),
-            state={"step": self.step_count, "seed": self.workload.train.seed},
+            state={
+                "step": self.step_count,
+                "seed": self.workload.train.seed,
+                "optimizer": self.workload.train.optimizer,
+            },
             meta=self._meta,
             rank=self.rank,
             gather=self.transport.gather_objects,
@@ -368,16 +350,17 @@ class Session:
         """Take parameters, optimizer state and step count from a checkpoint of any plan.
 
         Raises:
-            InvalidInputError: it is damaged, or of another workload's shapes.
+            InvalidInputError: it is damaged, or of another workload's shapes or optimizer.
         """
         checkpoint = open_checkpoint(Path(path))
         try:
             checkpoint.verify()
+            self.update.check_state(checkpoint)
             self._state.load(checkpoint, self.optimizer, self.update.parts)
         finally:
             checkpoint.close()
         self.step_count = int(checkpoint.state["step"])
-        self._close_loaders()
+        self._data.close()
 
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
@@ -389,43 +372,6 @@ class Session:
         With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part.
         """
         return self.update.gradients()
-
-    def _dataset(self, view: TaskView) -> Any:
-        if view.data is None:
-            raise InvalidInputError(
-                f"task {view.name} has no data", hint="add data: {factory: ...} to the workload"
-            )
-        field_name = "data" if view.data == self.workload.data else f"tasks.{view.name}.data"
-        dataset = build_dataset(
-            view.data, self.folder, seed=self.workload.train.seed, field=field_name
-        )
-        if not hasattr(dataset, "collate"):
-            check_fields(dataset[0], self.workload.modules)
-        return dataset
-
-    def _loader(self, task: str) -> StepLoader:
-        if task not in self._loaders:
-            need = self._needs[task]
-            self._loaders[task] = StepLoader(
-                self._datasets[task],
-                batch=self._tasks[task].batch,
-                seed=self.workload.train.seed,
-                ranges=need.ranges,
-                fields=need.fields,
-                start_step=self.step_count,
-                order=self._orders[task],
-                num_workers=self._num_workers,
-                pin_memory=self.transport.device.type == "cuda",
-            )
-        return self._loaders[task]
-
-    def _first_data(self, task: str) -> StepData:
-        return next(self._loader(task))
-
-    def _close_loaders(self) -> None:
-        for loader in self._loaders.values():
-            loader.close()
-        self._loaders.clear()
 
     def _prepare(self, tree: Any) -> Any:
         def move(tensor: Tensor) -> Tensor:

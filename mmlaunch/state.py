@@ -23,7 +23,8 @@ from mmlaunch.zero import Part
 from mmplan.program.model import Program
 
 _WEIGHT = "param"
-_OPTIMIZER = "optim."
+# Before the name of what an optimizer keeps, in a checkpoint's kinds.
+OPTIMIZER_KIND = "optim."
 _NOBODY = -1
 
 
@@ -91,7 +92,7 @@ class LocalState:
     def _state_entries(self, state: Mapping[str, Any], part: Part) -> Iterator[Entry]:
         shape, place = tuple(self._tensors[part.name].shape), self._places[part.name]
         for key, value in state.items():
-            kind = _OPTIMIZER + key
+            kind = OPTIMIZER_KIND + key
             if isinstance(value, Tensor) and value.dim() and value.shape == part.tensor.shape:
                 views = _views(value, shape, place, part.span)
                 yield _entry(part.name, kind, place.full_shape, views)
@@ -123,9 +124,9 @@ class LocalState:
         name, place = part.name, self._places[part.name]
         shape = tuple(self._tensors[name].shape)
         for kind in checkpoint.kinds(name):
-            if not kind.startswith(_OPTIMIZER):
+            if not kind.startswith(OPTIMIZER_KIND):
                 continue
-            key = kind.removeprefix(_OPTIMIZER)
+            key = kind.removeprefix(OPTIMIZER_KIND)
             if checkpoint.full_shape(name, kind):
                 value = torch.empty_like(part.tensor, requires_grad=False)
                 views = _views(value, shape, place, part.span)

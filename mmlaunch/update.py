@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from mmlaunch.optimizer import build_optimizer, group_of, rate_factor
+from mmlaunch.optimizer import build_optimizer, group_of, rate_factor, state_of
 from mmlaunch.reductions import Reductions
-from mmlaunch.state import LocalState
+from mmlaunch.restore import Checkpoint
+from mmlaunch.state import OPTIMIZER_KIND, LocalState
 from mmlaunch.transport import Transport
 from mmplan.errors import InvalidInputError
 from mmplan.schema.workload import TrainSpec
@@ -69,6 +70,33 @@ class Update:
                     "that is not in an earlier group",
                     hint="names are module.block.parameter and losses.NAME.parameter, as in "
                     "final.safetensors",
+                )
+
+    def check_state(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that another optimizer left.
+
+        Raises:
+            InvalidInputError: names both.
+        """
+        mine, theirs = self._train.optimizer, checkpoint.state.get("optimizer")
+        if theirs not in (None, mine):
+            raise InvalidInputError(
+                f"{checkpoint.path} was saved with train.optimizer {theirs}, the workload has "
+                f"{mine}",
+                hint=f"go on with {theirs}, or start a new run from the trained weights with init:",
+            )
+        kept: dict[int | None, frozenset[str]] = {}
+        for part in self.parts:
+            group = group_of(self._train, part.name)
+            if group not in kept:
+                kept[group] = state_of(self._train, part.name)
+            kinds = [kind for kind in checkpoint.kinds(part.name) if OPTIMIZER_KIND in kind]
+            stored = {kind.removeprefix(OPTIMIZER_KIND) for kind in kinds}
+            if stored and stored != kept[group]:
+                raise InvalidInputError(
+                    f"{checkpoint.path} holds {', '.join(sorted(stored))} of {part.name}, {mine} "
+                    f"with these arguments keeps {', '.join(sorted(kept[group])) or 'nothing'}",
+                    hint="go on with the optimizer and the optimizer_args of the saved run",
                 )
 
     def apply(self, step: int) -> float | None:

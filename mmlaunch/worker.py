@@ -9,7 +9,8 @@ from typing import Any
 
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.launch_worker import WorkerContext
-from mmlaunch.session import Session, StepResult
+from mmlaunch.session import Session
+from mmlaunch.step_result import StepResult
 from mmlaunch.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
@@ -68,11 +69,14 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
         num_workers=job.num_workers,
         should_stop=ctx.should_stop,
     ) as session:
+        for note in session.notes:
+            _report(ctx, {"kind": "note", "message": note})
         folder = ctx.run_dir / CHECKPOINTS
         # A worker that is started anew after a failure always goes on from the last save.
         going_on = job.resume or ctx.attempt > 0
         if going_on and not _load_latest(session, folder):
-            _report(ctx, {"message": f"no checkpoint in {folder}: starting at step 0"})
+            message = f"no checkpoint in {folder}: starting at step 0"
+            _report(ctx, {"kind": "note", "message": message})
         log = _Metrics(ctx, session.step_count) if ctx.rank == 0 else None
         stopped, spans = False, []
         while session.step_count < job.steps and not stopped:

@@ -70,9 +70,13 @@ class FlatGroup:
         self._flat = self._new(self._length * len(ranks)).zero_()
         self.parts: list[Part] = []
         self._offsets: list[int] = []
+        # Which of the members each part is of, and on how many ranks these got a gradient.
+        self._member_of: list[int] = []
+        self._there = self._new(0)
         start = 0
-        for name, parameter in members:
+        for index, (name, parameter) in enumerate(members):
             self._adopt(name, parameter, start, counts=name in counted)
+            self._member_of += [index] * (len(self.parts) - len(self._member_of))
             start += parameter.numel()
 
     def _new(self, length: int) -> Tensor:
@@ -93,19 +97,33 @@ class FlatGroup:
 
     def reduce(self, transport: Transport) -> None:
         """Sum the gradients over the ranks; each keeps those of its own slice."""
-        full = self._new(len(self._flat)).zero_()
+        grads = self._new(len(self._flat)).zero_()
+        there = [parameter.grad is not None for parameter in self._parameters]
         start = 0
         for parameter in self._parameters:
             stop = start + parameter.numel()
             if parameter.grad is not None:
-                full[start:stop] = parameter.grad.reshape(-1)
+                grads[start:stop] = parameter.grad.reshape(-1)
                 parameter.grad = None
             start = stop
-        mine = self._new(self._length)
+        # Each rank's slice, and behind it for every member whether it has a gradient at all.
+        slices = grads.view(len(self._ranks), self._length)
+        flags = torch.tensor(there, dtype=grads.dtype).to(grads.device)
+        full = torch.cat([slices, flags.expand(len(self._ranks), -1)], dim=1).view(-1)
+        mine = self._new(self._length + len(there))
         transport.reduce_scatter(mine, full, self._ranks)
+        self._there = mine[self._length :]
         for part, offset in zip(self.parts, self._offsets, strict=True):
             grad = mine[offset : offset + part.tensor.numel()]
             part.tensor.grad = grad.view(part.tensor.shape)
+
+    def drop_absent(self) -> None:
+        """Slices of parameters that got no gradient on any rank have none."""
+        counts = self._there.tolist()
+        for part, member in zip(self.parts, self._member_of, strict=True):
+            if counts and counts[member] == 0:
+                part.tensor.grad = None
+        self._there = self._new(0)
 
     def gather(self, transport: Transport) -> None:
         """Bring the updated slices together on all ranks."""

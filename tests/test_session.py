@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from mmlaunch.inprocess import InProcessWorld
 from mmlaunch.reference import Reference
 from mmlaunch.restore import open_checkpoint
-from mmlaunch.session import Session, StepResult, find_workload
+from mmlaunch.session import Session, find_workload
+from mmlaunch.step_result import StepResult
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256

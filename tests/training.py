@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mmlaunch.inprocess import InProcessWorld
 from mmlaunch.reference import Reference
-from mmlaunch.session import Session, StepResult
+from mmlaunch.session import Session
+from mmlaunch.step_result import StepResult
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
