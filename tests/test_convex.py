@@ -171,9 +171,13 @@ class Oracle:
             warm_s=ramp + sum(messages),
             stage_s=stage,
             reduce_s=self._reduce_s(module, tp, pp, dp, [[cuts[c] for c in own] for own in ranks]),
-            depth=2 * pp if vpp > 1 else pp,
+            depth=2 * pp + self._slack(module, pp) if vpp > 1 else pp,
             needed=tuple(self._bytes(module, cuts, list(own), tp, dp, size, pp) for own in ranks),
         )
+
+    def _slack(self, module: str, pp: int) -> int:
+        """Interleaved chunks take in pp micro-batches at a time for what comes after them."""
+        return pp - 1 if self.problem.consumers(module) else 0
 
     def _message_s(
         self, module: str, c: int, cuts: tuple[tuple[int, int], ...], tp: int, pp: int, size: int
@@ -223,7 +227,8 @@ class Oracle:
         fixed = sum(problem.fixed_bytes(module, cuts[c], tp, dp) for c in own)
         ahead = sum(h * (len(cuts) - c) for c, h in held.items())
         if len(own) > 1:  # interleaved: what test_schedules sees the ranks hold
-            ahead = max(held.values()) * (len(cuts) - pp + 1 + 2 * (pp - 1 - own[0]))
+            more = (len(own) - 1) * self._slack(module, pp)
+            ahead = max(held.values()) * (len(cuts) - pp + more + 1 + 2 * (pp - 1 - own[0]))
         return (
             fixed + groups * self.cluster.device.communicator_bytes,
             sum(held.values()),

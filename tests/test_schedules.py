@@ -85,6 +85,28 @@ def test_interleaving_does_without_whole_groups(pp: int, vpp: int, n: int) -> No
     assert simulate(program, FixedCosts(forward=1.0, backward=2.0)).iteration_s <= 1.02 * least
 
 
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("vpp", [2, 3, 4])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 7])
+def test_what_waits_for_a_module_after_it_is_held_as_the_solver_thinks(
+    pp: int, vpp: int, after: int
+) -> None:
+    """Two encoder stages, an interleaved module, and ``after`` stages behind it."""
+    n, groups = 12 * pp, -(-after // pp)
+    units = [
+        unit("encoder", pp=2, k=n, kind="1f1b"),
+        unit("llm", "encoder", pp=pp, vpp=vpp, k=n, kind="interleaved"),
+        *([unit("image", "llm", pp=after, k=n, kind="1f1b")] if after else []),
+    ]
+    plan = make_plan(*units, losses=[loss("l", "image" if after else "llm")], batch=n)
+    held = simulate(compile_plan(plan), FixedCosts(forward=1.0, backward=2.0)).peak_bytes
+    for q in range(pp):
+        ahead = (vpp - 1) * pp * (1 + groups) + 1 + 2 * (pp - 1 - q) + after
+        assert held[2 + q] == min(ahead, n * vpp)
+    for p in range(2):
+        assert held[p] <= 2 - p + 2 * pp + after + (pp - 1 if after else 0)
+
+
 def test_interleaving_keeps_to_the_cap_of_micro_batches_in_flight() -> None:
     plan = make_plan(
         unit("m", pp=2, vpp=2, k=8, kind="interleaved", in_flight=2),

@@ -136,14 +136,15 @@ class _Orderer:
                     for n, least in zip(own, wanted, strict=True)
                 )
             self._settle(chunks[c], before)
-        self._take_in_groups(unit, chunks[0])
+        self._take_in_groups(unit, chunks[0], self._frontiers[chunks[-1].index])
         return enough
 
-    def _take_in_groups(self, unit: Unit, first: Stage) -> None:
-        """What producers must send before a backward of the first chunk, by whole groups.
+    def _take_in_groups(self, unit: Unit, first: Stage, left: Sequence[Sequence[int]]) -> None:
+        """What producers must send before a backward of the first chunk.
 
-        A sample leaves the unit after its group has entered, on whichever replica that is, and
-        the first chunk's backwards come after the last chunk's of their whole group.
+        That is what the chunk itself takes in first; and of the other replicas all that
+        ``left`` the last chunk before that chunk's backwards of the same group are over, with
+        the groups around it: a rank takes in a whole group before its next chunk runs.
         """
         ends = [group_ends(len(spans), unit.pp) for spans in first.microbatches]
         pieces = sorted(
@@ -154,8 +155,13 @@ class _Orderer:
         starts = [start for start, _ in pieces]
         taken = list(accumulate((end for _, end in pieces), max))
         self._frontiers[first.index] = [
-            [taken[bisect_left(starts, row[end - 1]) - 1] for end in of_group]
-            for row, of_group in zip(self._frontiers[first.index], ends, strict=True)
+            [
+                max(spans[n - 1][1], taken[bisect_left(starts, reached[end - 1]) - 1])
+                for n, end in zip(before, of_group, strict=True)
+            ]
+            for spans, before, reached, of_group in zip(
+                first.microbatches, self._before[first.index], left, ends, strict=True
+            )
         ]
 
 

@@ -44,6 +44,8 @@ class Shapes:
         bytes: [Q, S, 9], columns above, at tp 1.
         total_bytes: [9], the first shape's, summed over its stages.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
+        slack: [Q], micro-batches that interleaved chunks take in beyond what is linear in the
+            stages after them: pp at a time.
     """
 
     pp: Ints
@@ -54,11 +56,15 @@ class Shapes:
     bytes: Floats
     total_bytes: Floats
     gradient_bytes: Floats
+    slack: Ints
 
     @property
     def depth(self) -> Ints:
-        """Stages that a module before this one waits for, chunks included."""
-        return self.pp * self.vpp
+        """Micro-batches that it takes in before the first of them leaves backwards.
+
+        Interleaved, its first chunk takes in two groups of pp.
+        """
+        return np.where(self.vpp > 1, 2 * self.pp + self.slack, self.pp)
 
 
 def curve_values(curve: Curve, size_B: Ints | Floats) -> Floats:
@@ -155,6 +161,7 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
         bytes=_padded([_largest(table.bytes) for table in tables]),
         total_bytes=tables[0].bytes.sum(axis=0),
         gradient_bytes=np.array([table.gradient_bytes for table in tables]),
+        slack=np.array([table.slack for table in tables], dtype=np.int64),
     )
 
 
@@ -189,9 +196,14 @@ class _Tables:
         held_bytes = [fixed, state, held, held * ahead, inputs, inputs * ahead]
         chunk = np.arange(count) % pp
         self.seconds = _by_rank(np.stack(seconds, axis=1), chunk, pp)
-        self.bytes = np.hstack(
-            [_by_rank(np.stack(held_bytes, axis=1), chunk, pp), self._communicators(cuts, pp, vpp)]
-        )
+        bytes_held = _by_rank(np.stack(held_bytes, axis=1), chunk, pp)
+        self.slack = pp - 1 if vpp > 1 and problem.consumers(module) else 0
+        if vpp > 1:
+            for column, each in ((HELD_AHEAD, held), (INPUTS_AHEAD, inputs)):
+                bytes_held[:, column] = _chunks_held(pp, vpp, self.slack) * each.reshape(
+                    vpp, pp
+                ).max(axis=0)
+        self.bytes = np.hstack([bytes_held, self._communicators(cuts, pp, vpp)])
         trained = _by_rank(self._summed(blocks.parameters * blocks.trains)[:, None], chunk, pp)
         self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
@@ -240,6 +252,15 @@ class _Tables:
         reduced = _by_rank(trained[:, None].astype(np.float64), np.arange(len(cuts)) % pp, pp)
         hosts = (np.arange(pp) == pp - 1) & bool(problem.hosted_losses(module))
         return np.stack([fixed, np.minimum(reduced[:, 0], 1.0), hosts.astype(np.float64)], axis=1)
+
+
+def _chunks_held(pp: int, vpp: int, slack: int) -> Ints:
+    """[pp]: chunks that each rank holds (:mod:`mmplan.program.interleave`) at most.
+
+    Each stage after the module adds one, and each pp of them, begun, (vpp - 1) pp more: that is
+    (vpp - 1) slack beyond the vpp for each that :class:`Shapes` counts.
+    """
+    return (vpp - 1) * (pp + slack) + 1 + 2 * (pp - 1 - np.arange(pp))
 
 
 def _by_rank(per_chunk: Floats, rank: NDArray[np.int64], pp: int) -> Floats:
