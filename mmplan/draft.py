@@ -133,7 +133,7 @@ def straggler_note(plan: Plan, costs: CostModel) -> str | None:
     for unit in plan.units:
         samples = plan.tasks[unit.task].period
         factor = costs.straggler(task=unit.task, module=unit.module, dp=unit.dp, samples=samples)
-        if factor > 1:
+        if factor >= 1.005:
             parts.append(f"{factor:.3g} x the mean of {unit.name}'s {unit.dp}")
     if not parts:
         return None

@@ -27,7 +27,7 @@ Key = tuple[int, Op, int, int]  # stage, op, replica, micro-batch
 
 # Draws at most and at least, and instructions to replay in all of them.
 MOST_DRAWS, FEWEST_DRAWS = 64, 8
-_INSTRUCTIONS = 1 << 20
+_INSTRUCTIONS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,7 @@ class _Clock:
         self._base: Durations = durations_of(costs.program, costs, self._wiring)
         self._places = [list(self._computes(rank)) for rank in range(costs.program.num_ranks)]
         self._keys = {key for row in self._places for _, key in row}
+        self._known_s: dict[tuple[int, Op, int, float], float] = {}
 
     def _computes(self, rank: int) -> Iterator[tuple[int, Key]]:
         """Positions of a rank's computes, and whose they are."""
@@ -139,7 +140,7 @@ class _Clock:
     def step_s(self, batch: Batch) -> float:
         """Seconds of a step; tasks and modules that the batch does not name are of mean work."""
         done = {
-            (task, module): np.concatenate([[0.0], np.cumsum(values)])
+            (task, module): [0.0, *np.cumsum(values).tolist()]
             for task, work in batch.items()
             for module, values in work.items()
         }
@@ -154,11 +155,14 @@ class _Clock:
         )
         return max((row[-1] for row in clocks.end if row), default=0.0)
 
-    def _seconds(self, key: Key, done: Mapping[tuple[str, str], Floats]) -> float:
+    def _seconds(self, key: Key, done: Mapping[tuple[str, str], Sequence[float]]) -> float:
         index, op, replica, mb = key
         stage = self._program.stages[index]
         start, stop = stage.microbatches[replica][mb]
         sums = done.get((stage.task, stage.module))
-        # Rounding may leave an empty micro-batch a little below nothing.
-        worth = stop - start if sums is None else max(float(sums[stop] - sums[start]), 0.0)
-        return self._costs.work_s(stage, op, stop - start, worth)
+        # Sums of the same works differ in their last digits; an empty one may be below nothing.
+        worth = stop - start if sums is None else max(round(sums[stop] - sums[start], 9), 0.0)
+        known = index, op, stop - start, worth
+        if known not in self._known_s:
+            self._known_s[known] = self._costs.work_s(stage, op, stop - start, worth)
+        return self._known_s[known]

@@ -223,10 +223,17 @@ def test_an_interrupted_subset_goes_on_and_knows_where_points_were_taken(folder:
     assert found.at["vision"] == pytest.approx(np.mean([i % 5 for i in order[:10]]))
 
 
-def test_data_that_say_nothing_leave_the_profile_as_it_is(folder: Path) -> None:
-    made = profile_data(
-        given(MODULES, 1), workload(**data("Dense")), folder, state_path=folder / "state"
-    )
+def test_data_that_say_nothing_leave_the_profile_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = workload(**data("Dense"))
+    sampler = WorkSampler(job, folder)
+
+    def in_process(_setting: Any, points: list[Any], _state: Any, **_: Any) -> list[Any]:
+        return [sampler.work(point) for point in points]
+
+    monkeypatch.setattr("mmplan.profiling.data.measure_points", in_process)
+    made = profile_data(given(MODULES, 1), job, folder, state_path=folder / "state")
     assert made.data == {}
     assert made.provenance["data"] == {"samples": 512, "equal": ["default"]}
 
@@ -360,6 +367,7 @@ def test_from_the_data_to_the_report(folder: Path) -> None:
         "--data", "--data-samples", 40, "-o", profile, "--json",
     )  # fmt: skip
     assert made.code == 0, made.err
+    assert made.document["source"] == "analytic"
     assert "reading data" in made.err
     assert not (folder / ".p.json.partial").exists()
     assert json.loads(profile.read_text())["data"]["default"]["dataset"] == 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.megatron import solve_megatron
 from mmplan.solvers.problem import Problem
 from mmplan.work import SampledWork
-from tests.solving import module_profile, profile, workload
+from tests.solving import module_profile, profile, run_solve, workload
 from tests.test_baselines import Oracle as GridOracle
 from tests.test_baselines import least_s, without_communicators
 from tests.test_convex import Oracle, candidates, problem_of, random_problem
@@ -197,3 +198,17 @@ def test_distmm_counts_the_busiest_replica() -> None:
     # Two rounds of four samples a replica, one second forward and two backward each.
     assert solution.candidates[0].objective_s == pytest.approx(2 * 4 * 3 * factor)
     assert solution.lower_bound_s <= solution.candidates[0].objective_s
+
+
+def test_formula_and_simulation_see_the_same_stragglers(tmp_path: Path) -> None:
+    job = workload({"a": {}, "b": {}}, batch=48, sync_batch=24)
+    costs = with_data(
+        profile({"a": module_profile(blocks=1), "b": module_profile(3.0, 5.0, blocks=1)}, 8),
+        work={"a": skewed(256, 1.0), "b": skewed(256, 0.5, seed=1)},
+    )
+    plan = run_solve(tmp_path, job, costs, solver="distmm", top=1)
+    assert all(unit.dp > 1 for unit in plan.units)
+    assert plan.predicted.iteration_s == pytest.approx(plan.solver.objective_s)
+    assert plan.solver.lower_bound_s <= plan.solver.objective_s
+    even = run_solve(tmp_path, job, costs.model_copy(update={"data": {}}), solver="distmm", top=1)
+    assert plan.solver.objective_s > even.solver.objective_s
