@@ -16,10 +16,15 @@ from tests.programs import loss, make_plan, unit
 
 @dataclass(kw_only=True)
 class FixedCosts:
-    """Costs that do not depend on sizes unless a test asks for it."""
+    """Costs that do not depend on sizes unless a test asks for it.
+
+    Attributes:
+        input_share: what part of a split backward is I.
+    """
 
     forward: float = 1.0
     backward: float = 2.0
+    input_share: float = 0.5
     by_module: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_sample: bool = False
     message: float = 0.0
@@ -32,7 +37,9 @@ class FixedCosts:
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         f, b = self.by_module.get(stage.module, (self.forward, self.backward))
-        return (f if op is Op.FORWARD else b) * (samples if self.per_sample else 1)
+        parts = {Op.INPUT: self.input_share, Op.WEIGHT: 1 - self.input_share}
+        seconds = f if op is Op.FORWARD else b * parts.get(op, 1.0)
+        return seconds * (samples if self.per_sample else 1)
 
     def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
         return 0.0 if source == target else self.message * (samples if self.per_sample else 1)
@@ -135,13 +142,15 @@ class TinySimulator:
                     key = (kind, item.edge, item.peer, rank, item.start, item.stop)
                     inputs[kind, item.stage, item.mb].append(key)
             elif isinstance(item, Compute):
-                for key in inputs[item.op.value, item.stage, item.mb]:
+                way = "B" if item.op is Op.INPUT else item.op.value
+                for key in inputs[way, item.stage, item.mb]:
                     yield "until", key
                 stage = self.program.stages[item.stage]
                 d = next(i for i, group in enumerate(stage.ranks) if rank in group)
-                gang = ("compute", item, d)
-                self._meet(gang, stage.tp)
-                yield "until", gang
+                if item.op is not Op.WEIGHT:
+                    gang = ("compute", item, d)
+                    self._meet(gang, stage.tp)
+                    yield "until", gang
                 a, b = stage.microbatches[d][item.mb]
                 yield "at", self.now + self.costs.compute_s(stage, item.op, b - a)
             elif isinstance(item, Sync):

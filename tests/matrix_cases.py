@@ -22,6 +22,7 @@ class Case:
         others: "rotated" has other degrees than v in every axis, "same" the same ones,
             "single" one rank.
         feature: a key of :data:`FEATURES`.
+        backward: of every unit; "even" is split, with as much in flight on every stage.
     """
 
     pp: int = 1
@@ -37,11 +38,12 @@ class Case:
     lead: int = 1
     sync_lead: int = 0
     vpp: int = 1
+    backward: Literal["whole", "split", "even"] = "whole"
     precision: Literal["fp64", "fp32"] = "fp64"
 
     def __str__(self) -> str:
         degrees = f"pp{self.pp}-dp{self.dp}-tp{self.tp}-k{self.k}-syncs{self.syncs}"
-        order = f"{self.kind}-lead{self.lead}-{self.sync_lead}-vpp{self.vpp}"
+        order = f"{self.kind}-lead{self.lead}-{self.sync_lead}-vpp{self.vpp}-{self.backward}"
         return f"{self.feature}-{self.modalities}-{degrees}-{self.others}-{order}-{self.precision}"
 
     @property
@@ -96,6 +98,8 @@ class Case:
             kind=self.kind,
             lead=self.lead,
             sync_lead=self.sync_lead,
+            split=self.backward != "whole",
+            even=self.backward == "even",
             **degrees,
         )
 

@@ -56,10 +56,12 @@ class NaiveRun:
         if isinstance(item, Message):
             self._message(rank, item)
         elif isinstance(item, Compute):
-            keys = self.posted[rank, item.stage, item.op.value, item.mb]
+            way = {"I": "B"}.get(item.op.value, item.op.value)
+            keys = self.posted[rank, item.stage, way, item.mb]
             if any(key not in self.sent for key in keys):
                 return False
-            (self._forward if item.op is Op.FORWARD else self._backward)(rank, item, keys)
+            run = {Op.FORWARD: self._forward, Op.WEIGHT: self._weights}
+            run.get(item.op, self._backward)(rank, item, keys)
         elif isinstance(item, Sync) and item.op is Op.SYNC_START:
             self._start(rank, item)
         elif isinstance(item, Sync | Collective):
@@ -118,13 +120,22 @@ class NaiveRun:
                 self.output[held].update((index, sample) for sample in span)
 
     def _backward(self, rank: int, item: Compute, keys: list[Any]) -> None:
-        stage = self.program.stages[item.stage]
         held = rank, item.stage, item.mb
         if held not in self.done:
             raise WrongStepError(f"rank {rank}: {item} before its forward")
         for key in keys:
             self.output[held].update(self.sent[key])
         self.backward[held] = Counter(self.output[held])
+        if self.program.stages[item.stage].split != (item.op is Op.INPUT):
+            raise WrongStepError(f"rank {rank}: {item} is not how its stage goes backward")
+        if item.op is Op.BACKWARD:
+            self._weights(rank, item, [])
+
+    def _weights(self, rank: int, item: Compute, _: list[Any]) -> None:
+        stage = self.program.stages[item.stage]
+        held = rank, item.stage, item.mb
+        if held not in self.backward:
+            raise WrongStepError(f"rank {rank}: {item} before its I")
         for a, b in stage.trainable:
             for block in range(a, b):
                 for (loss, sample), times in self.backward[held].items():

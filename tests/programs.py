@@ -75,6 +75,8 @@ def unit(
     lead: int = 1,
     sync_lead: int = 0,
     in_flight: int | None = None,
+    split: bool = False,
+    even: bool = False,
 ) -> UnitSpec:
     """A unit of :func:`make_plan`.
 
@@ -106,7 +108,14 @@ def unit(
         ranks=tuple(tuple(map(tuple, replica)) for replica in ranks) if ranks else None,
         frozen=frozen,
         share=share,
-        schedule=Schedule(kind=kind, lead=lead, sync_lead=sync_lead, in_flight=in_flight),
+        schedule=Schedule(
+            kind=kind,
+            lead=lead,
+            sync_lead=sync_lead,
+            in_flight=in_flight,
+            split_backward=split,
+            even_in_flight=even,
+        ),
     )
 
 

@@ -44,6 +44,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "lead": (0, 1, 2),
     "sync_lead": (0, 1),
     "vpp": (1, 2),
+    "backward": ("whole", "split", "even"),
 }
 PAIRWISE = [Case(**row) for row in pairwise_rows(FACTORS)]
 

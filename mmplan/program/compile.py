@@ -103,8 +103,10 @@ class _Projection:
             match event.op:
                 case Op.FORWARD:
                     row += self._forward(event, t, rank)
-                case Op.BACKWARD:
+                case Op.BACKWARD | Op.INPUT:
                     row += self._backward(event, t)
+                case Op.WEIGHT:
+                    row.append(Compute(event.op, event.index, event.mb))
                 case Op.SYNC_WAIT:
                     row += self._starts(rank, event.index, event.mb)
                     row.append(Sync(event.op, event.index, event.mb))
@@ -156,7 +158,7 @@ class _Projection:
             if self._graph.edges[edge].carries_gradient:
                 group = self._graph.stages[self._graph.edges[edge].consumer].ranks[link.d2]
                 items.append(_message(Op.RECV_B, event, edge, group[t % len(group)], link))
-        items.append(Compute(Op.BACKWARD, event.index, event.mb))
+        items.append(Compute(event.op, event.index, event.mb))
         for edge, link in self._incoming[key]:
             if self._graph.edges[edge].carries_gradient:
                 group = self._graph.stages[self._graph.edges[edge].producer].ranks[link.d]

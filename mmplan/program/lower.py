@@ -9,6 +9,7 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
 from mmplan.program.samples import number_samples
+from mmplan.program.split import can_split
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
 
@@ -53,6 +54,7 @@ def lower(plan: Plan) -> Graph:
         for loss_name, loss in task.losses.items():
             _add_loss(graph, plan, name, task, loss_name, loss, last)
     _mark_gradients(graph)
+    _mark_split(plan, graph)
     graph.reductions = list(_reductions(graph))
     return graph
 
@@ -243,6 +245,15 @@ def _mark_gradients(graph: Graph) -> None:
         )
         for stage in graph.stages
     ]
+
+
+def _mark_split(plan: Plan, graph: Graph) -> None:
+    """Where backwards have two parts: in the stages of units that ask for it."""
+    for stage in graph.stages:
+        schedule = plan.unit(stage.unit).schedule
+        split = schedule.split_backward and can_split(stage)
+        even = split and schedule.even_in_flight
+        graph.stages[stage.index] = replace(stage, split=split, even_in_flight=even)
 
 
 def _reductions(graph: Graph) -> Iterator[Reduction]:

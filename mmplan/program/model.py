@@ -66,6 +66,8 @@ class Stage:
         syncs: indices of the cross-sample losses that take its output.
         has_backward: something before, in, or hosted by the stage takes a gradient.
         split: its backward is ``I`` and ``W`` instead of ``B``.
+        even_in_flight: its rank may hold as much as the fullest of the unit, so that ``W``
+            can wait.
     """
 
     index: int
@@ -86,6 +88,7 @@ class Stage:
     input_gradient: bool
     has_backward: bool
     split: bool = False
+    even_in_flight: bool = False
 
     @property
     def dp(self) -> int:

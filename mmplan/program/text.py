@@ -64,7 +64,7 @@ def _stage(stage: Stage) -> str:
     return (
         f"# stage {stage.index}: {stage.task}.{stage.unit} chunk {stage.chunk}, blocks "
         f"{_span(stage.blocks)} of {stage.owner}, trains {trained}, ranks {grid}, "
-        f"micro-batches {sizes}"
+        f"micro-batches {sizes}{', split backward' if stage.split else ''}"
     )
 
 

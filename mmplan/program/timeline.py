@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,11 +21,20 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op
 from mmplan.program.model import Edge, Loss, Reduction, Stage
-from mmplan.program.orders import Orders
+from mmplan.program.orders import Item, Orders
 from mmplan.program.samples import RangeIndex, SampleRange
+from mmplan.program.split import Room, SplitSequence, room_of, split_sequence
 
 # Ties at one instant: free memory first, then feed others; collectives last.
-_PRIORITY = {Op.SYNC_WAIT: 0, Op.BACKWARD: 1, Op.FORWARD: 2, Op.REDUCE: 3}
+_PRIORITY = {
+    Op.SYNC_WAIT: 0,
+    Op.BACKWARD: 1,
+    Op.INPUT: 1,
+    Op.FORWARD: 2,
+    Op.REDUCE: 3,
+    # When nothing else can start; a forward that would take too much memory waits for it.
+    Op.WEIGHT: 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,28 +111,65 @@ class Timeline:
         self._sequences: list[list[Event]] = []
         self._syncs: dict[tuple[int, int], Event] = {}
         self._forwards_before = orders.forwards_before
-        for sequence in orders.sequences:
-            self._sequences.append([self._compute(*item) for item in sequence])
+        self._weights: list[Event] = []
+        # Per sequence, those that nothing in it waits for.
+        self._left_over: list[list[Event]] = []
+        split = {stage.index for stage in stages if stage.split}
+        for sequence, room in zip(orders.sequences, self._rooms(orders.sequences), strict=True):
+            parts = split_sequence(sequence, split, self._work, room)
+            self._sequences.append(self._events(parts))
         for edge in edges:
             self._connect(edge, links[edge.index])
         for loss in losses:
             self._add_syncs(loss)
         self._reductions = [self._reduction(r) for r in reductions]
 
-    def _compute(self, op: Op, index: int, d: int, mb: int) -> Event:
+    def _rooms(self, sequences: Sequence[Sequence[Item]]) -> list[Room]:
+        """What each sequence may hold while weight gradients wait."""
+        rooms = [room_of(sequence, self._work) for sequence in sequences]
+        stages = [self._stages[sequence[0][1]] for sequence in sequences]
+        fullest: Counter[str] = Counter()
+        for stage, room in zip(stages, rooms, strict=True):
+            fullest[stage.unit] = max(fullest[stage.unit], room.size)
+        return [
+            Room({}, fullest[stage.unit]) if stage.even_in_flight else room
+            for stage, room in zip(stages, rooms, strict=True)
+        ]
+
+    def _events(self, sequence: SplitSequence) -> list[Event]:
+        """A sequence's computes; what they leave for later goes to the loose ones."""
+        events = {item: self._compute(item) for item in sequence.items}
+        self._left_over.append([])
+        for item, before in sequence.due:
+            weights = self._compute(item)
+            weights.after(events[Op.INPUT, *item[1:]])
+            if before is None:
+                self._left_over[-1].append(weights)
+            else:
+                events[before].after(weights)
+            self._weights.append(weights)
+        return list(events.values())
+
+    def _work(self, item: Item) -> int:
+        _, index, d, mb = item
         stage = self._stages[index]
         start, stop = stage.microbatches[d][mb]
-        work = (stop - start) * (stage.blocks[1] - stage.blocks[0])
+        return (stop - start) * (stage.blocks[1] - stage.blocks[0])
+
+    def _compute(self, item: Item) -> Event:
+        op, index, d, mb = item
+        stage = self._stages[index]
         event = Event(
             op=op,
-            index=stage.index,
+            index=index,
             d=d,
             mb=mb,
             ranks=stage.ranks[d],
-            duration=work if op == Op.FORWARD else 2 * work,
-            first_sample=start,
+            duration=self._work(item) * (2 if op is Op.BACKWARD else 1),
+            first_sample=stage.microbatches[d][mb][0],
         )
-        self._computes[op, stage.index, d, mb] = event
+        # To all others I is the backward: it takes gradients and gives them.
+        self._computes[Op.BACKWARD if op is Op.INPUT else op, index, d, mb] = event
         return event
 
     def _connect(self, edge: Edge, links: Sequence[Link]) -> None:
@@ -201,9 +247,10 @@ class Timeline:
             first_sample=max(self._batches.values()),
         )
         # It blocks its ranks until the last is there, so it comes after all of their work.
-        for sequence in self._sequences:
+        for sequence, weights in zip(self._sequences, self._left_over, strict=True):
             if set(sequence[-1].ranks) & set(event.ranks):
-                event.after(sequence[-1])
+                for last in (sequence[-1], *weights):
+                    event.after(last)
         for (index, _), sync in self._syncs.items():
             if reduction.kind == "loss" and self._losses[index].name == reduction.owner:
                 event.after(sync)
@@ -215,7 +262,8 @@ class Timeline:
         Raises:
             InvalidInputError: the orders of the stages wait for each other.
         """
-        return _ListScheduler(self._sequences, [*self._syncs.values(), *self._reductions]).run()
+        loose = [*self._syncs.values(), *self._weights, *self._reductions]
+        return _ListScheduler(self._sequences, loose).run()
 
 
 class _ListScheduler:

@@ -68,12 +68,18 @@ class Schedule(Record):
             optimal with free links, 0 saves memory and idles.
         sync_lead: forwards of the last stage between the start and the end of a sync.
         in_flight: most micro-batches a stage may hold, None for as many as the order needs.
+        split_backward: stages that send gradients on do so before they compute those of
+            their weights, which then fill the times in which they would wait.
+        even_in_flight: with ``split_backward``, every stage may hold as many micro-batches as the
+            fullest of the unit, so that its weight gradients can wait longer.
     """
 
     kind: Literal["batch-sync", "gpipe", "1f1b", "interleaved", "wave"]
     lead: Index = 1
     sync_lead: Index = 0
     in_flight: Count | None = None
+    split_backward: Bool = False
+    even_in_flight: Bool = False
 
 
 class Unit(Record):

@@ -36,13 +36,17 @@ DEFAULT_TASK = "default"
 
 
 class Pins(Record):
-    """Degrees a user fixes (a number) or limits (a list of candidates)."""
+    """Degrees a user fixes (a number) or limits (a list of candidates), and the backward."""
 
     tp: Degrees | None = None
     pp: Degrees | None = None
     vpp: Degrees | None = None
     dp: Degrees | None = None
     microbatch: Degrees | None = None
+    split_backward: Bool | None = Field(
+        default=None,
+        description="weight gradients after the input gradients are sent; default: where it gains",
+    )
 
     def allows(self, name: str, value: int) -> bool:
         """Whether a degree is among the candidates (all are, when none is given)."""
