@@ -79,10 +79,10 @@ def seeds() -> nn.Sequential:
     return nn.Sequential(first, second, Deep(4))
 
 
-def looks() -> nn.Sequential:
+def looks(width: int = 4) -> nn.Sequential:
     """Python code depends on what was drawn."""
-    cut = nn.Sequential(Deep(4), Deep(4))
-    return cut.append(Deep(5 if float(cut[0].up.weight.detach().sum()) > 100 else 4))
+    cut = nn.Sequential(Deep(width), Deep(width))
+    return cut.append(Deep(1 if float(cut[0].up.weight.detach().sum()) > 1000 else width))
 
 
 def undefined() -> nn.Sequential:

@@ -22,6 +22,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import FileReference, Plan
 from mmplan.schema.workload import Workload
+from tests.matrix_models import WIDTH
 from tests.programs import UnitSpec, loss, make_plan, unit
 from tests.verification import HERE, make_workload
 
@@ -369,3 +370,29 @@ def test_a_workload_that_changed_after_planning_is_refused(tmp_path: Path) -> No
     reference = FileReference(path="workload.yaml", sha256=file_sha256(path))
     known = plan.model_copy(update={"workload": reference})
     assert find_workload(known, tmp_path / "plan.json", None) == path
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_run_with_tensor_parallelism_says_that_async_tp_is_off(tp: int) -> None:
+    units = [unit("v", "a", blocks=2, tp=tp)]
+    losses = [loss("regression", "v", "target")]
+    workload = make_workload(units, losses, batch=BATCH)
+    plan = make_plan(*units, losses=losses, batch=BATCH)
+    for notes in run_ranks(plan, workload, lambda session: session.notes):
+        assert len(notes) == tp - 1
+        assert all(note.startswith("async TP off: ") and "cpu" in note for note in notes)
+
+
+def test_a_run_says_once_which_module_was_built_whole() -> None:
+    units = [unit("v", "a", blocks=3, pp=3)]
+    losses = [loss("regression", "v", "target")]
+    workload = make_workload(units, losses, batch=BATCH)
+    module = workload.modules["v"].model_copy(
+        update={"factory": "tests.deferred_models:looks", "args": {"width": WIDTH}}
+    )
+    workload = workload.model_copy(update={"modules": {"v": module}})
+    plan = make_plan(*units, losses=losses, batch=BATCH)
+    for notes in run_ranks(plan, workload, lambda session: session.notes):
+        (note,) = notes
+        assert note.startswith("modules.v: ")
+        assert note.endswith("it looks at random numbers")
