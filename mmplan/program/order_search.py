@@ -39,8 +39,8 @@ class Effort:
     """
 
     first: int = 128
-    generations: int = 16
-    scans: int = 64
+    generations: int = 64
+    scans: int = 96
 
     def columns(self, num_microbatches: int) -> int:
         """Orders that are evaluated, with so many micro-batches in the longest list."""
