@@ -26,17 +26,21 @@ def train_and_resume(ctx: WorkerContext, case: Case, folder: Path) -> dict[str, 
     return _train_and_resume(lambda: _session(ctx, case), folder)
 
 
+def gradients(ctx: WorkerContext, cases: list[tuple[Plan, Workload]]) -> list[LocalGradients]:
+    """One planned step of each."""
+    return [planned_step(_made(ctx, *case)) for case in cases]
+
+
 def gradients_and_resume(
     ctx: WorkerContext, cases: list[tuple[Plan, Workload]], folder: Path
 ) -> tuple[list[LocalGradients], dict[str, Any]]:
     """One planned step of each, and what :func:`train_and_resume` does with the first."""
+    return gradients(ctx, cases), _train_and_resume(lambda: _made(ctx, *cases[0]), folder)
 
-    def made(plan: Plan, workload: Workload) -> Session:
-        transport = DistTransport(ctx.device.device, ctx.heartbeat)
-        return Session(plan=plan, workload=workload, folder=HERE, transport=transport)
 
-    found = [planned_step(made(*case)) for case in cases]
-    return found, _train_and_resume(lambda: made(*cases[0]), folder)
+def _made(ctx: WorkerContext, plan: Plan, workload: Workload) -> Session:
+    transport = DistTransport(ctx.device.device, ctx.heartbeat)
+    return Session(plan=plan, workload=workload, folder=HERE, transport=transport)
 
 
 def _train_and_resume(made: Callable[[], Session], folder: Path) -> dict[str, Any]:
