@@ -79,7 +79,7 @@ def test_straggler_equals_plain_sampling(dp: int, samples: int) -> None:
     assert got == pytest.approx(expected, rel=0.04 if dp in (11, 240) else 0.015)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.integers(0, 100).map(float), min_size=1, max_size=8).filter(any),
     st.integers(1, 80),
@@ -160,7 +160,7 @@ def varied(problem: Problem, rng: np.random.Generator) -> Problem:
 def test_convex_equals_enumeration_on_varied_data(graph: str) -> None:
     rng = np.random.default_rng(len(graph))
     solved, dearer = 0, 0
-    for _ in range(25):
+    for _ in range(14):
         plain = random_problem(rng, graph)
         problem = varied(plain, rng)
         values = [c.objective_s for c in candidates(problem)]
@@ -171,8 +171,8 @@ def test_convex_equals_enumeration_on_varied_data(graph: str) -> None:
         before = min((c.objective_s for c in candidates(alone)), default=math.inf)
         assert expected >= before * (1 - 1e-9)
         dearer += before < expected < math.inf
-    assert solved > 6
-    assert dearer > 3
+    assert solved > 3
+    assert dearer > 1
 
 
 def test_grids_equal_enumeration_on_varied_data() -> None:
