@@ -1,6 +1,6 @@
 """Exact solver of disaggregated pipelines beside the paper's Algorithm 1 in CVXPY.
 
-    python benchmarks/bench_convex.py [--limit 400] [--seconds 60]
+    python benchmarks/bench_convex.py [--limit 400] [--seconds 60] [--write-docs]
 
 MLLM-9B: ViT-Huge (0.63B, 32 blocks), a 7B decoder (32 blocks, 8,192 tokens a sample), Stable
 Diffusion 2.1 (1B) as the generator, on nodes of 8 A800 80 GB. Times are analytic: 6 FLOPs a
@@ -26,15 +26,16 @@ is best and fits.
 from __future__ import annotations
 
 import argparse
-import platform
+import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+from page import conditions, table, write_section
 
 from mmplan.costs import CostModel
 from mmplan.schema.plan import PlannedTraining
@@ -297,49 +298,94 @@ def compared(rounded_s: float | None, exact_s: float) -> str:
     return "-" if rounded_s is None else f"{rounded_s:.4f} ({rounded_s / exact_s - 1:+.1%})"
 
 
+SPEED = (
+    "devices, batch",
+    "exact ms",
+    "candidates (solved)",
+    "CVXPY, all, s",
+    "ratio",
+    "closed form, all, s",
+    "candidates, small",
+    "CVXPY, small, s",
+    "ratio",
+)
+QUALITY = (
+    "devices, batch",
+    "relaxation",
+    "exact",
+    "rounded, first that fits",
+    f"rounded, best of {ROUNDED}",
+    "free",
+    "free, ms",
+    "CVXPY - closed form",
+)
+
+
+def compare(
+    devices: int, batch: int, options: argparse.Namespace
+) -> tuple[Sequence[str], Sequence[str]]:
+    """A line of each table."""
+    own_s, value = timed_exact(devices, batch, factors=True)
+    problem = make_problem(devices, batch)
+    all_ = enumerate_all(problem, limit=options.limit, seconds=options.seconds)
+    count, small_s, _ = enumerate_small(problem, seconds=options.seconds)
+    free_s, free_value = timed_exact(devices, batch, factors=False)
+    size = f"{devices}, {batch}"
+    return (
+        size,
+        f"{own_s * 1e3:.3g}",
+        f"{all_.count} ({all_.solved})",
+        f"{all_.seconds:.3g}",
+        f"{all_.seconds / own_s:.3g}",
+        f"{all_.closed_s:.3g}",
+        str(count),
+        f"{small_s:.3g}",
+        f"{small_s / own_s:.3g}",
+    ), (
+        size,
+        f"{all_.bound_s:.4f}",
+        f"{value:.4f}",
+        compared(all_.first_s, value),
+        compared(all_.rounded_s, value),
+        f"{free_value:.4f}",
+        f"{free_s * 1e3:.3g}",
+        f"{all_.error:.1e}",
+    )
+
+
+def large() -> str:
+    """The largest problem, in a sentence."""
+    parts: list[str] = []
+    for factors in (True, False):
+        own_s, value = timed_exact(*LARGE, factors=factors)
+        what = "factors only" if factors else "free"
+        parts.append(f"{own_s * 1e3:.3g} ms ({what}, {value:.4f} s a step)")
+    return f"N = {LARGE[0]:,}, batch {LARGE[1]:,}: {' and '.join(parts)}."
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=int, default=400, help="CVXPY problems solved per size")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of one CVXPY run")
+    parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args()
-    print(f"{datetime.now(tz=UTC):%Y-%m-%d}, {platform.machine()}, Python", end=" ")
-    print(f"{platform.python_version()}, numpy {np.__version__}, median of {REPEATS}\n")
-    print(
-        "| devices | batch | exact | candidates (solved) | CVXPY, all | ratio | closed form, all "
-        "| candidates, small | CVXPY, small | ratio |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    quality: list[str] = []
+    load_before = os.getloadavg()[0]
+    lines: list[tuple[Sequence[str], Sequence[str]]] = []
     for devices, batch in SIZES:
-        own_s, value = timed_exact(devices, batch, factors=True)
-        problem = make_problem(devices, batch)
-        all_ = enumerate_all(problem, limit=options.limit, seconds=options.seconds)
-        count, small_s, _ = enumerate_small(problem, seconds=options.seconds)
-        print(
-            f"| {devices} | {batch} | {own_s * 1e3:.3g} ms | {all_.count} ({all_.solved}) "
-            f"| {all_.seconds:.3g} s | {all_.seconds / own_s:.3g} | {all_.closed_s:.3g} s "
-            f"| {count} | {small_s:.3g} s | {small_s / own_s:.3g} |",
-            flush=True,
-        )
-        free_s, free_value = timed_exact(devices, batch, factors=False)
-        quality.append(
-            f"| {devices} | {batch} | {all_.bound_s:.4f} | {value:.4f} "
-            f"| {compared(all_.first_s, value)} | {compared(all_.rounded_s, value)} "
-            f"| {free_value:.4f} | {free_s * 1e3:.3g} ms | {all_.error:.1e} |"
-        )
-    print(
-        "\n| devices | batch | relaxation | exact | rounded, first that fits "
-        f"| rounded, best of {ROUNDED} | free | free, time | CVXPY - closed form |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    print("\n".join(quality))
-    for factors in (True, False):
-        own_s, value = timed_exact(*LARGE, factors=factors)
-        print(
-            f"\nN = {LARGE[0]}, batch {LARGE[1]}, {'factors only' if factors else 'free'}: "
-            f"{own_s * 1e3:.3g} ms, {value:.4f} s",
-            flush=True,
-        )
+        lines.append(compare(devices, batch, options))
+        print(f"{devices} devices: {lines[-1][0][4]} times", file=sys.stderr, flush=True)
+    sections = [
+        f"CPU seconds, ours the median of {REPEATS}:",
+        table(SPEED, [speed for speed, _ in lines]),
+        "Seconds of a step by the formula:",
+        table(QUALITY, [quality for _, quality in lines]),
+        large(),
+    ]
+    where = conditions(load_before)
+    print("\n\n".join([*sections, where]))
+    if options.write_docs:
+        command = f"`python benchmarks/bench_convex.py --limit {options.limit}`"
+        write_section("convex", "\n\n".join([f"{command}. {where}", *sections]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Reordering: how good and how fast, beside the paper's algorithms and long searches.
 
-    python benchmarks/bench_reorder.py [--seeds 8] [--plan PLAN PROFILE]...
+    python benchmarks/bench_reorder.py [--seeds 8] [--models 9b,15b,72b] [--devices 96]
+        [--write-docs]
 
 Intra: 1,920 samples of log-normal work into groups of equal size; heaviest group over the bound
 max(mean load, largest + the c-1 smallest). Inter: an encoder, an LLM and a generator in 1F1B,
 one micro-batch a sample, the work of each log-normal; makespan over the best that long searches
 and all others find. MMScale's algorithms: 2 as printed (smallest first, to the lightest group,
-no equal counts) and 3 with the bound l-2p+2 and sorted where l < 2p-1. Step: given plans and the
-profiles they were made with, batches whose images are log-normal and whose sequences are equal;
-times per sample from the profile, messages free. Times are the best of the repeats.
+no equal counts) and 3 with the bound l-2p+2 and sorted where l < 2p-1. Step: the three MLLMs of
+examples/papers as convex plans them on devices of their own (``--top 1``), batches whose images
+are log-normal and whose sequences are equal; times per sample from the profile, messages free.
+Times are the best of the repeats.
 """
 
 from __future__ import annotations
@@ -16,13 +18,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from bench_quality import MODELS, degrees, planned, profiled
 from numpy.typing import NDArray
-from page import conditions, table
+from page import conditions, table, write_section
 
 from mmplan.costs import ProgramCosts
 from mmplan.module_costs import CostModel
@@ -33,13 +37,13 @@ from mmplan.program.model import Program
 from mmplan.program.order_search import Effort
 from mmplan.program.recurrence import Recurrence, make_recurrence
 from mmplan.program.reorder import BatchOrder, order_microbatches
-from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
-from mmplan.schema.profile import load_profile
+from mmplan.schema.profile import Profile, load_profile
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 SAMPLES = 1920
+STEP_SEEDS = 3
 LONG = Effort(first=512, generations=40, scans=400)
 
 
@@ -227,9 +231,10 @@ def inter_row(
     for seed in range(seeds):
         forward = chain_times(stages, count, sigma, seed)
         backward = 2 * forward
+        found = order_microbatches(recurrence, forward, backward, seed=seed)
         for _ in range(3):
             began = time.perf_counter()
-            found = order_microbatches(recurrence, forward, backward, seed=seed)
+            order_microbatches(recurrence, forward, backward, seed=seed)
             seconds.append(time.perf_counter() - began)
         draws = np.random.default_rng(seed).permuted(np.tile(np.arange(count), (64, 1)), axis=1)
         spans = recurrence.order_makespans(draws, forward, backward)
@@ -276,60 +281,98 @@ def step_times(
     return seconds
 
 
-def steps(plans: list[tuple[str, str]], seeds: int) -> str:
+def steps(models: list[str], devices: int, seeds: int) -> str:
+    """Steps of the MLLMs in random order and reordered."""
     rows: list[list[str]] = []
-    for plan_path, profile_path in plans:
-        plan = load_plan(Path(plan_path))
-        profile = load_profile(Path(profile_path))
-        program = compile_plan(plan)
-        costs = ProgramCosts(program, CostModel(profile, plan.cluster, plan.training), plan)
-        (task,) = program.batches
-        order = BatchOrder(program, task)
-        # The LLM: the module of the most stages.
-        backbone = statistics.mode(stage.module for stage in program.stages)
-        seconds = step_times(program, costs, make_recurrence(program))
-        for sigma in (0.4, 0.8, 1.2):
-            random: list[float] = []
-            ours: list[float] = []
-            taken: list[float] = []
-            for seed in range(seeds):
-                rng = np.random.default_rng(seed)
-                work = {
-                    name: np.ones(order.batch)
-                    if name == backbone
-                    else rng.lognormal(0, sigma, order.batch)
-                    for name in order.modules
-                }
-                work = {name: values / values.mean() for name, values in work.items()}
-                random.append(seconds(rng.permutation(order.batch), work))
-                began = time.perf_counter()
-                found = order(work, seed)
-                taken.append(time.perf_counter() - began)
-                ours.append(seconds(found, work))
-            rows.append(
-                [
-                    f"{plan.name}, {plan.devices} devices, sigma {sigma}",
-                    f"{np.mean(random):.2f} s",
-                    f"{np.mean(ours):.2f} s",
-                    f"{np.sum(random) / np.sum(ours):.3f}",
-                    f"{min(taken) * 1e3:.0f} ms",
-                    f"{min(taken) / float(np.mean(ours)):.2%}",
-                ]
-            )
+    options = argparse.Namespace(top=1, budget=1.0)
+    with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
+        for model in models:
+            profile = profiled(model, Path(folder))
+            plan = planned(model, profile, devices, "convex", options).plan
+            if plan is not None:
+                rows += step_rows(plan, load_profile(profile), seeds)
     return table(["plan", "random", "reordered", "ratio", "ordering", "of the step"], rows)
+
+
+def step_rows(plan: Plan, profile: Profile, seeds: int) -> Iterator[list[str]]:
+    """A line for every skew."""
+    program = compile_plan(plan)
+    costs = ProgramCosts(program, CostModel(profile, plan.cluster, plan.training), plan)
+    (task,) = program.batches
+    order = BatchOrder(program, task)
+    # The LLM: the module of the most stages.
+    backbone = statistics.mode(stage.module for stage in program.stages)
+    seconds = step_times(program, costs, make_recurrence(program))
+    for sigma in (0.4, 0.8, 1.2):
+        random: list[float] = []
+        ours: list[float] = []
+        taken: list[float] = []
+        for seed in range(seeds):
+            work = skewed_work(order, backbone, sigma, seed)
+            rng = np.random.default_rng(seed)
+            random.append(seconds(rng.permutation(order.batch), work))
+            began = time.perf_counter()
+            found = order(work, seed)
+            taken.append(time.perf_counter() - began)
+            ours.append(seconds(found, work))
+        yield [
+            f"{plan.name}, {degrees(plan.units)}, sigma {sigma}",
+            f"{np.mean(random):.2f} s",
+            f"{np.mean(ours):.2f} s",
+            f"{np.sum(random) / np.sum(ours):.3f}",
+            f"{min(taken) * 1e3:.0f} ms",
+            f"{min(taken) / float(np.mean(ours)):.2%}",
+        ]
+
+
+def skewed_work(order: BatchOrder, backbone: str, sigma: float, seed: int) -> dict[str, Floats]:
+    """Mean 1 in every module; sequences are equally long."""
+    rng = np.random.default_rng(seed)
+    work = {
+        name: np.ones(order.batch) if name == backbone else rng.lognormal(0, sigma, order.batch)
+        for name in order.modules
+    }
+    return {name: values / values.mean() for name, values in work.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--plan", nargs=2, action="append", default=[])
+    parser.add_argument("--models", default=",".join(MODELS), help="some of them, or nothing")
+    parser.add_argument("--devices", type=int, default=96, help="of the models' plans")
+    parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
-    print(intra(options.seeds), end="\n\n")
-    print(inter(options.seeds), end="\n\n")
-    if options.plan:
-        print(steps([tuple(pair) for pair in options.plan], options.seeds), end="\n\n")
-    print(conditions(load_before))
+    sections: list[str] = []
+    for part in parts(options):
+        sections.append(part)
+        print(part, end="\n\n", flush=True)
+    where = conditions(load_before)
+    print(where)
+    if options.write_docs:
+        command = f"`python benchmarks/bench_reorder.py --seeds {options.seeds}`"
+        write_section("reorder", "\n\n".join([f"{command}. {where}", *sections]))
+
+
+def parts(options: argparse.Namespace) -> Iterator[str]:
+    """The page's paragraphs."""
+    yield (
+        "Which replica a sample goes to, heaviest group over the bound "
+        f"max(mean load, largest + the c-1 smallest), {options.seeds} draws:\n\n"
+        f"{intra(options.seeds)}"
+    )
+    yield (
+        "The order in which micro-batches enter a pipeline, makespan over the best that long "
+        f"searches and all others find, {options.seeds} draws; the last column is the step "
+        f"of which the search takes 1%, and shorter steps get a shorter search:\n\n"
+        f"{inter(options.seeds)}"
+    )
+    models = [name for name in options.models.split(",") if name]
+    if models:
+        yield (
+            "Both together on whole steps, plans of devices of their own, skewed images and equal "
+            f"sequences, {STEP_SEEDS} draws:\n\n{steps(models, options.devices, STEP_SEEDS)}"
+        )
 
 
 if __name__ == "__main__":
