@@ -202,6 +202,7 @@ class Timeline:
                 self._join(stage, syncs, loss.sync_batch)
 
     def _join(self, stage: Stage, syncs: Sequence[Event], size: int) -> None:
+        feeds_others = any(edge.producer == stage.index for edge in self._edges)
         for d, spans in enumerate(stage.microbatches):
             joined: set[int] = set()
             starts = [start for start, _ in spans]
@@ -215,12 +216,14 @@ class Timeline:
                 for sync in syncs[span[0] // size : -(-span[1] // size)]:
                     if stage.has_backward:
                         self._computes[Op.BACKWARD, stage.index, d, mb].after(sync)
-                        if sync.mb not in joined:
+                        if sync.mb not in joined and not feeds_others:
                             # The forwards that hide the sync stand between its start and end.
+                            # Where a stage feeds others, one of its earlier backwards may wait
+                            # for the sync by way of them, and those forwards for that backward.
                             last = self._forwards_before[stage.index][d][mb] - 1
                             sync.after(self._computes[Op.FORWARD, stage.index, d, last])
                             joined.add(sync.mb)
-            if not stage.has_backward and not any(e.producer == stage.index for e in self._edges):
+            if not stage.has_backward and not feeds_others:
                 self._hold_back(stage, d, syncs, size)
 
     def _hold_back(self, stage: Stage, d: int, syncs: Sequence[Event], size: int) -> None:
