@@ -36,7 +36,7 @@ from mmplan.program.instructions import Op
 from mmplan.program.model import Program
 from mmplan.program.order_search import Effort
 from mmplan.program.recurrence import Recurrence, make_recurrence
-from mmplan.program.reorder import BatchOrder, order_microbatches
+from mmplan.reorder import BatchOrder, order_microbatches
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.program.model import Program
-from mmplan.program.reorder import BatchOrder
+from mmplan.reorder import BatchOrder
 from mmplan.schema.workload import Workload
 
 

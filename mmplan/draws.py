@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mmplan.costs import ProgramCosts
 from mmplan.program.instructions import Compute, Op
 from mmplan.program.model import Program
-from mmplan.program.reorder import BatchOrder
 from mmplan.program.replay import Durations, replay
 from mmplan.program.wiring import Wiring, wire
+from mmplan.reorder import BatchOrder
 from mmplan.simulate import durations_of
 from mmplan.work import SampledWork
 

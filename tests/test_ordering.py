@@ -14,7 +14,7 @@ from mmlaunch.ordering import StepOrder, step_order
 from mmlaunch.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
-from mmplan.program.reorder import BatchOrder
+from mmplan.reorder import BatchOrder
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.workload import DataSpec, Workload
 from tests.matrix_models import Samples

@@ -19,9 +19,9 @@ from mmplan.program.instructions import Compute, Op
 from mmplan.program.model import Program
 from mmplan.program.order_search import Effort, one_change
 from mmplan.program.recurrence import Recurrence, make_recurrence
-from mmplan.program.reorder import BatchOrder, order_microbatches
 from mmplan.program.replay import Durations, replay
 from mmplan.program.wiring import wire
+from mmplan.reorder import BatchOrder, order_microbatches
 from mmplan.schema.plan import Plan
 from mmplan.simulate import simulate
 from tests.clocks import FixedCosts
