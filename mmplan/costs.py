@@ -225,8 +225,9 @@ class ProgramCosts:
         """Communicators of a rank, as the launcher creates them on devices that have any.
 
         One for all ranks, one for each other group that the rank reduces, gathers or
-        splits a module with, and one for each direction in which it sends or receives:
-        activations and gradients, to higher and to lower ranks.
+        splits a module with, one more for the gathers of each cross-sample loss, which
+        start between other collectives, and one for each direction in which it sends or
+        receives: activations and gradients, to higher and to lower ranks.
         """
         everyone = frozenset(range(self.program.num_ranks))
         groups = {everyone, *(group for group in self._groups if rank in group)}
@@ -235,7 +236,12 @@ class ProgramCosts:
             for item in self.program.instructions[rank]
             if isinstance(item, Message) and item.peer != rank
         }
-        return sum(len(group) > 1 for group in groups) + len(directions)
+        gathers = [
+            loss
+            for loss in self.program.losses
+            if loss.sync_batch is not None and rank in loss.ranks and len(loss.ranks) > 1
+        ]
+        return sum(len(group) > 1 for group in groups) + len(gathers) + len(directions)
 
     # --- work ------------------------------------------------------------------------
 

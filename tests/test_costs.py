@@ -431,7 +431,8 @@ def test_communicators_are_counted_by_group_and_direction() -> None:
     got = _program_costs(_two_towers())
     # Rank 0: everyone, vision's first reduction; activations up, gradients down.
     assert got.communicators(0) == 2 + 2
-    # Rank 4: everyone, its tp group, the reduction of its shard, the sync; no messages.
-    assert got.communicators(4) == 4
+    # Rank 4: everyone, its tp group, the reduction of its shard, the sync and its gather; no
+    # messages.
+    assert got.communicators(4) == 5
     alone = make_plan(unit("vision", blocks=4), losses=[loss("clip", "vision")], batch=8)
     assert _program_costs(alone).communicators(0) == 0

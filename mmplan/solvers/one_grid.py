@@ -298,11 +298,12 @@ class OneGrid:
         return self._fixed[key]
 
     def _communicators(self, replicas: int) -> int:
-        """All ranks, the TP group, the reduction, and two for each direction of messages."""
+        """All ranks, the TP group, the reduction, gathers, two for each direction of messages."""
         several = self.problem.devices > 1
         shared = len(self.layout.places) > 1 and self._wraps()
         directions = (1 + shared) * 2 if self.layout.positions > 1 else 0
-        return several + (self.layout.tp > 1) + (replicas > 1) + directions
+        gathers = len(self.problem.task.sync_batches) if several else 0
+        return several + (self.layout.tp > 1) + (replicas > 1) + gathers + directions
 
     def _wraps(self) -> bool:
         """Whether some module hands its output to an earlier position."""

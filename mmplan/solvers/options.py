@@ -232,14 +232,15 @@ class Stages:
         return self._fixed[key]
 
     def _communicators(self, blocks: Blocks, dp: int) -> int:
-        """One each for the TP group, the reduction, the loss and the messages."""
+        """One each for TP group, reduction and messages; one for losses, and each one's gather."""
         problem, module = self.problem, self.module
         edges = bool(problem.producers(module) or problem.consumers(module))
-        synced = any(module in problem.synced_modules(x) for x in problem.task.sync_batches)
+        syncs = sum(module in problem.synced_modules(x) for x in problem.task.sync_batches)
         last = blocks[1] == problem.blocks(module)
         reduced = dp > 1 and bool(problem.trainable(module, blocks))
         several = problem.devices > 1
-        return (self.tp > 1) + reduced + (synced and last and several) + (self.pp > 1 or edges)
+        losses = (syncs > 0) + syncs if last and several else 0
+        return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
 
     def in_flight(self, kind: Kind, count: int) -> list[int]:
         """Most micro-batches that each stage holds.
