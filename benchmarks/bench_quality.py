@@ -193,18 +193,16 @@ def model_section(model: str, folder: Path, options: argparse.Namespace) -> str:
 
 def main() -> None:
     options = _parse()
-    load_before = os.getloadavg()[0]
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
-        sections: list[str] = []
-        for model in options.models:
-            sections.append(model_section(model, Path(folder), options))
-            print(sections[-1], end="\n\n", flush=True)
-    where = conditions(load_before)
-    print(f"{where}\n{time.monotonic() - began:.0f} s in all")
-    if options.write_docs:
-        command = f"`python benchmarks/bench_quality.py{_shown(options)}`"
-        write_section("quality", "\n\n".join([f"{command}. {where}", *sections]))
+    command = f"`python benchmarks/bench_quality.py{_shown(options)}`"
+    for model in options.models:
+        load_before, began = os.getloadavg()[0], time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
+            section = model_section(model, Path(folder), options)
+        where = f"{conditions(load_before)} {time.monotonic() - began:.0f} s in all."
+        print(f"{section}\n\n{where}\n", flush=True)
+        # A section for each model: one can be renewed alone.
+        if options.write_docs:
+            write_section(f"quality-{model}", f"{section}\n\n{command}. {where}")
 
 
 def _parse() -> argparse.Namespace:
