@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mmplan.backwards import WHOLE, best_backwards, pinned_backwards, split_notes
 from mmplan.costs import CostModel, check_cluster
 from mmplan.draft import (
     extrapolations,
@@ -265,7 +266,9 @@ class _Drafts:
         for item in ranked:
             firsts.setdefault(item.solution.solver, item)
         reordered = {solver: self._best_order(first) for solver, first in firsts.items()}
-        best = min(reordered.values(), key=_rank)
+        split = {solver: self._best_backwards(whole) for solver, whole in reordered.items()}
+        best = min(split.values(), key=_rank)
+        whole = reordered[best.solution.solver]
         objective_s = best.candidate.objective_s
         # Of grids that a solver looks at beside its own plans it may choose those tried only.
         own = (t.candidate.objective_s for t in tried if t.solution is best.solution)
@@ -278,10 +281,11 @@ class _Drafts:
                 "lower_bound_s": bound_s,
                 "gap": objective_s / bound_s - 1 if bound_s else 0.0,
                 "idle_ranks": idle,
-                "notes": (*self._notes(best, idle), *left_out),
+                "notes": (*self._notes(best, idle), *split_notes(best.plan, whole.plan), *left_out),
                 "largest_sync_batch": self._largest_sync_batch(best),
-                "runners_up": tuple(
-                    _runner_up(t) for t in ranked if t is not firsts[best.solution.solver]
+                "runners_up": (
+                    *([_runner_up(whole, WHOLE)] if best.plan is not whole.plan else []),
+                    *(_runner_up(t) for t in ranked if t is not firsts[best.solution.solver]),
                 ),
             }
         )
@@ -298,6 +302,14 @@ class _Drafts:
         fitting = [p for p in plans if max(p.predicted.memory_bytes, default=0) <= memory_bytes]
         # The first of equals: a lead that hides nothing only holds memory.
         return replace(best, plan=min(fitting, key=lambda p: _rounded(p.predicted.iteration_s)))
+
+    def _best_backwards(self, whole: _Tried) -> _Tried:
+        """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
+        request = self._request
+        if request.top == 1 or whole.solution.solver in BASELINES:
+            return whole
+        plan = best_backwards(whole.plan, request.workload, request.cluster, self._simulated)
+        return replace(whole, plan=plan)
 
     def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
         request = self._request
@@ -317,7 +329,7 @@ class _Drafts:
                 lower_bound_s=solution.lower_bound_s,
                 gap=0.0,
             ),
-            units=candidate.units,
+            units=pinned_backwards(candidate.units, request.workload),
             losses=placed_losses(request, candidate.units),
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
@@ -335,7 +347,7 @@ class _Drafts:
         if idle:
             notes.append(
                 f"{len(idle)} of {request.devices} devices stay idle (ranks {spans(idle)}): "
-                "no module gets faster with them"
+                f"{best.solution.idle_because}"
             )
         gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
         if gpipe:
@@ -381,9 +393,9 @@ def _rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def _runner_up(tried: _Tried) -> RunnerUp:
+def _runner_up(tried: _Tried, remark: str = "") -> RunnerUp:
     return RunnerUp(
-        label=f"{tried.solution.solver}: {labelled(tried.plan)}",
+        label=f"{tried.solution.solver}: {labelled(tried.plan)}{remark}",
         objective_s=tried.candidate.objective_s,
         iteration_s=tried.plan.predicted.iteration_s,
     )
