@@ -118,6 +118,20 @@ def test_ratio_keeps_to_the_shares_of_flops() -> None:
     assert "in proportion to FLOPs: a 1, b 3" in solution.notes[0]
 
 
+def test_ratio_says_why_it_leaves_devices_over(tmp_path: Path) -> None:
+    modules = {
+        "vision": module_profile(flops_per_sample=1.0),
+        "llm": module_profile(flops_per_sample=3.0),
+    }
+    pins = {"llm": {**CHAIN["llm"], "plan": {"pp": 1, "dp": 1}}, "vision": CHAIN["vision"]}
+    task = workload(pins, batch=8, losses=LOSS)
+    plan = run_solve(tmp_path, task, profile(modules, 4), solver="ratio")
+    (note,) = (n for n in plan.solver.notes if "stay idle" in n)
+    assert note.endswith(
+        "2 of 4 devices stay idle (ranks 2-3): " + "their modules cannot use all of their shares"
+    )
+
+
 def test_ratio_counts_gradients_where_they_are_computed() -> None:
     modules = {n: module_profile(flops_per_sample=2.0) for n in ("vision", "llm")}
     frozen = {**CHAIN, "vision": {"frozen": True}}

@@ -140,6 +140,7 @@ def _solve_relaxed(problem: Problem) -> Solution:
         method="cvxpy",
         candidates=tuple(candidates),
         lower_bound_s=min(plans.lower_bound_s, candidates[0].objective_s),
+        idle_because="rounding the relaxation left them over",
     )
 
 

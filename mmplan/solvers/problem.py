@@ -77,6 +77,7 @@ class Solution:
             modules take each other's outputs in micro-batches that differ, or where losses
             have sync batches of different sizes; a plan's objective is then the formula or
             the time that its order takes, if that is more.
+        idle_because: why devices are left over, if some are.
     """
 
     solver: str
@@ -85,6 +86,7 @@ class Solution:
     lower_bound_s: float
     closed_form: bool = True
     notes: tuple[str, ...] = ()
+    idle_because: str = "no module gets faster with them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ def solve_ratio(request: Request) -> Solution:
         lower_bound_s=bound_s,
         closed_form=pipeline or problem.closed_form(),
         notes=(f"devices in proportion to {measure}: {_listed(shares)}",),
+        idle_because="their modules cannot use all of their shares",
     )
 
 
