@@ -140,9 +140,13 @@ class Timeline:
         """A sequence's computes; what they leave for later goes to the loose ones."""
         events = {item: self._compute(item) for item in sequence.items}
         self._left_over.append([])
+        weights = None
         for item, before in sequence.due:
-            weights = self._compute(item)
+            # One after the other: only the first is ever looked at.
+            earlier, weights = weights, self._compute(item)
             weights.after(events[Op.INPUT, *item[1:]])
+            if earlier is not None:
+                weights.after(earlier)
             if before is None:
                 self._left_over[-1].append(weights)
             else:
