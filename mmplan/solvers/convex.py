@@ -10,7 +10,6 @@ holds it, and gradient reductions and messages in the objective.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -82,11 +81,9 @@ def _with_grids(problem: Problem, pipelines: Solution) -> Solution:
     """
     known = {candidate.units for candidate in pipelines.candidates}
     grids = [c for c in grids_of_a_chain(problem) if c.units not in known]
-    return replace(
-        pipelines,
-        candidates=(*pipelines.candidates, *grids),
-        lower_bound_s=min(pipelines.lower_bound_s, *(c.objective_s for c in grids), math.inf),
-    )
+    # Only grids that are simulated can be chosen, and their objective is known then: the
+    # planner takes it into the bound. Before, it would be what no order of theirs attains.
+    return replace(pipelines, candidates=(*pipelines.candidates, *grids))
 
 
 def best_pipelines(problem: Problem) -> Solution:

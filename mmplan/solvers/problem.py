@@ -72,7 +72,8 @@ class Solution:
     """A solver's candidates, best formula value first, and its proof.
 
     Attributes:
-        lower_bound_s: no plan that the solver may choose from has a smaller formula value.
+        lower_bound_s: no plan that the solver may choose from has a smaller formula value;
+            of candidates without a closed form, see there, only those simulated count.
         closed_form: the formula holds every wait of the plan's order. It does not where
             modules take each other's outputs in micro-batches that differ, or where losses
             have sync batches of different sizes; a plan's objective is then the formula or
