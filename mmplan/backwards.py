@@ -18,9 +18,9 @@ WHOLE = ", whole backwards"
 
 
 def pinned_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
-    """The units with the backwards that the workload asks for, whole ones by default."""
+    """The units with the backwards that the workload asks for, whole ones where it is open."""
     return tuple(
-        _changed(unit, split=bool(workload.modules[unit.module].plan.split_backward), even=False)
+        _changed(unit, split=workload.modules[unit.module].plan.split_backward is True, even=False)
         for unit in units
     )
 
@@ -51,7 +51,7 @@ def best_backwards(
 
 def _variants(units: Sequence[Unit], workload: Workload) -> Iterator[tuple[Unit, ...]]:
     """First with no more in flight than whole backwards have, then with as much on every stage."""
-    free = [workload.modules[unit.module].plan.split_backward is None for unit in units]
+    free = [workload.modules[unit.module].plan.split_backward == "auto" for unit in units]
     for even in (False, True):
         if any(free) and (not even or any(unit.pp > 1 for unit in units)):
             yield tuple(

@@ -16,12 +16,12 @@ from tests.solving import module_profile, profile, run_solve, workload
 
 
 def solved(
-    folder: Path, *, split: bool | None = None, memory_bytes: float = 1e12, **options: Any
+    folder: Path, *, split: bool | str = "auto", memory_bytes: float = 1e12, **options: Any
 ) -> Plan:
     """Four equal stages and eight micro-batches, whatever else the planner may choose."""
-    more = {"block_parameters": [0, 0, 0, 1]}
+    more: dict[str, Any] = {"block_parameters": [0, 0, 0, 1]}
     known = module_profile(activation_bytes=1.0, parameters=1.0, **more)
-    pins = {"pp": 4, "dp": 1, "microbatch": 1, "split_backward": split}
+    pins: dict[str, Any] = {"pp": 4, "dp": 1, "microbatch": 1, "split_backward": split}
     job = workload({"a": {"plan": pins}}, batch=8, losses=_loss("a"))
     return run_solve(folder, job, profile({"a": known}, 4, memory_bytes=memory_bytes), **options)
 
@@ -66,16 +66,20 @@ def test_the_workload_may_force_or_forbid_it(tmp_path: Path) -> None:
     assert schedule(solved(tmp_path, split=True, top=1)) == (True, False)
     assert schedule(solved(tmp_path, split=True, solver="megatron")) == (True, False)
     assert schedule(solved(tmp_path, split=False)) == (False, False)
+    assert Pins().split_backward is False
 
 
 def test_the_formulas_optimum_and_baselines_have_whole_backwards(tmp_path: Path) -> None:
-    for options in ({"top": 1}, {"solver": "megatron"}):
+    whole: list[dict[str, Any]] = [{"top": 1}, {"solver": "megatron"}]
+    for options in whole:
         assert schedule(solved(tmp_path, **options)) == (False, False)
 
 
 def test_one_stage_has_nothing_to_split(tmp_path: Path) -> None:
     known = profile({"a": module_profile()}, 1)
-    plan = run_solve(tmp_path, workload({"a": {}}, batch=8), known)
+    plan = run_solve(
+        tmp_path, workload({"a": {"plan": {"split_backward": "auto"}}}, batch=8), known
+    )
     assert schedule(plan) == (False, False)
     assert not [n for n in plan.solver.notes if "split backward" in n]
 
@@ -83,7 +87,7 @@ def test_one_stage_has_nothing_to_split(tmp_path: Path) -> None:
 def test_a_chain_gains_across_its_modules(tmp_path: Path) -> None:
     """The second module's stages send gradients to the first one's."""
     known = profile({"a": module_profile(), "b": module_profile()}, 4)
-    pins = {"pp": 2, "dp": 1, "microbatch": 1}
+    pins: dict[str, Any] = {"pp": 2, "dp": 1, "microbatch": 1, "split_backward": "auto"}
     job = workload(
         {"a": {"plan": pins}, "b": {"plan": pins, "inputs": ["a"]}}, batch=8, losses=_loss("b")
     )

@@ -43,9 +43,9 @@ class Pins(Record):
     vpp: Degrees | None = None
     dp: Degrees | None = None
     microbatch: Degrees | None = None
-    split_backward: Bool | None = Field(
-        default=None,
-        description="weight gradients after the input gradients are sent; default: where it gains",
+    split_backward: Bool | Literal["auto"] = Field(
+        default=False,
+        description="weight gradients after the input gradients are sent; auto: where it gains",
     )
 
     def allows(self, name: str, value: int) -> bool:
