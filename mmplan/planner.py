@@ -35,13 +35,14 @@ from mmplan.solvers.problem import (
     Problem,
     Request,
     Solution,
+    first_of_each_kind,
 )
 from mmplan.solvers.ratio import solve_ratio
 from mmplan.solvers.sync_batch import largest_sync_batches
 from mmplan.symmetry import predict
 
 Solver = Callable[[Request], Solution]
-# Plans beyond the first of each solver are simulated for at most this many budgets.
+# Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
@@ -206,25 +207,22 @@ class _Drafts:
         self._notes_on_search: list[str] = []
 
     def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[_Tried]:
-        """Simulate candidates: the best of each solver, then the others, best formula first.
+        """Simulate candidates: the best of each kind, then the others, best formula first.
 
-        Those that do not fit the memory drop out. When patience ends before the
-        candidates do, a note says so.
+        Those that do not fit the memory drop out. When patience with the others ends before
+        they do, a note says so.
 
         Raises:
             InfeasibleError: none fits.
         """
-        first = [(s, c) for s in solutions for c in s.candidates[:1]]
-        others = [(s, c) for s in solutions for c in s.candidates[1:]]
-        others.sort(key=lambda pair: pair[1].objective_s)
-        tried: list[_Tried] = []
+        first, others = first_of_each_kind(solutions)
+        tried = [item for pair in first for item in self._try(*pair)]
         deadline = time.monotonic() + patience_s
-        for position, (solution, candidate) in enumerate([*first, *others]):
-            if position >= len(first) and tried and time.monotonic() > deadline:
-                left = len(first) + len(others) - position
+        for position, (solution, candidate) in enumerate(others):
+            if tried and time.monotonic() > deadline:
                 self._notes_on_search.append(
-                    f"{left} of {len(first) + len(others)} plans were not simulated for lack of "
-                    "time; a larger --budget looks at them"
+                    f"{len(others) - position} of {len(first) + len(others)} plans were not "
+                    "simulated for lack of time; a larger --budget looks at them"
                 )
                 break
             tried += self._try(solution, candidate)

@@ -475,6 +475,17 @@ def test_convex_names_the_grid_that_it_takes(tmp_path: Path) -> None:
     assert f"convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp{SHARED}" in labels
 
 
+def test_without_time_the_first_plan_of_each_kind_is_simulated(tmp_path: Path) -> None:
+    task, given = workload(CHAIN, batch=2, losses=LOSS), chain_profile(2)
+    plan = run_solve(tmp_path, task, given, solver="convex", budget_s=0.0)
+    assert [unit.dp for unit in plan.units] == [2, 2]
+    # The best of devices of their own, which is the rigid one here.
+    labels = [r.label for r in plan.solver.runners_up]
+    assert labels[0] == "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)"
+    assert len(labels) <= 2
+    assert any("were not simulated for lack of time" in note for note in plan.solver.notes)
+
+
 def test_compare_shows_the_baselines(tmp_path: Path) -> None:
     task, given = job({}), costs(4)
     run_solve(tmp_path, task, given, solver="convex", top=1)

@@ -79,11 +79,14 @@ def _with_grids(problem: Problem, pipelines: Solution) -> Solution:
     Where the whole model fits few devices, plain data parallelism has no ramp and may win.
     The two formulas know different waits, so simulation has to choose.
     """
-    known = {candidate.units for candidate in pipelines.candidates}
-    grids = [c for c in grids_of_a_chain(problem) if c.units not in known]
+    first, *others = pipelines.candidates
+    grids = [c for c in grids_of_a_chain(problem) if c.units != first.units]
+    known = {grid.units for grid in grids}
     # Only grids that are simulated can be chosen, and their objective is known then: the
     # planner takes it into the bound. Before, it would be what no order of theirs attains.
-    return replace(pipelines, candidates=(*pipelines.candidates, *grids))
+    return replace(
+        pipelines, candidates=(first, *(c for c in others if c.units not in known), *grids)
+    )
 
 
 def best_pipelines(problem: Problem) -> Solution:

@@ -110,7 +110,7 @@ def _noted(candidate: Candidate, grid: OneGrid, solver: str) -> Candidate:
         if solver == "megatron"
         else "all modules have the backbone's tp and dp, as under megatron-rigid"
     )
-    return replace(candidate, closed_form=False, notes=(note,))
+    return replace(candidate, closed_form=False, notes=(note,), kind=solver)
 
 
 def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmplan.costs import CostModel, gradient_blocks
@@ -59,12 +59,14 @@ class Candidate:
 
     Attributes:
         closed_form: as :attr:`Solution.closed_form`, for this plan.
+        kind: of plan, where a solver has several; the first of each is always simulated.
     """
 
     units: tuple[Unit, ...]
     objective_s: float
     notes: tuple[str, ...] = ()
     closed_form: bool = True
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,21 @@ class Solution:
     closed_form: bool = True
     notes: tuple[str, ...] = ()
     idle_because: str = "no module gets faster with them"
+
+
+def first_of_each_kind(
+    solutions: Sequence[Solution],
+) -> tuple[list[tuple[Solution, Candidate]], list[tuple[Solution, Candidate]]]:
+    """The first candidate of each solver's kinds, and the others, best formula first."""
+    seen: set[tuple[str, str]] = set()
+    first: list[tuple[Solution, Candidate]] = []
+    others: list[tuple[Solution, Candidate]] = []
+    for solution in solutions:
+        for candidate in solution.candidates:
+            key = solution.solver, candidate.kind
+            (others if key in seen else first).append((solution, candidate))
+            seen.add(key)
+    return first, sorted(others, key=lambda pair: pair[1].objective_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
