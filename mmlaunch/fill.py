@@ -95,7 +95,7 @@ class Draft:
     def _slots(self, blocks: Mapping[int, nn.Module], cuts: Cuts) -> dict[int, _Slot]:
         slots: dict[int, _Slot] = {}
         for name, home, key in _hollow(blocks):
-            now = home[key]
+            now: Tensor = home[key]
             full = self._full.get(name, now)
             if now._backward_hooks:
                 raise UndeferrableError(f"it registers a hook on {name}")

@@ -29,6 +29,8 @@ from tests.programs import loss, make_plan, plans, split_evenly, unit
 
 Floats = NDArray[np.float64]
 
+_SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
+
 
 # --- groups of equal size -----------------------------------------------------------------
 
@@ -118,7 +120,7 @@ def replayed(program: Program, recurrence: Recurrence, time_N: Floats) -> float:
 
 
 @given(plans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=[*_SLOW])
 def test_any_program_takes_what_the_simulator_says(plan: Plan, seed: int) -> None:
     program = compile_plan(plan)
     recurrence = make_recurrence(program)
@@ -246,7 +248,7 @@ def skewed(batch: int, seed: int, *modules: str) -> dict[str, Floats]:
 
 
 @given(plans(), st.integers(0, 99))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=[*_SLOW])
 def test_samples_stay_in_their_sync_batch_and_the_step_is_never_slower(
     plan: Plan, seed: int
 ) -> None:
