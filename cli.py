@@ -211,12 +211,14 @@ def solve(
     solver: Annotated[
         str,
         typer.Option(
-            "--solver", metavar="NAME", help="auto, distmm, convex, colocated, megatron, ..."
+            "--solver", metavar="NAME", help="auto, distmm, convex, mpsp, colocated, megatron, ..."
         ),
     ] = "auto",
     method: Annotated[
         str | None,
-        typer.Option("--method", metavar="NAME", help="of the solver: exact, even, paper, cvxpy"),
+        typer.Option(
+            "--method", metavar="NAME", help="of the solver: exact, even, paper, cvxpy, wavefront"
+        ),
     ] = None,
     tasks: TasksOption = None,
     top: Annotated[

@@ -29,6 +29,7 @@ from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.convex import solve_convex
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.mpsp import solve_mpsp
 from mmplan.solvers.problem import (
     Candidate,
     NotApplicableError,
@@ -47,6 +48,7 @@ SIMULATION_BUDGETS = 10
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
+    "mpsp": solve_mpsp,
     "colocated": solve_colocated,
 }
 # What plans are held against. ``auto`` looks at them too, so that no plan of its is worse than
@@ -166,6 +168,9 @@ def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
     solutions: list[Solution] = []
     refused: dict[str, MMPlanError] = {}
     for solver, function in (SOLVERS | BASELINES).items():
+        if solver == "mpsp" and len(request.tasks) == 1:
+            # Waves pay where tasks fill each other's gaps; alone, units of their own pipeline.
+            continue
         try:
             solutions.append(function(request))
         except (InfeasibleError, NotApplicableError) as error:
@@ -329,6 +334,7 @@ class _Drafts:
             ),
             units=pinned_backwards(candidate.units, request.workload),
             losses=placed_losses(request, candidate.units),
+            waves=candidate.waves,
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 

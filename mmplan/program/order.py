@@ -44,8 +44,9 @@ def order_stage(
         Non-decreasing lists, at least m + 1 at m, at most the number of micro-batches.
     """
     result: list[list[int]] = []
-    # Between its rounds GPipe has nothing that a lead could hide.
-    lead = 0 if schedule.kind == "gpipe" else schedule.lead
+    # Between its rounds GPipe has nothing that a lead could hide, and waves are made for it.
+    by_rounds = schedule.kind in ("gpipe", "wave")
+    lead = 0 if by_rounds else schedule.lead
     indices = [RangeIndex(consumer.microbatches) for consumer, _ in consumers]
     reaching = [
         forwards_that_reach(stage, consumer, frontier)
@@ -53,7 +54,7 @@ def order_stage(
     ]
     for d, spans in enumerate(stage.microbatches):
         before = _terminal(spans, sync_batches, schedule)
-        if schedule.kind == "gpipe":
+        if by_rounds:
             before = _whole_rounds(len(spans), stage.rounds[d])
         for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
             needed = _needed_by(spans, consumer, others, consumer_before, lead)

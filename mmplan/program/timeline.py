@@ -118,6 +118,8 @@ class Timeline:
         for sequence, room in zip(orders.sequences, self._rooms(orders.sequences), strict=True):
             parts = split_sequence(sequence, split, self._work, room)
             self._sequences.append(self._events(parts))
+        for first, second in orders.precedences:
+            self._computes[second].after(self._computes[first])
         for edge in edges:
             self._connect(edge, links[edge.index])
         for loss in losses:

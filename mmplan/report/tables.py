@@ -11,12 +11,13 @@ from mmplan.schema.plan import Plan, Unit
 from mmplan.schema.profile import Curve, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
 from mmplan.simulate import Simulation
+from mmplan.solvers.metaops import contract
 
 TIMELINE_COLUMNS = 96
 
 
 def workload_grids(workload: Workload) -> Iterator[Grid]:
-    """Modules and losses of every task."""
+    """Modules and losses of every task, and the MetaOps of all tasks together."""
     views = resolve_tasks(workload)
     for name, view in views.items():
         label = "" if name == "default" and not workload.tasks else f", task {name}"
@@ -40,6 +41,27 @@ def workload_grids(workload: Workload) -> Iterator[Grid]:
             ],
             note=_unused(workload),
         )
+
+    yield _metaops(workload, views)
+
+
+def _metaops(workload: Workload, views: dict[str, TaskView]) -> Grid:
+    """The contracted graph: what runs on what, and whose parameters it shares."""
+    ops = contract(workload, views)
+    return Grid(
+        title="MetaOps by level: one task's use of one module",
+        columns=("level", "MetaOp", ">batch", "after", "shares parameters with"),
+        rows=[
+            (
+                str(op.level),
+                op.name,
+                str(op.batch),
+                ", ".join(ops[i].name for i in op.after) or "-",
+                ", ".join(o.name for o in ops if o.owner == op.owner and o is not op) or "-",
+            )
+            for op in sorted(ops, key=lambda op: op.level)
+        ],
+    )
 
 
 def _module_row(workload: Workload, view: TaskView, module: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from mmplan.costs import CostModel, gradient_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Unit
+from mmplan.schema.plan import Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
 
 Blocks = tuple[int, int]
@@ -48,7 +48,7 @@ class Request:
         if len(self.tasks) > 1:
             raise NotApplicableError(
                 f"{solver} plans one task, this workload has {', '.join(self.tasks)}",
-                hint="choose one with --tasks; several together are planned by no solver yet",
+                hint="choose one with --tasks, or plan them together with --solver mpsp",
             )
         return next(iter(self.tasks.values()))
 
@@ -60,6 +60,7 @@ class Candidate:
     Attributes:
         closed_form: as :attr:`Solution.closed_form`, for this plan.
         kind: of plan, where a solver has several; the first of each is always simulated.
+        waves: when each unit's forward runs, where units are slices.
     """
 
     units: tuple[Unit, ...]
@@ -67,6 +68,7 @@ class Candidate:
     notes: tuple[str, ...] = ()
     closed_form: bool = True
     kind: str = ""
+    waves: tuple[Wave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,58 @@
+"""The order that waves ask for on every rank: slice after slice, backwards in mirror image."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from mmplan.program.instructions import Op
+from mmplan.program.model import Stage
+from mmplan.schema.plan import Plan
+
+Item = tuple[Op, int, int, int]
+Place = tuple[Stage, int]
+
+
+def wave_precedences(plan: Plan, stages: Sequence[Stage]) -> list[tuple[Item, Item]]:
+    """Pairs of computes, the first of which ends before the second starts.
+
+    On each rank and in each round, forwards follow each other as their slices start and
+    backwards as they end, last first; the forwards of a round come before its backwards, and
+    these before the next round. Units that are in no wave, or whose rounds are other in
+    number than those of the units beside them, are left to the order of their messages.
+    """
+    spans = {item.unit: item.start_s for wave in plan.waves for item in wave.slices}
+    rows: defaultdict[int, list[Place]] = defaultdict(list)
+    for stage in stages:
+        if stage.unit in spans:
+            for d, group in enumerate(stage.ranks):
+                for rank in group:
+                    rows[rank].append((stage, d))
+    pairs: dict[tuple[Item, Item], None] = {}
+    for row in rows.values():
+        row.sort(key=lambda place: (spans[place[0].unit], place[0].index))
+        if len({_rounds(place) for place in row}) == 1:
+            pairs.update(dict.fromkeys(pairwise(_computes(row))))
+    return list(pairs)
+
+
+def _rounds(place: Place) -> int:
+    stage, d = place
+    return len(stage.microbatches[d]) // stage.rounds[d]
+
+
+def _computes(row: Sequence[Place]) -> Iterator[Item]:
+    """All computes of a rank's slices, in order."""
+    for r in range(_rounds(row[0])):
+        for stage, d in row:
+            for mb in _of_round(stage, d, r):
+                yield Op.FORWARD, stage.index, d, mb
+        for stage, d in reversed(row):
+            if stage.has_backward:
+                for mb in _of_round(stage, d, r):
+                    yield Op.BACKWARD, stage.index, d, mb
+
+
+def _of_round(stage: Stage, d: int, r: int) -> range:
+    return range(r * stage.rounds[d], (r + 1) * stage.rounds[d])

@@ -1,0 +1,165 @@
+"""From a draft to slots for the placement, and from placed slots to units and waves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from mmplan.schema.plan import Schedule, Slice, Unit, Wave
+from mmplan.solvers.mpsp_model import Instance
+from mmplan.solvers.mpsp_placement import Placed, Slot
+from mmplan.solvers.mpsp_schedule import Draft, Piece
+from mmplan.solvers.mpsp_tables import Allocation, Scaling
+from mmplan.solvers.problem import Problem
+from mmplan.solvers.shares import cut, split_evenly
+
+
+class Emitter:
+    """Knows which MetaOp and which degrees a piece of a draft stands for.
+
+    Args:
+        problems: by task.
+        scalings: of the MetaOps, in the order of the instance's chains.
+        rounds: of a step; a slice runs once in each.
+    """
+
+    def __init__(
+        self,
+        problems: Mapping[str, Problem],
+        scalings: Sequence[Scaling],
+        instance: Instance,
+        rounds: int,
+    ) -> None:
+        self._problems = problems
+        self._scalings = scalings
+        self._instance = instance
+        self._rounds = rounds
+
+    # --- before the placement --------------------------------------------------------
+
+    def slots(self, draft: Draft, starts: Sequence[Sequence[float]]) -> list[Slot]:
+        """A slot for every piece, chain by chain.
+
+        Args:
+            starts: of each chain's pieces, as the draft's decoder has them.
+        """
+        slots: list[Slot] = []
+        last: list[int] = []
+        for m, i, piece in _pieces(draft):
+            if i:
+                flows = ((len(slots) - 1, self._flow(m, piece[1] - 1)),)
+            else:
+                after = self._scalings[m].op.after
+                flows = tuple((last[j], self._flow(j, self._last_block(j))) for j in after)
+            slots.append(self._slot(m, piece, starts[m][i], flows))
+            if i + 1 == len(draft.pieces[m]):
+                last.append(len(slots) - 1)
+        return slots
+
+    def _slot(
+        self, m: int, piece: Piece, start_s: float, after: tuple[tuple[int, float], ...]
+    ) -> Slot:
+        chain, (k, a, b, _) = self._instance.chains[m], piece
+        allocation = self._allocation(m, piece)
+        return Slot(
+            tp=allocation.tp,
+            dp=allocation.dp,
+            start_s=start_s,
+            forward_s=float(chain.forward_s[k, a:b].sum()),
+            backward_s=float(chain.backward_s[k, a:b].sum()),
+            after=after,
+            blocks=tuple(self._parameters(m, allocation, block) for block in range(a, b)),
+            held_bytes=self._held_bytes(m, allocation, (a, b)),
+        )
+
+    def _allocation(self, m: int, piece: Piece) -> Allocation:
+        return self._scalings[m].allocation(self._instance.chains[m].counts[piece[0]])
+
+    def _problem(self, m: int) -> Problem:
+        return self._problems[self._scalings[m].op.task]
+
+    def _last_block(self, m: int) -> int:
+        return self._instance.chains[m].blocks - 1
+
+    def _flow(self, m: int, after_block: int) -> float:
+        """Bytes of a round that leave a block."""
+        op = self._scalings[m].op
+        samples = op.batch // self._rounds
+        return samples * self._problem(m).output_bytes(op.module, after_block)
+
+    def _parameters(self, m: int, allocation: Allocation, block: int) -> tuple[object, float]:
+        """A block's key, the same for all that share its shards, and its bytes on one rank."""
+        op, tp = self._scalings[m].op, allocation.tp
+        size = self._problem(m).fixed_bytes(op.module, (block, block + 1), tp, allocation.dp)
+        return (op.owner, block, tp), size
+
+    def _held_bytes(self, m: int, allocation: Allocation, blocks: tuple[int, int]) -> float:
+        """All micro-batches of the largest share: every forward comes before any backward."""
+        problem, module = self._problem(m), self._scalings[m].op.module
+        return sum(
+            problem.held_bytes(module, blocks, allocation.tp, size)
+            for size in self._microbatches(m, allocation)[0]
+        )
+
+    def _microbatches(self, m: int, allocation: Allocation) -> list[tuple[int, ...]]:
+        """Sizes of each replica in a round."""
+        shares = split_evenly(self._scalings[m].op.batch // self._rounds, allocation.dp)
+        if allocation.pinned:
+            return [cut(share, allocation.size, pinned=True) for share in shares]
+        count = -(-shares[0] // allocation.size)
+        return [split_evenly(share, min(share, count)) for share in shares]
+
+    # --- after it --------------------------------------------------------------------
+
+    def units(self, draft: Draft, placed: Placed) -> tuple[Unit, ...]:
+        """A unit for every slice."""
+        units: list[Unit] = []
+        for index, (m, i, piece) in enumerate(_pieces(draft)):
+            op, allocation = self._scalings[m].op, self._allocation(m, piece)
+            sizes = self._microbatches(m, allocation)
+            units.append(
+                Unit(
+                    name=f"{op.name}.{i}",
+                    task=op.task,
+                    module=op.module,
+                    tp=allocation.tp,
+                    dp=allocation.dp,
+                    ranks=tuple((group,) for group in placed.groups[index]),
+                    blocks=((piece[1], piece[2]),),
+                    samples=tuple(sum(own) * self._rounds for own in sizes),
+                    microbatches=tuple(sizes),
+                    schedule=Schedule(kind="wave", lead=0),
+                )
+            )
+        return tuple(units)
+
+    def waves(self, draft: Draft, placed: Placed) -> tuple[Wave, ...]:
+        """The slices by the instant at which they start; a wave lasts until its last one ends."""
+        rows: dict[float, list[Slice]] = {}
+        for index, (m, i, piece) in enumerate(_pieces(draft)):
+            chain, groups = self._instance.chains[m], placed.groups[index]
+            start_s = placed.starts[index]
+            rows.setdefault(start_s, []).append(
+                Slice(
+                    unit=f"{self._scalings[m].op.name}.{i}",
+                    blocks=(piece[1], piece[2]),
+                    devices=chain.counts[piece[0]],
+                    ranks=tuple(rank for group in groups for rank in group),
+                    start_s=start_s,
+                    duration_s=float(chain.forward_s[piece[0], piece[1] : piece[2]].sum()),
+                )
+            )
+        return tuple(
+            Wave(
+                start_s=start_s,
+                duration_s=max(item.duration_s for item in own),
+                slices=tuple(own),
+            )
+            for start_s, own in sorted(rows.items())
+        )
+
+
+def _pieces(draft: Draft) -> Iterator[tuple[int, int, Piece]]:
+    """(chain, index in it, piece), chain by chain."""
+    for m, own in enumerate(draft.pieces):
+        for i, piece in enumerate(own):
+            yield m, i, piece

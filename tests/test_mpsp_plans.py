@@ -1,0 +1,324 @@
+"""Workloads of several tasks, solved, checked, and run against one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.program.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Compute, Op
+from mmplan.schema.base import save_document
+from mmplan.schema.faults import plan_faults
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload
+from tests.commands import call
+from tests.programs import loss, unit
+from tests.solving import module_profile, profile, run_solve
+from tests.verification import verify_in_process, verify_units
+
+MODELS = "tests.matrix_models"
+BUDGET_S = 0.2
+
+
+def job(modules: Mapping[str, Any], tasks: Mapping[str, Any], **more: Any) -> Workload:
+    """Towers by name with their blocks and inputs; each task with a loss of its own."""
+    losses: dict[str, Any] = {}
+    for name, task in tasks.items():
+        kind, *inputs = task["loss"]
+        factory = {"contrastive": "Contrastive", "regression": "Regression"}[kind]
+        losses[f"{name}_loss"] = {
+            "factory": f"{MODELS}:{factory}",
+            "inputs": inputs,
+            "cross_sample": kind == "contrastive",
+            "sync_batch": task.get("sync_batch"),
+        }
+    return Workload.model_validate(
+        {
+            "name": "tasks",
+            "batch": 24,
+            "modules": {
+                name: {
+                    "factory": f"{MODELS}:tower",
+                    "args": {"blocks": blocks},
+                    "inputs": inputs,
+                    **own[0],
+                }
+                for name, (blocks, inputs, *own) in (
+                    (key, (*value, {}) if len(value) == 2 else value)
+                    for key, value in modules.items()
+                )
+            },
+            "losses": losses,
+            "tasks": {
+                name: {
+                    "losses": [f"{name}_loss"],
+                    **{k: v for k, v in task.items() if k not in ("loss", "sync_batch")},
+                }
+                for name, task in tasks.items()
+            },
+            "data": {"factory": f"{MODELS}:Samples", "args": {"length": 48}},
+            "train": {"precision": "fp64", "seed": 3},
+            **more,
+        }
+    )
+
+
+def costs(
+    work: Mapping[str, Workload | Any],
+    devices: int,
+    tp: Mapping[int, float] | None = None,
+    **more: Any,
+) -> Profile:
+    """Modules' seconds a sample and blocks."""
+    return profile(
+        {
+            name: module_profile(
+                seconds, 2 * seconds, fixed_s=fixed, blocks=blocks, tp=tp or {1: 1.0, 2: 1.7}
+            )
+            for name, (seconds, fixed, blocks) in work.items()
+        },
+        devices,
+        **more,
+    )
+
+
+def shared_encoders() -> Workload:
+    """Three contrastive tasks over three encoders, with other batches and sync batches."""
+    return job(
+        {"v": (6, ["a"]), "t": (4, ["b"]), "u": (3, ["c"])},
+        {
+            "VT": {"modules": ["v", "t"], "loss": ("contrastive", "v", "t")},
+            "UT": {
+                "modules": ["u", "t"],
+                "loss": ("contrastive", "u", "t"),
+                "batch": 16,
+                "sync_batch": 8,
+            },
+            "VU": {"modules": ["v", "u"], "loss": ("contrastive", "v", "u"), "batch": 8},
+        },
+    )
+
+
+def shared_encoder_costs(devices: int, **more: Any) -> Profile:
+    times = {"v": (3.0, 2.0, 6), "t": (1.0, 0.5, 4), "u": (2.0, 1.0, 3)}
+    return costs(times, devices, **more)
+
+
+def one_llm() -> Workload:
+    """VL, AL and VAL over one decoder, which takes other inputs in each."""
+    llm = {"loss": ("regression", "l", "target")}
+    return job(
+        {"v": (3, ["a"]), "u": (2, ["b"]), "l": (5, ["v", "u", "c"])},
+        {
+            "VL": {"modules": ["v", "l"], "inputs": {"l": ["v", None, "c"]}, **llm},
+            "AL": {"modules": ["u", "l"], "inputs": {"l": [None, "u", "c"]}, "batch": 12, **llm},
+            "VAL": {"modules": ["v", "u", "l"], "batch": 8, **llm},
+        },
+    )
+
+
+def one_llm_costs(devices: int, **more: Any) -> Profile:
+    return costs({"v": (1.0, 1.0, 3), "u": (0.7, 0.5, 2), "l": (4.0, 1.0, 5)}, devices, **more)
+
+
+def check_plan(plan: Plan) -> None:
+    """No faults; waves that say what the units say, and use no rank twice at once."""
+    assert not plan_faults(plan)
+    assert not check_program(compile_plan(plan))
+    slices = [item for wave in plan.waves for item in wave.slices]
+    assert sorted(item.unit for item in slices) == sorted(unit.name for unit in plan.units)
+    for item in slices:
+        unit = plan.unit(item.unit)
+        assert unit.schedule.kind == "wave"
+        assert (item.blocks,) == unit.blocks
+        assert item.ranks == unit.all_ranks
+        assert item.devices == unit.tp * unit.dp
+    for one, other in itertools.combinations(slices, 2):
+        if set(one.ranks) & set(other.ranks):
+            first, second = sorted((one, other), key=lambda x: x.start_s)
+            assert first.start_s + first.duration_s <= second.start_s * (1 + 1e-9)
+    assert plan.solver.objective_s >= plan.solver.lower_bound_s * (1 - 1e-9)
+
+
+def check_equal(plan: Plan, workload: Workload) -> None:
+    """Gradients of every parameter on every rank as in one process."""
+    verdict = verify_in_process(plan, workload)
+    assert not verdict.differences, verdict.differences[:5]
+    assert verdict.worst <= 1e-10
+    # Holding because next to nothing was compared would be no success.
+    assert verdict.compared > sum(unit.dp * unit.tp for unit in plan.units)
+
+
+@pytest.mark.parametrize("method", ["search", "wavefront"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+def test_plans_of_shared_encoders(tmp_path: Path, devices: int, method: str) -> None:
+    plan = run_solve(
+        tmp_path,
+        shared_encoders(),
+        shared_encoder_costs(devices),
+        solver="mpsp",
+        method=method,
+        budget_s=BUDGET_S,
+    )
+    check_plan(plan)
+    # Free links and nothing to reduce for free: the program takes what the formula says.
+    assert plan.predicted.iteration_s == pytest.approx(plan.solver.objective_s, rel=1e-6)
+
+
+def test_waves_decide_the_order_on_every_rank(tmp_path: Path) -> None:
+    plan = run_solve(
+        tmp_path, shared_encoders(), shared_encoder_costs(3), solver="mpsp", budget_s=BUDGET_S
+    )
+    starts = {item.unit: item.start_s for wave in plan.waves for item in wave.slices}
+    program = compile_plan(plan)
+    for row in program.instructions:
+        computes = [item for item in row if isinstance(item, Compute)]
+        units = [program.stages[item.stage].unit for item in computes]
+        planned = [starts[name] for name in units]
+        forwards = [s for s, item in zip(planned, computes, strict=True) if item.op is Op.FORWARD]
+        assert forwards == sorted(forwards)
+        assert [c.op for c in computes] == sorted(
+            (c.op for c in computes), key=lambda op: op != Op.FORWARD
+        )
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_shared_encoders_equal_one_process(tmp_path: Path, devices: int) -> None:
+    workload = shared_encoders()
+    plan = run_solve(
+        tmp_path, workload, shared_encoder_costs(devices), solver="mpsp", budget_s=BUDGET_S
+    )
+    assert len({unit.task for unit in plan.units}) == 3
+    check_equal(plan, workload)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_one_llm_with_other_inputs_in_each_task(tmp_path: Path, devices: int) -> None:
+    workload = one_llm()
+    plan = run_solve(tmp_path, workload, one_llm_costs(devices), solver="mpsp", budget_s=BUDGET_S)
+    check_plan(plan)
+    check_equal(plan, workload)
+
+
+def test_tp_in_one_slice_and_dp_in_another() -> None:
+    """Of one module; a rank may hold slices of both kinds."""
+    units = [
+        unit("v", "a", name="v.0", tp=2, cuts=[(0, 3)], blocks=6, ranks=[[[0, 1]]], kind="wave"),
+        unit("v", "a", name="v.1", dp=3, cuts=[(3, 6)], ranks=[[[1]], [[2]], [[3]]], kind="wave"),
+        unit("t", "b", dp=2, ranks=[[[2]], [[3]]], kind="wave"),
+    ]
+    losses = [loss("contrastive", "v", "t", sync_batch=24)]
+    verdict = verify_units(units, losses, batch=24)
+    assert not verdict.differences, verdict.differences[:5]
+    assert verdict.compared > 8
+
+
+def test_memory_decides_how_often_the_waves_run(tmp_path: Path) -> None:
+    """All forwards come before all backwards: where that is too much, the batches are cut."""
+    workload = one_llm()
+    modules = {
+        name: module_profile(1.0, 2.0, blocks=blocks, activation_bytes=100.0, parameters=10.0)
+        for name, blocks in (("v", 3), ("u", 2), ("l", 5))
+    }
+    free = run_solve(tmp_path, workload, profile(modules, 2), solver="mpsp", budget_s=BUDGET_S)
+    tight_bytes = 0.4 * max(free.predicted.memory_bytes)
+    tight = run_solve(
+        tmp_path,
+        workload,
+        profile(modules, 2, memory_bytes=tight_bytes),
+        solver="mpsp",
+        budget_s=BUDGET_S,
+    )
+    check_plan(tight)
+    assert max(tight.predicted.memory_bytes) <= tight_bytes
+    assert any("times a step" in note for note in tight.solver.notes)
+    check_equal(tight, workload)
+
+
+def test_no_memory_is_infeasible_and_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InfeasibleError, match=r"a device lacks .* bytes at best"):
+        run_solve(
+            tmp_path,
+            shared_encoders(),
+            profile(
+                {
+                    name: module_profile(blocks=blocks, parameters=1000.0)
+                    for name, blocks in (("v", 6), ("t", 4), ("u", 3))
+                },
+                2,
+                memory_bytes=100.0,
+            ),
+            solver="mpsp",
+            budget_s=0.1,
+        )
+
+
+def test_one_task_is_planned_no_worse_than_by_distmm(tmp_path: Path) -> None:
+    workload = Workload.model_validate(
+        shared_encoders().model_dump()
+        | {"tasks": {"VT": {"modules": ["v", "t"], "losses": ["VT_loss"]}}}
+    )
+    for devices in (2, 3, 8):
+        profiled = shared_encoder_costs(devices)
+        ours = run_solve(tmp_path, workload, profiled, solver="mpsp", budget_s=BUDGET_S)
+        theirs = run_solve(tmp_path, workload, profiled, solver="distmm")
+        assert ours.predicted.iteration_s <= theirs.predicted.iteration_s * (1 + 1e-9)
+
+
+def test_auto_plans_several_tasks(tmp_path: Path) -> None:
+    plan = run_solve(tmp_path, shared_encoders(), shared_encoder_costs(3), budget_s=BUDGET_S)
+    assert plan.solver.name == "mpsp"
+    check_plan(plan)
+
+
+def test_some_of_the_tasks(tmp_path: Path) -> None:
+    plan = run_solve(
+        tmp_path,
+        shared_encoders(),
+        shared_encoder_costs(3),
+        solver="mpsp",
+        tasks=["UT", "VU"],
+        budget_s=BUDGET_S,
+    )
+    assert list(plan.tasks) == ["UT", "VU"]
+    check_plan(plan)
+
+
+def test_tp_groups_stay_inside_nodes(tmp_path: Path) -> None:
+    profiled = shared_encoder_costs(8, tp={2: 1.0, 4: 1.8}, per_node=4)
+    plan = run_solve(tmp_path, shared_encoders(), profiled, solver="mpsp", budget_s=BUDGET_S)
+    check_plan(plan)
+    for own in plan.units:
+        for replica in own.ranks:
+            assert len({rank // 4 for rank in replica[0]}) == 1
+
+
+def test_an_unknown_method_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="--method fast: mpsp knows search and wavefront"):
+        run_solve(
+            tmp_path, shared_encoders(), shared_encoder_costs(2), solver="mpsp", method="fast"
+        )
+
+
+def test_a_shared_module_without_a_common_tp_is_refused(tmp_path: Path) -> None:
+    profiled = shared_encoder_costs(4, tp={1: 1.0}).model_dump(exclude_none=True)
+    other = shared_encoder_costs(4, tp={2: 1.0}).model_dump(exclude_none=True)
+    profiled["tasks"] = {"UT": {"t": other["modules"]["t"]}}
+    with pytest.raises(InfeasibleError, match="module t: the tasks that share it allow no tp"):
+        run_solve(tmp_path, shared_encoders(), Profile.model_validate(profiled), solver="mpsp")
+
+
+def test_show_draws_the_levels(tmp_path: Path) -> None:
+    save_document(one_llm(), tmp_path / "w.json")
+    done = call("mmplan", "show", tmp_path / "w.json")
+    assert done.code == 0
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["1", "VAL.l", "8", "VAL.v,", "VAL.u", "VL.l,", "AL.l"] in rows
+    assert ["0", "VL.v", "24", "-", "VAL.v"] in rows
