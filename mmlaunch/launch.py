@@ -53,6 +53,7 @@ def launch(
     ranks_per_node: int | None = None,
     rdzv_endpoint: str | None = None,
     on_event: OnEvent | None = None,
+    stops_in_order: bool = True,
 ) -> list[Any]:
     """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
 
@@ -72,6 +73,8 @@ def launch(
         rdzv_endpoint: HOST:PORT of machine 0, with several machines.
         on_event: gets what ``ctx.report`` sends, within 0.2 s, and the launcher's own
             events (see ``Watch``).
+        stops_in_order: whether the entry asks ``ctx.should_stop()``; where it does not, the
+            first signal ends everything.
 
     Returns:
         What the entries of this machine returned, in rank order.
@@ -79,7 +82,7 @@ def launch(
     Raises:
         WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
         InvalidInputError: the arguments contradict each other, or the folder is in use.
-        KeyboardInterrupt: a second signal came.
+        KeyboardInterrupt: a second signal came, or one that nobody would have heeded.
     """
     check_entry(entry)
     per_node = ranks_per_node or -(-num_ranks // nnodes)
@@ -109,7 +112,12 @@ def launch(
             ) from error
         try:
             _run_agent(
-                job, watch, max_restarts=max_restarts, node_rank=node_rank, endpoint=rdzv_endpoint
+                job,
+                watch,
+                max_restarts=max_restarts,
+                node_rank=node_rank,
+                endpoint=rdzv_endpoint,
+                stops_in_order=stops_in_order,
             )
             return watch.results()
         finally:
@@ -173,7 +181,13 @@ def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
 
 
 def _run_agent(
-    job: Job, watch: Watch, *, max_restarts: int, node_rank: int, endpoint: str | None
+    job: Job,
+    watch: Watch,
+    *,
+    max_restarts: int,
+    node_rank: int,
+    endpoint: str | None,
+    stops_in_order: bool,
 ) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     single_node = job.num_nodes == 1
@@ -200,11 +214,21 @@ def _run_agent(
             monitor_interval=_POLL_S,
             local_addr=parameters.local_addr,
         )
-        agent = Agent(spec=spec, job=job, watch=watch, node_rank=node_rank)
+        agent = Agent(
+            spec=spec, job=job, watch=watch, node_rank=node_rank, stops_in_order=stops_in_order
+        )
         with _signals(watch):
             agent.run()
     except SignalException as error:
         raise KeyboardInterrupt from error
+    except (EOFError, ConnectionError) as error:
+        # The fork server is gone. Until it has left our process group Ctrl-C reaches it too.
+        if watch.stop_requested:
+            raise KeyboardInterrupt from error
+        raise RunFailedError(
+            "the process that starts the workers has ended",
+            hint="look for a lack of memory: mmplan doctor",
+        ) from error
     finally:
         handler.shutdown()
     if agent.verdict is not None:

@@ -42,7 +42,9 @@ class Agent(LocalElasticAgent):
         verdict: why the run failed; None while it has not.
     """
 
-    def __init__(self, *, spec: WorkerSpec, job: Job, watch: Watch, node_rank: int) -> None:
+    def __init__(
+        self, *, spec: WorkerSpec, job: Job, watch: Watch, node_rank: int, stops_in_order: bool
+    ) -> None:
         super().__init__(
             spec=spec,
             logs_specs=DefaultLogsSpecs(log_dir=str(job.control_dir / "logs")),
@@ -52,6 +54,7 @@ class Agent(LocalElasticAgent):
         self._job = job
         self._watch = watch
         self._node_rank = node_rank
+        self._stops_in_order = stops_in_order
         self._num_starts = 0
         self.verdict: Verdict | None = None
 
@@ -103,6 +106,10 @@ class Agent(LocalElasticAgent):
         return agreed
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._watch.stop_requested and not self._stops_in_order:
+            # Here, not in the signal's handler: all workers are known, so none is left behind.
+            self._watch.kill()
+            raise KeyboardInterrupt
         verdict = self._watch.poll()
         if verdict is None and not self._watch.all_done():
             return RunResult(state=WorkerState.HEALTHY)

@@ -116,18 +116,24 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent) -> RunSummar
         resume=options.resume,
         num_workers=options.num_workers,
     )
-    results = launch(
-        entry="mmlaunch.worker:train",
-        args=(job,),
-        num_ranks=prepared.plan.devices,
-        run_dir=run_dir,
-        timeout_s=options.timeout_s,
-        max_restarts=options.max_restarts,
-        nnodes=options.nnodes,
-        node_rank=options.node_rank,
-        rdzv_endpoint=options.rdzv_endpoint,
-        on_event=on_event,
-    )
+    try:
+        results = launch(
+            entry="mmlaunch.worker:train",
+            args=(job,),
+            num_ranks=prepared.plan.devices,
+            run_dir=run_dir,
+            timeout_s=options.timeout_s,
+            max_restarts=options.max_restarts,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            rdzv_endpoint=options.rdzv_endpoint,
+            on_event=on_event,
+        )
+    except InvalidInputError:
+        if not options.resume and not (run_dir / "metrics.jsonl").exists():
+            # Nothing was trained: the folder is free for the next try.
+            (run_dir / "run.json").unlink(missing_ok=True)
+        raise
     return RunSummary(
         run_dir=run_dir,
         steps=results[0].step,
@@ -153,6 +159,7 @@ def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
                 num_ranks=prepared.plan.devices,
                 run_dir=Path(run_dir),
                 timeout_s=options.timeout_s,
+                stops_in_order=False,
             )
     return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
 

@@ -94,7 +94,7 @@ def field_of(sample: Sample, field: str, index: int) -> Field:
     if field not in sample:
         raise InvalidInputError(
             f"dataset[{index}] has no field {field!r}; it has {', '.join(sorted(sample))}",
-            hint="name one of these in the workload's inputs, or add the field to the data",
+            hint="name one of these, or a module, in the workload's inputs, or add it to the data",
         )
     return sample[field]
 

@@ -7,6 +7,7 @@ its first rank tells the others.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,7 @@ def infer_shapes(
             except Exception as error:
                 where = f"{stage.module} blocks {list(stage.blocks)}"
                 answer = RunFailedError(
-                    f"{where}: {type(error).__name__}: {error}",
+                    f"{where}: {type(error).__name__}: {error} ({_own_line(error)})",
                     hint="run the blocks on a batch of two samples to see where",
                 )
         answer = transport.broadcast_object(answer, leader)
@@ -68,6 +69,13 @@ def infer_shapes(
             raise answer
         specs.append(answer)
     return specs
+
+
+def _own_line(error: Exception) -> str:
+    """file:line of the innermost frame that is not an installed package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}"
 
 
 def _infer(

@@ -252,6 +252,25 @@ def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
     assert not (tmp_path / "p.json").exists()
 
 
+def test_one_ctrl_c_ends_a_verification(files: Files, tmp_path: Path) -> None:
+    towers = files.workload.parent / "birds" / "towers.py"
+    towers.write_text(
+        f"{towers.read_text()}\nimport pathlib, time\n"
+        f"pathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(60)\n"
+    )
+    busy = start("mmlaunch", "verify", files.plan, cwd=tmp_path)
+    deadline_s = time.monotonic() + 60
+    while not (tmp_path / "here").exists():
+        assert busy.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    busy.send_signal(signal.SIGINT)
+    out, err = busy.communicate(timeout=30)
+    assert busy.returncode == 130, err
+    assert "Traceback" not in err
+    assert out.endswith("interrupted\n")
+
+
 # ---- files ----
 
 

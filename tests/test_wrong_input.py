@@ -78,6 +78,16 @@ def test_the_files_are_right_as_they_are(files: Folder) -> None:
         ("weight: 0.5", "weight: .inf", ("losses.species.weight", "inf")),
         ("weight: 0.5", "sync_batch: 8", ("losses.species.sync_batch", "cross_sample")),
         ("inputs: [spectrogram]", "inputs: []", ("modules.sound.inputs",)),
+        (
+            "inputs: [spectrogram]",
+            "inputs: [spectrogram]\n    plan: {dp: 0}",
+            ("modules.sound.plan.dp: must be at least 1",),
+        ),
+        (
+            "inputs: [spectrogram]",
+            "inputs: [spectrogram]\n    plan: {split_backward: atuo}",
+            ("modules.sound.plan.split_backward: must be true, false or 'auto', got 'atuo'",),
+        ),
         ("inputs: [spectrogram]", "inputs: [words]\n    share: bird", ("modules.sound.share",)),
         ("inputs: [spectrogram]", "inputs: [sound]", ("sound", "circle")),
         ("inputs: [sound, words]", "inputs: [kind]", ("losses.match.inputs",)),
@@ -105,6 +115,11 @@ def test_workload(files: Folder, old: str, new: str, parts: tuple[str, ...]) -> 
         ("{layers: 2, width: 12}", "{layers: 2}", ("modules.sound.args", "width")),
         ("birds.losses:PairwiseSigmoid", "birds.towers:print", ("losses.match.factory",)),
         ("birds.data:Recordings", "birds.data:nothing", ("data.factory", "nothing")),
+        (
+            "inputs: [spectrogram]",
+            "inputs: [spectrogram]\n    frozen: [[0, 9]]",
+            ("modules.sound.frozen: [0, 9]", "blocks"),
+        ),
         ("{count: 80}", "{count: 0}", ("data", "without samples")),
         ("{count: 80}", "{count: 8}", ("data", "8", "16")),
     ],
@@ -143,6 +158,8 @@ def test_factory_that_raises_in_a_worker(files: Folder) -> None:
     refused(done, "modules.", "OSError: no microphone", "towers.py:")
     assert "Traceback" not in done.err
     assert not (files.root / "run" / "final.safetensors").exists()
+    # Nothing was trained, so the folder holds no run: the mended workload may use it.
+    assert not (files.root / "run" / "run.json").exists()
 
 
 def test_block_count_that_is_not_the_plans(files: Folder) -> None:
@@ -268,6 +285,8 @@ def test_duplicate_keys_and_cut_off_files(files: Folder) -> None:
     refused(call("mmplan", "check", files.plan), "UTF-8")
     files.plan.write_text("[1, 2]")
     refused(call("mmplan", "check", files.plan), "mapping", "list")
+    files.workload.write_text("")
+    refused(call("mmplan", "show", files.workload), files.workload.name, "it is empty")
     files.plan.write_text("[" * 100_000)
     refused(call("mmplan", "check", files.plan), files.plan.name)
     files.plan.unlink()

@@ -61,8 +61,9 @@ def load_document(model: type[DocumentT], path: str | Path) -> DocumentT:
 def parse_document(model: type[DocumentT], data: object, *, source: str) -> DocumentT:
     """Validate already parsed data; ``source`` is what errors call it."""
     if not isinstance(data, dict):
+        found = "nothing: it is empty" if data is None else type(data).__name__
         raise InvalidInputError(
-            f"{source}: a {model.kind} is a mapping of fields, got {type(data).__name__}",
+            f"{source}: a {model.kind} is a mapping of fields, got {found}",
             hint=f"see docs/schemas/{model.kind}.json for its fields",
         )
     version = data.get("version")
@@ -186,8 +187,21 @@ def _explain(
     others = len(faults) - 1
     more = f" (and {others} more fault{'s' * (others > 1)})" if others else ""
     return InvalidInputError(
-        f"{source}: {_place(first)}: {_problem(first)}{more}", hint=_mend(first, faults, model)
+        f"{source}: {_place(first)}: {_choices(first, faults) or _problem(first)}{more}",
+        hint=_mend(first, faults, model),
     )
+
+
+def _choices(first: ErrorDetails, faults: list[ErrorDetails]) -> str | None:
+    """What a field that is a switch or one of some words takes: both branches of its union."""
+    words = [
+        str(fault["ctx"]["expected"])
+        for fault in faults
+        if fault["type"] == "literal_error" and _place(fault) == _place(first)
+    ]
+    if first["type"] != "bool_type" or not words:
+        return None
+    return f"must be true, false or {' or '.join(words)}, got {first['input']!r:.60}"
 
 
 def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]) -> str:
@@ -210,7 +224,10 @@ def _place(fault: ErrorDetails) -> str:
 
 
 def _is_branch_tag(part: str) -> bool:
-    return "[" in part or part in {"bool", "int", "str", "float", "list", "tuple"}
+    return "[" in part or part in _BRANCH_TAGS
+
+
+_BRANCH_TAGS = {"bool", "int", "constrained-int", "str", "float", "list", "tuple"}
 
 
 _WORDINGS = {
@@ -282,7 +299,7 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         raise UnfitEnvironmentError(
             f"{path}: cannot be written: {error.strerror}",
-            hint="free some space or choose another folder with -o",
+            hint="free some space or choose another folder",
         ) from None
 
 

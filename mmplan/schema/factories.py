@@ -93,7 +93,8 @@ def build_module(
 
     Raises:
         InvalidInputError: the factory cannot be imported, raises, or returns something
-            that cannot be cut into blocks; names the field.
+            that cannot be cut into blocks, or ``frozen`` names blocks that it does not
+            have; names the field.
     """
     spec = workload.modules[name]
     field = f"modules.{name}"
@@ -101,6 +102,7 @@ def build_module(
     with _seeded(workload.train.seed, spec.share or name), _on_device(device):
         module = _call(factory, spec.args, folder, field=field)
     _check_module(module, field=field, factory=spec.factory, on_meta=device == "meta")
+    frozen_blocks(spec.frozen, len(module), field=f"{field}.frozen")
     return module.to(device=device, dtype=dtype_of(workload.train.precision))
 
 
