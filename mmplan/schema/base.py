@@ -195,7 +195,7 @@ def _explain(
 def _choices(first: ErrorDetails, faults: list[ErrorDetails]) -> str | None:
     """What a field that is a switch or one of some words takes: both branches of its union."""
     words = [
-        str(fault["ctx"]["expected"])
+        str(fault.get("ctx", {})["expected"])
         for fault in faults
         if fault["type"] == "literal_error" and _place(fault) == _place(first)
     ]
