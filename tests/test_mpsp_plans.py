@@ -300,6 +300,33 @@ def test_tp_groups_stay_inside_nodes(tmp_path: Path) -> None:
             assert len({rank // 4 for rank in replica[0]}) == 1
 
 
+def test_waves_that_contradict_the_units_are_faults(tmp_path: Path) -> None:
+    plan = run_solve(
+        tmp_path, shared_encoders(), shared_encoder_costs(2), solver="mpsp", budget_s=0.1
+    )
+    first = plan.waves[0].slices[0]
+    for changes, fault in (
+        ({"unit": "x"}, "waves: there is no unit 'x'"),
+        ({"unit": plan.waves[-1].slices[-1].unit}, "stands there 2 times"),
+        ({"blocks": (0, 1)}, "blocks [0, 1], the unit runs"),
+        ({"ranks": (7,)}, "ranks [7]; the unit's are"),
+        ({"devices": 9}, "9 devices, ranks"),
+    ):
+        slices = (first.model_copy(update=changes), *plan.waves[0].slices[1:])
+        waves = (plan.waves[0].model_copy(update={"slices": slices}), *plan.waves[1:])
+        found = plan_faults(plan.model_copy(update={"waves": waves}))
+        assert any(fault in line for line in found), (fault, found)
+
+
+def test_pins_that_leave_no_degrees_are_one_line(tmp_path: Path) -> None:
+    document = shared_encoders().model_dump()
+    document["modules"]["t"]["plan"] = {"pp": 2}
+    with pytest.raises(InfeasibleError, match=r"VT\.t: no degrees that its plan and profile allow"):
+        run_solve(
+            tmp_path, Workload.model_validate(document), shared_encoder_costs(4), solver="mpsp"
+        )
+
+
 def test_an_unknown_method_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="--method fast: mpsp knows search and wavefront"):
         run_solve(

@@ -273,7 +273,7 @@ def test_a_frozen_tower_changes_who_gets_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"solver": "guess"}, "--solver guess: this version has auto, distmm, convex, mpsp, colocated"),
+        ({"solver": "guess"}, "--solver guess: this version has auto, distmm, convex, mpsp, colo"),
         ({"tasks": ["x"]}, "--tasks x: the workload has default"),
         ({"top": 0}, "--top 0"),
         ({"devices": 9}, "--devices 9: cluster test has 2"),

@@ -125,4 +125,27 @@ def _loss_inputs(where: str, task: PlannedTask, inputs: tuple[str | None, ...]) 
         yield f"{where}: names no module of the task"
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _losses)
+def _waves(plan: Plan) -> Iterator[str]:
+    """Where there are waves, each unit is one slice, in one of them."""
+    slices = [item for wave in plan.waves for item in wave.slices]
+    units = {unit.name: unit for unit in plan.units}
+    for name, count in Counter(item.unit for item in slices).items():
+        if name not in units:
+            yield f"waves: there is no unit {name!r}"
+        elif count > 1:
+            yield f"waves: unit {name} stands there {count} times"
+    for item in slices:
+        unit = units.get(item.unit)
+        if unit is None:
+            continue
+        where = f"waves, unit {item.unit}"
+        if (item.blocks,) != unit.blocks:
+            yield f"{where}: blocks {list(item.blocks)}, the unit runs {[*map(list, unit.blocks)]}"
+        if item.ranks != unit.all_ranks or item.devices != len(item.ranks):
+            yield (
+                f"{where}: {item.devices} devices, ranks {list(item.ranks)}; the unit's are "
+                f"{list(unit.all_ranks)}"
+            )
+
+
+_CHECKS = (_names, _grids, _samples, _blocks, _losses, _waves)

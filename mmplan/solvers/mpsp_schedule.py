@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmplan.solvers.mpsp_bounds import Column
-from mmplan.solvers.mpsp_model import Floats, Instance, in_proportion, parts
+from mmplan.solvers.mpsp_model import Chain, Floats, Instance, in_proportion, parts
 
 Piece = tuple[int, int, int, float]
 """Index of the count, first block, block after the last, urgency (less is more urgent)."""
@@ -25,6 +25,8 @@ Pieces = list[list[Piece]]
 _SAME = 1e-12
 # What a piece more costs, as a share of the time: little, and more than nothing.
 _PIECE = 1e-5
+# Instants at which chains side by side are balanced.
+_BINS = 64
 # Weight of the device-seconds used: where the end does not move, what is spared may move it later.
 _AREA = 0.2
 
@@ -290,19 +292,53 @@ def portfolio(
         targets: per way to set them, the seconds that each chain should take.
         stretches: factors of all targets.
     """
-    for target in targets:
-        for stretch in stretches:
+    for stretch in stretches:
+        for target in targets:
             for hull in (True, False):
-                for larger_first in (True, False):
-                    cut = [
+                first, second = (
+                    [
                         bi_point(
                             c.counts, c.both_s, span * stretch, hull=hull, larger_first=larger_first
                         )
                         for c, span in zip(instance.chains, target, strict=True)
                     ]
+                    for larger_first in (True, False)
+                )
+                for cut in (first, second, _balanced(instance, first, second)):
                     for pieces in _ruled(instance, cut):
                         yield Draft(pieces)
                         yield Draft(pieces, strict=True)
+
+
+Cut = list[list[tuple[int, int, int]]]
+
+
+def _balanced(instance: Instance, first: Cut, second: Cut) -> Cut:
+    """Each chain's larger slice first or second, so that all together need alike at all times."""
+    ways = [
+        [_needs(c, cut) for cut in pair]
+        for c, pair in zip(instance.chains, zip(first, second, strict=True), strict=True)
+    ]
+    horizon = max(float(ends[-1]) for pair in ways for ends, _ in pair)
+    at = (np.arange(_BINS) + 0.5) / _BINS * horizon
+    levels: dict[int, Floats] = {}
+    chosen: Cut = list(first)
+    for m in sorted(range(len(ways)), key=lambda m: -float(ways[m][0][1].max())):
+        level = instance.chains[m].level
+        used = levels.setdefault(level, np.zeros(_BINS))
+        options = [
+            used + np.append(counts, 0.0)[np.searchsorted(ends, at)] for ends, counts in ways[m]
+        ]
+        better = min((0, 1), key=lambda i: float((options[i] ** 2).sum()))
+        levels[level] = options[better]
+        chosen[m] = (first, second)[better][m]
+    return chosen
+
+
+def _needs(chain: Chain, cut: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
+    """When each slice ends if all start at once, and the devices that it takes."""
+    seconds = [float(chain.both_s[k, a:b].sum()) for k, a, b in cut]
+    return np.cumsum(seconds), np.array([chain.counts[k] for k, _, _ in cut], dtype=np.float64)
 
 
 def _ruled(instance: Instance, cut: Sequence[Sequence[tuple[int, int, int]]]) -> Iterator[Pieces]:

@@ -28,8 +28,8 @@ _ENOUGH = 1.0005
 _STRETCHES = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
 # Orders of a configuration program's columns to try.
 _SHUFFLES = 40
-# Shares of the budget: each of the first drafts, and the one with a slice for each chain.
-_FIRST, _FIRSTS, _WHOLE = 0.1, 3, 0.15
+# Shares of the budget: all that is drawn, each of the first drafts, the one without cuts.
+_DRAWN, _FIRST, _FIRSTS, _WHOLE = 0.5, 0.1, 3, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +63,13 @@ def search(
     """
     begun = time.monotonic()
     rng = random.Random(seed)
+    instance = evaluator.instance
+    drawn = [portfolio(instance, targets, _STRETCHES)]
+    drawn += [_from_answer(instance, own, rng) for own in columns if own]
+    # What is drawn takes its share of the seconds, at least one draft of each kind.
     pools = [
-        [
-            _Rated.of(evaluator, draft)
-            for draft in portfolio(evaluator.instance, targets, _STRETCHES)
-        ],
-        *(
-            [_Rated.of(evaluator, d) for d in _from_answer(evaluator.instance, own, rng)]
-            for own in columns
-            if own
-        ),
+        _rated(evaluator, drafts, begun + limit_s * _DRAWN * (place + 1) / len(drawn))
+        for place, drafts in enumerate(drawn)
     ]
     whole = min((_Rated.of(evaluator, d) for d in _whole(pools[0])), key=lambda rated: rated.cost_s)
     starts = [min(pool, key=lambda rated: rated.cost_s) for pool in pools] + [whole]
@@ -97,6 +94,15 @@ class _Rated:
     @classmethod
     def of(cls, evaluator: Evaluator, draft: Draft) -> _Rated:
         return cls(draft, *evaluator.cost(draft))
+
+
+def _rated(evaluator: Evaluator, drafts: Iterator[Draft], deadline: float) -> list[_Rated]:
+    rated: list[_Rated] = []
+    for draft in drafts:
+        rated.append(_Rated.of(evaluator, draft))
+        if time.monotonic() > deadline:
+            break
+    return rated
 
 
 def _whole(pool: Sequence[_Rated]) -> Iterator[Draft]:

@@ -6,6 +6,7 @@ dp does not divide them), in the micro-batches that take least time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,11 +78,15 @@ class Scalings:
         self._problems = problems
         self.rounds = rounds
         self._tables = [
-            {tp: self._of_degree(op, tp) for tp in degrees(problems[op.task], op.module)}
+            {
+                tp: rows
+                for tp in degrees(problems[op.task], op.module)
+                if (rows := self._of_degree(op, tp))
+            }
             for op in ops
         ]
         for op, tables in zip(ops, self._tables, strict=True):
-            if not any(tables.values()):
+            if not tables:
                 raise InfeasibleError(
                     f"{op.name}: no degrees that its plan and profile allow fit "
                     f"{problems[op.task].devices} devices",
@@ -208,14 +213,18 @@ class _Blocks:
         self._passed = self._share * [fact.passed is not None for fact in facts]
         self._trained = self._share * [bool(fact.trainable) for fact in facts]
         self._losses = facts[-1].hosted
+        self._known: dict[tuple[int, float], tuple[Floats, Floats]] = {}
 
     def seconds(self, sizes: Iterable[int], dp: int) -> tuple[Floats, Floats]:
         """Forward and backward ``[L]`` of the busiest of dp replicas' micro-batches."""
         factor = self._problem.straggler(self._module, dp)
         forward, backward = np.zeros_like(self._share), np.zeros_like(self._share)
-        for size in sizes:
-            own = self._micro_batch(size, size * factor)
-            forward, backward = forward + own[0], backward + own[1]
+        for size, times in Counter(sizes).items():
+            key = size, factor
+            if key not in self._known:
+                self._known[key] = self._micro_batch(size, size * factor)
+            own = self._known[key]
+            forward, backward = forward + times * own[0], backward + times * own[1]
         return forward, backward
 
     def _micro_batch(self, samples: int, worth: float) -> tuple[Floats, Floats]:
