@@ -64,6 +64,10 @@ def solve_mpsp(request: Request) -> Solution:
     missing = float("inf")
     for rounds in _rounds(problems):
         scalings = Scalings(ops, problems, rounds)
+        lacking = _lacking_bytes(request, problems, scalings)
+        if lacking > 0:
+            missing = min(missing, lacking)
+            continue
         bounds = _bounds(scalings, request)
         found = list(_placed(request, problems, scalings, bounds, method))
         candidates = [item for item in found if isinstance(item, Candidate)]
@@ -74,6 +78,13 @@ def solve_mpsp(request: Request) -> Solution:
         f"mpsp: no placement of the slices fits, a device lacks {missing:.3g} bytes at best",
         hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
     )
+
+
+def _lacking_bytes(request: Request, problems: Mapping[str, Problem], scalings: Scalings) -> float:
+    """Bytes that each device lacks for the activations of a round, if all share them equally."""
+    free = scalings.free()
+    emitter = Emitter(problems, free, _instance(free, request), scalings.rounds)
+    return emitter.least_bytes() / request.devices - request.cluster.device.memory_bytes
 
 
 def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:

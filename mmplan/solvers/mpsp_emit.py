@@ -12,6 +12,9 @@ from mmplan.solvers.mpsp_tables import Allocation, Scaling
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.shares import cut, split_evenly
 
+# The largest share of n replicas, ceil(S / n), is less than so many times the mean, S / n.
+_UNEVEN = 2.0
+
 
 class Emitter:
     """Knows which MetaOp and which degrees a piece of a draft stands for.
@@ -54,6 +57,16 @@ class Emitter:
             if i + 1 == len(draft.pieces[m]):
                 last.append(len(slots) - 1)
         return slots
+
+    def least_bytes(self) -> float:
+        """Activations of a round on all devices together, however its slices are chosen."""
+        return sum(
+            min(a.tp * a.dp * self._held_bytes(m, a, (0, chain.blocks)) for a in own.allocations)
+            / _UNEVEN
+            for m, (own, chain) in enumerate(
+                zip(self._scalings, self._instance.chains, strict=True)
+            )
+        )
 
     def _slot(
         self, m: int, piece: Piece, start_s: float, after: tuple[tuple[int, float], ...]
