@@ -19,7 +19,7 @@ from mmplan.schema.workload import Pins, Workload, resolve_tasks
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.partitioner import cut_blocks
 from mmplan.solvers.placement import place_modules
-from mmplan.solvers.problem import Request, Solution
+from mmplan.solvers.problem import NotApplicableError, Request, Solution
 from mmplan.solvers.shares import cut, microbatch_sizes, split_evenly
 from tests.solving import module_profile, profile, workload
 
@@ -257,8 +257,10 @@ def test_pins_hold_and_impossible_ones_are_named() -> None:
     assert units[0].dp in (2, 3)
     assert all(size == 2 for sizes in units[0].microbatches for size in sizes[:-1])
     assert (units[1].tp, units[1].pp) == (2, 2)
-    with pytest.raises(InfeasibleError, match=r"module a: no tp and pp fit its plan \{'tp': 4\}"):
+    with pytest.raises(InfeasibleError, match=r"module a: no tp and pp fit its plan \(tp 4\)"):
         solve(workload({"a": {"plan": {"tp": 4}}, "b": {}}, batch=8), costs)
+    with pytest.raises(NotApplicableError, match=r"modules\.a\.plan\.vpp: distmm does not"):
+        solve(workload({"a": {"plan": {"vpp": 2}}, "b": {"plan": {"vpp": 1}}}, batch=8), costs)
     with pytest.raises(InfeasibleError, match="module a: no number of replicas"):
         solve(workload({"a": {"plan": {"dp": 40}}, "b": {}}, batch=8), costs)
 

@@ -28,7 +28,12 @@ from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
 from tests.verification import HERE, verify_in_process, verify_units
 
 PP, DP, TP, K, SYNCS = (1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)
-DEGREES = list(itertools.product(PP, DP, TP, K, SYNCS))
+# Any two values of any two factors; the whole product is among the slow tests.
+DEGREES = [
+    (pp, dp, tp, k, syncs)
+    for pp, dp, tp, k, syncs in itertools.product(PP, DP, TP, K, SYNCS)
+    if (pp + dp + K.index(k) + syncs) % 3 == tp % 3
+]
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 FACTORS: dict[str, tuple[Any, ...]] = {

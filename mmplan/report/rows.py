@@ -13,6 +13,7 @@ from mmplan.report.source import Event
 KINDS: dict[str, str] = {
     "F": "forward",
     "B": "backward",
+    "W": "weight gradients of a split backward",
     "S": "batch-sync and loss",
     "R": "gradient reduction",
     "M": "message: sending, or waiting for one",
@@ -22,7 +23,7 @@ _CATEGORY = {
     "F": "F",
     "B": "B",
     "I": "B",
-    "W": "B",
+    "W": "W",
     "SYNC": "S",
     "REDUCE": "R",
     "SEND": "M",

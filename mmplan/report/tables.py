@@ -67,13 +67,12 @@ def _metaops(workload: Workload, views: dict[str, TaskView]) -> Grid:
 def _module_row(workload: Workload, view: TaskView, module: str) -> tuple[str, ...]:
     spec = workload.modules[module]
     frozen = view.frozen[module]
-    pins = {k: v for k, v in spec.plan.model_dump().items() if v is not None}
     return (
         module + (f" (shares {spec.share})" if spec.share else ""),
         spec.factory,
         _takes(spec.inputs),
         ("yes" if frozen is True else ", ".join(f"{a}-{b}" for a, b in frozen or ())) or "no",
-        ", ".join(f"{k} {v}" for k, v in pins.items()) or "none",
+        str(spec.plan) or "none",
     )
 
 

@@ -34,12 +34,13 @@ _TICKS = 2_000_000
 SHAPES: dict[str, tuple[float, float]] = {
     "F": (0.08, 0.84),
     "B": (0.26, 0.66),
+    "W": (0.5, 0.42),
     "S": (0.08, 0.84),
     "R": (0.26, 0.66),
     "M": (0.46, 0.12),
     "O": (0.46, 0.12),
 }
-_LABELLED = "FBSR"
+_LABELLED = "FBWSR"
 _LABEL_WIDTH = 17.0
 # Between two bars that follow each other at once.
 _GAP = 0.8

@@ -48,6 +48,11 @@ class Pins(Record):
         description="weight gradients after the input gradients are sent; auto: where it gains",
     )
 
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {value}" for name, value in self.model_dump(exclude_defaults=True).items()
+        )
+
     def allows(self, name: str, value: int) -> bool:
         """Whether a degree is among the candidates (all are, when none is given)."""
         candidates = getattr(self, name)

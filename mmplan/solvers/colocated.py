@@ -49,7 +49,8 @@ def solve_colocated(request: Request) -> Solution:
     """The best plans with every module on every device.
 
     Raises:
-        InvalidInputError: several tasks (:class:`NotApplicableError`), or a method.
+        InvalidInputError: several tasks or a pinned vpp (:class:`NotApplicableError`), or a
+            method.
         InfeasibleError: the modules do not fit a device's memory together, or their pins
             do not allow to share all devices.
     """
@@ -58,6 +59,7 @@ def solve_colocated(request: Request) -> Solution:
             f"--method {request.method}: colocated knows exact", hint="leave --method out"
         )
     problem = Problem(request=request, task=request.only_task("colocated"))
+    request.check_not_interleaved("colocated")
     wholes = _wholes(problem)
     least_sync_s = problem.rounds * problem.least_sync_s()
     candidates = sorted(

@@ -86,10 +86,9 @@ def _no_degrees(problem: Problem, own: ModuleTables | None) -> InfeasibleError:
             f"{problem.devices} devices, whatever their memory",
             hint="loosen dp, pp, vpp or microbatch in the modules' plan",
         )
-    pins = own.pins.model_dump(exclude_none=True)
     degrees = problem.costs.tp_options(task=problem.task.name, module=own.module)
     return InfeasibleError(
-        f"module {own.module}: no tp, pp and vpp fit its plan {pins}, the profile's tp "
+        f"module {own.module}: no tp, pp and vpp fit its plan ({own.pins}), the profile's tp "
         f"{', '.join(map(str, degrees))} and {problem.devices} devices",
         hint=f"loosen modules.{own.module}.plan, or profile it at another tp",
     )

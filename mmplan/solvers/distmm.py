@@ -46,10 +46,11 @@ def solve_distmm(request: Request) -> Solution:
     """The ``top`` best plans of the formula, and the proof of the best.
 
     Raises:
-        InvalidInputError: several tasks, or an unknown method.
+        InvalidInputError: several tasks, a pinned vpp, or an unknown method.
         InfeasibleError: too few devices, or too little memory; names what is missing.
     """
     problem = Problem(request=request, task=request.only_task("distmm"))
+    request.check_not_interleaved("distmm")
     method = request.method or "exact"
     if method not in METHODS:
         raise InvalidInputError(
@@ -240,10 +241,10 @@ def check_feasible(problem: Problem, modules: dict[str, ModuleOptions]) -> None:
 
 def _no_option(problem: Problem, name: str, own: ModuleOptions) -> InfeasibleError:
     if not own.tried:
-        pins = problem.request.workload.modules[name].plan.model_dump(exclude_none=True)
+        pins = problem.request.workload.modules[name].plan
         degrees = problem.costs.tp_options(task=problem.task.name, module=name)
         return InfeasibleError(
-            f"module {name}: no tp and pp fit its plan {pins}, the profile's tp "
+            f"module {name}: no tp and pp fit its plan ({pins}), the profile's tp "
             f"{', '.join(map(str, degrees))} and {problem.devices} devices",
             hint=f"loosen modules.{name}.plan, or profile it at another tp",
         )

@@ -52,6 +52,20 @@ class Request:
             )
         return next(iter(self.tasks.values()))
 
+    def check_not_interleaved(self, solver: str) -> None:
+        """Refuse a workload that asks for interleaved chunks, for solvers without them.
+
+        Raises:
+            NotApplicableError: a module's plan does not allow vpp 1.
+        """
+        for task in self.tasks.values():
+            for name in task.modules:
+                if not self.workload.modules[name].plan.allows("vpp", 1):
+                    raise NotApplicableError(
+                        f"modules.{name}.plan.vpp: {solver} does not interleave chunks",
+                        hint="leave vpp out, or use --solver convex",
+                    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
