@@ -24,7 +24,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import FEATURES, Case
 from tests.pairwise import pairwise_rows
-from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
+from tests.programs import Kind, LossSpec, UnitSpec, loss, make_plan, unit
 from tests.verification import HERE, verify_in_process, verify_units
 
 PP, DP, TP, K, SYNCS = (1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)
@@ -34,6 +34,7 @@ DEGREES = [
     for pp, dp, tp, k, syncs in itertools.product(PP, DP, TP, K, SYNCS)
     if (pp + dp + K.index(k) + syncs) % 3 == tp % 3
 ]
+KINDS: tuple[Kind, ...] = ("batch-sync", "gpipe", "1f1b", "interleaved")
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -244,9 +245,7 @@ def planned_units(draw: st.DrawFn) -> tuple[list[UnitSpec], list[LossSpec], int]
                 blocks=6 if shared else pp * vpp,
                 ranks=_grid(draw, len(shares), pp, tp) if pooled else None,
                 sizes=[draw(_shares(share, most=4)) for share in shares],
-                kind=draw(
-                    st.sampled_from(["batch-sync", "gpipe", "1f1b", *["interleaved"] * (vpp > 1)])
-                ),
+                kind=draw(st.sampled_from(KINDS if vpp > 1 else KINDS[:3])),
                 lead=draw(st.integers(0, 2)),
                 sync_lead=draw(st.integers(0, 1)),
                 frozen=draw(st.sampled_from([False, False, True, ((0, 1),)])) if i else False,
