@@ -68,7 +68,7 @@ demo-mllm: install  ## plan and train a small multimodal LLM: encoder, decoder, 
 	rm -rf $(DEMO_MLLM)
 	mkdir -p $(DEMO_MLLM)
 	$(BIN)/mmplan profile $(MLLM)/workload.yaml --data -o $(DEMO_MLLM)/profile.json
-	$(BIN)/mmplan solve $(MLLM)/workload.yaml --profile $(DEMO_MLLM)/profile.json --devices 4 --solver convex --top 1 -o $(DEMO_MLLM)/plan.json
+	$(BIN)/mmplan solve $(MLLM)/workload.yaml --profile $(DEMO_MLLM)/profile.json --devices 4 --solver convex -o $(DEMO_MLLM)/plan.json
 	$(BIN)/mmplan check $(DEMO_MLLM)/plan.json
 	$(BIN)/mmlaunch verify $(DEMO_MLLM)/plan.json
 	$(BIN)/mmlaunch run $(DEMO_MLLM)/plan.json --run-dir $(DEMO_MLLM)/run --save-every 200

@@ -435,16 +435,13 @@ def simulated_s(folder: Path, problem: Problem, solver: str) -> float:
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
 )
-def test_no_baseline_is_better_than_auto_nor_a_grid_than_convex(tmp_path: Path, seed: int) -> None:
+def test_no_baseline_is_better_than_auto(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = list(GRAPHS)
     problem = random_problem(rng, names[seed % len(names)])
-    auto_s, convex_s = (simulated_s(tmp_path, problem, s) for s in ("auto", "convex"))
-    theirs = {solver: simulated_s(tmp_path, problem, solver) for solver in BASELINES}
-    assert auto_s <= min(theirs.values()) * (1 + 1e-9)
-    assert auto_s <= convex_s * (1 + 1e-9)
-    if convex_s < math.inf:
-        assert convex_s <= min(theirs["megatron"], theirs["megatron-rigid"]) * (1 + 1e-9)
+    auto_s = simulated_s(tmp_path, problem, "auto")
+    theirs = [simulated_s(tmp_path, problem, solver) for solver in (*BASELINES, "convex")]
+    assert auto_s <= min(theirs) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -457,32 +454,25 @@ def test_no_baseline_is_better_than_auto_where_losses_couple(tmp_path: Path, see
     assert auto_s <= min(simulated_s(tmp_path, problem, s) for s in BASELINES) * (1 + 1e-9)
 
 
-def test_convex_names_the_grid_that_it_takes(tmp_path: Path) -> None:
+def test_auto_shares_devices_where_that_is_faster_and_convex_never(tmp_path: Path) -> None:
     # Two modules of equal work and a micro-batch each: a pipeline of two devices has a ramp.
     task, given = workload(CHAIN, batch=2, losses=LOSS), chain_profile(2)
-    shared = run_solve(tmp_path, task, given, solver="convex")
-    assert [unit.dp for unit in shared.units] == [2, 2]
-    assert shared.solver.name == "convex"
-    assert "all modules share one grid of dp 2 x pp 1 x tp 1, as under megatron" in str(
-        shared.solver.notes
-    )
-    assert shared.solver.lower_bound_s <= shared.solver.objective_s
-    apart = run_solve(tmp_path, task, given, solver="convex", top=1)
+    apart = run_solve(tmp_path, task, given, solver="convex")
     assert [unit.ranks for unit in apart.units] == [(((0,),),), (((1,),),)]
+    shared = run_solve(tmp_path, task, given)
+    assert [unit.dp for unit in shared.units] == [2, 2]
     assert apart.predicted.iteration_s > shared.predicted.iteration_s
     labels = [r.label for r in shared.solver.runners_up]
     assert "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)" in labels
-    assert f"convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp{SHARED}" in labels
+    assert any(label.endswith(SHARED) for label in labels)
 
 
-def test_without_time_the_first_plan_of_each_kind_is_simulated(tmp_path: Path) -> None:
+def test_without_time_the_first_plan_of_each_solver_is_simulated(tmp_path: Path) -> None:
     task, given = workload(CHAIN, batch=2, losses=LOSS), chain_profile(2)
-    plan = run_solve(tmp_path, task, given, solver="convex", budget_s=0.0)
+    plan = run_solve(tmp_path, task, given, budget_s=0.0)
     assert [unit.dp for unit in plan.units] == [2, 2]
-    # The best of devices of their own, which is the rigid one here.
     labels = [r.label for r in plan.solver.runners_up]
-    assert labels[0] == "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)"
-    assert len(labels) <= 2
+    assert "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)" in labels
     assert any("were not simulated for lack of time" in note for note in plan.solver.notes)
 
 

@@ -1,7 +1,6 @@
 """MMScale: an encoder, an LLM and a generator on devices of their own, planned exactly.
 
-``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module,
-and where several plans are simulated also looks at those in which modules share devices;
+``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module;
 ``cvxpy`` solves the paper's convex relaxation and rounds it.
 
 Source: MMScale (Algorithm 1), with whole blocks, whole samples, memory as the pipeline
@@ -11,7 +10,6 @@ holds it, and gradient reductions and messages in the objective.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -21,7 +19,6 @@ from mmplan.solvers.convex_groups import Frame, Pipelines
 from mmplan.solvers.convex_infeasible import explain
 from mmplan.solvers.convex_options import Pick
 from mmplan.solvers.convex_relaxation import relax
-from mmplan.solvers.megatron import grids_of_a_chain
 from mmplan.solvers.placement import Grid, place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.shares import split_evenly
@@ -52,8 +49,7 @@ def solve_convex(request: Request) -> Solution:
     problem = Problem(request=request, task=next(iter(request.tasks.values())))
     if method == "cvxpy":
         return _solve_relaxed(problem)
-    pipelines = best_pipelines(problem)
-    return _with_grids(problem, pipelines) if request.top > 1 else pipelines
+    return best_pipelines(problem)
 
 
 def _check_suited(request: Request) -> None:
@@ -71,22 +67,6 @@ def _check_suited(request: Request) -> None:
             "parameters of another one",
             hint="use --solver distmm, or --solver auto",
         )
-
-
-def _with_grids(problem: Problem, pipelines: Solution) -> Solution:
-    """The plans of devices of their own, and the best ones in which modules share a grid.
-
-    Where the whole model fits few devices, plain data parallelism has no ramp and may win.
-    The two formulas know different waits, so simulation has to choose.
-    """
-    first, *others = pipelines.candidates
-    grids = [c for c in grids_of_a_chain(problem) if c.units != first.units]
-    known = {grid.units for grid in grids}
-    # Only grids that are simulated can be chosen, and their objective is known then: the
-    # planner takes it into the bound. Before, it would be what no order of theirs attains.
-    return replace(
-        pipelines, candidates=(first, *(c for c in others if c.units not in known), *grids)
-    )
 
 
 def best_pipelines(problem: Problem) -> Solution:

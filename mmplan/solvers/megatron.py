@@ -14,20 +14,16 @@ Source: Megatron-LM, arXiv:2104.04473; the rigid form is the baseline of MMScale
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import Unit
 from mmplan.solvers.convex_groups import backbone_of
 from mmplan.solvers.convex_options import smallest_divisors
 from mmplan.solvers.convex_stages import cut_everywhere
 from mmplan.solvers.grid_search import allowed, best_grids, tensor_degrees
-from mmplan.solvers.one_grid import Layout, OneGrid, Place
+from mmplan.solvers.one_grid import Layout, Place
 from mmplan.solvers.problem import (
     Blocks,
-    Candidate,
     NotApplicableError,
     Problem,
     Request,
@@ -83,34 +79,6 @@ def _check_chain(problem: Problem) -> None:
             f"{', '.join(shared)} uses the parameters of another one",
             hint="use --solver megatron",
         )
-
-
-def grids_of_a_chain(problem: Problem) -> list[Candidate]:
-    """The ``top`` best plans of both kinds for a chain of modules, where any fit.
-
-    For a solver that gives modules devices of their own and wants to know whether sharing
-    them is better.
-    """
-    kinds = {"megatron": _colocated_layouts, "megatron-rigid": _rigid_layouts}
-    found: dict[tuple[Unit, ...], Candidate] = {}
-    for solver, layouts in kinds.items():
-        fitting = [layout for layout in layouts(problem) if allowed(problem, layout)]
-        with suppress(InfeasibleError):
-            for candidate, grid in best_grids(problem, solver, fitting):
-                found.setdefault(candidate.units, _noted(candidate, grid, solver))
-    return list(found.values())
-
-
-def _noted(candidate: Candidate, grid: OneGrid, solver: str) -> Candidate:
-    """Says whose form the plan has; stages that share devices wait as no formula knows."""
-    replicas, positions = candidate.units[0].dp, grid.layout.positions
-    note = (
-        f"all modules share one grid of dp {replicas} x pp {positions} x tp {grid.layout.tp}, as "
-        "under megatron: simulated, the best plans of devices of their own are slower"
-        if solver == "megatron"
-        else "all modules have the backbone's tp and dp, as under megatron-rigid"
-    )
-    return replace(candidate, closed_form=False, notes=(note,), kind=solver)
 
 
 def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution:
