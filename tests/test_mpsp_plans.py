@@ -9,15 +9,20 @@ from typing import Any
 
 import pytest
 
+from mmplan.costs import CostModel, ProgramCosts
+from mmplan.draft import placed_losses, planned_tasks
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.program.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Op
 from mmplan.schema.base import save_document
 from mmplan.schema.faults import plan_faults
-from mmplan.schema.plan import Plan
+from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.simulate import simulate
+from mmplan.solvers.mpsp import solve_mpsp
+from mmplan.solvers.problem import Candidate, Request
 from tests.commands import call
 from tests.programs import loss, unit
 from tests.solving import module_profile, profile, run_solve
@@ -170,6 +175,59 @@ def test_plans_of_shared_encoders(tmp_path: Path, devices: int, method: str) -> 
     check_plan(plan)
     # Free links and nothing to reduce for free: the program takes what the formula says.
     assert plan.predicted.iteration_s == pytest.approx(plan.solver.objective_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("work", ["encoders", "llm"])
+@pytest.mark.parametrize("devices", [3, 8])
+def test_with_free_links_programs_take_no_longer_than_the_formula(work: str, devices: int) -> None:
+    """Syncs come between the forwards and the backwards of a round and hold up neither."""
+    workload, profiled = {
+        "encoders": (shared_encoders(), shared_encoder_costs(devices)),
+        "llm": (one_llm(), one_llm_costs(devices)),
+    }[work]
+    training = PlannedTraining()
+    costs_ = CostModel(profiled, profiled.cluster, training)
+    request = Request(
+        workload=workload,
+        tasks=resolve_tasks(workload),
+        costs=costs_,
+        cluster=profiled.cluster,
+        devices=devices,
+        budget_s=BUDGET_S,
+    )
+    solution = solve_mpsp(request)
+    assert len(solution.candidates) > 2
+    for candidate in solution.candidates:
+        drafted = draft_plan(request, candidate)
+        program = compile_plan(drafted)
+        simulated_s = simulate(program, ProgramCosts(program, costs_, drafted)).iteration_s
+        assert simulated_s <= candidate.objective_s * (1 + 1e-9), candidate.kind
+
+
+def draft_plan(request: Request, candidate: Candidate) -> Plan:
+    nothing = {"path": "x", "sha256": "0"}
+    return Plan.model_validate(
+        {
+            "name": "draft",
+            "workload": nothing,
+            "profile": nothing,
+            "cluster": request.cluster,
+            "devices": request.devices,
+            "tasks": planned_tasks(request),
+            "solver": {
+                "name": "mpsp",
+                "method": "search",
+                "seconds": 0,
+                "objective_s": candidate.objective_s,
+                "lower_bound_s": 0,
+                "gap": 0,
+            },
+            "units": candidate.units,
+            "losses": placed_losses(request, candidate.units),
+            "waves": candidate.waves,
+            "predicted": {"iteration_s": 0, "samples_per_s": 0},
+        }
+    )
 
 
 def test_waves_decide_the_order_on_every_rank(tmp_path: Path) -> None:

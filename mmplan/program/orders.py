@@ -12,7 +12,7 @@ from mmplan.program.interleave import Interleaving, group_ends, interleave
 from mmplan.program.lower import Graph
 from mmplan.program.model import Stage
 from mmplan.program.order import forwards_that_reach, order_stage, sample_frontier
-from mmplan.program.waves import wave_precedences
+from mmplan.program.waves import turns, wave_precedences
 from mmplan.schema.plan import Plan, Unit
 
 Item = tuple[Op, int, int, int]
@@ -28,11 +28,15 @@ class Orders:
         sequences: computes that follow each other as listed: one list for each replica of a
             stage, or of all chunks that a rank of an interleaved unit runs.
         precedences: pairs of computes of different units, the first before the second.
+        turns: per rank and round, the computes before and after the round's syncs.
     """
 
     forwards_before: list[list[list[int]]]
     sequences: list[list[Item]] = field(default_factory=list)
     precedences: list[tuple[Item, Item]] = field(default_factory=list)
+    turns: dict[int, list[tuple[Item, Item | None]]] = field(
+        default_factory=dict[int, list[tuple[Item, Item | None]]]
+    )
 
 
 def order_stages(plan: Plan, graph: Graph) -> Orders:
@@ -62,8 +66,8 @@ class _Orderer:
                 del stages[-len(chunks) :]
             else:
                 self._order(stages.pop(), unit)
-        precedences = wave_precedences(self._plan, self._graph.stages)
-        return Orders(self._before, self._sequences, precedences)
+        waves = self._plan, self._graph.stages
+        return Orders(self._before, self._sequences, wave_precedences(*waves), turns(*waves))
 
     def _order(self, stage: Stage, unit: Unit) -> None:
         before = self._own_order(stage, unit)

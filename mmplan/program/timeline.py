@@ -111,6 +111,7 @@ class Timeline:
         self._sequences: list[list[Event]] = []
         self._syncs: dict[tuple[int, int], Event] = {}
         self._forwards_before = orders.forwards_before
+        self._turns = orders.turns
         self._weights: list[Event] = []
         # Per sequence, those that nothing in it waits for.
         self._left_over: list[list[Event]] = []
@@ -206,6 +207,13 @@ class Timeline:
         for stage in self._stages:
             if loss.index in stage.syncs:
                 self._join(stage, syncs, loss.sync_batch)
+        for rank in loss.ranks:
+            turns = self._turns.get(rank, [])
+            for sync in syncs if turns else []:
+                last, first = turns[((sync.mb + 1) * len(turns) - 1) // len(syncs)]
+                sync.after(self._computes[last])
+                if first is not None and self._computes[first] not in sync.then:
+                    self._computes[first].after(sync)
 
     def _join(self, stage: Stage, syncs: Sequence[Event], size: int) -> None:
         feeds_others = any(edge.producer == stage.index for edge in self._edges)

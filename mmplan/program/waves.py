@@ -22,6 +22,38 @@ def wave_precedences(plan: Plan, stages: Sequence[Stage]) -> list[tuple[Item, It
     these before the next round. Units that are in no wave, or whose rounds are other in
     number than those of the units beside them, are left to the order of their messages.
     """
+    pairs: dict[tuple[Item, Item], None] = {}
+    for row in _rows(plan, stages).values():
+        if len({_rounds(place) for place in row}) == 1:
+            pairs.update(dict.fromkeys(pairwise(_computes(row))))
+    return list(pairs)
+
+
+def turns(plan: Plan, stages: Sequence[Stage]) -> dict[int, list[tuple[Item, Item | None]]]:
+    """Per rank of the waves and per round, its last forward and its first backward if any.
+
+    Syncs stand between the two. A sync blocks all of its ranks: one that came before a forward
+    would hold up what the waves have there in the meantime, one after a backward would hold up
+    whatever waits for its gradient elsewhere.
+    """
+    found: dict[int, list[tuple[Item, Item | None]]] = {}
+    for rank, row in _rows(plan, stages).items():
+        if len({_rounds(place) for place in row}) == 1:
+            computes = list(_computes(row))
+            found[rank] = [_turn(row, computes, r) for r in range(_rounds(row[0]))]
+    return found
+
+
+def _turn(row: Sequence[Place], computes: Sequence[Item], r: int) -> tuple[Item, Item | None]:
+    stage, d = row[-1]
+    last = Op.FORWARD, stage.index, d, _of_round(stage, d, r)[-1]
+    following = computes.index(last) + 1
+    first = computes[following] if following < len(computes) else None
+    return last, first if first is not None and first[0] is Op.BACKWARD else None
+
+
+def _rows(plan: Plan, stages: Sequence[Stage]) -> dict[int, list[Place]]:
+    """Per rank its slices, in the order in which the waves start them."""
     spans = {item.unit: item.start_s for wave in plan.waves for item in wave.slices}
     rows: defaultdict[int, list[Place]] = defaultdict(list)
     for stage in stages:
@@ -29,12 +61,9 @@ def wave_precedences(plan: Plan, stages: Sequence[Stage]) -> list[tuple[Item, It
             for d, group in enumerate(stage.ranks):
                 for rank in group:
                     rows[rank].append((stage, d))
-    pairs: dict[tuple[Item, Item], None] = {}
     for row in rows.values():
         row.sort(key=lambda place: (spans[place[0].unit], place[0].index))
-        if len({_rounds(place) for place in row}) == 1:
-            pairs.update(dict.fromkeys(pairwise(_computes(row))))
-    return list(pairs)
+    return rows
 
 
 def _rounds(place: Place) -> int:
