@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 SAMPLES = 1920
 STEP_SEEDS = 3
-LONG = Effort(first=512, generations=40, scans=400)
+LONG = Effort(first=1024, generations=512, scans=1024)
 
 
 # --- intra ----------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class BatchOrder:
         self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
         self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
         seconds = _SHARE * (program.predicted_s or 1.0)
-        self._effort = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
+        self._effort = _affordable(self._recurrence, seconds)
 
     def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
@@ -317,12 +317,12 @@ def _cost(stage: Stage, blocks: int) -> tuple[float, float, float]:
     return (forward, forward, forward * trained) if stage.has_backward else (forward, 0.0, 0.0)
 
 
-def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> Effort:
+def _affordable(recurrence: Recurrence, seconds: float) -> Effort:
     """The full effort, or what of it fits the time."""
     full = Effort()
     batches = full.first / 64 + full.generations + full.scans
-    columns = full.columns(num_microbatches)
-    needed_s = batches * recurrence.num_levels * _LEVEL_S + columns * recurrence.num_nodes * _NODE_S
+    needed_s = recurrence.num_levels * batches * _LEVEL_S
+    needed_s += recurrence.num_nodes * full.columns * _NODE_S
     share = min(1.0, seconds / needed_s)
     return Effort(
         first=int(full.first * min(1.0, 4 * share)),

@@ -17,7 +17,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.groups import assign_groups, group_bound
 from mmplan.program.instructions import Compute, Op
 from mmplan.program.model import Program
-from mmplan.program.order_search import Effort, one_change
+from mmplan.program.order_search import Effort, draw_changes
 from mmplan.program.recurrence import Recurrence, make_recurrence
 from mmplan.program.replay import Durations, replay
 from mmplan.program.wiring import wire
@@ -209,15 +209,15 @@ def test_the_order_beats_random_ones_by_far_where_work_is_skewed() -> None:
     assert got.makespan < 0.9 * recurrence.order_makespans(draws, forward, 2 * forward).min()
 
 
-def test_more_effort_is_never_worse_and_the_same_seed_finds_the_same() -> None:
+def test_scans_never_make_it_worse_and_the_same_seed_finds_the_same() -> None:
     recurrence = make_recurrence(chain(4, 12))
     forward = np.random.default_rng(1).lognormal(0, 1, (4, 12))
     found = [
         order_microbatches(recurrence, forward, forward, seed=5, effort=effort)
-        for effort in (Effort(scans=0), Effort(), Effort(), Effort(scans=200))
+        for effort in (Effort(scans=0), Effort(), Effort())
     ]
     assert found[1].order.tolist() == found[2].order.tolist()
-    assert found[0].makespan >= found[1].makespan >= found[3].makespan
+    assert found[0].makespan >= found[1].makespan
 
 
 def test_equal_micro_batches_stay_as_they_are() -> None:
@@ -225,18 +225,18 @@ def test_equal_micro_batches_stay_as_they_are() -> None:
     assert got.order.tolist() == [0, 1, 2, 3, 4]
 
 
-@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
-def test_one_change_is_every_move_and_every_swap(case: tuple[int, int]) -> None:
-    count, place = case
-    changed = one_change(count, place).tolist()
-    moved, swapped = changed[:count], changed[count:]
-    for target in range(count):
-        rest = [i for i in range(count) if i != place]
-        rest.insert(target, place)
-        assert moved[target] == rest
-        expected = list(range(count))
-        expected[place], expected[target] = expected[target], expected[place]
-        assert swapped[target] == expected
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_changes_are_all_single_moves_and_swaps(count: int) -> None:
+    expected: set[tuple[int, ...]] = set()
+    for place, target in itertools.permutations(range(count), 2):
+        moved = [i for i in range(count) if i != place]
+        moved.insert(target, place)
+        swapped = list(range(count))
+        swapped[place], swapped[target] = target, place
+        expected |= {tuple(moved), tuple(swapped)}
+    rng = np.random.Generator(np.random.PCG64(0))
+    drawn = [tuple(row) for _ in range(20) for row in draw_changes(rng, count).tolist()]
+    assert set(drawn) == expected
 
 
 # --- whole batches --------------------------------------------------------------------------

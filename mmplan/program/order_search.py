@@ -2,11 +2,12 @@
 
 A pipeline whose micro-batches differ runs best when neighbours are alike: light ones first, then
 ever heavier ones, then lighter ones again. Such *pyramids* differ in what counts as heavy (a
-weight for each unit's time) and in who goes up and who goes down. The search draws pyramids,
-breeds the best of them, and then moves single micro-batches.
+weight for each unit's time), in who goes up and who goes down, and in where the few heaviest
+stand: some belong where a pipeline fills or drains, far from the others. The search draws
+pyramids, breeds the best of them, and then moves single micro-batches.
 
 Shape suffixes used in this file: R = candidates, C = cells (micro-batches of all replicas),
-F = features of a cell, L = lists, M = places of a list.
+F = features of a cell, L = lists, M = places of a list, H = heaviest cells of a list.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ Indices = NDArray[np.intp]
 
 _AT_ONCE = 64
 _PARENTS = 4
-_KICKS = 3
+# Heaviest cells of a list that may stand outside the pyramid, and how often one does.
+_APART, _OFTEN = 4, 0.5
+# How much worse a move may make it, relative: falls to 0 towards the end.
+_WORSE = 0.01
 # Spread below which the order does not matter.
 _SAME = 1e-3
 
@@ -35,17 +39,17 @@ class Effort:
     Attributes:
         first: pyramids drawn; with 0 the order stays as given.
         generations: each breeds 64 pyramids.
-        scans: each tries a micro-batch, or a few, at every place, moved and swapped.
+        scans: each tries 64 moves and swaps of single micro-batches.
     """
 
-    first: int = 128
-    generations: int = 64
-    scans: int = 96
+    first: int = 256
+    generations: int = 128
+    scans: int = 192
 
-    def columns(self, num_microbatches: int) -> int:
-        """Orders that are evaluated, with so many micro-batches in the longest list."""
-        scanned = 2 * num_microbatches * scanned_places(num_microbatches)
-        return self.first + _AT_ONCE * self.generations + scanned * self.scans
+    @property
+    def columns(self) -> int:
+        """Orders that are evaluated."""
+        return self.first + _AT_ONCE * (self.generations + self.scans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +91,42 @@ def search_order(
 
 
 @dataclass(slots=True)
-class _Pyramids:
-    """Candidates: weights [R, F] and, per place in the list's ranking, whether it goes up."""
+class _Genes:
+    """What makes a pyramid.
+
+    Attributes:
+        weights: [R, F].
+        up: [R, M], whether the cell of that rank in its list goes up.
+        apart: [R, H], where in its list, of 1, the h-th heaviest cell stands; -1 in the pyramid.
+    """
 
     weights: Floats
     up: NDArray[np.bool_]
+    apart: Floats
+
+    def of(self, chosen: Indices) -> _Genes:
+        return _Genes(self.weights[chosen], self.up[chosen], self.apart[chosen])
+
+
+@dataclass(slots=True)
+class _Pyramids:
+    """Candidates: orders [R, C] and makespans [R]."""
+
+    genes: _Genes
     orders: Indices
     spans: Floats
 
     def best(self, count: int) -> _Pyramids:
         top = np.argsort(self.spans, kind="stable")[:count]
-        return _Pyramids(self.weights[top], self.up[top], self.orders[top], self.spans[top])
+        return _Pyramids(self.genes.of(top), self.orders[top], self.spans[top])
 
     def joined(self, other: _Pyramids) -> _Pyramids:
         return _Pyramids(
-            np.vstack([self.weights, other.weights]),
-            np.vstack([self.up, other.up]),
+            _Genes(
+                np.vstack([self.genes.weights, other.genes.weights]),
+                np.vstack([self.genes.up, other.genes.up]),
+                np.vstack([self.genes.apart, other.genes.apart]),
+            ),
             np.vstack([self.orders, other.orders]),
             np.concatenate([self.spans, other.spans]),
         )
@@ -144,28 +168,14 @@ class _Search:
         return self._climb(order, span, effort.scans)
 
     def _climb(self, order: Indices, span: float, scans: int) -> tuple[Indices, float]:
-        """Scan from the best order so far; where it leads no further, from one nearby."""
-        best, best_span, idle = order, span, 0
-        longest = max(places_LM.shape[1] for places_LM in self._groups)
-        for _ in range(scans):
-            if idle * scanned_places(longest) > 2 * longest:
-                order, idle = self._kicked(best), 0
-                span = float(self._evaluate(order[None, :])[0])
-            before = span
-            order, span = self._scan(order, span)
-            idle = idle + 1 if span == before else 0
+        """Scan from the best order so far, at first over slightly worse ones."""
+        best, best_span = order, span
+        for index in range(scans):
+            allowed = 1 + _WORSE * (1 - index / scans) ** 2
+            order, span = self._scan(order, span, allowed)
             if span < best_span:
                 best, best_span = order, span
         return best, best_span
-
-    def _kicked(self, order: Indices) -> Indices:
-        """A few swaps away, the same in all lists of a length."""
-        kicked = order.copy()
-        for places_LM in self._groups:
-            for _ in range(_KICKS):
-                pair = self._rng.choice(places_LM.shape[1], 2, replace=False)
-                kicked[places_LM[:, pair]] = kicked[places_LM[:, pair[::-1]]]
-        return kicked
 
     def _ranking(self, places_LM: Indices) -> Indices:
         """Rank of each place's cell in its list, by whole time: alike in all lists."""
@@ -174,66 +184,82 @@ class _Search:
 
     def _draw(self, count: int) -> _Pyramids:
         # Sums of exponentials would do; a running sum rounds alike on every processor.
-        drawn = self._rng.random((count, len(self._time_FC)))
+        weights = self._rng.random((count, len(self._time_FC)))
         longest = max(places_LM.shape[1] for places_LM in self._groups)
-        return self._built(drawn, self._rng.random((count, longest)) < 0.5)
+        up = self._rng.random((count, longest)) < 0.5
+        return self._built(_Genes(weights, up, self._apart(count)))
+
+    def _apart(self, count: int) -> Floats:
+        places = self._rng.random((count, _APART))
+        return np.where(self._rng.random(places.shape) < _OFTEN, places, -1.0)
 
     def _bred(self, parents: _Pyramids) -> _Pyramids:
-        chosen = self._rng.integers(len(parents.spans), size=_AT_ONCE)
-        weights, up = parents.weights[chosen], parents.up[chosen]
-        weights = weights * (0.6 + 0.8 * self._rng.random(weights.shape))
-        flipped = self._rng.random(up.shape) < 2.0 / up.shape[1]
-        return self._built(weights, up ^ flipped)
+        genes = parents.genes.of(self._rng.integers(len(parents.spans), size=_AT_ONCE))
+        weights = genes.weights * (0.6 + 0.8 * self._rng.random(genes.weights.shape))
+        flipped = self._rng.random(genes.up.shape) < 2.0 / genes.up.shape[1]
+        # Of the cells that stand apart, some are drawn anew and some move a little.
+        chance, step = self._rng.random((2, *genes.apart.shape))
+        moved = np.clip(genes.apart + 0.2 * (step - 0.5), 0.0, 1.0)
+        apart = np.where((chance < 0.4) & (genes.apart >= 0), moved, genes.apart)
+        apart = np.where(chance < 0.15, self._apart(_AT_ONCE), apart)
+        return self._built(_Genes(weights, genes.up ^ flipped, apart))
 
-    def _built(self, weights: Floats, up: NDArray[np.bool_]) -> _Pyramids:
+    def _built(self, genes: _Genes) -> _Pyramids:
         # Summed feature by feature: a matrix product rounds differently on other processors.
-        key_RC = np.zeros((len(weights), self._time_FC.shape[1]))
+        key_RC = np.zeros((len(genes.up), self._time_FC.shape[1]))
         for feature, time_C in enumerate(self._time_FC):
-            key_RC += weights[:, feature, None] * time_C
-        orders = np.repeat(np.arange(key_RC.shape[1])[None, :], len(weights), axis=0)
+            key_RC += genes.weights[:, feature, None] * time_C
+        orders = np.repeat(np.arange(key_RC.shape[1])[None, :], len(key_RC), axis=0)
         for places_LM, rank_LM in zip(self._groups, self._ranks, strict=True):
             key = key_RC[:, places_LM]
-            rises = up[:, rank_LM]
+            rises = genes.up[:, rank_LM]
             place = np.where(rises, key, 2 * key.max(axis=2, keepdims=True) - key)
+            place = _set_apart(place, genes.apart, rank_LM)
             filled = np.argsort(place, axis=2, kind="stable")
             orders[:, places_LM] = np.take_along_axis(
                 np.broadcast_to(places_LM, filled.shape), filled, axis=2
             )
-        return _Pyramids(weights, up, orders, self._spans(orders))
+        return _Pyramids(genes, orders, self._spans(orders))
 
     def _spans(self, orders: Indices) -> Floats:
         parts = [orders[i : i + _AT_ONCE] for i in range(0, len(orders), _AT_ONCE)]
         return np.concatenate([self._evaluate(part) for part in parts])
 
-    def _scan(self, order: Indices, span: float) -> tuple[Indices, float]:
-        """Some places against all others, in all lists of a length or in one of them."""
+    def _scan(self, order: Indices, span: float, allowed: float) -> tuple[Indices, float]:
+        """Single changes of all lists of a length, or of one of them; the best is taken."""
         places_LM = self._groups[int(self._rng.integers(len(self._groups)))]
         if len(places_LM) > 1 and self._rng.integers(2):
             places_LM = places_LM[[int(self._rng.integers(len(places_LM)))]]
-        count = places_LM.shape[1]
-        tried = self._rng.choice(count, min(count, scanned_places(count)), replace=False)
-        changed = np.vstack([one_change(count, place) for place in tried.tolist()])
+        changed = draw_changes(self._rng, places_LM.shape[1])
         orders = np.repeat(order[None, :], len(changed), axis=0)
         orders[:, places_LM] = order[places_LM][:, changed].swapaxes(0, 1)
-        spans = self._spans(orders)
+        spans = self._evaluate(orders)
         best = int(spans.argmin())
         # Equal is taken too: the way down leads over plateaus.
-        return (orders[best], float(spans[best])) if spans[best] <= span else (order, span)
+        if spans[best] <= span * allowed:
+            return orders[best], float(spans[best])
+        return order, span
 
 
-def scanned_places(count: int) -> int:
-    """Places that a scan of a list tries: short lists leave room for several."""
-    return max(1, _AT_ONCE // (2 * count))
+def _set_apart(place: Floats, apart: Floats, rank_LM: Indices) -> Floats:
+    """The keys [R, L, M] by which cells are sorted, of the heaviest as ``apart`` [R, H] says."""
+    count = rank_LM.shape[1]
+    ranked = np.argsort(np.argsort(place, axis=2, kind="stable"), axis=2, kind="stable")
+    place = ranked.astype(np.float64)
+    for index in range(min(apart.shape[1], count - 1)):
+        wanted = apart[:, index, None, None]
+        heavy = rank_LM == count - 1 - index
+        place = np.where(heavy & (wanted >= 0), wanted * count - 0.5, place)
+    return place
 
 
-def one_change(count: int, place: int) -> Indices:
-    """[2 count, count]: what is at ``place`` moved to every place, and swapped with every one."""
-    target = np.arange(count)
-    rest = np.delete(target, place)
-    shifted = target[None, :] - (target[None, :] > target[:, None])
-    moved = np.append(rest, 0)[shifted]
-    moved[target, target] = place
-    swapped = np.repeat(target[None, :], count, axis=0)
-    swapped[target, place] = target
-    swapped[target, target] = place
-    return np.vstack([moved, swapped])
+def draw_changes(rng: np.random.Generator, count: int) -> Indices:
+    """[64, count]: one place's content moved to another place or swapped with it; count >= 2."""
+    place = rng.integers(count, size=(_AT_ONCE, 1))
+    target = (place + 1 + rng.integers(count - 1, size=place.shape)) % count
+    old = np.arange(count)
+    passed = (np.minimum(place, target) <= old) & (old <= np.maximum(place, target))
+    moved = np.where(passed, old + np.sign(target - place), old)
+    swapped = np.where(old == place, target, old)
+    changed = np.where(rng.random(place.shape) < 0.5, moved, swapped)
+    return np.where(old == target, place, changed)
