@@ -11,12 +11,17 @@ SHARED = ", shared devices)"
 
 
 def labelled(plan: Plan) -> str:
-    """Degrees of every unit, and whether units share devices."""
+    """Degrees and largest micro-batch of every unit, and whether units share devices."""
     degrees = ", ".join(
         f"{unit.name} {unit.dp}x{unit.pp}x{unit.tp}" + (f" vpp {unit.vpp}" if unit.vpp > 1 else "")
         for unit in plan.units
     )
-    return f"{degrees} (dp x pp x tp{SHARED if shares_devices(plan) else ')'}"
+    sizes = [
+        max((max(row, default=0) for row in unit.microbatches), default=0) for unit in plan.units
+    ]
+    shown = sizes[:1] if len(set(sizes)) == 1 else sizes
+    microbatches = f"micro-batch {'/'.join(map(str, shown))}"
+    return f"{degrees}, {microbatches} (dp x pp x tp{SHARED if shares_devices(plan) else ')'}"
 
 
 def shares_devices(plan: Plan) -> bool:

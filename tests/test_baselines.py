@@ -463,7 +463,7 @@ def test_auto_shares_devices_where_that_is_faster_and_convex_never(tmp_path: Pat
     assert [unit.dp for unit in shared.units] == [2, 2]
     assert apart.predicted.iteration_s > shared.predicted.iteration_s
     labels = [r.label for r in shared.solver.runners_up]
-    assert "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)" in labels
+    assert any(label.startswith("convex: vision 1x1x1, llm 1x1x1, ") for label in labels)
     assert any(label.endswith(SHARED) for label in labels)
 
 
@@ -472,7 +472,7 @@ def test_without_time_the_first_plan_of_each_solver_is_simulated(tmp_path: Path)
     plan = run_solve(tmp_path, task, given, budget_s=0.0)
     assert [unit.dp for unit in plan.units] == [2, 2]
     labels = [r.label for r in plan.solver.runners_up]
-    assert "convex: vision 1x1x1, llm 1x1x1 (dp x pp x tp)" in labels
+    assert any(label.startswith("convex: vision 1x1x1, llm 1x1x1, ") for label in labels)
     assert any("were not simulated for lack of time" in note for note in plan.solver.notes)
 
 
