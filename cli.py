@@ -259,6 +259,10 @@ def solve(
     save_document(plan, output)
     _show_plan(out, plan)
     out.text(f"wrote {output}")
+    later = [item for item in loaded.task_sets if item.from_step and tasks is None]
+    if later:
+        steps = "; ".join(f"from step {s.from_step} {', '.join(s.tasks)}" for s in later)
+        out.hint(f"mmlaunch run plans for the later task sets by itself: {steps}")
     out.hint(f"mmlaunch verify {output}; mmlaunch run {output}")
     out.data(plan.model_dump(mode="json", exclude_none=True))
 
@@ -539,8 +543,9 @@ def run(
     out.text(f"importing {', '.join(prepared.imports)}")
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("training") as bar:
-        summary = start(options, prepared, _follow(out, bar, prepared.plan, total))
-    _write_run_trace(out, prepared.plan, plan, summary)
+        follow = _follow(out, bar, prepared.plan, total)
+        summary = start(options, prepared, follow, _planner(out, options, prepared))
+    _write_run_trace(out, summary)
     out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
     if summary.stopped:
         raise StoppedError(
@@ -553,8 +558,10 @@ def run(
 
 def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:
     """Show the events of a run as they come."""
+    predicted_s = plan.predicted.iteration_s
 
     def on_event(event: dict[str, Any]) -> None:
+        nonlocal predicted_s
         match event.get("kind"):
             case "step":
                 done, took = event["step"] + 1, event["iteration_s"]
@@ -563,8 +570,16 @@ def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str
                     done,
                     total,
                     f"loss {loss}  {event['samples_per_s']:.0f} samples/s  iteration "
-                    f"{1e3 * took:.1f} ms (predicted {1e3 * plan.predicted.iteration_s:.1f})",
+                    f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
                 )
+            case "segment":
+                segment = event["segment"]
+                predicted_s = segment.plan.predicted.iteration_s
+                if event["of"] > 1:
+                    out.text(
+                        f"until step {segment.until}: tasks {', '.join(segment.plan.tasks)}, "
+                        f"predicted {1e3 * predicted_s:.1f} ms"
+                    )
             case "start":
                 out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
             case "note":
@@ -573,6 +588,25 @@ def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str
                 _say_launcher(out, event)
 
     return on_event
+
+
+def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., Plan]:
+    """Plans for other tasks with the given plan's profile, devices and solver."""
+
+    def planned(tasks: tuple[str, ...], output: Path) -> Plan:
+        from mmplan.replan import replan
+
+        out.text(f"planning for the tasks {', '.join(tasks)}")
+        return replan(
+            prepared.plan,
+            options.plan,
+            workload=prepared.workload,
+            workload_path=prepared.workload_path,
+            tasks=tasks,
+            output=output,
+        )
+
+    return planned
 
 
 def _say_launcher(out: Output, event: dict[str, Any]) -> None:
@@ -694,11 +728,12 @@ def _simulate(plan: Plan, path: Path, profile: Path | None) -> Simulation:
     return simulate_plan(plan, path, profile)
 
 
-def _write_run_trace(out: Output, plan: Plan, path: Path, summary: Any) -> None:
+def _write_run_trace(out: Output, summary: Any) -> None:
     """``trace.json``: predicted and measured rows of each rank, one above the other."""
     from mmplan.program.compile import compile_plan
     from mmplan.program.trace import TimedInstruction, trace_events, write_trace
 
+    plan, path = summary.segment.plan, summary.segment.path
     program = compile_plan(plan)
     measured = [
         TimedInstruction(rank, index, start_s, end_s)

@@ -34,7 +34,7 @@ class InitialWeights:
         known = set(self._source.names())
         original: dict[str, str] = getattr(module, "source_names", {})
         self._stored: dict[int, str] = {}
-        for name, target in _targets(module):
+        for name, target in targets(module):
             names = (f"{owner}.{name}", name, original.get(name, name))
             stored = next((n for n in names if n in known), names[0])
             shape = self._source.shape(stored)
@@ -63,11 +63,12 @@ def load_initial(module: nn.Sequential, path: Path, owner: str) -> None:
     """
     weights = InitialWeights(path, module, owner)
     with torch.no_grad():
-        for _, target in _targets(module):
+        for _, target in targets(module):
             target.copy_(weights.read(target)[0])
 
 
-def _targets(module: nn.Sequential) -> Iterator[tuple[str, Tensor]]:
+def targets(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, each once, by the first of its names."""
     kept = module.state_dict(keep_vars=True)
     seen: set[int] = set()
     for name, value in kept.items():

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmlaunch.admission import find_workload
+from mmlaunch.record import RunRecord
+from mmlaunch.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmplan.errors import InvalidInputError
-from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
@@ -48,8 +47,10 @@ class RunSummary:
     Attributes:
         spans: rank to the (instruction index, start_s, end_s) of its last step.
         stopped: whether it saved and ended early on request.
+        segment: what it ended in.
     """
 
+    segment: Segment
     run_dir: Path
     steps: int
     stopped: bool
@@ -86,30 +87,52 @@ def prepare(options: RunOptions) -> Prepared:
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     _check_devices(plan, options)
-    if options.tasks is not None and set(options.tasks) != set(plan.tasks):
-        raise InvalidInputError(
-            f"--tasks {','.join(options.tasks)}: the plan is for {', '.join(plan.tasks)}",
-            hint="solve for those tasks: mmplan solve WORKLOAD --tasks A,B",
-        )
     return Prepared(plan=plan, workload=load_workload(path), workload_path=path)
 
 
-def run(options: RunOptions, prepared: Prepared, on_event: OnEvent) -> RunSummary:
+def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Planner) -> RunSummary:
     """Train in one process per rank and write the run folder.
 
+    Args:
+        options: what the command line says.
+        prepared: checked.
+        on_event: is told of steps, of plans that take over, and of what the launcher does.
+        planner: plans for task sets that the given plan is not for.
+
     Raises:
+        MMPlanError: what the planner raises.
         WorkerFailedError: a worker died or hung.
         InvalidInputError: the run folder holds another run.
     """
     from mmlaunch.launch import launch
-    from mmlaunch.worker import TrainJob
+    from mmlaunch.worker import CHECKPOINTS, Part, TrainJob
 
+    sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
     run_dir = _run_dir(options, prepared.plan)
-    _write_record(run_dir, options, prepared)
-    on_event({"kind": "start", "run_dir": str(run_dir)})
     steps = prepared.workload.train.steps if options.steps is None else options.steps
+    segments = make_segments(
+        sets,
+        start=first_step(run_dir, CHECKPOINTS, resume=options.resume),
+        steps=steps,
+        plan=prepared.plan,
+        path=options.plan.absolute(),
+        run_dir=run_dir,
+        planner=planner,
+        is_first_node=options.node_rank == 0,
+    )
+    record = RunRecord(run_dir, prepared.workload_path)
+    record.write(segments[0])
+    on_event({"kind": "start", "run_dir": str(run_dir)})
+
+    def on_worker_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "part":
+            segment = segments[event["part"]]
+            record.write(segment, step=event["step"])
+            event = {"kind": "segment", "segment": segment, "of": len(segments)}
+        on_event(event)
+
     job = TrainJob(
-        plan=str(options.plan.absolute()),
+        parts=tuple(Part(from_step=s.from_step, until=s.until, plan=str(s.path)) for s in segments),
         workload=str(prepared.workload_path.absolute()),
         steps=steps,
         save_every=options.save_every,
@@ -127,7 +150,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent) -> RunSummar
             nnodes=options.nnodes,
             node_rank=options.node_rank,
             rdzv_endpoint=options.rdzv_endpoint,
-            on_event=on_event,
+            on_event=on_worker_event,
         )
     except InvalidInputError:
         if not options.resume and not (run_dir / "metrics.jsonl").exists():
@@ -138,6 +161,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent) -> RunSummar
         run_dir=run_dir,
         steps=results[0].step,
         stopped=results[0].stopped,
+        segment=segments[results[0].part],
         spans={result.rank: result.spans for result in results},
     )
 
@@ -230,18 +254,3 @@ def _claimed(path: Path, options: RunOptions) -> Path:
             hint="go on with it: --resume, or name another --run-dir",
         )
     return path
-
-
-def _write_record(run_dir: Path, options: RunOptions, prepared: Prepared) -> None:
-    """``run.json``: what was run, for the report and for whoever finds the folder."""
-    record = {
-        "plan": os.path.relpath(options.plan, run_dir),
-        "plan_sha256": file_sha256(options.plan),
-        "workload": os.path.relpath(prepared.workload_path, run_dir),
-        "devices": prepared.plan.devices,
-        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "cores": os.cpu_count(),
-        "predicted_iteration_s": prepared.plan.predicted.iteration_s,
-    }
-    write_text(run_dir / "run.json", json.dumps(record, indent=1) + "\n")
-    write_text(run_dir / "plan.json", options.plan.read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch import checkpoint as checkpoints
+from mmlaunch.absent import Absent, Together, absent_of, check_holds
 from mmlaunch.admission import check_runnable, find_workload
 from mmlaunch.blocks import Blocks
 from mmlaunch.device import async_tp_note, pick
@@ -37,7 +38,7 @@ from mmlaunch.model import LocalModel
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.precision import Precision
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
-from mmlaunch.restore import open_checkpoint
+from mmlaunch.restore import Checkpoint, open_checkpoint
 from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
 from mmlaunch.state import LocalState, gather_weights, write_final_weights
@@ -169,14 +170,25 @@ class Session:
             heartbeat=heartbeat or Heartbeat.detached(),
         )
         self._state = LocalState(self.program, self.model, transport.rank)
+        self._absent = absent_of(
+            workload=workload, folder=folder, program=self.program, transport=transport
+        )
         self.update = Update(
             workload.train,
             self._state,
             reductions,
             transport,
             tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
+            elsewhere=self._elsewhere(),
         )
         self.notes = self._gather_notes()
+
+    def _elsewhere(self) -> set[str]:
+        """Names of parameters that only tasks outside the plan train, or may train."""
+        if self._absent is None:
+            return set()
+        frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
+        return frozen | self._absent.names
 
     def _gather_notes(self) -> list[str]:
         """What the user should know of how this run works, the same on all ranks."""
@@ -191,6 +203,7 @@ class Session:
         *,
         workload: str | Path | None = None,
         timeout_s: float = 600.0,
+        transport: Transport | None = None,
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
@@ -202,6 +215,13 @@ class Session:
             workload: path of the workload; default: the one that the plan names.
             timeout_s: longest wait for another rank; used when this call creates the
                 process group.
+            transport: of the process group; default: one of the session's own.
+            heartbeat: told of every instruction.
+            num_workers: data loading processes of this rank.
+            should_stop: asked once a step.
+
+        The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
+        ``mmlaunch run`` does.
 
         Raises:
             InvalidInputError: a file is wrong, or the workload is not the plan's.
@@ -228,7 +248,7 @@ class Session:
             plan=loaded,
             workload=load_workload(workload_path),
             folder=workload_path.parent,
-            transport=DistTransport(device.device, watch),
+            transport=transport or DistTransport(device.device, watch),
             heartbeat=watch,
             num_workers=num_workers,
             should_stop=should_stop,
@@ -327,7 +347,10 @@ class Session:
         path = checkpoints.save(
             root=Path(folder),
             step=self.step_count,
-            entries=self._state.entries(self.optimizer, self.update.parts),
+            entries=[
+                *self._state.entries(self.optimizer, self.update.parts),
+                *(self._absent.entries() if self._absent else []),
+            ],
             state={
                 "step": self.step_count,
                 "seed": self.workload.train.seed,
@@ -356,20 +379,35 @@ class Session:
         try:
             checkpoint.verify()
             self.update.check_state(checkpoint)
+            check_holds(checkpoint, [spec[0] for spec in self._state.specs()])
             self._state.load(checkpoint, self.optimizer, self.update.parts)
+            if self._absent is not None:
+                self._load_absent(self._absent, checkpoint)
         finally:
             checkpoint.close()
         self.step_count = int(checkpoint.state["step"])
         self._data.close()
 
+    def _load_absent(self, absent: Absent, checkpoint: Checkpoint) -> None:
+        mine = [s[0] for s in self._state.specs()], [part.name for part in self.update.parts]
+        by_rank = self.transport.gather_objects(mine)
+        absent.load(
+            checkpoint,
+            present={name for names, _ in by_rank for name in names},
+            trained={name for _, names in by_rank for name in names},
+        )
+
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
-        return write_final_weights(Path(path), self._state, self.transport)
+        held: Any = Together(self._state, self._absent) if self._absent else self._state
+        return write_final_weights(Path(path), held, self.transport)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed gradients by full parameter name (shards of cut parameters).
 
-        With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part.
+        With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part. Of a
+        parameter that other ranks hold under another tp degree these are boxes, and their
+        place is part of the name: ``vision.0.up.weight[0:4, 0:8]``.
         """
         return self.update.gradients()
 

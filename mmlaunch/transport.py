@@ -140,6 +140,12 @@ class DistTransport:
             }
         self._connect(links)
 
+    def forget_groups(self) -> None:
+        """Let go of the groups of the last plan, before those of the next; all ranks call it."""
+        everyone = tuple(range(self.world_size)), 0
+        for group in [group for group in self._groups if group != everyone]:
+            dist.destroy_process_group(self._groups.pop(group))
+
     def _connect(self, links: Sequence[Link]) -> None:
         """Exchange one empty message on each link, one link after another.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Update:
         reductions: has the slices of ZeRO-1, and gathers them.
         transport: adds up the gradients' norm.
         tensor_parallel: whether any parameter of the run is cut over ranks.
+        elsewhere: names of parameters that tasks outside this plan may train.
 
     Attributes:
         parts: what this rank updates.
@@ -43,6 +45,7 @@ class Update:
         transport: Transport,
         *,
         tensor_parallel: bool,
+        elsewhere: Collection[str] = (),
     ) -> None:
         self._train, self._reductions, self._transport = train, reductions, transport
         self.parts = reductions.parts(state.writes)
@@ -55,13 +58,14 @@ class Update:
         # The rates that the schedule's factor is for.
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._rates = [(group, group["lr"]) for group in groups]
-        self._check_groups()
+        self._check_groups(elsewhere)
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, elsewhere: Collection[str]) -> None:
         """Refuse patterns that no parameter of any rank matches."""
         if not self._train.groups:
             return
-        mine = {group_of(self._train, part.name) for part in self.parts}
+        names = [*(part.name for part in self.parts), *elsewhere]
+        mine = {group_of(self._train, name) for name in names}
         used = set[int | None]().union(*self._transport.gather_objects(mine))
         for index, group in enumerate(self._train.groups):
             if index not in used:
@@ -138,5 +142,5 @@ class Update:
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """Summed gradients by full name: of whole parameters, or of this rank's flat slices."""
-        return {p.name: p.tensor.grad for p in self.parts if p.tensor.grad is not None}
+        """Summed gradients by :attr:`Part.label`: whole parameters', or this rank's slices'."""
+        return {p.label: p.tensor.grad for p in self.parts if p.tensor.grad is not None}

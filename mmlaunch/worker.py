@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from mmlaunch import checkpoint as checkpoints
 from mmlaunch.launch_worker import WorkerContext
 from mmlaunch.session import Session
 from mmlaunch.step_result import StepResult
+from mmlaunch.transport import DistTransport
 from mmlaunch.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
@@ -23,11 +25,20 @@ _NOT_A_NUMBER_HINT = "lower the learning rate, or look for bad samples in that s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Steps [from_step, until), and the path of the plan that trains them."""
+
+    from_step: int
+    until: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
     """What every worker of a run is told.
 
     Attributes:
-        plan: path of the plan.
+        parts: of the run, one after another; the last one ends with the run.
         workload: path of the workload, None for the one that the plan names.
         steps: optimizer steps in all.
         save_every: steps between checkpoints, 0 for none on the way.
@@ -35,7 +46,7 @@ class TrainJob:
         num_workers: data loading processes per rank.
     """
 
-    plan: str
+    parts: tuple[Part, ...]
     workload: str | None
     steps: int
     save_every: int
@@ -50,50 +61,106 @@ class TrainResult:
     Attributes:
         step: steps done.
         stopped: whether it ended early on request.
+        part: index of the part that it ended in.
         spans: (instruction index, start_s, end_s) of the last step on this rank.
     """
 
     rank: int
     step: int
     stopped: bool
+    part: int
     spans: list[tuple[int, float, float]]
 
 
 def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
-    """Train until the last step or a request to stop; save and write the weights."""
-    with Session.from_plan(
-        job.plan,
-        workload=job.workload,
-        timeout_s=ctx.timeout_s,
-        heartbeat=ctx.heartbeat,
-        num_workers=job.num_workers,
-        should_stop=ctx.should_stop,
-    ) as session:
-        for note in session.notes:
-            _report(ctx, {"kind": "note", "message": note})
-        folder = ctx.run_dir / CHECKPOINTS
-        # A worker that is started anew after a failure always goes on from the last save.
-        going_on = job.resume or ctx.attempt > 0
-        if going_on and not _load_latest(session, folder):
-            message = f"no checkpoint in {folder}: starting at step 0"
-            _report(ctx, {"kind": "note", "message": message})
-        log = _Metrics(ctx, session.step_count) if ctx.rank == 0 else None
+    """Train until the last step or a request to stop; save and write the weights.
+
+    Where another part begins, a checkpoint is saved and loaded under that part's plan, in the
+    same processes.
+    """
+    transport = DistTransport(ctx.device.device, ctx.heartbeat)
+    folder = ctx.run_dir / CHECKPOINTS
+    # A worker that is started anew after a failure always goes on from the last save.
+    going_on = job.resume or ctx.attempt > 0
+    newest = _newest(transport, folder) if going_on else None
+    if going_on and newest is None:
+        _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
+    trainer = _Trainer(ctx, job, transport)
+    index = _part_at(job, newest)
+    result = trainer.train(index, newest)
+    while not result.stopped and result.step < job.steps:
+        # The last plan's model and groups must be gone before the next ones come.
+        gc.collect()
+        transport.forget_groups()
+        index += 1
+        result = trainer.train(index, folder / f"step-{result.step}")
+    return result
+
+
+class _Trainer:
+    """Trains the parts of a run on one rank.
+
+    Args:
+        ctx: the worker's.
+        job: the run.
+        transport: of all parts.
+    """
+
+    def __init__(self, ctx: WorkerContext, job: TrainJob, transport: DistTransport) -> None:
+        self._ctx, self._job, self._transport = ctx, job, transport
+        self._log: _Metrics | None = None
+
+    def train(self, index: int, checkpoint: Path | None) -> TrainResult:
+        """Train one part to its end, from a checkpoint or from the initial weights.
+
+        At its end there is a checkpoint, or after the last part the weights.
+        """
+        ctx, job, part = self._ctx, self._job, self._job.parts[index]
+        with Session.from_plan(
+            part.plan,
+            workload=job.workload,
+            timeout_s=ctx.timeout_s,
+            transport=self._transport,
+            heartbeat=ctx.heartbeat,
+            num_workers=job.num_workers,
+            should_stop=ctx.should_stop,
+        ) as session:
+            for note in session.notes:
+                _report(ctx, {"kind": "note", "message": note})
+            if checkpoint is not None:
+                session.load(checkpoint)
+            _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
+            stopped, spans = self._steps(session, part)
+            if not stopped and session.step_count >= job.steps:
+                session.write_weights(ctx.run_dir / WEIGHTS)
+            return TrainResult(
+                rank=ctx.rank,
+                step=session.step_count,
+                stopped=stopped,
+                part=index,
+                spans=spans,
+            )
+
+    def _steps(self, session: Session, part: Part) -> tuple[bool, list[tuple[int, float, float]]]:
+        """Train and save; whether a stop was asked for, and the last step's times."""
+        job = self._job
+        if self._log is None and session.rank == 0:
+            self._log = _Metrics(self._ctx, session.step_count)
         stopped, spans = False, []
-        while session.step_count < job.steps and not stopped:
+        while session.step_count < part.until and not stopped:
             result = session.step(timed=_is_timed(session, job))
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
-            if log is not None:
-                log.add(session, result)
+            if self._log is not None:
+                self._log.add(session, result)
             _check_finite(result)
-            stopped = result.stop and session.step_count < job.steps
+            step = session.step_count
+            stopped = result.stop and step < job.steps
             # The last step is saved too: a later run may go on from it with more --steps.
-            ended = session.step_count == job.steps
-            if stopped or (job.save_every and (ended or session.step_count % job.save_every == 0)):
-                path = session.save(folder)
-                _report(ctx, {"kind": "checkpoint", "step": session.step_count, "path": str(path)})
-        if not stopped:
-            session.write_weights(ctx.run_dir / WEIGHTS)
-        return TrainResult(rank=ctx.rank, step=session.step_count, stopped=stopped, spans=spans)
+            due = job.save_every and (step == job.steps or step % job.save_every == 0)
+            if stopped or due or (step == part.until and step < job.steps):
+                path = session.save(self._ctx.run_dir / CHECKPOINTS)
+                _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
+        return stopped, spans
 
 
 def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradients:
@@ -109,15 +176,25 @@ def _is_timed(session: Session, job: TrainJob) -> bool:
     return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
 
 
-def _load_latest(session: Session, folder: Path) -> bool:
-    if session.rank == 0:
+def _newest(transport: DistTransport, folder: Path) -> Path | None:
+    """The newest checkpoint, the same for all ranks."""
+    if transport.rank == 0:
         checkpoints.clean(folder)
     # The others must look after the cleaning, and all must take the same one.
-    newest = checkpoints.latest(folder) if session.rank == 0 else None
-    chosen = session.transport.broadcast_object(None if newest is None else str(newest), 0)
-    if chosen is not None:
-        session.load(chosen)
-    return chosen is not None
+    newest = checkpoints.latest(folder) if transport.rank == 0 else None
+    chosen = transport.broadcast_object(None if newest is None else str(newest), 0)
+    return None if chosen is None else Path(chosen)
+
+
+def _part_at(job: TrainJob, checkpoint: Path | None) -> int:
+    """Index of the part that a checkpoint goes on with."""
+    step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    if step < job.parts[0].from_step:
+        raise RunFailedError(
+            f"the newest checkpoint is of step {step}, a later one is gone since this run started",
+            hint="run again with --resume",
+        )
+    return max(i for i, part in enumerate(job.parts) if part.from_step <= step)
 
 
 def _check_finite(result: StepResult) -> None:

@@ -22,7 +22,7 @@ from mmplan.draft import (
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.labels import idle_ranks, labelled, spans
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
+from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
 from mmplan.solvers.colocated import solve_colocated
@@ -97,7 +97,7 @@ def solve(
         solver: a name in :data:`SOLVERS` or :data:`BASELINES`, or ``auto`` for the best of
             all that apply.
         method: of the solver.
-        tasks: only these, default all.
+        tasks: only these; default all, or those that train.tasks_from_step starts with.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
 
@@ -133,7 +133,8 @@ def solve(
         top=top,
         budget_s=budget_s,
     )
-    drafts = _Drafts(request, workload_path, profile_path, plan_path, training)
+    asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
+    drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
     solutions, left_out = _solutions(request, solver)
     tried = drafts.try_all(solutions, patience_s=SIMULATION_BUDGETS * budget_s)
     return drafts.finish(tried, left_out, seconds=time.monotonic() - started)
@@ -142,7 +143,7 @@ def solve(
 def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
     known = resolve_tasks(workload)
     if names is None:
-        return known
+        names = workload.task_sets[0].tasks
     for name in names:
         if name not in known:
             raise InvalidInputError(
@@ -200,9 +201,11 @@ class _Drafts:
         profile_path: str | Path,
         plan_path: str | Path,
         training: PlannedTraining,
+        asked: Asked,
     ) -> None:
         self._request = request
         self._training = training
+        self._asked = asked
         folder = Path(plan_path).resolve().parent
         self._workload = file_reference(workload_path, folder)
         self._profile = file_reference(profile_path, folder)
@@ -331,6 +334,7 @@ class _Drafts:
                 objective_s=candidate.objective_s,
                 lower_bound_s=solution.lower_bound_s,
                 gap=0.0,
+                asked=self._asked,
             ),
             units=pinned_backwards(candidate.units, request.workload),
             losses=placed_losses(request, candidate.units),

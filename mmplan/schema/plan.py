@@ -37,6 +37,15 @@ class RunnerUp(Record):
     iteration_s: Size
 
 
+class Asked(Record):
+    """What ``mmplan solve`` was told; planning for another task set tells it the same."""
+
+    solver: Str
+    method: Str | None = None
+    top: Count = 8
+    budget_s: Size = 1.0
+
+
 class SolverReport(Record):
     """How the plan was found and how good it is proven to be.
 
@@ -55,6 +64,7 @@ class SolverReport(Record):
     idle_ranks: tuple[Index, ...] = ()
     largest_sync_batch: dict[Str, Index] = Field(default_factory=dict)
     runners_up: tuple[RunnerUp, ...] = ()
+    asked: Asked | None = None
 
 
 class Schedule(Record):

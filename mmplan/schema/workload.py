@@ -15,15 +15,12 @@ from mmplan.schema.base import (
     Count,
     Document,
     Float,
-    Index,
-    Int,
-    Positive,
     Range,
     Record,
-    Size,
     Str,
     load_document,
 )
+from mmplan.schema.train import Args, TaskSet, TrainSpec, task_sets
 
 Factory = Annotated[
     str,
@@ -31,7 +28,6 @@ Factory = Annotated[
 ]
 Degrees = Count | tuple[Count, ...]
 Frozen = Bool | tuple[Range, ...]
-Args = dict[Str, Any]
 DEFAULT_TASK = "default"
 
 
@@ -105,57 +101,6 @@ class TaskSpec(Record):
     frozen: dict[Str, Frozen] = Field(default_factory=dict)
 
 
-class RateSpec(Record):
-    """Factor of every learning rate at each step (counted from 0).
-
-    It rises linearly to 1 over the warmup, then falls from 1 to ``final_ratio`` until
-    ``total_steps`` (linear, cosine) or stays (constant).
-    """
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Index = 0
-    total_steps: Count | None = Field(default=None, description="default: train.steps")
-    final_ratio: Size = 0.0
-
-    @model_validator(mode="after")
-    def _ends_after_its_warmup(self) -> RateSpec:
-        if self.total_steps is not None and self.total_steps < self.warmup_steps:
-            raise ValueError(
-                f"total_steps: {self.total_steps} is less than the {self.warmup_steps} of "
-                "warmup_steps"
-            )
-        return self
-
-
-class GroupSpec(Record):
-    """Parameters with arguments of their own; a parameter is in the first group it matches."""
-
-    match: Str = Field(
-        min_length=1, description='pattern of full parameter names with * and ?: "*.bias"'
-    )
-    optimizer_args: Args = Field(min_length=1)
-
-
-class TrainSpec(Record):
-    """How parameters are updated."""
-
-    seed: Int = 0
-    optimizer: Str = "AdamW"
-    optimizer_args: Args = Field(default_factory=dict)
-    groups: tuple[GroupSpec, ...] = ()
-    schedule: RateSpec = RateSpec()
-    clip_grad_norm: Positive | None = Field(
-        default=None, description="largest norm of all gradients together; larger ones are scaled"
-    )
-    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
-    zero: Literal[0, 1] = 0
-    reorder: Bool = Field(
-        default=True,
-        description="order each batch by its samples' work, where the dataset defines work(index)",
-    )
-    steps: Index = 100
-
-
 class Workload(Document):
     """A whole multimodal training job."""
 
@@ -175,7 +120,13 @@ class Workload(Document):
         _check_shares(self)
         for task in resolve_tasks(self).values():
             _check_task(self, task)
+        task_sets(self.train.tasks_from_step, tuple(resolve_tasks(self)))
         return self
+
+    @property
+    def task_sets(self) -> tuple[TaskSet, ...]:
+        """Which tasks train from which step on, in order; all of them where nothing is said."""
+        return task_sets(self.train.tasks_from_step, tuple(resolve_tasks(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

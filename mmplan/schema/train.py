@@ -1,0 +1,136 @@
+"""The ``train`` section of workload.yaml."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mmplan.schema.base import Bool, Count, Index, Int, Positive, Record, Size, Str
+
+Args = dict[Str, Any]
+
+
+def _numbered(value: object) -> object:
+    """JSON's keys are texts: "500" is taken for 500, what is no number is left to be refused."""
+    if not isinstance(value, dict):
+        return value
+    taken: dict[object, object] = {}
+    for key, names in cast("dict[object, object]", value).items():
+        step = int(key) if isinstance(key, str) and re.fullmatch(r"-?[0-9]+", key) else key
+        if step in taken:
+            raise ValueError(f"step {step} stands twice")
+        taken[step] = names
+    return taken
+
+
+TasksFromStep = Annotated[
+    dict[Index, Annotated[tuple[Str, ...], Field(min_length=1)]], BeforeValidator(_numbered)
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSet:
+    """Tasks that train together, and the first step (counted from 0) that they do."""
+
+    from_step: int
+    tasks: tuple[str, ...]
+
+
+class RateSpec(Record):
+    """Factor of every learning rate at each step (counted from 0).
+
+    It rises linearly to 1 over the warmup, then falls from 1 to ``final_ratio`` until
+    ``total_steps`` (linear, cosine) or stays (constant).
+    """
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Index = 0
+    total_steps: Count | None = Field(default=None, description="default: train.steps")
+    final_ratio: Size = 0.0
+
+    @model_validator(mode="after")
+    def _ends_after_its_warmup(self) -> RateSpec:
+        if self.total_steps is not None and self.total_steps < self.warmup_steps:
+            raise ValueError(
+                f"total_steps: {self.total_steps} is less than the {self.warmup_steps} of "
+                "warmup_steps"
+            )
+        return self
+
+
+class GroupSpec(Record):
+    """Parameters with arguments of their own; a parameter is in the first group it matches."""
+
+    match: Str = Field(
+        min_length=1, description='pattern of full parameter names with * and ?: "*.bias"'
+    )
+    optimizer_args: Args = Field(min_length=1)
+
+
+class TrainSpec(Record):
+    """How parameters are updated."""
+
+    seed: Int = 0
+    optimizer: Str = "AdamW"
+    optimizer_args: Args = Field(default_factory=dict)
+    groups: tuple[GroupSpec, ...] = ()
+    schedule: RateSpec = RateSpec()
+    clip_grad_norm: Positive | None = Field(
+        default=None, description="largest norm of all gradients together; larger ones are scaled"
+    )
+    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    zero: Literal[0, 1] = 0
+    reorder: Bool = Field(
+        default=True,
+        description="order each batch by its samples' work, where the dataset defines work(index)",
+    )
+    steps: Index = 100
+    tasks_from_step: TasksFromStep = Field(
+        default_factory=dict,
+        description="from which step on which tasks train, 0 first; default: always all",
+    )
+
+    @model_validator(mode="after")
+    def _changes_in_order(self) -> TrainSpec:
+        steps = list(self.tasks_from_step)
+        if steps and 0 not in steps:
+            raise ValueError("tasks_from_step: no entry says which tasks train from step 0 on")
+        for before, step in itertools.pairwise(steps):
+            if step < before:
+                raise ValueError(f"tasks_from_step: {step} stands behind {before}; sort the steps")
+        beyond = [step for step in steps if step and step >= self.steps]
+        if beyond:
+            raise ValueError(
+                f"tasks_from_step: step {beyond[0]} never comes: train.steps is {self.steps}"
+            )
+        for step, names in self.tasks_from_step.items():
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise ValueError(f"tasks_from_step.{step} names {twice[0]} twice")
+        return self
+
+
+def task_sets(from_step: Mapping[int, Sequence[str]], known: Sequence[str]) -> tuple[TaskSet, ...]:
+    """Who trains when: by steps, tasks in the workload's order; all of them where nothing is said.
+
+    Raises:
+        ValueError: an unknown task.
+    """
+    for step, names in from_step.items():
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"train.tasks_from_step.{step}: there is no task {name!r}, the workload has "
+                    f"{', '.join(known)}"
+                )
+    if not from_step:
+        return (TaskSet(from_step=0, tasks=tuple(known)),)
+    return tuple(
+        TaskSet(from_step=step, tasks=tuple(name for name in known if name in names))
+        for step, names in from_step.items()
+    )
