@@ -174,6 +174,21 @@ def shard_boxes(
     Raises:
         InvalidInputError: the dim is not divisible.
     """
+    return span_boxes(full_shape, style, (index, index + 1), count, parts)
+
+
+def span_boxes(
+    full_shape: Sequence[int],
+    style: ShardStyle | None,
+    shards: tuple[int, int],
+    count: int,
+    parts: int = 1,
+) -> list[Box]:
+    """Boxes of a half-open range of ``count`` shards, as :func:`shard_boxes` cuts them.
+
+    Raises:
+        InvalidInputError: the dim is not divisible.
+    """
     shape = tuple(full_shape)
     if style is None or count == 1 or (style == "rowwise" and len(shape) < 2):
         return [whole(shape)]
@@ -188,7 +203,10 @@ def shard_boxes(
         )
     part = shape[dim] // num_parts
     size = part // count
-    return [_span(shape, dim, p * part + index * size, size) for p in range(num_parts)]
+    first, end = shards
+    return [
+        _span(shape, dim, p * part + first * size, (end - first) * size) for p in range(num_parts)
+    ]
 
 
 def _span(shape: tuple[int, ...], dim: int, start: int, size: int) -> Box:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +11,24 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mmlaunch.boxes import Box, shard_boxes
+from mmlaunch.boxes import Box
 from mmlaunch.deferred import recording
 from mmlaunch.fill import Draft, check_gone
 from mmlaunch.initial import InitialWeights, load_initial
+from mmlaunch.places import Place, shard_place
 from mmlaunch.replay import UndeferrableError
-from mmlaunch.tp import ParameterShard, TensorParallelComm, shard_block
+from mmlaunch.tp import (
+    CutLinear,
+    ParameterShard,
+    TensorParallelComm,
+    cut_parameters,
+    shard_block,
+)
 from mmlaunch.transport import Ranks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.samples import intersect
+from mmplan.program.shards import whole_sums
 from mmplan.schema.factories import build_loss, build_module, tied_parameters
 from mmplan.schema.workload import Workload
 
@@ -103,6 +111,8 @@ class LocalModel:
         blocks: this rank's blocks.
         losses: this rank's losses, by name.
         shards: parameters that tensor parallelism cut, by full name.
+        places: where these lie in the full parameters; also parameters that are whole here
+            and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
         notes: modules that had to be built whole, and why, in words for the user.
@@ -121,9 +131,12 @@ class LocalModel:
         self.blocks: dict[BlockKey, nn.Module] = {}
         self.losses: dict[str, nn.Module] = {}
         self.shards: dict[str, ParameterShard] = {}
+        self.places: dict[str, Place] = {}
         self.canonical: dict[str, str] = {}
         self.ties: list[Tie] = []
         self.notes: list[str] = []
+        # (stage, block) to the block's cut Linears and the group that they sum over there.
+        self._meetings: dict[tuple[int, int], tuple[list[CutLinear], TensorParallelComm]] = {}
         self._trains = trainable_blocks(program)
         self._program, self._rank = program, rank
         stages = program.stages_of(rank)
@@ -197,6 +210,7 @@ class LocalModel:
         """Undo what was kept of a module."""
         self.blocks = {key: block for key, block in self.blocks.items() if key[0] != owner}
         self.shards = {k: v for k, v in self.shards.items() if k.split(".")[0] != owner}
+        self.places = {k: v for k, v in self.places.items() if k.split(".")[0] != owner}
         self.canonical = {k: v for k, v in self.canonical.items() if k.split(".")[0] != owner}
         self.ties = [tie for tie in self.ties if tie.owner != owner]
 
@@ -229,18 +243,43 @@ class LocalModel:
                 if (owner, index) not in self.blocks:
                     self.blocks[owner, index] = module[index]
                     cuts |= self._cut(stage, index, comm)
+        self._note_groups(owner, kept, comm)
         return cuts
+
+    def _note_groups(
+        self, owner: str, kept: list[Stage], comm: Callable[[Ranks], TensorParallelComm]
+    ) -> None:
+        """Blocks that the rank runs in several tensor-parallel groups."""
+        groups: defaultdict[int, dict[int, Ranks]] = defaultdict(dict)
+        for stage in kept:
+            place = stage.place(self._rank)
+            for index in range(*stage.blocks):
+                if place is not None and stage.tp > 1:
+                    groups[index][stage.index] = tuple(sorted(stage.ranks[place[0]]))
+        for index, group_of in groups.items():
+            linears = [m for m in self.blocks[owner, index].modules() if isinstance(m, CutLinear)]
+            for stage_index, group in group_of.items() if len(set(group_of.values())) > 1 else ():
+                self._meetings[stage_index, index] = linears, comm(group)
+
+    def meet(self, stage: Stage, index: int) -> None:
+        """Let a block's sums go over the group of the stage that runs it now."""
+        linears, comm = self._meetings.get((stage.index, index), ((), None))
+        for linear in linears:
+            object.__setattr__(linear, "tp_comm", comm)
 
     def _cut(
         self, stage: Stage, index: int, comm: Callable[[Ranks], TensorParallelComm]
     ) -> dict[str, list[Box]]:
         """Cut one kept block; returns the kept parts by name in the module."""
         place = stage.place(self._rank)
-        if place is None or stage.tp == 1:
+        if place is None:
             return {}
         d, t = place
         where = f"{stage.owner}.{index}"
         block = self.blocks[stage.owner, index]
+        if stage.tp == 1:
+            self._note_uncut(stage.owner, index, block)
+            return {}
         group = tuple(sorted(stage.ranks[d]))
         cut = shard_block(block, index=t, count=stage.tp, comm=comm(group), where=where)
         tied_across = {tie.name for tie in self.ties}
@@ -252,10 +291,20 @@ class LocalModel:
                     hint="leave it out of tp_plan: tied parameters stay whole",
                 )
             self.shards[f"{where}.{name}"] = shard
-        return {
-            f"{index}.{name}": shard_boxes(s.full_shape, s.style, t, stage.tp, s.parts)
-            for name, s in cut.items()
-        }
+            self.places[f"{where}.{name}"] = shard_place(
+                shard.full_shape, shard.style, t, stage.tp, shard.parts
+            )
+        return {f"{index}.{name}": list(self.places[f"{where}.{name}"].boxes) for name in cut}
+
+    def _note_uncut(self, owner: str, index: int, block: nn.Module) -> None:
+        """Of a whole block that others hold cut, which parameters they cut."""
+        others = (s for s in self._program.stages if s.owner == owner and s.tp > 1)
+        if any(s.blocks[0] <= index < s.blocks[1] for s in others):
+            where = f"{owner}.{index}"
+            for name, shard in cut_parameters(block, where=where).items():
+                self.places[f"{where}.{name}"] = shard_place(
+                    shard.full_shape, shard.style, 0, 1, shard.parts
+                )
 
     def _find_frozen_here(self, stage: Stage) -> list[nn.Parameter]:
         """Parameters that another task trains and this stage's task does not."""
@@ -317,20 +366,20 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def tie_groups(program: Program, ties: list[Tie]) -> list[tuple[Tie, list[Ranks]]]:
-    """For each tie, the ranks that hold it, one group for each tensor-parallel index."""
-    groups: list[tuple[Tie, list[Ranks]]] = []
+def tie_sums(program: Program, ties: Sequence[Tie]) -> list[tuple[Tie, list[tuple[Ranks, Ranks]]]]:
+    """For each tie, (ranks, those that bring a gradient) of each sum over its holders.
+
+    Raises:
+        InvalidInputError: see :func:`mmplan.program.shards.whole_sums`.
+    """
+    found: list[tuple[Tie, list[tuple[Ranks, Ranks]]]] = []
     for tie in ties:
-        holders = [
-            stage
+        groups = dict.fromkeys(
+            group
             for stage in program.stages
             if stage.owner == tie.owner
             and any(stage.blocks[0] <= b < stage.blocks[1] for b in tie.blocks)
-        ]
-        by_index: defaultdict[int, set[int]] = defaultdict(set)
-        for stage in holders:
-            for group in stage.ranks:
-                for t, rank in enumerate(group):
-                    by_index[t].add(rank)
-        groups.append((tie, [tuple(sorted(ranks)) for ranks in by_index.values()]))
-    return groups
+            for group in stage.ranks
+        )
+        found.append((tie, whole_sums(list(groups))))
+    return found

@@ -6,18 +6,21 @@ gather of the parameters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
 from mmlaunch.batch_sync import sync_channel
-from mmlaunch.model import LocalModel, Tie, tie_groups
+from mmlaunch.model import LocalModel, Tie, tie_sums
+from mmlaunch.pieces import GradientSum, Part, Piece
+from mmlaunch.places import Place, whole_place
 from mmlaunch.transport import Group, Ranks, Transport
-from mmlaunch.zero import FlatGroup, Part, flat_groups
+from mmlaunch.zero import FlatGroups
 from mmplan.program.model import Loss, Program, Reduction
+
+_Sum = GradientSum | FlatGroups
 
 
 class Reductions:
@@ -41,36 +44,61 @@ class Reductions:
         zero: bool,
     ) -> None:
         self._program, self._model, self._transport = program, model, transport
+        self._zero = zero
         self._trained = dict(model.trained())
+        # Parameters whose gradient began in this step as the sum of a part of it.
+        self._made: set[int] = set()
         self._sums = {
-            r.index: self._sum(self._members_of(r), r.ranks, r.tp_index, zero=zero)
+            r.index: self._sum(self._pieces_of(r), r.ranks, first=r.shards[0] == 0)
             for r in program.reductions
             if transport.rank in r.ranks
         }
         self._tied = [
-            self._sum({tie.name: self._trained[tie.name]}, ranks, t, zero=zero)
-            for tie, groups in tie_groups(program, list(ties))
-            for t, ranks in enumerate(groups)
+            self._sum([self._whole(tie.name, adds)], ranks, first=index == 0)
+            for tie, sums in tie_sums(program, ties)
+            for index, (ranks, adds) in enumerate(sums)
             if len(ranks) > 1 and transport.rank in ranks and tie.name in self._trained
         ]
         self._totals: dict[int, float] = {}
 
-    def _members_of(self, reduction: Reduction) -> dict[str, nn.Parameter]:
-        if reduction.kind == "blocks":
-            return self._model.block_parameters(reduction.owner, reduction.blocks)
-        prefix = f"losses.{reduction.owner}."
-        return {name: p for name, p in self._trained.items() if name.startswith(prefix)}
+    def _pieces_of(self, reduction: Reduction) -> list[Piece]:
+        if reduction.kind == "loss":
+            prefix = f"losses.{reduction.owner}."
+            names = [name for name in self._trained if name.startswith(prefix)]
+            return [self._whole(name, reduction.adds) for name in names]
+        names = list(self._model.block_parameters(reduction.owner, reduction.blocks))
+        places = self._model.places
+        if reduction.parameters != "all":
+            names = [n for n in names if (n in places) == (reduction.parameters == "cut")]
+        return [
+            self._shards(name, places[name], reduction)
+            if name in places
+            else self._whole(name, reduction.adds)
+            for name in names
+        ]
 
-    def _sum(
-        self, members: dict[str, nn.Parameter], ranks: Ranks, tp_index: int, *, zero: bool
-    ) -> _Sum:
-        if not zero:
-            return _Sum(list(members.values()), ranks, [])
-        # Uncut parameters are equal on all ranks of a tensor-parallel group: one set counts.
-        counted = frozenset(n for n in members if n in self._model.shards or tp_index == 0)
-        rank = self._transport.rank
-        flats = flat_groups(list(members.items()), ranks, rank, counted=counted)
-        return _Sum([], ranks, flats)
+    def _shards(self, name: str, place: Place, reduction: Reduction) -> Piece:
+        boxes = place.span(reduction.shards, reduction.tp)
+        return Piece(name=name, parameter=self._trained[name], place=place, boxes=boxes)
+
+    def _whole(self, name: str, adds: Ranks) -> Piece:
+        parameter = self._trained[name]
+        place = whole_place(tuple(parameter.shape))
+        brings = self._transport.rank in adds
+        return Piece(name=name, parameter=parameter, place=place, brings=brings)
+
+    def _sum(self, pieces: Sequence[Piece], ranks: Ranks, *, first: bool) -> _Sum:
+        """How some pieces are summed.
+
+        Args:
+            pieces: what is summed.
+            ranks: over which ranks.
+            first: whether, of ranks that sum equal parameters apart, these ones count.
+        """
+        if not self._zero:
+            return GradientSum(pieces, ranks)
+        counted = frozenset(p.name for p in pieces if first or p.name in self._model.places)
+        return FlatGroups(pieces, ranks, self._transport.rank, counted=counted)
 
     def parts(self, writes: Callable[[str], bool]) -> list[Part]:
         """What this rank's optimizer updates, in the order of its parameters.
@@ -78,15 +106,17 @@ class Reductions:
         Args:
             writes: whether this rank is the one of all replicas that saves a parameter.
         """
-        flats = [flat for item in self._all_sums() for flat in item.flats]
-        pieces = {part.name: part for flat in flats for part in flat.parts}
-        cut = {name for flat in flats for name in flat.names}
+        cut: defaultdict[str, list[Part]] = defaultdict(list)
+        for item in self._all_sums():
+            for part in item.parts:
+                cut[part.name].append(part)
+        names = {name for item in self._all_sums() for name in item.names}
         found: list[Part] = []
         for name, parameter in self._trained.items():
-            if name not in cut:
-                found.append(Part(name=name, tensor=parameter, span=None, counts=writes(name)))
-            elif name in pieces:
-                found.append(pieces[name])
+            if name in names:
+                found += cut[name]
+            else:
+                found.append(Part(name=name, tensor=parameter, counts=writes(name)))
         return found
 
     def _all_sums(self) -> list[_Sum]:
@@ -122,50 +152,20 @@ class Reductions:
 
     def reduce(self, index: int) -> None:
         """Sum the gradients of one reduction over its ranks."""
-        self._sums[index].reduce(self._transport)
+        self._sums[index].reduce(self._transport, self._made)
 
     def finish(self) -> None:
         """Sum the gradients of parameters that stand in several blocks; forget absent ones."""
         for item in self._tied:
-            item.reduce(self._transport)
+            item.reduce(self._transport, self._made)
         for item in self._all_sums():
             item.drop_absent()
+        self._made.clear()
 
     def gather(self) -> None:
         """After the update: bring parameters together whose slices ranks updated apart."""
         for item in self._all_sums():
-            for flat in item.flats:
-                flat.gather(self._transport)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """Parameters whose gradients are summed over ranks: plain ones, or in flat slices.
-
-    Attributes:
-        counts: of plain parameters, the number of ranks on which each got a gradient.
-    """
-
-    parameters: list[nn.Parameter]
-    ranks: Ranks
-    flats: list[FlatGroup]
-    counts: list[tuple[list[nn.Parameter], Tensor]] = field(default_factory=list)
-
-    def reduce(self, transport: Transport) -> None:
-        self.counts[:] = _sum_gradients(self.parameters, self.ranks, transport)
-        for flat in self.flats:
-            flat.reduce(transport)
-
-    def drop_absent(self) -> None:
-        """No gradient on any rank is none, not zero: an optimizer leaves such a parameter."""
-        # At the step's end, because reading the counts waits for the device.
-        for parameters, counts in self.counts:
-            for parameter, count in zip(parameters, counts.tolist(), strict=True):
-                if count == 0:
-                    parameter.grad = None
-        self.counts.clear()
-        for flat in self.flats:
-            flat.drop_absent()
+            item.gather(self._transport)
 
 
 def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
@@ -182,25 +182,7 @@ def collective_groups(program: Program, ties: Sequence[Tie]) -> list[Group]:
             groups.update(dict.fromkeys(tuple(sorted(group)) for group in stage.ranks))
     groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
-    for _, tied in tie_groups(program, list(ties)):
-        groups.update(dict.fromkeys(tied))
+    for _, sums in tie_sums(program, ties):
+        groups.update(dict.fromkeys(ranks for ranks, _ in sums))
     gathers = [(x.ranks, sync_channel(x)) for x in program.losses if x.sync_batch is not None]
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
-
-
-def _sum_gradients(
-    parameters: Sequence[nn.Parameter], ranks: Ranks, transport: Transport
-) -> list[tuple[list[nn.Parameter], Tensor]]:
-    """Sum gradients in place; returns on how many ranks each was there, by type."""
-    counts: list[tuple[list[nn.Parameter], Tensor]] = []
-    for dtype in sorted({p.dtype for p in parameters}, key=str):
-        same = [p for p in parameters if p.dtype == dtype]
-        there = torch.tensor([p.grad is not None for p in same], dtype=dtype).to(same[0].device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), there])
-        transport.all_reduce(flat, ranks)
-        *parts, there = flat.split([*(p.numel() for p in same), len(same)])
-        counts.append((same, there))
-        for parameter, part in zip(same, parts, strict=True):
-            parameter.grad = cast(Tensor, part.view_as(parameter))
-    return counts

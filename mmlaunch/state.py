@@ -4,43 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmlaunch.boxes import Box, flat_to_boxes, intersect, shard_boxes, whole
+from mmlaunch.boxes import Box, flat_to_boxes, whole
 from mmlaunch.checkpoint import Entry
 from mmlaunch.model import LocalModel
+from mmlaunch.pieces import Part
+from mmlaunch.places import whole_place
 from mmlaunch.restore import Checkpoint
 from mmlaunch.tensorfile import TensorSpec
-from mmlaunch.tp import ParameterShard
 from mmlaunch.transport import Transport
 from mmlaunch.weights import weights_order, write_weights
-from mmlaunch.zero import Part
 from mmplan.program.model import Program
 
 _WEIGHT = "param"
 # Before the name of what an optimizer keeps, in a checkpoint's kinds.
 OPTIMIZER_KIND = "optim."
-_NOBODY = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a local tensor lies in the full one.
-
-    Attributes:
-        boxes: its parts; concatenated along ``dim`` they are the local tensor.
-        writes: whether this rank is the replica that saves it.
-    """
-
-    full_shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-    dim: int
-    writes: bool
 
 
 class LocalState:
@@ -56,19 +39,26 @@ class LocalState:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters())
         self._tensors.update(model.named_buffers())
+        self._places = {
+            name: model.places.get(name) or whole_place(tuple(tensor.shape))
+            for name, tensor in self._tensors.items()
+        }
         writers = _writers(program)
-        self._places: dict[str, _Place] = {}
-        for name, tensor in self._tensors.items():
-            index, count, writer = _holder(name, program, rank, writers)
-            shard = self._shard_of(name)
-            self._places[name] = _place(tensor, shard, index, count, writes=writer == rank)
+        self._written = {name for name in self._tensors if self._is_writer(name, writers, rank)}
 
-    def _shard_of(self, name: str) -> ParameterShard | None:
-        return self._model.shards.get(name)
+    def _is_writer(
+        self, name: str, writers: Mapping[tuple[str, int], tuple[int, ...]], rank: int
+    ) -> bool:
+        first, second = name.split(".")[:2]
+        loss = first == "losses"
+        ranks = writers.get((f"losses.{second}", 0) if loss else (first, int(second)), ())
+        # Whole on every rank of a group: the first one writes it. A tied parameter may be saved
+        # under the name of a block on other ranks, which write it.
+        return rank in (ranks if name in self._model.places else ranks[:1])
 
     def writes(self, name: str) -> bool:
         """Whether this rank is the one of all replicas that saves a tensor."""
-        return self._places[name].writes
+        return name in self._written
 
     def entries(
         self, optimizer: torch.optim.Optimizer | None, parts: Sequence[Part]
@@ -81,7 +71,7 @@ class LocalState:
         """
         found: list[Entry] = []
         for name, place in self._places.items():
-            if place.writes:
+            if name in self._written:
                 found.append(_entry(name, _WEIGHT, place.full_shape, self._weight_views(name)))
         state = {} if optimizer is None else optimizer.state
         for part in parts:
@@ -90,12 +80,11 @@ class LocalState:
         return found
 
     def _state_entries(self, state: Mapping[str, Any], part: Part) -> Iterator[Entry]:
-        shape, place = tuple(self._tensors[part.name].shape), self._places[part.name]
+        place = self._places[part.name]
         for key, value in state.items():
             kind = OPTIMIZER_KIND + key
             if isinstance(value, Tensor) and value.dim() and value.shape == part.tensor.shape:
-                views = _views(value, shape, place, part.span)
-                yield _entry(part.name, kind, place.full_shape, views)
+                yield _entry(part.name, kind, place.full_shape, self._views(value, part))
             elif value is not None:
                 yield _entry(part.name, kind, (), [(whole(()), torch.as_tensor(value))])
 
@@ -117,20 +106,37 @@ class LocalState:
                 self._load_state(checkpoint, optimizer.state[part.tensor], part)
 
     def _weight_views(self, name: str) -> list[tuple[Box, Tensor]]:
-        tensor = self._tensors[name].detach()
-        return _views(tensor, tuple(tensor.shape), self._places[name])
+        tensor, place = self._tensors[name].detach(), self._places[name]
+        pairs = zip(place.boxes, place.locals, strict=True)
+        return [(box, tensor[local.slices]) for box, local in pairs]
+
+    def _views(self, value: Tensor, part: Part) -> list[tuple[Box, Tensor]]:
+        """Disjoint views of what an optimizer keeps of a part, with their full boxes."""
+        place, shape = self._places[part.name], tuple(self._tensors[part.name].shape)
+        if part.box is not None:
+            return [(part.box, value)]
+        if part.span is None:
+            pairs = zip(place.boxes, place.locals, strict=True)
+            return [(box, value[local.slices]) for box, local in pairs]
+        views: list[tuple[Box, Tensor]] = []
+        start = 0
+        for piece in flat_to_boxes(shape, *part.span):
+            stop = start + piece.num_elements
+            values = value.view(-1)[start:stop].view(piece.sizes)
+            found = place.to_full(piece)
+            views += [(full, values[local.slices_in(piece)]) for full, local in found]
+            start = stop
+        return views
 
     def _load_state(self, checkpoint: Checkpoint, state: dict[str, Any], part: Part) -> None:
         name, place = part.name, self._places[part.name]
-        shape = tuple(self._tensors[name].shape)
         for kind in checkpoint.kinds(name):
             if not kind.startswith(OPTIMIZER_KIND):
                 continue
             key = kind.removeprefix(OPTIMIZER_KIND)
             if checkpoint.full_shape(name, kind):
                 value = torch.empty_like(part.tensor, requires_grad=False)
-                views = _views(value, shape, place, part.span)
-                _read(checkpoint, name, kind, place.full_shape, views)
+                _read(checkpoint, name, kind, place.full_shape, self._views(value, part))
             else:
                 # A step count, which torch keeps on the CPU, or of a parameter that is a scalar.
                 value = checkpoint.load_whole(name, kind)
@@ -141,7 +147,7 @@ class LocalState:
         return [
             (name, self._places[name].full_shape, tensor.dtype, self._places[name].boxes)
             for name, tensor in self._tensors.items()
-            if self._places[name].writes
+            if name in self._written
         ]
 
     def parts(self, name: str) -> list[Tensor]:
@@ -229,92 +235,24 @@ def _send_parts(name: str, catalogue: _Catalogue, state: LocalState, transport: 
                 transport.isend(part.contiguous(), 0, 0, backward=False).wait()
 
 
-def _writers(program: Program) -> dict[tuple[str, int, int], int]:
-    """(owner, block, tp index) and ("losses.name", 0, 0) to the lowest rank that holds it."""
-    writers: dict[tuple[str, int, int], int] = {}
-    for stage in program.stages:
-        for group in stage.ranks:
-            for t, rank in enumerate(group):
-                for block in range(*stage.blocks):
-                    key = stage.owner, block, t
-                    writers[key] = min(writers.get(key, rank), rank)
-    for loss in program.losses:
-        key = f"losses.{loss.name}", 0, 0
-        writers[key] = min(writers.get(key, loss.ranks[0]), *loss.ranks)
-    return writers
+def _writers(program: Program) -> dict[tuple[str, int], tuple[int, ...]]:
+    """(owner, block) and ("losses.name", 0) to the ranks that write it, one for each shard.
 
-
-def _holder(
-    name: str, program: Program, rank: int, writers: Mapping[tuple[str, int, int], int]
-) -> tuple[int, int, int]:
-    """(tp index, tp degree, writing rank) of a tensor on this rank."""
-    first, second = name.split(".")[:2]
-    if first == "losses":
-        return 0, 1, writers[f"losses.{second}", 0, 0]
-    block = int(second)
-    for stage in program.stages_of(rank):
-        place = stage.place(rank)
-        if (
-            place is not None
-            and stage.owner == first
-            and stage.blocks[0] <= block < stage.blocks[1]
-        ):
-            return place[1], stage.tp, writers[first, block, place[1]]
-    # A tied parameter saved under the name of a block on another rank, which writes it.
-    return 0, 1, _NOBODY
-
-
-def _place(
-    tensor: Tensor, shard: ParameterShard | None, index: int, count: int, *, writes: bool
-) -> _Place:
-    if shard is None:
-        shape = tuple(tensor.shape)
-        # Whole on every rank of the group: the first one writes it.
-        return _Place(full_shape=shape, boxes=(whole(shape),), dim=0, writes=writes and index == 0)
-    boxes = shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
-    dim = 1 if shard.style == "rowwise" else 0
-    return _Place(full_shape=shard.full_shape, boxes=tuple(boxes), dim=dim, writes=writes)
-
-
-def _views(
-    tensor: Tensor, shape: tuple[int, ...], place: _Place, span: tuple[int, int] | None = None
-) -> list[tuple[Box, Tensor]]:
-    """Disjoint views of a local tensor, or of a flat slice of one, with their full boxes.
-
-    Args:
-        tensor: of the local shape, or as long as the slice.
-        shape: the local shape.
-        place: where the local tensor lies in the full one.
-        span: the slice's first and end element in the flattened local tensor.
+    Of equal shards the lowest rank's is written; where a block has several tp degrees, those
+    of the degree under which the lowest rank of all holds it.
     """
-    locals_ = _local_boxes(place)
-    if span is None:
-        return [
-            (box, tensor[local.slices]) for box, local in zip(place.boxes, locals_, strict=True)
-        ]
-    views: list[tuple[Box, Tensor]] = []
-    start = 0
-    for piece in flat_to_boxes(shape, *span):
-        part = tensor.view(-1)[start : start + piece.num_elements].view(piece.sizes)
-        start += piece.num_elements
-        for box, local in zip(place.boxes, locals_, strict=True):
-            common = intersect(piece, local)
-            if common is not None:
-                moved = zip(box.offsets, common.offsets, local.offsets, strict=True)
-                target = Box(offsets=tuple(b + c - o for b, c, o in moved), sizes=common.sizes)
-                views.append((target, part[common.slices_in(piece)]))
-    return views
-
-
-def _local_boxes(place: _Place) -> list[Box]:
-    """Where the parts of a full tensor lie in the local one, in the order of the parts."""
-    found: list[Box] = []
-    start = 0
-    for box in place.boxes:
-        offsets = tuple(start if d == place.dim else 0 for d in range(len(box.sizes)))
-        found.append(Box(offsets=offsets, sizes=box.sizes))
-        start += box.sizes[place.dim] if box.sizes else 0
-    return found
+    holders: defaultdict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+    for stage in program.stages:
+        for block in range(*stage.blocks):
+            holders[stage.owner, block] += stage.ranks
+    for loss in program.losses:
+        holders[f"losses.{loss.name}", 0] += [(rank,) for rank in loss.ranks]
+    writers: dict[tuple[str, int], tuple[int, ...]] = {}
+    for key, groups in holders.items():
+        degree = len(min(groups, key=min))
+        same = [group for group in groups if len(group) == degree]
+        writers[key] = tuple(min(ranks) for ranks in zip(*same, strict=True))
+    return writers
 
 
 def _entry(

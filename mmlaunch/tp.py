@@ -90,6 +90,23 @@ def shard_block(
     return shards
 
 
+def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, ParameterShard]:
+    """What tensor parallelism would cut of a whole block, by name inside it.
+
+    Raises:
+        InvalidInputError: the plan names no Linear of the block, or an unknown style.
+    """
+    found: dict[str, ParameterShard] = {}
+    for name, style in block_plan(block, where=where).items():
+        linear = _linear(block, name, where)
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        for parameter, full in _cut_ones(linear, style):
+            shape = tuple(full.shape)
+            shard = ParameterShard(full_shape=shape, style=style, parts=parts)
+            found[f"{name}.{parameter}"] = shard
+    return found
+
+
 def block_plan(block: nn.Module, *, where: str = "block") -> dict[str, ShardStyle]:
     """A block's ``tp_plan``, checked; empty when it has none.
 
@@ -257,14 +274,21 @@ def _check_sizes(
         )
 
 
+def _cut_ones(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
+    """A Linear's parameters but for a row-cut one's bias: that is added once, after the sum."""
+    return [
+        (name, full)
+        for name, full in linear.named_parameters()
+        if not (style == "rowwise" and full.dim() == 1)
+    ]
+
+
 def _cut(
     linear: nn.Linear, style: ShardStyle, parts: int, index: int, count: int
 ) -> dict[str, ParameterShard]:
     """Replace a Linear's parameters by their shares, on memory of their own."""
     shards: dict[str, ParameterShard] = {}
-    for name, full in list(linear.named_parameters()):
-        if style == "rowwise" and full.dim() == 1:
-            continue  # added once, after the sum: whole on every rank
+    for name, full in _cut_ones(linear, style):
         boxes = shard_boxes(tuple(full.shape), style, index, count, parts)
         local = torch.cat([full.detach()[box.slices] for box in boxes])
         setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))

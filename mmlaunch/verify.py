@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.boxes import shard_boxes
+from mmlaunch.boxes import Box
+from mmlaunch.places import Place
 from mmlaunch.reference import Reference
 from mmlaunch.session import Session
-from mmlaunch.tp import ParameterShard
 from mmplan.program.model import Program
 from mmplan.schema.workload import Workload
 
@@ -27,21 +28,46 @@ _BF16_FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Which elements of a full parameter a rank reports.
+
+    Attributes:
+        name: the parameter's full name.
+        place: of what the rank holds, where tensor parallelism cuts the parameter.
+        span: elements of that, flattened, of which only those are reported.
+        box: elements of the full parameter of which only those are reported.
+    """
+
+    name: str
+    place: Place | None
+    span: tuple[int, int] | None
+    box: Box | None
+
+    def take(self, full: Tensor) -> Tensor:
+        """These elements of a tensor like the full parameter."""
+        if self.box is not None:
+            return full[self.box.slices]
+        part = full if self.place is None else self.place.take(full)
+        if self.span is None:
+            return part
+        low, high = self.span
+        return part.reshape(-1)[low:high].reshape((high - low,) if part.dim() else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGradients:
     """What one rank reports of its step.
 
     Attributes:
         loss: the step's loss.
-        gradients: by full parameter name.
-        shards: how cut parameters lie in the full ones: (shard, index, count).
-        spans: elements of the flattened (cut) parameter of which only those are reported.
+        gradients: by label (:attr:`mmlaunch.pieces.Part.label`).
+        places: what they are of, by label.
     """
 
     rank: int
     loss: float
     gradients: dict[str, Tensor]
-    shards: dict[str, tuple[ParameterShard, int, int]]
-    spans: dict[str, tuple[int, int]]
+    places: dict[str, Where]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,20 +108,21 @@ class Verdict:
 def planned_step(session: Session) -> LocalGradients:
     """Run one step of a session, without the update, and report its gradients."""
     loss = session.forward_backward().loss
-    places: dict[str, tuple[ParameterShard, int, int]] = {}
-    for stage in session.program.stages_of(session.rank):
-        place = stage.place(session.rank)
-        if place is None:
-            continue
-        for name, shard in session.model.shards.items():
-            owner, block = name.split(".")[:2]
-            if owner == stage.owner and stage.blocks[0] <= int(block) < stage.blocks[1]:
-                places[name] = (shard, place[1], stage.tp)
-    # A gradient that never came counts as zero: its parameter would stay as it is on this rank.
-    gradients = {part.name: _gradient_of(part.tensor).cpu() for part in session.update.parts}
-    spans = {part.name: part.span for part in session.update.parts if part.span is not None}
+    parts = session.update.parts
     return LocalGradients(
-        rank=session.rank, loss=loss, gradients=gradients, shards=places, spans=spans
+        rank=session.rank,
+        loss=loss,
+        # A gradient that never came counts as zero: its parameter would stay on this rank.
+        gradients={part.label: _gradient_of(part.tensor).cpu() for part in parts},
+        places={
+            part.label: Where(
+                name=part.name,
+                place=session.model.places.get(part.name),
+                span=part.span,
+                box=part.box,
+            )
+            for part in parts
+        },
     )
 
 
@@ -122,13 +149,17 @@ def compare(
     for rank in found:
         loss_error = abs(rank.loss - expected_loss) / max(abs(expected_loss), 1e-300)
         errors.append(Difference(name="loss", rank=rank.rank, error=loss_error))
-        for name, grad in rank.gradients.items():
-            error = _error(grad, expected[name].grad, rank, name, scale)
-            errors.append(Difference(name=name, rank=rank.rank, error=error))
+        for label, grad in rank.gradients.items():
+            where = rank.places[label]
+            error = _error(grad, expected[where.name].grad, where, scale)
+            errors.append(Difference(name=label, rank=rank.rank, error=error))
+    reported: defaultdict[str, list[Where]] = defaultdict(list)
+    for where in (place for rank in found for place in rank.places.values()):
+        reported[where.name].append(where)
     errors += [
         Difference(name=name, rank=-1, error=math.inf)
         for name, parameter in expected.items()
-        if parameter.grad is not None and not _is_reported(name, parameter.grad, found)
+        if parameter.grad is not None and not _is_whole(parameter.grad, reported[name])
     ]
     faults = [e for e in errors if not e.error <= tolerance]
     return Verdict(
@@ -165,36 +196,19 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def _error(
-    grad: Tensor, whole: Tensor | None, rank: LocalGradients, name: str, scale: float
-) -> float:
+def _error(grad: Tensor, whole: Tensor | None, where: Where, scale: float) -> float:
     if whole is None:
         # Zeros where one process has no gradient at all are no difference to the optimizer's
         # sums, anything else is.
         return 0.0 if not bool(grad.any()) else math.inf
-    difference = (grad - _part(whole, rank, name)).abs().max().item() if grad.numel() else 0.0
+    difference = (grad - where.take(whole)).abs().max().item() if grad.numel() else 0.0
     return math.inf if math.isnan(difference) else difference / scale
 
 
-def _part(whole: Tensor, rank: LocalGradients, name: str) -> Tensor:
-    """What a rank holds of a full tensor."""
-    part = whole
-    if name in rank.shards:
-        shard, index, count = rank.shards[name]
-        boxes = shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
-        dim = 1 if shard.style == "rowwise" else 0
-        part = torch.cat([whole[box.slices] for box in boxes], dim=dim)
-    if name in rank.spans:
-        low, high = rank.spans[name]
-        part = part.reshape(-1)[low:high].reshape((high - low,) if part.dim() else ())
-    return part
-
-
-def _is_reported(name: str, gradient: Tensor, found: Sequence[LocalGradients]) -> bool:
-    """Whether the ranks together report every element that is not zero."""
+def _is_whole(gradient: Tensor, reported: Sequence[Where]) -> bool:
+    """Whether what is reported has every element that is not zero."""
     position = torch.arange(gradient.numel()).view(gradient.shape)
     missing = gradient.reshape(-1) != 0
-    for rank in found:
-        if name in rank.gradients:
-            missing[_part(position, rank, name).reshape(-1)] = False
+    for where in reported:
+        missing[where.take(position).reshape(-1)] = False
     return not bool(missing.any())

@@ -10,103 +10,139 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from mmlaunch.pieces import Part, Piece
+from mmlaunch.places import flat_parts
 from mmlaunch.transport import Ranks, Transport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What the optimizer of one rank updates: a parameter, or a flat slice of one.
+class FlatGroups:
+    """Pieces whose gradients are summed over ranks, each of which updates a slice.
+
+    Args:
+        pieces: the same on all ranks, but for where they lie in the local parameters.
+        ranks: who sums, at least two.
+        rank: this rank, one of them.
+        counted: names of those whose slices on these ranks count (see :class:`Part`).
 
     Attributes:
-        name: the parameter's full name.
-        tensor: what the optimizer is given; a slice is flat, of a scalar it is the scalar.
-        span: the slice's first and end element in the local, flattened parameter; None for
-            a whole one.
-        counts: whether this rank is the one of several with equal parts that saves its
-            state, and that adds it to the gradients' norm.
+        names: of all pieces.
+        parts: what this rank updates.
     """
 
-    name: str
-    tensor: nn.Parameter
-    span: tuple[int, int] | None
-    counts: bool
+    def __init__(
+        self, pieces: Sequence[Piece], ranks: Ranks, rank: int, *, counted: frozenset[str]
+    ) -> None:
+        types = sorted({piece.parameter.dtype for piece in pieces}, key=str)
+        self._groups = [
+            FlatGroup(
+                [p for p in pieces if p.parameter.dtype == dtype], ranks, rank, counted=counted
+            )
+            for dtype in types
+        ]
+        self.names = [piece.name for piece in pieces]
+        self.parts = [part for group in self._groups for part in group.parts]
+
+    def reduce(self, transport: Transport, made: set[int]) -> None:
+        """Sum the gradients; ``made`` is for sums in place (:class:`GradientSum`)."""
+        for group in self._groups:
+            group.reduce(transport)
+
+    def drop_absent(self) -> None:
+        """Slices of parameters that got no gradient on any rank have none."""
+        for group in self._groups:
+            group.drop_absent()
+
+    def gather(self, transport: Transport) -> None:
+        """Bring the updated slices together on all ranks."""
+        for group in self._groups:
+            group.gather(transport)
 
 
 class FlatGroup:
-    """Parameters of one type on a set of ranks, updated in equal slices.
+    """Pieces of one type on a set of ranks, updated in equal slices.
+
+    Whole parameters become views of one buffer. Parts of larger shards stay where they are;
+    what is updated of them are views on boxes.
 
     Args:
-        members: the parameters by full name, the same on all ranks; from now on they are
-            views of one buffer.
+        pieces: see :class:`FlatGroups`.
         ranks: who holds them, at least two.
         rank: this rank, one of them.
         counted: names of those whose slices on these ranks count (see :class:`Part`).
 
     Attributes:
         parts: what this rank updates; empty where its slice is all padding.
-        names: of all members.
     """
 
     def __init__(
-        self,
-        members: Sequence[tuple[str, nn.Parameter]],
-        ranks: Ranks,
-        rank: int,
-        *,
-        counted: frozenset[str],
+        self, pieces: Sequence[Piece], ranks: Ranks, rank: int, *, counted: frozenset[str]
     ) -> None:
-        self._ranks = ranks
-        self.names = [name for name, _ in members]
-        self._parameters = [parameter for _, parameter in members]
-        total = sum(parameter.numel() for parameter in self._parameters)
+        self._ranks, self._pieces = ranks, pieces
+        total = sum(piece.num_elements for piece in pieces)
         self._length = -(-total // len(ranks))
         self._low = ranks.index(rank) * self._length
-        self._flat = self._new(self._length * len(ranks)).zero_()
+        in_boxes = any(piece.boxes is not None for piece in pieces)
+        self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
         self.parts: list[Part] = []
         self._offsets: list[int] = []
-        # Which of the members each part is of, and on how many ranks these got a gradient.
-        self._member_of: list[int] = []
+        # Which piece each part is of, and on how many ranks these got a gradient.
+        self._piece_of: list[int] = []
         self._there = self._new(0)
+        for index, (piece, start, stop) in enumerate(self._laid_out()):
+            low, high = max(start, self._low), min(stop, self._low + self._length)
+            if self._flat is not None:
+                _adopt(piece.parameter, self._flat[start:stop])
+            if low < high:
+                self._cut(piece, start, low, high, counts=piece.name in counted)
+            self._piece_of += [index] * (len(self.parts) - len(self._piece_of))
+
+    def _laid_out(self) -> Iterator[tuple[Piece, int, int]]:
+        """Each piece with its first and end element among all."""
         start = 0
-        for index, (name, parameter) in enumerate(members):
-            self._adopt(name, parameter, start, counts=name in counted)
-            self._member_of += [index] * (len(self.parts) - len(self._member_of))
-            start += parameter.numel()
+        for piece in self._pieces:
+            yield piece, start, start + piece.num_elements
+            start += piece.num_elements
 
     def _new(self, length: int) -> Tensor:
-        like = self._parameters[0]
+        like = self._pieces[0].parameter
         return torch.empty(length, dtype=like.dtype, device=like.device)
 
-    def _adopt(self, name: str, parameter: nn.Parameter, start: int, *, counts: bool) -> None:
-        stop = start + parameter.numel()
-        view = self._flat[start:stop].view(parameter.shape)
-        view.copy_(parameter.detach())
-        parameter.data = view
-        low, high = max(start, self._low), min(stop, self._low + self._length)
-        if low < high:
-            piece = self._flat[low:high].view(_piece_shape(parameter, high - low))
-            span = (low - start, high - start)
-            self.parts.append(Part(name=name, tensor=nn.Parameter(piece), span=span, counts=counts))
-            self._offsets.append(low - self._low)
+    def _cut(self, piece: Piece, start: int, low: int, high: int, *, counts: bool) -> None:
+        """Add what this rank updates of a piece: elements [low, high) among all."""
+        name, parameter = piece.name, piece.parameter
+        if self._flat is not None:
+            tensor = self._flat[low:high].view((high - low,) if parameter.dim() else ())
+            span = low - start, high - start
+            self._add(Part(name=name, tensor=nn.Parameter(tensor), counts=counts, span=span), low)
+            return
+        for local in flat_parts(piece.boxes or (), low - start, high - start):
+            tensor = nn.Parameter(parameter.data[local.slices])
+            ((full, _),) = piece.place.to_full(local)
+            self._add(Part(name=name, tensor=tensor, counts=counts, box=full), low)
+            low += tensor.numel()
+
+    def _add(self, part: Part, position: int) -> None:
+        self.parts.append(part)
+        self._offsets.append(position - self._low)
 
     def reduce(self, transport: Transport) -> None:
         """Sum the gradients over the ranks; each keeps those of its own slice."""
-        grads = self._new(len(self._flat)).zero_()
-        there = [parameter.grad is not None for parameter in self._parameters]
-        start = 0
-        for parameter in self._parameters:
-            stop = start + parameter.numel()
-            if parameter.grad is not None:
-                grads[start:stop] = parameter.grad.reshape(-1)
-                parameter.grad = None
-            start = stop
-        # Each rank's slice, and behind it for every member whether it has a gradient at all.
+        grads = self._new(self._length * len(self._ranks)).zero_()
+        there: list[bool] = []
+        for piece, start, stop in self._laid_out():
+            grad = piece.parameter.grad if piece.brings else None
+            if grad is not None:
+                grads[start:stop] = piece.flat(grad)
+            there.append(grad is not None)
+            # Other parts of a larger shard are still to be summed.
+            if piece.boxes is None:
+                piece.parameter.grad = None
+        # Each rank's slice, and behind it for every piece whether it has a gradient at all.
         slices = grads.view(len(self._ranks), self._length)
         flags = torch.tensor(there, dtype=grads.dtype).to(grads.device)
         full = torch.cat([slices, flags.expand(len(self._ranks), -1)], dim=1).view(-1)
@@ -120,31 +156,30 @@ class FlatGroup:
     def drop_absent(self) -> None:
         """Slices of parameters that got no gradient on any rank have none."""
         counts = self._there.tolist()
-        for part, member in zip(self.parts, self._member_of, strict=True):
-            if counts and counts[member] == 0:
+        for part, piece in zip(self.parts, self._piece_of, strict=True):
+            if counts and counts[piece] == 0:
                 part.tensor.grad = None
+        for piece in self._pieces:
+            piece.parameter.grad = None
         self._there = self._new(0)
 
     def gather(self, transport: Transport) -> None:
         """Bring the updated slices together on all ranks."""
-        mine = self._flat[self._low : self._low + self._length].clone()
-        transport.gather_flat(self._flat, mine, self._ranks)
+        if self._flat is not None:
+            mine = self._flat[self._low : self._low + self._length].clone()
+            transport.gather_flat(self._flat, mine, self._ranks)
+            return
+        mine = self._new(self._length).zero_()
+        for part, offset in zip(self.parts, self._offsets, strict=True):
+            mine[offset : offset + part.tensor.numel()] = part.tensor.detach().reshape(-1)
+        full = self._new(self._length * len(self._ranks))
+        transport.gather_flat(full, mine, self._ranks)
+        for piece, start, stop in self._laid_out():
+            piece.fill(piece.parameter.data, full[start:stop])
 
 
-def flat_groups(
-    members: Sequence[tuple[str, nn.Parameter]],
-    ranks: Ranks,
-    rank: int,
-    *,
-    counted: frozenset[str],
-) -> list[FlatGroup]:
-    """One group for each type of parameter."""
-    types = sorted({parameter.dtype for _, parameter in members}, key=str)
-    return [
-        FlatGroup([m for m in members if m[1].dtype == dtype], ranks, rank, counted=counted)
-        for dtype in types
-    ]
-
-
-def _piece_shape(parameter: Tensor, length: int) -> tuple[int, ...]:
-    return (length,) if parameter.dim() else ()
+def _adopt(parameter: nn.Parameter, buffer: Tensor) -> None:
+    """Make a parameter a view of a flat buffer."""
+    view = buffer.view(parameter.shape)
+    view.copy_(parameter.detach())
+    parameter.data = view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from mmplan.schema.profile import Profile
 __all__ = ["CostModel", "ProgramCosts", "check_cluster", "gradient_blocks"]
 
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
+# First and end in shards of a tp, that tp, and the ranks that sum this part of a block.
+StatePart = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class ProgramCosts:
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
         self._blocks = _trained_blocks(program)
-        self._state_shards = _state_shards(program.reductions)
+        self._state_parts = _state_parts(program.reductions)
+        self._shard_sizes: dict[Shard, float] = {}
         self._groups = _groups(program)
 
     # --- seconds ---------------------------------------------------------------------
@@ -153,22 +157,42 @@ class ProgramCosts:
         """Seconds of summing the gradients of a reduction over its ranks.
 
         The shards of a tensor-parallel module are reduced at the same time and share
-        their nodes' bandwidth. ZeRO-1's reduce-scatter and gather move the same bytes. A
-        loss's few parameters cost the latency only.
+        their nodes' bandwidth; where it has several degrees, as many as the least one has,
+        since a rank with larger shards reduces their parts in turn. ZeRO-1's reduce-scatter
+        and gather move the same bytes. A loss's few parameters cost the latency only.
         """
         return self.costs.all_reduce_s(
-            ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction), sharers=reduction.tp
+            ranks=reduction.ranks,
+            num_bytes=self.reduced_bytes(reduction),
+            sharers=self._least_tp(reduction),
         )
 
+    def _least_tp(self, reduction: Reduction) -> int:
+        """The least degree under which a rank holds what a reduction sums."""
+        if reduction.parameters == "all":
+            return reduction.tp
+        first, end = reduction.blocks
+        degrees = (
+            stage.tp
+            for stage in self.program.stages
+            if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
+        )
+        return min(degrees, default=reduction.tp)
+
     def reduced_bytes(self, reduction: Reduction) -> float:
-        """Bytes of gradient that every rank of a reduction brings; its blocks all train."""
-        if reduction.kind == "loss":
+        """Bytes of gradient that every rank of a reduction brings; its blocks all train.
+
+        A profile does not say which parameters tensor parallelism leaves whole: all count
+        as cut, here as in memory.
+        """
+        if reduction.kind == "loss" or reduction.parameters == "whole":
             return 0.0
         numbers = sum(
             self._block_parameters(self._blocks[reduction.owner, block].stage, block)
             for block in range(*reduction.blocks)
         )
-        return numbers / reduction.tp * self.costs.gradient_bytes
+        first, end = reduction.shards
+        return numbers * (end - first) / reduction.tp * self.costs.gradient_bytes
 
     # --- bytes -----------------------------------------------------------------------
 
@@ -192,15 +216,32 @@ class ProgramCosts:
     def static_bytes(self, rank: int) -> float:
         """Weights, gradients and optimizer state on a rank, each shard of a block once.
 
-        Under ZeRO-1 a shard's state is divided by the ranks that reduce it.
+        Under ZeRO-1 the state of each part of a shard is divided by the ranks that reduce it.
         """
-        total = 0.0
-        for owner, block, tp, tp_index in self._shards(rank):
-            held = self._blocks[owner, block]
-            shards = self._state_shards.get((owner, block, tp, tp_index), 1)
-            each = self.costs.bytes_per_parameter(trainable=held.trainable, dp=shards)
-            total += self._block_parameters(held.stage, block) / tp * each
-        return total
+        return sum(self._shard_bytes(shard) for shard in self._shards(rank))
+
+    def _shard_bytes(self, shard: Shard) -> float:
+        if shard not in self._shard_sizes:
+            held = self._blocks[shard[:2]]
+            numbers = self._block_parameters(held.stage, shard[1])
+            self._shard_sizes[shard] = sum(
+                numbers
+                * (end - first)
+                / tp
+                * self.costs.bytes_per_parameter(trainable=held.trainable, dp=ranks)
+                for first, end, tp, ranks in self._parts_of(shard)
+            )
+        return self._shard_sizes[shard]
+
+    def _parts_of(self, shard: Shard) -> list[StatePart]:
+        """The parts of a shard, each with the ranks that reduce it; else all of it, on one."""
+        owner, block, tp, index = shard
+        found = [
+            part
+            for part in self._state_parts.get((owner, block), ())
+            if index * part[2] <= part[0] * tp and part[1] * tp <= (index + 1) * part[2]
+        ]
+        return found or [(index, index + 1, tp, 1)]
 
     def _shards(self, rank: int) -> set[Shard]:
         """The distinct shards of blocks that a rank holds."""
@@ -287,14 +328,14 @@ def _trained_blocks(program: Program) -> dict[tuple[str, int], _Held]:
     return blocks
 
 
-def _state_shards(reductions: Iterable[Reduction]) -> dict[Shard, int]:
-    """Ranks over which the optimizer state of a shard of a block may be spread."""
-    return {
-        (item.owner, block, item.tp, item.tp_index): len(item.ranks)
-        for item in reductions
-        if item.kind == "blocks"
-        for block in range(*item.blocks)
-    }
+def _state_parts(reductions: Iterable[Reduction]) -> dict[tuple[str, int], list[StatePart]]:
+    """Of each block, its parts and over how many ranks their optimizer state may be spread."""
+    found: defaultdict[tuple[str, int], list[StatePart]] = defaultdict(list)
+    for item in reductions:
+        if item.kind == "blocks" and item.parameters != "whole":
+            for block in range(*item.blocks):
+                found[item.owner, block].append((*item.shards, item.tp, len(item.ranks)))
+    return dict(found)
 
 
 def check_cluster(profile: Profile, cluster: Cluster | None) -> None:

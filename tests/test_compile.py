@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from mmplan.program.compile import RECEIVES_AHEAD, compile_plan, hoist_receives
 from mmplan.program.instructions import Compute, Message, Op, format_row, parse_row
 from mmplan.program.model import Program
 from mmplan.program.samples import RangeIndex, number_samples
+from mmplan.program.text import format_program
 from mmplan.schema.plan import Plan, Unit
 from tests.programs import loss, make_plan, unit
 
@@ -139,11 +141,27 @@ def test_shared_blocks_are_reduced_over_all_their_holders() -> None:
     ]
 
 
-def test_one_module_under_two_tp_degrees_is_refused() -> None:
+def test_a_module_under_two_tp_degrees_is_summed_in_parts() -> None:
     plan = make_plan(
         unit("a", tp=2), unit("b", share="a"), losses=[loss("match", "a", "b", sync_batch=8)]
     )
-    with pytest.raises(InvalidInputError, match="module a runs with tp 1 and 2"):
+    text = format_program(compile_plan(plan))
+    assert [line for line in text.splitlines() if line.startswith("# reduction")] == [
+        "# reduction 0: blocks [0,1) of a shard 0/2 cut, ranks 0 2",
+        "# reduction 1: blocks [0,1) of a shard 1/2 cut, ranks 1 2",
+        "# reduction 2: blocks [0,1) of a uncut, from ranks 0 2, ranks 0 1 2",
+        "# reduction 3: loss match, ranks 0 1 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fault"),
+    [([[[0]]], "with tp 1 and with tp 2"), ([[[1, 0]]], "two different tp shards")],
+)
+def test_a_rank_that_would_hold_two_shards_of_a_block_is_refused(ranks: Any, fault: str) -> None:
+    other = unit("b", share="a", tp=len(ranks[0][0]), ranks=ranks)
+    plan = make_plan(unit("a", tp=2), other, losses=[loss("match", "a", "b", sync_batch=8)])
+    with pytest.raises(InvalidInputError, match=f"module a: rank . holds .*{fault}"):
         compile_plan(plan)
 
 

@@ -358,7 +358,7 @@ def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
 def test_reductions_move_the_gradients_of_what_trains() -> None:
     cluster = make_cluster(8, devices_per_node=4, bandwidth=1e3)
     got = _program_costs(_two_towers(cluster, frozen=((0, 1),)))
-    moved = {(r.owner, r.blocks, r.tp_index): got.reduced_bytes(r) for r in got.program.reductions}
+    moved = {(r.owner, r.blocks, r.shards): got.reduced_bytes(r) for r in got.program.reductions}
     assert sum(v for (owner, *_), v in moved.items() if owner == "vision") == 750 * 4
     assert sum(v for (owner, *_), v in moved.items() if owner == "text") == 1000 * 4
     text = next(r for r in got.program.reductions if r.owner == "text")

@@ -31,6 +31,8 @@ def make_workload(
     factories: dict[str, str] | None = None,
     train: dict[str, Any] | None = None,
     task_weights: dict[str, float] | None = None,
+    task_batches: dict[str, int] | None = None,
+    recompute: str = "none",
 ) -> Workload:
     """The workload that a test's units and losses stand for."""
     modules = {
@@ -43,6 +45,7 @@ def make_workload(
             "inputs": list(unit.inputs),
             "frozen": _frozen(unit),
             "share": unit.share,
+            "recompute": recompute,
         }
         for unit in units
     }
@@ -63,7 +66,7 @@ def make_workload(
             "batch": batch,
             "modules": modules,
             "losses": spelled,
-            "tasks": _tasks(units, losses, task_weights or {}),
+            "tasks": _tasks(units, losses, task_weights or {}, task_batches or {}),
             "data": {"factory": f"{MODELS}:Samples", "args": {"length": 2 * batch}},
             "train": {"precision": precision, "seed": 3, **(train or {})},
         }
@@ -75,7 +78,10 @@ def _frozen(unit: UnitSpec) -> bool | list[tuple[int, int]]:
 
 
 def _tasks(
-    units: list[UnitSpec], losses: list[LossSpec], weights: dict[str, float]
+    units: list[UnitSpec],
+    losses: list[LossSpec],
+    weights: dict[str, float],
+    batches: dict[str, int],
 ) -> dict[str, Any]:
     """The workload's tasks; none where all units are in the default one."""
     names = dict.fromkeys(unit.task for unit in units)
@@ -89,6 +95,7 @@ def _tasks(
             | {loss.name: list(loss.inputs) for loss in losses if loss.task == name},
             "frozen": {u.module: _frozen(u) for u in units if u.task == name},
             "weight": weights.get(name, 1.0),
+            "batch": batches.get(name),
         }
         for name in names
     }

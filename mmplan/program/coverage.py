@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import lcm
 
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.intervals import Piece, cut, first_deviation, normal
@@ -304,34 +305,64 @@ class _ParameterCheck:
         reductions: Sequence[Reduction],
     ) -> Iterator[str]:
         """Faults of a range of blocks with one set of holders."""
-        shards = sorted({(s.tp, t) for s in holders for t in range(s.tp)})
-        for tp, t in shards:
-            ranks = {group[t] for s in holders if s.tp == tp for group in s.ranks}
-            mine = [r for r in reductions if (r.tp, r.tp_index) == (tp, t)]
-            name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
-            name += f", tp shard {t} of {tp}" if tp > 1 else ""
-            for rank in sorted(ranks):
-                over = [r for r in mine if rank in r.ranks]
-                if len(over) > 1:
-                    yield f"rank {rank}: {name} is reduced {len(over)} times"
-                    continue
-                key = tuple(s.index for s in trained), t, over[0].index if over else (rank,)
-                if key not in self._known:
-                    self._known[key] = list(self._sum_faults(trained, t, over, rank))
-                    for fault in self._known[key]:
-                        yield f"{name}: after reduction on rank {rank}, {fault}"
+        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+        tp = lcm(*map(len, groups), *(r.tp for r in reductions))
+        ends = {i * (tp // len(g)) for g in groups for i in range(len(g) + 1)}
+        ends |= {end * (tp // r.tp) for r in reductions for end in r.shards}
+        name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
+        for part in pairwise(sorted(ends)):
+            ranks = sorted({group[part[0] * len(group) // tp] for group in groups})
+            within = [r for r in reductions if _covers(r, part, tp)]
+            for kind in ("cut", "whole"):
+                sums = [r for r in within if r.parameters in ("all", kind)]
+                what = f"{name}{_part_name(part, tp, kind, sums)}"
+                yield from self._part_faults(what, kind, (part, tp), ranks, trained, sums)
+
+    def _part_faults(
+        self,
+        what: str,
+        kind: str,
+        part: tuple[tuple[int, int], int],
+        ranks: Sequence[int],
+        trained: Sequence[Stage],
+        sums: Sequence[Reduction],
+    ) -> Iterator[str]:
+        """Faults of the parameters of one part, cut or whole, on all its holders."""
+        stages = tuple(s.index for s in trained)
+        for item in sums if kind == "cut" else ():
+            strangers = sorted(set(item.ranks) - set(ranks))
+            if strangers:
+                yield f"reduction {item.index}: ranks {strangers} do not hold {what}"
+        for rank in ranks:
+            over = [r for r in sums if rank in r.ranks]
+            if len(over) > 1:
+                yield f"rank {rank}: {what} is reduced {len(over)} times"
+                continue
+            adding = _adding(over[0], kind) if over else (rank,)
+            key = stages, part, adding, over[0].index if over else None
+            if key not in self._known:
+                self._known[key] = list(self._sum_faults(trained, part, kind, over, adding))
+                for fault in self._known[key]:
+                    yield f"{what}: after reduction on rank {rank}, {fault}"
 
     def _sum_faults(
-        self, trained: Sequence[Stage], t: int, over: Sequence[Reduction], rank: int
+        self,
+        trained: Sequence[Stage],
+        part: tuple[tuple[int, int], int],
+        kind: str,
+        over: Sequence[Reduction],
+        ranks: Sequence[int],
     ) -> Iterator[str]:
-        ranks = over[0].ranks if over else (rank,)
+        (first, _), tp = part
         for stage in trained:
             batch = self._program.batches[stage.task]
+            shard = first * stage.tp // tp
             for loss, times in self._paths[stage.index].items():
                 pieces: list[Piece] = []
                 for other in ranks:
                     place = stage.place(other)
-                    if place is not None and place[1] == t:
+                    # Whole parameters have their whole gradient on every rank of a group.
+                    if place is not None and (kind == "whole" or place[1] == shard):
                         pieces += self._counted(other, stage.index, loss, over)
                 off = first_deviation(normal(pieces), 0, batch, times)
                 if off:
@@ -348,6 +379,26 @@ class _ParameterCheck:
         if not over:
             return pieces
         return pieces[: self._flow.reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
+
+
+def _adding(reduction: Reduction, kind: str) -> tuple[int, ...]:
+    """Ranks whose gradients a reduction sums, of cut or of whole parameters."""
+    return reduction.adds if kind == "whole" else reduction.ranks
+
+
+def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[Reduction]) -> str:
+    if kind == "whole" and not any(r.parameters == "all" for r in sums):
+        return f", parameters that tp leaves whole (shards [{part[0]},{part[1]}) of {tp})"
+    if tp == 1:
+        return ""
+    shards = f"shard {part[0]}" if part[1] == part[0] + 1 else f"shards [{part[0]},{part[1]})"
+    return f", tp {shards} of {tp}"
+
+
+def _covers(reduction: Reduction, part: tuple[int, int], tp: int) -> bool:
+    """Whether a reduction sums a part, which is counted in shards of ``tp``."""
+    (a, b), (first, end) = part, reduction.shards
+    return first * tp <= a * reduction.tp and b * reduction.tp <= end * tp
 
 
 def _inside(a: int, b: int, span: tuple[int, int]) -> bool:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
 from mmplan.program.samples import number_samples
+from mmplan.program.shards import ShardSum, check_one_shard, shard_sums
 from mmplan.program.split import can_split
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
@@ -46,7 +47,8 @@ def lower(plan: Plan) -> Graph:
 
     Raises:
         InvalidInputError: modules feed each other in a circle, a loss is placed on other
-            ranks than those that hold its features, or one module has two tp degrees.
+            ranks than those that hold its features, or a rank holds one block under two tp
+            degrees (:func:`mmplan.program.shards.check_one_shard`).
     """
     graph = Graph()
     for name, task in plan.tasks.items():
@@ -260,16 +262,18 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
     index = 0
     for owner in dict.fromkeys(stage.owner for stage in graph.stages):
         stages = [s for s in graph.stages if s.owner == owner]
-        for blocks, tp, tp_index, ranks in _block_groups(owner, stages):
-            if len(ranks) > 1:
+        for blocks, total in _block_sums(owner, stages):
+            if len(total.ranks) > 1:
                 yield Reduction(
                     index=index,
                     kind="blocks",
                     owner=owner,
                     blocks=blocks,
-                    tp=tp,
-                    tp_index=tp_index,
-                    ranks=ranks,
+                    tp=total.tp,
+                    shards=total.shards,
+                    parameters=total.parameters,
+                    ranks=total.ranks,
+                    adds=total.adds,
                 )
                 index += 1
     for name in dict.fromkeys(loss.name for loss in graph.losses):
@@ -281,51 +285,30 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
                 owner=name,
                 blocks=(0, 0),
                 tp=1,
-                tp_index=0,
+                shards=(0, 1),
+                parameters="all",
                 ranks=ranks,
+                adds=ranks,
             )
             index += 1
 
 
-def _block_groups(
-    owner: str, stages: list[Stage]
-) -> Iterator[tuple[tuple[int, int], int, int, tuple[int, ...]]]:
-    """(blocks, tp, tp index, ranks) of the largest block ranges with one set of holders."""
+def _block_sums(owner: str, stages: list[Stage]) -> Iterator[tuple[tuple[int, int], ShardSum]]:
+    """The sums of the largest block ranges with one set of holders."""
     cuts = sorted({x for s in stages for span in (s.blocks, *s.trainable) for x in span})
-    groups: list[tuple[tuple[int, int], tuple[tuple[int, ...], ...]]] = []
+    found: list[tuple[tuple[int, int], list[ShardSum]]] = []
     for a, b in pairwise(cuts):
         holders = [s for s in stages if s.blocks[0] <= a and b <= s.blocks[1]]
+        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+        # Frozen blocks too: a rank has room for one shard of a block only.
+        check_one_shard(owner, groups)
         if not any(x <= a and b <= y for s in holders for x, y in s.trainable):
             continue
-        shards = _shards(owner, holders)
-        if groups and groups[-1][0][1] == a and groups[-1][1] == shards:
-            groups[-1] = ((groups[-1][0][0], b), shards)
+        sums = shard_sums(groups)
+        if found and found[-1][0][1] == a and found[-1][1] == sums:
+            found[-1] = ((found[-1][0][0], b), sums)
         else:
-            groups.append(((a, b), shards))
-    for blocks, shards in groups:
-        for tp_index, ranks in enumerate(shards):
-            yield blocks, len(shards), tp_index, ranks
-
-
-def _shards(owner: str, holders: list[Stage]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold each tp shard."""
-    degrees = {s.tp for s in holders}
-    if len(degrees) > 1:
-        raise InvalidInputError(
-            f"module {owner} runs with tp {' and '.join(map(str, sorted(degrees)))} in one plan",
-            hint="give its units one tp degree",
-        )
-    shards = tuple(
-        tuple(sorted({group[t] for s in holders for group in s.ranks}))
-        for t in range(degrees.pop())
-    )
-    seen: set[int] = set()
-    for ranks in shards:
-        twice = seen & set(ranks)
-        if twice:
-            raise InvalidInputError(
-                f"module {owner}: rank {min(twice)} holds two different tp shards of one block",
-                hint="keep the order of ranks inside the tp groups of a shared module",
-            )
-        seen |= set(ranks)
-    return shards
+            found.append(((a, b), sums))
+    for blocks, sums in found:
+        for total in sums:
+            yield blocks, total

@@ -139,14 +139,18 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """Gradients that are summed over ranks.
+    """Gradients that are summed over ranks (:mod:`mmplan.program.shards` says which).
 
     Attributes:
         kind: blocks of a module, or the parameters of a loss.
         owner: module (``share`` followed) or loss name.
         blocks: half-open range of blocks; (0, 0) for a loss.
-        tp: degree and index of the shard that these ranks hold.
+        tp: shards of which every cut parameter has so many.
+        shards: half-open range of the shards that are summed.
+        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
         ranks: sorted; at least two.
+        adds: those of them that bring the gradients of whole parameters; the others, which
+            have the same ones, only take the sum.
     """
 
     index: int
@@ -154,8 +158,10 @@ class Reduction:
     owner: str
     blocks: tuple[int, int]
     tp: int
-    tp_index: int
+    shards: tuple[int, int]
+    parameters: Literal["all", "cut", "whole"]
     ranks: tuple[int, ...]
+    adds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,17 @@ def _loss(loss: Loss) -> str:
 
 def _reduction(reduction: Reduction) -> str:
     what = f"blocks {_span(reduction.blocks)} of " if reduction.kind == "blocks" else "loss "
-    shard = f" shard {reduction.tp_index}/{reduction.tp}" if reduction.tp > 1 else ""
     ranks = " ".join(map(str, reduction.ranks))
-    return f"# reduction {reduction.index}: {what}{reduction.owner}{shard}, ranks {ranks}"
+    text = f"# reduction {reduction.index}: {what}{reduction.owner}{_shards(reduction)}"
+    return f"{text}, ranks {ranks}"
+
+
+def _shards(reduction: Reduction) -> str:
+    """What is summed of the blocks' parameters."""
+    if reduction.parameters == "whole":
+        return f" uncut, from ranks {' '.join(map(str, reduction.adds))}"
+    first, end = reduction.shards
+    if reduction.tp == 1:
+        return ""
+    name = f"shard {first}" if end == first + 1 else f"shards {_span(reduction.shards)}"
+    return f" {name}/{reduction.tp}" + (" cut" if reduction.parameters == "cut" else "")

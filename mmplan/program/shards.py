@@ -1,0 +1,156 @@
+"""Which ranks sum which part of a block, when its tensor-parallel groups may differ in size.
+
+A group of d ranks cuts every cut parameter into d equal shards, in order. The ends of all
+groups' shards cut the parameter into *parts*, the coarsest ones that always have the same
+holders: of groups of 2 and of 4 the four quarters, of 2 and 3 the sixths [0,2), [2,3), [3,4)
+and [4,6). The gradient of a part is summed over its holders, one in each group.
+
+Parameters that tensor parallelism leaves whole have equal gradients on all ranks of a group,
+so of each group one rank brings it. Parts that some rank holds together make an *island*;
+the ranks of an island are summed apart from others. Where all groups are of one size every
+part is an island of its own, and one sum serves cut and whole parameters alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from mmplan.errors import InvalidInputError
+
+Ranks = tuple[int, ...]
+# Half-open, in shards.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSum:
+    """One sum of gradients of a block.
+
+    Attributes:
+        tp: shards are of this size: a cut parameter has so many.
+        shards: the shards summed; of whole parameters, those of the island.
+        parameters: cut ones, whole ones, or both.
+        ranks: who gets the sum, in ascending order.
+        adds: those of them whose gradients of whole parameters are summed.
+    """
+
+    tp: int
+    shards: Span
+    parameters: Literal["all", "cut", "whole"]
+    ranks: Ranks
+    adds: Ranks
+
+
+def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
+    """All sums of a block, parts in order, each island's whole parameters after its parts.
+
+    Args:
+        groups: tensor-parallel groups that hold the block, ranks by shard. A rank may be in
+            several, as the same shard.
+    """
+    tp = math.lcm(*map(len, groups))
+    parts = _parts(groups, tp)
+    sums: list[ShardSum] = []
+    for island in _islands(parts):
+        ranks = tuple(sorted({rank for _, holders in island for rank in holders}))
+        for shards, holders in island:
+            kind = "all" if len(island) == 1 else "cut"
+            sums.append(
+                ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, adds=holders)
+            )
+        if len(island) > 1:
+            span = island[0][0][0], island[-1][0][1]
+            # Every group has one rank that holds the island's first part.
+            adds = island[0][1]
+            sums.append(ShardSum(tp=tp, shards=span, parameters="whole", ranks=ranks, adds=adds))
+    return sums
+
+
+def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
+    """(ranks, those that bring a gradient) of each island, for a parameter that is not cut.
+
+    Args:
+        groups: as for :func:`shard_sums`, but a rank may be in them as different shards.
+
+    Raises:
+        InvalidInputError: no choice of ranks has one of each group.
+    """
+    parts = _parts(groups, math.lcm(*map(len, groups)))
+    found: list[tuple[Ranks, Ranks]] = []
+    for island in _islands(parts):
+        ranks = {rank for _, holders in island for rank in holders}
+        found.append((tuple(sorted(ranks)), _one_of_each(groups, ranks)))
+    return found
+
+
+def check_one_shard(owner: str, groups: Sequence[Ranks]) -> None:
+    """Refuse groups in which a rank would hold a block as two different shards.
+
+    Raises:
+        InvalidInputError: names the rank and both shards.
+    """
+    held: dict[int, tuple[int, int]] = {}
+    for group in groups:
+        for index, rank in enumerate(group):
+            mine = index, len(group)
+            other = held.setdefault(rank, mine)
+            if other[1] != mine[1]:
+                low, high = sorted((other[1], mine[1]))
+                raise InvalidInputError(
+                    f"module {owner}: rank {rank} holds one block with tp {low} and with tp {high}",
+                    hint="give the module's units that share ranks and blocks one tp, or other "
+                    "ranks",
+                )
+            if other != mine:
+                raise InvalidInputError(
+                    f"module {owner}: rank {rank} holds two different tp shards of one block",
+                    hint="keep the order of ranks inside the tp groups of a shared module",
+                )
+
+
+def _parts(groups: Sequence[Ranks], tp: int) -> list[tuple[Span, Ranks]]:
+    """The coarsest parts with constant holders, in order; holders ascend."""
+    ends = sorted({index * (tp // len(g)) for g in groups for index in range(len(g) + 1)})
+    parts: list[tuple[Span, Ranks]] = []
+    for a, b in pairwise(ends):
+        holders = tuple(sorted({group[a * len(group) // tp] for group in groups}))
+        if parts and parts[-1][1] == holders:
+            parts[-1] = (parts[-1][0][0], b), holders
+        else:
+            parts.append(((a, b), holders))
+    return parts
+
+
+def _islands(parts: Sequence[tuple[Span, Ranks]]) -> Iterator[list[tuple[Span, Ranks]]]:
+    """Neighbouring parts that some rank holds together."""
+    last = {rank: index for index, (_, holders) in enumerate(parts) for rank in holders}
+    island: list[tuple[Span, Ranks]] = []
+    end = 0
+    for index, (shards, holders) in enumerate(parts):
+        island.append((shards, holders))
+        end = max(end, *(last[rank] for rank in holders))
+        if index == end:
+            yield island
+            island, end = [], index + 1
+
+
+def _one_of_each(groups: Sequence[Ranks], ranks: set[int]) -> Ranks:
+    """Ranks of which every group has exactly one."""
+    chosen: set[int] = set()
+    refused: set[int] = set()
+    for group in sorted(groups, key=len):
+        if not chosen & set(group):
+            free = [rank for rank in group if rank in ranks and rank not in refused]
+            chosen.update(free[:1])
+        refused |= set(group) - chosen
+    if any(len(chosen & set(group)) != 1 for group in groups):
+        raise InvalidInputError(
+            f"no ranks of {sorted(ranks)} stand for each of the tp groups "
+            f"{[list(group) for group in groups]} once, which a tied parameter needs",
+            hint="keep the order of ranks inside the tp groups of a module with tied parameters",
+        )
+    return tuple(sorted(chosen))

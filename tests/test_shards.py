@@ -1,0 +1,146 @@
+"""Which ranks sum which elements, against what every single element needs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mmlaunch.boxes import ShardStyle, shard_boxes
+from mmlaunch.places import Place, flat_parts, shard_place
+from mmplan.errors import InvalidInputError
+from mmplan.program.shards import Ranks, check_one_shard, shard_sums, whole_sums
+
+STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
+
+
+@st.composite
+def disjoint_groups(draw: st.DrawFn) -> list[Ranks]:
+    """Tensor-parallel groups of any sizes on ranks of their own, some of them twice."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=5))
+    ranks = iter(draw(st.permutations(range(sum(sizes)))))
+    groups = [tuple(next(ranks) for _ in range(size)) for size in sizes]
+    return groups + draw(st.lists(st.sampled_from(groups), max_size=2))
+
+
+@given(disjoint_groups(), st.sampled_from(STYLES))
+@example([(0, 1), (2, 3, 4)], "packed_colwise")
+@example([(0, 1), (2, 3, 4, 5), (6,)], "rowwise")
+def test_every_element_is_summed_once_over_all_that_hold_it(
+    groups: list[Ranks], style: ShardStyle
+) -> None:
+    tp = math.lcm(*map(len, groups))
+    shape, parts = ((2, tp), 1) if style == "rowwise" else ((3 * tp, 2), 3)
+    holders: dict[int, set[int]] = {}
+    places: dict[int, Place] = {}
+    position = torch.arange(math.prod(shape)).view(shape)
+    for group in groups:
+        for index, rank in enumerate(group):
+            boxes = shard_boxes(shape, style, index, len(group), parts)
+            places[rank] = shard_place(shape, style, index, len(group), parts)
+            for box in boxes:
+                for element in position[box.slices].reshape(-1).tolist():
+                    holders.setdefault(element, set()).add(rank)
+    seen: Counter[int] = Counter()
+    for total in shard_sums(groups):
+        if total.parameters == "whole":
+            continue
+        found = {rank: _elements(places[rank], total, position) for rank in total.ranks}
+        # In the same order on all ranks, or the sum would add what does not belong together.
+        assert len(set(map(tuple, found.values()))) == 1
+        for element in found[total.ranks[0]]:
+            seen[element] += 1
+            assert set(total.ranks) == holders[element]
+    assert seen == dict.fromkeys(range(math.prod(shape)), 1)
+
+
+def _elements(place: Place, total, position: torch.Tensor) -> list[int]:
+    local = place.take(position)
+    boxes = place.span(total.shards, total.tp)
+    if boxes is None:
+        return local.reshape(-1).tolist()
+    return [x for box in boxes for x in local[box.slices].reshape(-1).tolist()]
+
+
+@given(disjoint_groups())
+def test_whole_parameters_are_brought_once_by_every_group(groups: list[Ranks]) -> None:
+    reached: Counter[int] = Counter()
+    for total in shard_sums(groups):
+        if total.parameters == "cut":
+            continue
+        assert set(total.adds) <= set(total.ranks)
+        reached.update(total.ranks)
+        for group in groups:
+            assert len(set(group) & set(total.adds)) == 1
+    assert reached == dict.fromkeys({rank for group in groups for rank in group}, 1)
+    # Without cut parameters to go along with, the islands are the same.
+    assert [
+        (total.ranks, total.adds) for total in shard_sums(groups) if total.parameters != "cut"
+    ] == whole_sums(groups)
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_groups_of_one_size_have_one_sum_for_each_shard(size: int, num_groups: int) -> None:
+    groups = [tuple(range(d * size, (d + 1) * size)) for d in range(num_groups)]
+    found = shard_sums(groups)
+    assert [(x.tp, x.shards, x.parameters) for x in found] == [
+        (size, (t, t + 1), "all") for t in range(size)
+    ]
+    assert [x.ranks for x in found] == [tuple(group[t] for group in groups) for t in range(size)]
+    assert all(x.adds == x.ranks for x in found)
+
+
+def test_parts_are_the_coarsest_with_constant_holders() -> None:
+    found = shard_sums([(0, 1), (2, 3, 4)])
+    assert [(x.shards, x.ranks, x.parameters) for x in found] == [
+        ((0, 2), (0, 2), "cut"),
+        ((2, 3), (0, 3), "cut"),
+        ((3, 4), (1, 3), "cut"),
+        ((4, 6), (1, 4), "cut"),
+        ((0, 6), (0, 1, 2, 3, 4), "whole"),
+    ]
+    assert found[-1].adds == (0, 2)
+    # Two islands: what ranks 0 and 1 hold apart, no rank of the group of four holds together.
+    halves = [x for x in shard_sums([(0, 1), (2, 3, 4, 5)]) if x.parameters == "whole"]
+    assert [(x.ranks, x.adds) for x in halves] == [((0, 2, 3), (0, 2)), ((1, 4, 5), (1, 4))]
+
+
+def test_a_rank_may_bring_a_tied_parameter_for_groups_of_several_sizes() -> None:
+    assert whole_sums([(0, 1), (1,), (2,)]) == [((0, 1, 2), (1, 2))]
+    assert whole_sums([(0, 1), (1, 0)]) == [((0, 1), (0,))]
+    with pytest.raises(InvalidInputError, match=r"no ranks of \[0, 1, 2\] stand for each"):
+        whole_sums([(0, 1), (1, 2), (2, 0)])
+
+
+@pytest.mark.parametrize(
+    ("groups", "fault"),
+    [
+        ([(0, 1), (0,)], "rank 0 holds one block with tp 1 and with tp 2"),
+        ([(0, 1), (2, 3, 0)], "rank 0 holds one block with tp 2 and with tp 3"),
+        ([(0, 1), (1, 0)], "rank 1 holds two different tp shards of one block"),
+    ],
+)
+def test_a_rank_holds_one_shard_of_a_block(groups: list[Ranks], fault: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"module v: {fault}"):
+        check_one_shard("v", groups)
+
+
+def test_one_shard_in_several_groups_is_one_shard() -> None:
+    check_one_shard("v", [(0, 1), (0, 2), (0, 1), (3,)])
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data())
+def test_flat_parts_of_boxes_are_that_slice(sizes: list[tuple[int, int]], data: st.DataObject):
+    from mmlaunch.boxes import Box
+
+    boxes = tuple(Box(offsets=(4 * k, k), sizes=size) for k, size in enumerate(sizes))
+    position = torch.arange(12 * 7).view(12, 7)
+    flat = torch.cat([position[box.slices].reshape(-1) for box in boxes])
+    low = data.draw(st.integers(0, len(flat)))
+    high = data.draw(st.integers(low, len(flat)))
+    found = [position[box.slices].reshape(-1) for box in flat_parts(boxes, low, high)]
+    assert torch.equal(torch.cat([*found, position[:0, 0]]), flat[low:high])
