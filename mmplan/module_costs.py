@@ -70,6 +70,7 @@ class CostModel:
         )
         self._shares: dict[tuple[str, str], _Shares] = {}
         self._fits: dict[tuple[str, str, int], ModuleFit] = {}
+        self._fitted: dict[tuple[int, int], ModuleFit] = {}
         self._whole: dict[tuple[str, str, int, float], _Whole] = {}
         self._loss_fits: dict[str, LossFit | None] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
@@ -334,8 +335,11 @@ class CostModel:
                     f"module {module} has no points at tp {tp}; the profile has tp {options}",
                     hint=f"plan with one of these, or profile {module} at tp {tp} as well",
                 )
-            fit = self._stored_fit(task, module, tp) or fit_module(profile, tp)
-            self._fits[key] = fit_for_work(fit, self._mean(task, module))
+            # Tasks without costs of their own share the module's.
+            shared = id(profile), tp
+            if shared not in self._fitted:
+                self._fitted[shared] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
+            self._fits[key] = fit_for_work(self._fitted[shared], self._mean(task, module))
         return self._fits[key]
 
     def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:

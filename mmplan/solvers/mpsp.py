@@ -38,13 +38,17 @@ from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 
 _METHODS = ("search", "wavefront")
-# Shares of the budget: all bounds, and all further attempts to place.
-_BOUNDS, _PLACING = 0.4, 0.2
+# Shares of the budget: the bounds; the searches with the first choice of degrees for shared
+# modules and with each other one; all further attempts to place. What is left is for simulating.
+_BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.35, 0.15, 0.1
+# Within a search: the configuration programs that guide it.
+_GUIDES = 0.3
 # Degrees of shared modules that are searched, and rounds that are tried.
 _CHOICES = 3
 _MOST_ROUNDS = 4096
-# Candidates beside the best of each kind: simulating one of 256 devices takes a second.
-_OTHERS = 2
+# Plans whose estimate is worse than the best by more than this are not simulated, unless the best
+# nearly fills the memory: the simulation counts what the placement estimates.
+_WORSE, _FULL = 1.08, 0.95
 
 
 def solve_mpsp(request: Request) -> Solution:
@@ -70,9 +74,9 @@ def solve_mpsp(request: Request) -> Solution:
             continue
         bounds = _bounds(scalings, request)
         found = list(_placed(request, problems, scalings, bounds, method))
-        candidates = [item for item in found if isinstance(item, Candidate)]
-        if candidates:
-            return _solution(request, method, candidates, bounds, rounds)
+        placed = [item for item in found if isinstance(item, _Found)]
+        if placed:
+            return _solution(request, method, placed, bounds, rounds)
         missing = min([missing, *(item for item in found if isinstance(item, float))])
     raise InfeasibleError(
         f"mpsp: no placement of the slices fits, a device lacks {missing:.3g} bytes at best",
@@ -100,12 +104,17 @@ def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:
 
 
 def _solution(
-    request: Request, method: str, candidates: list[Candidate], bounds: _Bounds, rounds: int
+    request: Request, method: str, placed: list[_Found], bounds: _Bounds, rounds: int
 ) -> Solution:
-    candidates.sort(key=lambda c: c.objective_s)
+    placed.sort(key=lambda found: found.candidate.objective_s)
+    best, memory_bytes = placed[0], request.cluster.device.memory_bytes
+    most_s = best.candidate.objective_s * _WORSE
+    if best.fullest_bytes > _FULL * memory_bytes:
+        most_s = float("inf")
+    candidates = [f.candidate for f in placed if f.candidate.objective_s <= most_s]
     kinds = {c.kind: c for c in reversed(candidates)}
     others = [c for c in candidates if kinds[c.kind] is not c]
-    candidates = sorted([*kinds.values(), *others[:_OTHERS]], key=lambda c: c.objective_s)
+    candidates = sorted([*kinds.values(), *others[:1]], key=lambda c: c.objective_s)
     notes = list(bounds.notes)
     if rounds > 1:
         notes.append(f"the waves run {rounds} times a step, each on 1/{rounds} of the batches")
@@ -210,12 +219,15 @@ def _placed(
     scalings: Scalings,
     bounds: _Bounds,
     method: str,
-) -> Iterator[Candidate | float]:
+) -> Iterator[_Found | float]:
     """Candidates, and the bytes that drafts without a placement lacked."""
-    choices = scalings.choices()[:_CHOICES]
-    limit_s = request.budget_s / len(choices)
-    for chosen in choices:
+    best_s = float("inf")
+    for position, chosen in enumerate(scalings.choices()[:_CHOICES]):
         instance = _instance(chosen, request)
+        curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
+        if level_bound(curves, request.devices) * scalings.rounds >= best_s:
+            continue
+        limit_s = request.budget_s * (_OTHER if position else _FIRST)
         drafts = list(_drafts(instance, method, bounds.total_s, limit_s))
         emitter = Emitter(problems, chosen, instance, scalings.rounds)
         for label, draft in drafts:
@@ -224,12 +236,20 @@ def _placed(
                 slots,
                 request.cluster,
                 request.devices,
-                limit_s=limit_s * _PLACING / len(drafts),
+                limit_s=request.budget_s * _PLACING / len(drafts),
             )
             if isinstance(placed, Placed):
-                yield _candidate(emitter, draft, placed, scalings.rounds, label)
+                candidate = _candidate(emitter, draft, placed, scalings.rounds, label)
+                best_s = min(best_s, candidate.objective_s)
+                yield _Found(candidate=candidate, fullest_bytes=max(placed.memory_bytes))
             else:
                 yield placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    candidate: Candidate
+    fullest_bytes: float
 
 
 def _candidate(
@@ -239,7 +259,7 @@ def _candidate(
     return Candidate(
         units=emitter.units(draft, placed),
         waves=waves,
-        objective_s=rounds * (placed.forward_s + placed.backward_s),
+        objective_s=rounds * (placed.forward_s + placed.backward_s) + placed.reduce_s,
         closed_form=False,
         kind=label,
         notes=(f"{label}; the fullest device holds {placed.imbalance:.3g} x the mean memory",),
@@ -263,7 +283,7 @@ def _drafts(
 def find(instance: Instance, *, bound_s: float, limit_s: float) -> dict[str, Draft]:
     """The best drafts by where they come from: all of them, one slice each, one after another."""
     begun = time.monotonic()
-    targets, columns = _guides(instance, limit_s * _BOUNDS)
+    targets, columns = _guides(instance, limit_s * _GUIDES)
     left_s = limit_s - (time.monotonic() - begun)
     evaluator = Evaluator(instance)
     found = search(

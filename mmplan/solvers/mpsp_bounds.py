@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.solvers.mpsp_model import Chain, Floats, Part, parts
+from mmplan.solvers.mpsp_simplex import maximize
 
 _HALVINGS = 100
 # What linear programs may be off by.
@@ -95,19 +96,22 @@ def _is_above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 
 
 def level_bound(curves: Sequence[Curve], devices: int) -> float:
-    """The least C with sum D(C) <= N C; no schedule of the chains ends earlier."""
+    """The least C with sum D(C) <= N C; no schedule of the chains ends earlier.
 
-    def fits(seconds: float) -> bool:
-        return sum(c.at(seconds) for c in curves) <= devices * seconds
-
+    The sum is linear between the corners of all curves, so the C is found exactly.
+    """
     low = max(float(c.time_s[0]) for c in curves)
-    if fits(low):
+    corners = np.unique(np.concatenate([[low], *(c.time_s for c in curves)]))
+    corners = corners[corners >= low]
+    areas = np.sum([np.interp(corners, c.time_s, c.area_s) for c in curves], axis=0)
+    spare = devices * corners - areas
+    k = int(np.searchsorted(spare >= 0, True))
+    if k == 0:
         return low
-    high = sum(float(c.area_s[0]) for c in curves) / devices
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return low
+    if k == len(corners):
+        return float(areas[-1]) / devices
+    share = -spare[k - 1] / (spare[k] - spare[k - 1])
+    return float(corners[k - 1] + share * (corners[k] - corners[k - 1]))
 
 
 def dag_bound(
@@ -116,42 +120,47 @@ def dag_bound(
     """The same over a graph, and the seconds that it gives each chain.
 
     Variables: start s, seconds c and device-seconds a of each chain, and the end C; least C with
-    s_j >= s_i + c_i, s + c <= C, a >= D(c), sum a <= N C.
+    s_j >= s_i + c_i, s + c <= C, a >= D(c), sum a <= N C. Its dual is solved; what the prices
+    violate by rounding is taken off the bound, each variable being within the end of the chains
+    one after another.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_array
-
-    count = len(curves)
-    scale = max(level_bound(curves, devices), 1e-300)
+    count, least_s = len(curves), level_bound(curves, devices)
+    scale = max(least_s, 1e-300)
     rows: list[list[tuple[int, float]]] = []
-    limits: list[float] = []
+    demand: list[float] = []
 
-    def add(terms: list[tuple[int, float]], limit: float) -> None:
+    def need(terms: list[tuple[int, float]], value: float) -> None:
         rows.append(terms)
-        limits.append(limit)
+        demand.append(value)
 
+    # c and a count from their least values.
     for m, own in enumerate(curves):
-        times, areas = own.time_s / scale, own.area_s / scale
-        add([(m, 1), (count + m, 1), (3 * count, -1)], 0)
+        times, areas = own.time_s / scale, own.area_s / scale / devices
+        need([(3 * count, 1.0), (m, -1.0), (count + m, -1.0)], times[0])
         for i in after[m]:
-            add([(i, 1), (count + i, 1), (m, -1)], 0)
+            first_s = float(curves[i].time_s[0]) / scale
+            need([(m, 1.0), (i, -1.0), (count + i, -1.0)], first_s)
         for k in range(len(times) - 1):
             slope = (areas[k + 1] - areas[k]) / (times[k + 1] - times[k])
-            add([(count + m, slope), (2 * count + m, -1)], slope * times[k] - areas[k])
-    add([*((2 * count + m, 1.0) for m in range(count)), (3 * count, -float(devices))], 0)
-    bounds = [(0.0, None)] * count
-    bounds += [(float(c.time_s[0]) / scale, None) for c in curves]
-    bounds += [(float(c.area_s[-1]) / scale, None) for c in curves] + [(0.0, None)]
-    cells = [(r, column, value) for r, terms in enumerate(rows) for column, value in terms]
-    r, columns, values = zip(*cells, strict=True)
-    matrix = coo_array((values, (r, columns)), shape=(len(rows), 3 * count + 1)).tocsr()
+            value = areas[k] - areas[-1] + slope * (times[0] - times[k])
+            need([(2 * count + m, 1.0), (count + m, -slope)], value)
+    base = sum(float(c.area_s[-1]) for c in curves) / scale / devices
+    need([(3 * count, 1.0), *((2 * count + m, -1.0) for m in range(count))], base)
+    matrix = np.zeros((3 * count + 1, len(rows)))
+    for column, terms in enumerate(rows):
+        for row, value in terms:
+            matrix[row, column] = value
     costs = np.zeros(3 * count + 1)
     costs[-1] = 1.0
-    found = linprog(costs, A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
-    if found.status != 0:
-        return level_bound(curves, devices), [float(c.time_s[-1]) for c in curves]
-    spans = (found.x[count : 2 * count] * scale).tolist()
-    return max(float(found.fun) * scale * (1 - _SLACK), level_bound(curves, devices)), spans
+    answer = maximize(np.array(demand), matrix, costs)
+    most = sum(float(c.time_s[-1]) for c in curves) / scale
+    lost = float(np.minimum(costs - matrix @ answer.x, 0.0).sum()) * most
+    bound_s = (float(np.array(demand) @ answer.x) + lost) * scale * (1 - _SLACK)
+    spans = [
+        float(own.time_s[0]) + float(more) * scale
+        for own, more in zip(curves, answer.prices[count : 2 * count], strict=True)
+    ]
+    return max(bound_s, least_s), spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,20 +264,15 @@ class _Configurations:
 
     def _master(self) -> tuple[Floats, Floats]:
         """Seconds of each column, and the duals."""
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_array
-
-        cells = [
-            (self._row[m, p], j, -1.0 / self._parts[m][p].time_s[k] * self._least(m, p))
-            for j, column in enumerate(self._columns)
-            for m, p, k in column
-        ]
-        rows, columns, values = zip(*cells, strict=True)
-        shape = len(self._rows), len(self._columns)
-        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
         least = np.array([self._least(m, p) for m, p in self._rows])
-        found = linprog(np.ones(shape[1]), A_ub=matrix, b_ub=-least, method="highs")
-        return found.x, np.maximum(-found.ineqlin.marginals, 0.0) * least
+        scale = float(least.max())
+        rates = np.zeros((len(self._columns), len(self._rows)))
+        for j, column in enumerate(self._columns):
+            for m, p, k in column:
+                row = self._row[m, p]
+                rates[j, row] = least[row] / self._parts[m][p].time_s[k]
+        answer = maximize(least / scale, rates, np.ones(len(rates)))
+        return answer.prices * scale, answer.x * least
 
     def _least(self, m: int, p: int) -> float:
         """Scale of a row: every rate is then at most 1."""

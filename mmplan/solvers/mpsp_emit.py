@@ -36,6 +36,7 @@ class Emitter:
         self._scalings = scalings
         self._instance = instance
         self._rounds = rounds
+        self._bytes: dict[tuple[int, int, int, int], tuple[float, float]] = {}
 
     # --- before the placement --------------------------------------------------------
 
@@ -72,7 +73,7 @@ class Emitter:
         self, m: int, piece: Piece, start_s: float, after: tuple[tuple[int, float], ...]
     ) -> Slot:
         chain, (k, a, b, _) = self._instance.chains[m], piece
-        allocation = self._allocation(m, piece)
+        allocation, op = self._allocation(m, piece), self._scalings[m].op
         return Slot(
             tp=allocation.tp,
             dp=allocation.dp,
@@ -80,7 +81,14 @@ class Emitter:
             forward_s=float(chain.forward_s[k, a:b].sum()),
             backward_s=float(chain.backward_s[k, a:b].sum()),
             after=after,
-            blocks=tuple(self._parameters(m, allocation, block) for block in range(a, b)),
+            samples=op.batch // self._rounds,
+            messages=len(self._microbatches(m, allocation)[0]),
+            owner=op.owner,
+            blocks=(a, b),
+            block_bytes=tuple(self._block_bytes(m, allocation, block)[0] for block in range(a, b)),
+            gradient_bytes=tuple(
+                self._block_bytes(m, allocation, block)[1] for block in range(a, b)
+            ),
             held_bytes=self._held_bytes(m, allocation, (a, b)),
         )
 
@@ -94,16 +102,21 @@ class Emitter:
         return self._instance.chains[m].blocks - 1
 
     def _flow(self, m: int, after_block: int) -> float:
-        """Bytes of a round that leave a block."""
+        """Bytes a sample that leave a block."""
         op = self._scalings[m].op
-        samples = op.batch // self._rounds
-        return samples * self._problem(m).output_bytes(op.module, after_block)
+        return self._problem(m).output_bytes(op.module, after_block)
 
-    def _parameters(self, m: int, allocation: Allocation, block: int) -> tuple[object, float]:
-        """A block's key, the same for all that share its shards, and its bytes on one rank."""
+    def _block_bytes(self, m: int, allocation: Allocation, block: int) -> tuple[float, float]:
+        """All that a rank holds of a block's parameters, and their gradient alone."""
         op, tp = self._scalings[m].op, allocation.tp
-        size = self._problem(m).fixed_bytes(op.module, (block, block + 1), tp, allocation.dp)
-        return (op.owner, block, tp), size
+        key = m, tp, allocation.dp, block
+        if key not in self._bytes:
+            blocks = (block, block + 1)
+            self._bytes[key] = (
+                self._problem(m).fixed_bytes(op.module, blocks, tp, allocation.dp),
+                self._problem(m).gradient_bytes(op.module, blocks, tp),
+            )
+        return self._bytes[key]
 
     def _held_bytes(self, m: int, allocation: Allocation, blocks: tuple[int, int]) -> float:
         """All micro-batches of the largest share: every forward comes before any backward."""

@@ -21,6 +21,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 Floats = NDArray[np.float64]
 # Shares of blocks that differ by less are one share.
 _DIGITS = 9
+_SAME = 1e-10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,6 +143,11 @@ class Part:
 
 def parts(table_s: Floats) -> list[Part]:
     """The parts of a chain's ``[K, L]`` table; blocks that take no time are in none."""
+    blocks_s = table_s.sum(axis=0)
+    if (blocks_s > 0).all():
+        alike = table_s / blocks_s
+        if np.abs(alike - alike[:, :1]).max() < _SAME:
+            return [Part(time_s=table_s.sum(axis=1), shares=blocks_s / blocks_s.sum())]
     groups: dict[tuple[float, ...], list[int]] = {}
     for block in range(table_s.shape[1]):
         column = table_s[:, block]

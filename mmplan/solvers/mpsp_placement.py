@@ -1,11 +1,12 @@
 """Which ranks run which slice, and when: inside a node first, where flows and parameters are.
 
 Slices are placed in the order in which they start, those of one instant by the bytes that flow
-into them. Of the tensor-parallel groups that are free, those count as near that hold the slice's
-parameters already (a task that shares them, or the slice before), that produced its input, and
-that hold little else. A slice whose ranks are not free together waits for them, so the result is
-a schedule whatever the draft assumed. When memory does not fit, the placement starts again with
-memory weighing more, then with the choices shaken up, until its time is over.
+into them; a slice starts when what it takes has come over the links. Of the tensor-parallel
+groups that are free, those count as near that hold the slice's parameters already (a task that
+shares them, or the slice before), that produced its input, and that hold little else. A slice
+whose ranks are not free together waits for them, so the result is a schedule whatever the draft
+assumed. When memory does not fit, the placement starts again with memory weighing more, then
+with the choices shaken up, until its time is over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mmplan.schema.cluster import Cluster
+from mmplan.solvers.mpsp_flows import reductions_s, transfer_s
 
 # Times that differ by less than this share are one instant.
 _SAME = 1e-9
@@ -31,9 +33,13 @@ class Slot:
 
     Attributes:
         start_s: when the draft starts it.
-        after: slots that end before it starts, with the bytes that flow from each.
-        blocks: keys of its blocks' parameters and the bytes of each on one rank; ranks with
-            another tensor-parallel degree hold other shards.
+        after: slots that end before it starts, with the bytes a sample that flow from each.
+        samples: of a round.
+        messages: micro-batches of a replica; all but the last travel while others compute.
+        owner: whose parameters; ranks with another tensor-parallel degree hold other shards.
+        blocks: the first, and the one after the last.
+        block_bytes: parameters, gradient and state of each block on one rank.
+        gradient_bytes: of each block on one rank, what is summed at the end of the step.
         held_bytes: activations that each rank holds for it.
     """
 
@@ -43,8 +49,26 @@ class Slot:
     forward_s: float
     backward_s: float
     after: tuple[tuple[int, float], ...]
-    blocks: tuple[tuple[object, float], ...]
+    samples: int
+    messages: int
+    owner: str
+    blocks: tuple[int, int]
+    block_bytes: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
     held_bytes: float
+
+    @property
+    def mask(self) -> int:
+        """Its blocks as bits."""
+        return (1 << self.blocks[1]) - (1 << self.blocks[0])
+
+    def bytes_of(self, mask: int) -> float:
+        """Parameters, gradient and state of some of its blocks on one rank."""
+        if mask == self.mask:
+            return sum(self.block_bytes)
+        return sum(
+            size for block, size in enumerate(self.block_bytes, self.blocks[0]) if mask >> block & 1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +79,7 @@ class Placed:
         groups: per slot the ranks of each replica.
         starts: of the forwards, seconds.
         forward_s: when the last forward ends; ``backward_s`` how long the backwards take.
+        reduce_s: summing the gradients after the last round.
         memory_bytes: per rank, as the placement counts them.
     """
 
@@ -62,6 +87,7 @@ class Placed:
     starts: tuple[float, ...]
     forward_s: float
     backward_s: float
+    reduce_s: float
     memory_bytes: tuple[float, ...]
 
     @property
@@ -96,11 +122,12 @@ def place(
 class _Rank:
     free_at: float = 0.0
     held_bytes: float = 0.0
-    blocks: set[object] = field(default_factory=set[object])
+    blocks: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """Bits of the blocks held, by owner and tp."""
 
-    def added_bytes(self, slot: Slot) -> float:
-        new = sum(size for key, size in slot.blocks if key not in self.blocks)
-        return slot.held_bytes + new
+    def missing(self, slot: Slot) -> int:
+        """Blocks of the slot that it does not hold yet."""
+        return slot.mask & ~self.blocks.get((slot.owner, slot.tp), 0)
 
 
 class _Attempt:
@@ -116,11 +143,16 @@ class _Attempt:
         self._slots = slots
         device = cluster.device
         self._memory = device.memory_bytes - _COMMUNICATORS * device.communicator_bytes
+        self._cluster = cluster
         self._per_node = cluster.devices_per_node
         self._weight, self._shake, self._rng = weight, shake, rng
         self._ranks = [_Rank() for _ in range(devices)]
         self._groups: dict[int, list[tuple[int, ...]]] = {}
+        self._placed: dict[int, tuple[set[int], set[int]]] = {}
         self._ends: dict[int, float] = {}
+        # How long each flow is under way: (consumer, producer), also back.
+        self._moves: dict[tuple[int, int], float] = {}
+        self._sizes: dict[tuple[int, int], float] = {}
 
     def run(self) -> Placed | float:
         depth: list[int] = []
@@ -131,51 +163,73 @@ class _Attempt:
             key=lambda i: (
                 self._slots[i].start_s,
                 depth[i],
-                -sum(b for _, b in self._slots[i].after),
+                -sum(b for _, b in self._slots[i].after) * self._slots[i].samples,
             ),
         )
         starts = [0.0] * len(self._slots)
         for i in order:
             slot = self._slots[i]
-            groups, start = self._choose(slot)
+            groups, start = self._choose(i, slot)
             if not groups:
                 return start
             starts[i] = start
             self._groups[i], self._ends[i] = groups, start + slot.forward_s
             for rank in (r for group in groups for r in group):
-                row = self._ranks[rank]
-                row.held_bytes += row.added_bytes(slot)
-                row.blocks |= {key for key, _ in slot.blocks}
+                row, key = self._ranks[rank], (slot.owner, slot.tp)
+                row.held_bytes += self._added_bytes(rank, i)
+                row.blocks[key] = row.blocks.get(key, 0) | slot.mask
                 row.free_at = self._ends[i]
         return Placed(
             groups=tuple(tuple(self._groups[i]) for i in range(len(self._slots))),
             starts=tuple(starts),
             forward_s=max(self._ends.values()),
             backward_s=self._backward_s(),
+            reduce_s=self._reduce_s(),
             memory_bytes=tuple(row.held_bytes for row in self._ranks),
         )
 
-    def _choose(self, slot: Slot) -> tuple[list[tuple[int, ...]], float]:
+    def _added_bytes(self, rank: int, i: int) -> float:
+        """Bytes that a slot adds to what a rank holds."""
+        slot, missing = self._slots[i], self._ranks[rank].missing(self._slots[i])
+        if (i, missing) not in self._sizes:
+            self._sizes[i, missing] = slot.bytes_of(missing)
+        return slot.held_bytes + self._sizes[i, missing]
+
+    def _choose(self, i: int, slot: Slot) -> tuple[list[tuple[int, ...]], float]:
         """Groups of ranks and the start; without groups, the bytes that a rank lacks."""
-        ready = max((self._ends[i] for i, _ in slot.after), default=0.0)
+        ready = max((self._ends[j] for j, _ in slot.after), default=0.0)
         whole = range(0, len(self._ranks) - slot.tp + 1, slot.tp)
         groups = [tuple(range(first, first + slot.tp)) for first in whole]
-        needed = {g: max(self._after(rank, slot) for rank in g) for g in groups}
+        needed = {
+            g: max(self._ranks[rank].held_bytes + self._added_bytes(rank, i) for rank in g)
+            for g in groups
+        }
         fitting = [g for g in groups if needed[g] <= self._memory]
         if len(fitting) < slot.dp:
             return [], sorted(needed.values())[slot.dp - 1] - self._memory
         free = {g: max(self._ranks[rank].free_at for rank in g) for g in fitting}
         start = max(ready, sorted(free.values())[slot.dp - 1])
         offered = [g for g in fitting if free[g] <= start * (1 + _SAME)]
-        return sorted(self._nearest(slot, offered)), start
+        chosen = sorted(self._nearest(i, slot, offered))
+        arrival = max(
+            (self._ends[j] + self._move_s(i, j, chosen) for j, _ in slot.after), default=0
+        )
+        return chosen, max(start, arrival)
 
-    def _after(self, rank: int, slot: Slot) -> float:
-        row = self._ranks[rank]
-        return row.held_bytes + row.added_bytes(slot)
+    def _move_s(self, i: int, j: int, groups: Sequence[tuple[int, ...]]) -> float:
+        """Seconds from the end of one slot to the start of the next, for what flows."""
+        slot, size = self._slots[i], dict(self._slots[i].after)[j]
+        samples = -(-slot.samples // min(slot.messages, self._slots[j].messages))
+        self._moves[i, j] = transfer_s(
+            self._cluster, self._groups[j], groups, samples=samples, sample_bytes=size
+        )
+        return self._moves[i, j]
 
-    def _nearest(self, slot: Slot, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def _nearest(
+        self, i: int, slot: Slot, groups: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
         """The best ``dp`` of the groups: on one node if one has as many, else on few nodes."""
-        cost = {group: self._cost(slot, group) for group in groups}
+        cost = {group: self._cost(i, slot, group) for group in groups}
         nodes: dict[int, list[tuple[int, ...]]] = {}
         for group in sorted(groups, key=lambda g: cost[g]):
             nodes.setdefault(group[0] // self._per_node, []).append(group)
@@ -187,19 +241,17 @@ class _Attempt:
         )
         return [group for own in fullest for group in own][: slot.dp]
 
-    def _cost(self, slot: Slot, group: tuple[int, ...]) -> float:
+    def _cost(self, i: int, slot: Slot, group: tuple[int, ...]) -> float:
         """Less is nearer: bytes that come new, bytes held, bytes that flow from elsewhere."""
-        new = max(self._ranks[r].added_bytes(slot) for r in group) - slot.held_bytes
-        parameters = sum(size for _, size in slot.blocks)
+        new = max(self._added_bytes(r, i) for r in group) - slot.held_bytes
+        parameters = self._sizes.setdefault((i, slot.mask), slot.bytes_of(slot.mask))
         held = max(self._ranks[r].held_bytes for r in group)
         far, total = 0.0, 0.0
-        for i, size in slot.after:
-            sources = {rank for own in self._groups[i] for rank in own}
+        for j, size in slot.after:
+            sources, nodes = self._places(j)
             total += size
-            if not sources & set(group):
-                node = group[0] // self._per_node
-                near = any(rank // self._per_node == node for rank in sources)
-                far += size * (0.5 if near else 1.0)
+            if sources.isdisjoint(group):
+                far += size * (0.5 if group[0] // self._per_node in nodes else 1.0)
         noise = self._shake * self._rng.random()
         return (
             (new / parameters if parameters else 0.0)
@@ -207,6 +259,23 @@ class _Attempt:
             + self._weight * held / self._memory
             + noise
         )
+
+    def _places(self, j: int) -> tuple[set[int], set[int]]:
+        """Ranks and nodes of a slot that is placed."""
+        if j not in self._placed:
+            ranks = {rank for own in self._groups[j] for rank in own}
+            self._placed[j] = ranks, {rank // self._per_node for rank in ranks}
+        return self._placed[j]
+
+    def _reduce_s(self) -> float:
+        holders: dict[tuple[str, int, int], set[tuple[int, ...]]] = {}
+        sizes: dict[tuple[str, int, int], float] = {}
+        for i, slot in enumerate(self._slots):
+            for block, size in enumerate(slot.gradient_bytes, slot.blocks[0]):
+                key = slot.owner, block, slot.tp
+                holders.setdefault(key, set()).update(self._groups[i])
+                sizes[key] = max(sizes.get(key, 0.0), size)
+        return reductions_s(self._cluster, holders, sizes)
 
     def _backward_s(self) -> float:
         """The mirror image on the same ranks: what ended last starts first."""
@@ -220,5 +289,5 @@ class _Attempt:
             for rank in ranks:
                 free[rank] = ends[i]
             for other, _ in slot.after:
-                ready[other] = max(ready[other], ends[i])
+                ready[other] = max(ready[other], ends[i] + self._moves[i, other])
         return max(ends)

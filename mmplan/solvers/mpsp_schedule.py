@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from mmplan.solvers.mpsp_bounds import Column
-from mmplan.solvers.mpsp_model import Chain, Floats, Instance, in_proportion, parts
+from mmplan.solvers.mpsp_model import Chain, Floats, Instance, Part, in_proportion
 
 Piece = tuple[int, int, int, float]
 """Index of the count, first block, block after the last, urgency (less is more urgent)."""
@@ -247,13 +247,21 @@ def _corners(counts: Floats, total_s: Floats) -> list[int]:
         kept.append(int(rise.argmax()))
 
 
-def from_columns(instance: Instance, columns: Sequence[Column], *, order: Sequence[int]) -> Pieces:
+def from_columns(
+    instance: Instance,
+    tables: Sequence[Sequence[Part]],
+    columns: Sequence[Column],
+    *,
+    order: Sequence[int],
+) -> Pieces:
     """The slices of a configuration program's answer, in an order of its columns.
 
     A slice is as urgent as its column comes early; blocks are rounded so that none is lost.
+
+    Args:
+        tables: the parts of each chain.
     """
     own: list[list[tuple[int, float, float]]] = [[] for _ in instance.chains]
-    tables = [parts(chain.both_s) for chain in instance.chains]
     for place, index in enumerate(order):
         column = columns[index]
         for m, p, k in column.choices:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmplan.solvers.mpsp_bounds import Column
-from mmplan.solvers.mpsp_model import Instance
+from mmplan.solvers.mpsp_model import Instance, parts
 from mmplan.solvers.mpsp_schedule import (
     Draft,
     Evaluator,
@@ -120,12 +120,13 @@ def _from_answer(
 ) -> Iterator[Draft]:
     """A configuration program's slices shifted left, in several orders of its columns."""
     order = sorted(range(len(columns)), key=lambda j: -columns[j].seconds)
+    tables = [parts(chain.both_s) for chain in instance.chains]
     for attempt in range(_SHUFFLES):
         if attempt == 1:
             order.reverse()
         elif attempt:
             rng.shuffle(order)
-        yield Draft(from_columns(instance, columns, order=order))
+        yield Draft(from_columns(instance, tables, columns, order=order))
 
 
 Move = Callable[[list[Piece], int, int, random.Random, tuple[float, float]], bool]

@@ -2,23 +2,30 @@
 
 n devices are tp x dp of them, each replica with its share of the round's samples (uneven where
 dp does not divide them), in the micro-batches that take least time.
+
+Shape suffixes: D = numbers of replicas, C = ways to cut a share, P = sizes of micro-batches.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmplan.errors import InfeasibleError
+from mmplan.schema.profile import Curve as FittedCurve
+from mmplan.schema.workload import Pins
+from mmplan.solvers.convex_stages import curve_values
 from mmplan.solvers.metaops import MetaOp
-from mmplan.solvers.mpsp_bounds import curve, level_bound
+from mmplan.solvers.mpsp_bounds import Curve, curve, level_bound
 from mmplan.solvers.mpsp_model import Chain, Floats, parts
 from mmplan.solvers.partitioner import degree_candidates
 from mmplan.solvers.problem import Problem
-from mmplan.solvers.shares import cut, microbatch_sizes, replica_counts
+from mmplan.solvers.shares import replica_counts
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +84,7 @@ class Scalings:
         self._ops = ops
         self._problems = problems
         self.rounds = rounds
+        self._curves: dict[tuple[int, int | None], Curve] = {}
         self._tables = [
             {
                 tp: rows
@@ -132,9 +140,16 @@ class Scalings:
         return [self._fixed(tps) for tps in fixed]
 
     def _bound_s(self, tps: Mapping[str, int]) -> float:
-        chains = [own.chain(0) for own in self._fixed(tps)]
-        curves = [curve(c.counts, parts(c.both_s)) for c in chains]
+        curves = [self._curve(m, tps.get(op.owner)) for m, op in enumerate(self._ops)]
         return level_bound(curves, self._problems[self._ops[0].task].devices)
+
+    def _curve(self, m: int, tp: int | None) -> Curve:
+        """Of a MetaOp at one tp, or on its own best degrees."""
+        if (m, tp) not in self._curves:
+            tables = self._tables[m] if tp is None else {tp: self._tables[m][tp]}
+            chain = self._best(m, tables).chain(0)
+            self._curves[m, tp] = curve(chain.counts, parts(chain.both_s))
+        return self._curves[m, tp]
 
     def _fixed(self, tps: Mapping[str, int]) -> list[Scaling]:
         return [
@@ -165,20 +180,16 @@ class Scalings:
     def _of_degree(self, op: MetaOp, tp: int) -> dict[int, _Row]:
         problem = self._problems[op.task]
         pins = problem.request.workload.modules[op.module].plan
+        pinned = pins.microbatch is not None
         samples = op.batch // self.rounds
         blocks = _Blocks(problem, op.module, tp)
+        counts = replica_counts(samples, problem.devices // tp, uneven=True, pins=pins)
         rows: dict[int, _Row] = {}
-        for dp in replica_counts(samples, problem.devices // tp, uneven=True, pins=pins):
-            share = -(-samples // dp)
-            tried = [
-                _Row.of(
-                    Allocation(tp=tp, dp=dp, size=size, pinned=pins.microbatch is not None),
-                    *blocks.seconds(cut(share, size, pinned=pins.microbatch is not None), dp),
-                )
-                for size in microbatch_sizes(share, pins)
-            ]
-            if tried:
-                rows[tp * dp] = min(tried, key=lambda row: row.total_s)
+        for dp, sizes in blocks.fastest(counts, samples, pins):
+            allocation = Allocation(
+                tp=tp, dp=dp, size=max(size for _, size in sizes), pinned=pinned
+            )
+            rows[tp * dp] = _Row(allocation, *blocks.seconds(sizes, dp))
         return rows
 
 
@@ -192,60 +203,100 @@ class _Row:
     allocation: Allocation
     forward_s: Floats
     backward_s: Floats
-    total_s: float
 
-    @classmethod
-    def of(cls, allocation: Allocation, forward_s: Floats, backward_s: Floats) -> _Row:
-        return cls(allocation, forward_s, backward_s, float((forward_s + backward_s).sum()))
+    @property
+    def total_s(self) -> float:
+        """Of all blocks."""
+        return float((self.forward_s + self.backward_s).sum())
+
+
+Sizes = list[tuple[int, int]]
+"""Micro-batches of a replica: how many of which size."""
 
 
 class _Blocks:
     """Seconds of every block of a module at one tp."""
 
     def __init__(self, problem: Problem, module: str, tp: int) -> None:
-        self._problem, self._module, self._tp = problem, module, tp
+        self._problem, self._module = problem, module
         task, blocks = problem.task.name, range(problem.blocks(module))
-        share = [
-            problem.costs.work_share(task=task, module=module, blocks=(b, b + 1)) for b in blocks
-        ]
+        costs = problem.costs
+        share = [costs.work_share(task=task, module=module, blocks=(b, b + 1)) for b in blocks]
         facts = [problem.stage(module, (b, b + 1)) for b in blocks]
         self._share = np.array(share)
         self._passed = self._share * [fact.passed is not None for fact in facts]
         self._trained = self._share * [bool(fact.trainable) for fact in facts]
-        self._losses = facts[-1].hosted
-        self._known: dict[tuple[int, float], tuple[Floats, Floats]] = {}
+        self._fit = costs.curves(task=task, module=module, tp=tp)
+        losses = (costs.loss_curves(name) for name in facts[-1].hosted)
+        self._losses = [own for own in losses if own is not None]
+        self._again = float(problem.request.workload.modules[module].recompute == "full")
 
-    def seconds(self, sizes: Iterable[int], dp: int) -> tuple[Floats, Floats]:
-        """Forward and backward ``[L]`` of the busiest of dp replicas' micro-batches."""
-        factor = self._problem.straggler(self._module, dp)
-        forward, backward = np.zeros_like(self._share), np.zeros_like(self._share)
-        for size, times in Counter(sizes).items():
-            key = size, factor
-            if key not in self._known:
-                self._known[key] = self._micro_batch(size, size * factor)
-            own = self._known[key]
-            forward, backward = forward + times * own[0], backward + times * own[1]
-        return forward, backward
-
-    def _micro_batch(self, samples: int, worth: float) -> tuple[Floats, Floats]:
-        problem, costs = self._problem, self._problem.costs
-        task, module, tp = problem.task.name, self._module, self._tp
-        recompute = problem.request.workload.modules[module].recompute
-        forward_s = costs.forward_s(task=task, module=module, tp=tp, samples=worth)
-        inputs_s, whole_s = (
-            costs.backward_s(
-                task=task,
-                module=module,
-                tp=tp,
-                samples=worth,
-                trainable=trainable,
-                recompute=recompute,
+    def fastest(
+        self, replicas: Sequence[int], samples: int, pins: Pins
+    ) -> Iterator[tuple[int, Sizes]]:
+        """Each number of replicas with the micro-batches of the largest share that take least."""
+        dp_D = np.array(replicas, dtype=np.int64)
+        share_D = -(-samples // dp_D)
+        factor_D = np.array([self._problem.straggler(self._module, dp) for dp in replicas])
+        pinned = pins.microbatch
+        if pinned is not None:
+            yield from self._pinned(dp_D, share_D, [pinned] if isinstance(pinned, int) else pinned)
+            return
+        # In so many parts, or of so many samples.
+        parts = np.minimum(np.arange(1, 9), share_D[:, None])
+        sizes = 2 ** np.arange(int(share_D.max()).bit_length())
+        count_DC = np.hstack([parts, -(-share_D[:, None] // sizes)])
+        least_DC, larger_DC = np.divmod(share_D[:, None], count_DC)
+        total_DC = (count_DC - larger_DC) * self._total_s(least_DC, factor_D[:, None])
+        total_DC += larger_DC * self._total_s(least_DC + 1, factor_D[:, None])
+        for d, best in enumerate(total_DC.argmin(axis=1)):
+            count, least, more = (int(x[d, best]) for x in (count_DC, least_DC, larger_DC))
+            yield (
+                replicas[d],
+                [(n, own) for n, own in ((more, least + 1), (count - more, least)) if n],
             )
-            for trainable in ((), None)
-        )
+
+    def _pinned(
+        self, dp_D: Ints, share_D: Ints, allowed: Sequence[int]
+    ) -> Iterator[tuple[int, Sizes]]:
+        for dp, share in zip(dp_D.tolist(), share_D.tolist(), strict=True):
+            tried = [
+                [(n, own) for n, own in ((share // size, size), (1, share % size)) if own]
+                for size in sorted(set(allowed))
+                if size <= share
+            ]
+            if tried:
+                yield dp, min(tried, key=lambda sizes: float(np.sum(self.seconds(sizes, dp))))
+
+    def seconds(self, sizes: Sizes, dp: int) -> tuple[Floats, Floats]:
+        """Forward and backward ``[L]`` of the busiest of dp replicas' micro-batches."""
+        own_P = np.array([size for _, size in sizes])
+        times_P = np.array([times for times, _ in sizes])
+        worth_P = own_P * self._problem.straggler(self._module, dp)
+        forward_s, inputs_s, weights_s = (float(times_P @ x) for x in self._seconds(worth_P))
         forward = forward_s * self._share
-        backward = inputs_s * self._passed + (whole_s - inputs_s) * self._trained
+        backward = inputs_s * self._passed + weights_s * self._trained
         for loss in self._losses:
-            own = costs.loss_s(loss=loss, samples=samples)
-            forward[-1], backward[-1] = forward[-1] + own[0], backward[-1] + own[1]
+            forward[-1] += float(times_P @ _values(loss.forward, own_P))
+            backward[-1] += float(times_P @ _values(loss.backward, own_P))
         return forward, backward
+
+    def _total_s(self, size: Ints, factor: Floats) -> Floats:
+        """Forward and backward of one micro-batch, all blocks together."""
+        forward, inputs, weights = self._seconds(size * factor)
+        total = forward * self._share.sum() + inputs * self._passed.sum()
+        total += weights * self._trained.sum()
+        for loss in self._losses:
+            total += _values(loss.forward, size) + _values(loss.backward, size)
+        return total
+
+    def _seconds(self, worth: Floats) -> tuple[Floats, Floats, Floats]:
+        """Forward, and the backward of inputs and of weights, of the whole module."""
+        forward = _values(self._fit.forward, worth)
+        inputs = _values(self._fit.backward_input, worth)
+        weights = np.maximum(_values(self._fit.backward, worth) - inputs, 0.0)
+        return forward, inputs + self._again * forward, weights
+
+
+def _values(curve_: FittedCurve, sizes: Ints | Floats) -> Floats:
+    return curve_values(curve_, sizes.ravel()).reshape(sizes.shape)

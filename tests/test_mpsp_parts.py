@@ -1,0 +1,124 @@
+"""What the scheduler of chains stands on: linear programs, times of transfers, curves."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from mmplan.links import message_s
+from mmplan.schema.cluster import Cluster
+from mmplan.solvers.mpsp_bounds import curve, level_bound
+from mmplan.solvers.mpsp_flows import reductions_s, transfer_s
+from mmplan.solvers.mpsp_model import Instance, parts
+from mmplan.solvers.mpsp_simplex import maximize
+from mmplan.solvers.shares import split_evenly
+from tests.mpsp_cases import instances
+from tests.solving import cluster
+
+SLOW = {"latency_s": 0.5, "bandwidth_bytes_per_s": 2.0}
+FAST = {"latency_s": 0.25, "bandwidth_bytes_per_s": 8.0}
+
+
+def two_nodes() -> Cluster:
+    return Cluster.model_validate(cluster(8, per_node=4, inter=SLOW, intra=FAST))
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Small integers, so that ties are common; a row for each variable keeps it bounded."""
+    columns, rows = draw(st.integers(1, 6)), draw(st.integers(0, 6))
+    numbers = st.integers(-2, 3)
+    matrix = [[draw(numbers) for _ in range(columns)] for _ in range(rows)]
+    limit = [draw(st.integers(0, 4)) for _ in range(rows)] + [draw(st.integers(0, 9))] * columns
+    gain = [draw(numbers) for _ in range(columns)]
+    whole = np.vstack([np.array(matrix, dtype=np.float64).reshape(rows, columns), np.eye(columns)])
+    return np.array(gain, dtype=np.float64), whole, np.array(limit, dtype=np.float64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs())
+def test_the_simplex_method_finds_the_optimum_and_its_prices(
+    program: tuple[np.ndarray, np.ndarray, np.ndarray],
+) -> None:
+    gain, matrix, limit = program
+    answer = maximize(gain, matrix, limit)
+    optimum = -linprog(-gain, A_ub=matrix, b_ub=limit, method="highs").fun
+    assert gain @ answer.x == pytest.approx(optimum, abs=1e-7)
+    assert limit @ answer.prices == pytest.approx(optimum, abs=1e-7)
+    assert (answer.x >= -1e-9).all()
+    assert (matrix @ answer.x <= limit + 1e-7).all()
+    assert (matrix.T @ answer.prices >= gain - 1e-7).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(instances())
+def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) -> None:
+    curves = [curve(c.counts, parts(c.forward_s)) for c in instance.chains]
+    bound_s = level_bound(curves, instance.devices)
+
+    def spare(seconds: float) -> float:
+        return instance.devices * seconds - sum(c.at(seconds) for c in curves)
+
+    least_s = max(float(c.time_s[0]) for c in curves)
+    assert bound_s >= least_s
+    assert spare(bound_s) >= -1e-9 * bound_s
+    if bound_s > least_s * (1 + 1e-9):
+        assert spare(bound_s * (1 - 1e-6)) < 0
+
+
+def plain_transfer_s(
+    where: Cluster, producers: list[tuple[int]], consumers: list[tuple[int]], samples: int
+) -> float:
+    """Sample by sample."""
+    made = [
+        rank
+        for share, (rank,) in zip(split_evenly(samples, len(producers)), producers, strict=True)
+        for rank in [rank] * share
+    ]
+    edges = [0, *accumulate(split_evenly(samples, len(consumers)))]
+    longest = 0.0
+    for (target,), (a, b) in zip(consumers, pairwise(edges), strict=True):
+        for source in set(made[a:b]):
+            size = 3.0 * made[a:b].count(source)
+            longest = max(longest, message_s(where, source, target, size))
+    return longest
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.permutations(range(8)),
+    st.permutations(range(8)),
+    st.integers(1, 8),
+    st.integers(1, 8),
+    st.integers(0, 12),
+)
+@example(list(range(8)), list(range(8)), 4, 4, 0)
+@example(list(range(8)), list(range(8)), 4, 8, 1)
+def test_a_transfer_takes_as_long_as_its_longest_message(
+    one: list[int], other: list[int], producers: int, consumers: int, more: int
+) -> None:
+    samples = max(producers, consumers) + more
+    groups = [(rank,) for rank in one[:producers]], [(rank,) for rank in other[:consumers]]
+    own = transfer_s(two_nodes(), *groups, samples=samples, sample_bytes=3.0)
+    assert own == pytest.approx(plain_transfer_s(two_nodes(), *groups, samples))
+
+
+def test_gradients_are_summed_one_group_after_another() -> None:
+    where = two_nodes()
+    # Blocks 0 and 1 on ranks 0 and 1, block 2 on ranks 1 and 4 of two nodes, block 3 alone.
+    holders = {
+        ("v", 0, 1): {(0,), (1,)},
+        ("v", 1, 1): {(0,), (1,)},
+        ("v", 2, 1): {(1,), (4,)},
+        ("v", 3, 1): {(6,)},
+    }
+    sizes = dict.fromkeys(holders, 8.0)
+    # Two ranks: the latency there and back, and each byte once.
+    inside, between = 2 * 0.25 + 16 / 8, 2 * 0.5 + 8 / 2
+    assert reductions_s(where, holders, sizes) == pytest.approx(inside + between)
+    assert reductions_s(where, {("v", 3, 1): {(6,)}}, {("v", 3, 1): 8.0}) == 0.0
