@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
+from mmplan.zoo.sizes import check_divides, check_sizes
 
 TP_PLAN = {
     "attention.query": "colwise",
@@ -280,30 +281,6 @@ def splice(
             _check_places(here_BT, rows_NW, placeholder)
             x_BTW = _place(x_BTW, here_BT, rows_NW)
     return x_BTW
-
-
-def check_sizes(**sizes: int) -> None:
-    """Refuse sizes below 1.
-
-    Raises:
-        InvalidInputError: names the first of them.
-    """
-    for name, size in sizes.items():
-        if size < 1:
-            raise InvalidInputError(f"{name} is {size}", hint=f"give {name} a size of 1 or more")
-
-
-def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    """Refuse a part that does not divide its whole.
-
-    Raises:
-        InvalidInputError: names both.
-    """
-    if whole % part:
-        raise InvalidInputError(
-            f"{part_name} {part} does not divide {whole_name} {whole}",
-            hint=f"choose a {whole_name} that is a multiple of {part}",
-        )
 
 
 def has_values(tensor: Tensor) -> bool:

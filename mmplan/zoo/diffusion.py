@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
-from mmplan.zoo.decoder import check_divides, check_sizes
+from mmplan.zoo.patches import cut
+from mmplan.zoo.sizes import check_divides, check_sizes
 from mmplan.zoo.towers import MLP, Attention
 
 TP_PLAN = {
@@ -50,11 +51,17 @@ class CrossAttention(nn.Module):
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x_NPW: Tensor, condition_NCW: Tensor) -> Tensor:
-        """Mix the conditioning into the patches: [N, P, W] to [N, P, W]."""
+    def forward(
+        self, x_NPW: Tensor, condition_NCW: Tensor, mask_NC: Tensor | None = None
+    ) -> Tensor:
+        """Mix the conditioning into the patches: [N, P, W] to [N, P, W].
+
+        ``mask_NC`` is True at the tokens that may be attended to; None for all.
+        """
         q = self._heads(self.query(x_NPW))
         k, v = self._heads(self.key(condition_NCW)), self._heads(self.value(condition_NCW))
-        mixed = functional.scaled_dot_product_attention(q, k, v)
+        mask = None if mask_NC is None else mask_NC[:, None, None, :]
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x_NPL: Tensor) -> Tensor:
@@ -94,7 +101,7 @@ class Noising(nn.Module):
             InvalidInputError: images of another shape, or as many starts as images not given.
         """
         _check_images(images, starts, self.shape)
-        clean_NPQ = patches(images.values, self.patch)
+        clean_NPQ = cut(images.values, (self.patch,) * 2, (self.patch,) * 2)
         time_N = torch.rand(len(clean_NPQ), device=clean_NPQ.device)
         noise_NPQ = torch.randn_like(clean_NPQ)
         angle = (time_N * (math.pi / 2)).to(clean_NPQ.dtype)[:, None, None]
@@ -295,12 +302,6 @@ def denoising(*, field: str | None = None) -> DenoisingLoss:
         field: data field of the images; needed when the loss has several data fields.
     """
     return DenoisingLoss(field=field)
-
-
-def patches(images: Tensor, patch: int) -> Tensor:
-    """Cut images [N, channels, side, side] into rows [N, P, channels * patch**2]."""
-    rows = images.unfold(2, patch, patch).unfold(3, patch, patch)
-    return rows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
 
 def sinusoids(time_N: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class CaptionedDigits(Dataset[dict[str, Tensor]]):
     def __init__(self, *, images: Tensor, labels: Tensor, templates: Tensor) -> None:
         self.images = images
         self.labels = labels
+        self.templates = templates
         self.tokens = prompts()[labels, templates]
 
     def __len__(self) -> int:
@@ -113,6 +114,11 @@ def prompts() -> Tensor:
     )
 
 
+def digit_ids() -> Tensor:
+    """Ids of the ten words that name a digit, [10] int64."""
+    return torch.tensor([_WORD_IDS[digit] for digit in DIGITS])
+
+
 def zero_shot_accuracy(vision: nn.Module, text: nn.Module, *, split: str = "test") -> float:
     """Share of scans whose nearest caption, averaged over templates, names their digit.
 
@@ -126,15 +132,33 @@ def zero_shot_accuracy(vision: nn.Module, text: nn.Module, *, split: str = "test
         back in the mode that they were in.
     """
     data = captioned(split)
-    captions = prompts()
-    parameter = next(vision.parameters())
-    image = data.images.to(device=parameter.device, dtype=parameter.dtype)
+    return nearest_class(vision, data.images, text, prompts(), data.labels)
+
+
+def nearest_class(
+    tower: nn.Module, inputs: Tensor, text: nn.Module, captions: Tensor, labels: Tensor
+) -> float:
+    """Share of samples whose nearest captions, averaged over templates, are of their class.
+
+    Args:
+        tower: inputs [N, ...] to features [N, E].
+        inputs: of the samples.
+        text: captions [B, T] to features [B, E].
+        captions: [classes, templates, T] int64.
+        labels: [N] int64.
+
+    Returns:
+        Accuracy in [0, 1]. The modules are evaluated without dropout and given back in the
+        mode that they were in.
+    """
+    parameter = next(tower.parameters())
+    inputs = inputs.to(device=parameter.device, dtype=parameter.dtype)
     text_features = _evaluate(text, captions.flatten(0, 1).to(parameter.device))
-    per_template = functional.normalize(text_features, dim=-1).reshape(*captions.shape[:2], -1)
+    per_template = functional.normalize(text_features, dim=-1).unflatten(0, captions.shape[:2])
     classes = functional.normalize(per_template.mean(dim=1), dim=-1)
-    # The norm of an image's features does not change which class is nearest.
-    nearest = (_evaluate(vision, image) @ classes.T).argmax(dim=1).cpu()
-    return (nearest == data.labels).double().mean().item()
+    # The norm of a sample's features does not change which class is nearest.
+    nearest = (_evaluate(tower, inputs) @ classes.T).argmax(dim=1).cpu()
+    return (nearest == labels).double().mean().item()
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""An image encoder for multimodal LLMs: ViT layers, then a projector as a block of its own.
+"""An encoder for multimodal LLMs: ViT layers, then a projector as a block of its own.
 
 Takes a number of images per sample that may differ and may be zero (``mmplan.Ragged``).
 ``frozen: [[0, layers]]`` freezes the ViT and leaves the projector, the last block, to train.
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.ragged import Ragged
-from mmplan.zoo.decoder import check_divides, check_sizes
-from mmplan.zoo.towers import Block, PatchEmbedding
+from mmplan.zoo.patches import Extent, PatchEmbedding, image_extent, join_neighbours, patch_grid
+from mmplan.zoo.sizes import check_divides, check_sizes
+from mmplan.zoo.towers import Block
 
 Images = Tensor | Ragged
 
@@ -25,7 +26,7 @@ class EncoderBlock(Block):
         """Run the block.
 
         Args:
-            images: [N, channels, image, image] for the first block, else [N, P, W]; or
+            images: [N, channels, *image] for the first block, else [N, P, W]; or
                 ragged with such values, images of several samples in order.
 
         Returns:
@@ -39,25 +40,29 @@ class EncoderBlock(Block):
 class Projector(nn.Module):
     """Patches to rows of the language model's width: neighbours joined, then an MLP.
 
+    Args:
+        width: channels of the patches.
+        merge: neighbours along every axis that become one row.
+        grid: patches along every axis; a number is the side of a square.
+        outputs: channels of the rows.
+
     Attributes:
         tp_plan: submodule name to "colwise" or "rowwise".
     """
 
-    def __init__(self, *, width: int, merge: int, grid: int, outputs: int) -> None:
+    def __init__(self, *, width: int, merge: int, grid: Extent, outputs: int) -> None:
         super().__init__()
-        self.merge, self.grid = merge, grid
+        self.merge, self.grid = merge, image_extent(grid)
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(merge**2 * width, outputs)
+        self.up = nn.Linear(merge ** len(self.grid) * width, outputs)
         self.down = nn.Linear(outputs, outputs)
         self.tp_plan = {"up": "colwise", "down": "rowwise"}
 
     def forward(self, images: Images) -> Images:
-        """[N, P, W] to [N, M, outputs], M = P / merge**2; ragged if the input is."""
+        """[N, P, W] to [N, M, outputs], M = P / merge**axes; ragged if the input is."""
         x_NPW = self.norm(images.values if isinstance(images, Ragged) else images)
         if self.merge > 1:
-            # A square of merge x merge neighbours becomes one row.
-            split = x_NPW.unflatten(1, (self.grid // self.merge, self.merge, -1, self.merge))
-            x_NPW = split.transpose(2, 3).flatten(3, 5).flatten(1, 2)
+            x_NPW = join_neighbours(x_NPW, self.grid, self.merge)
         rows = self.down(functional.gelu(self.up(x_NPW)))
         return Ragged(rows, images.lengths) if isinstance(images, Ragged) else rows
 
@@ -68,8 +73,9 @@ def vit(
     *,
     heads: int,
     outputs: int,
-    image: int,
-    patch: int = 16,
+    image: Extent,
+    patch: Extent = 16,
+    stride: Extent | None = None,
     channels: int = 3,
     merge: int = 1,
     mlp_ratio: float = 4.0,
@@ -81,27 +87,29 @@ def vit(
         width: channels of the activations, a multiple of ``heads``.
         heads: attention heads; tp must divide it.
         outputs: width of the rows that come out: the language model's.
-        image: side of the (square) images in pixels.
-        patch: side of a patch in pixels, divides ``image``.
-        channels: colour channels.
-        merge: this many patches squared become one row; divides the patches of a side.
+        image: side of the (square) images in pixels, or their size along each axis: ``[128,
+            204]`` for a spectrogram, ``[3000]`` for a signal.
+        patch: side of a patch, or its size along each axis; divides ``image``.
+        stride: from patch to patch, for patches that overlap.
+        channels: colour channels, or numbers of each instant of a signal.
+        merge: this many neighbouring patches along each axis become one row; divides the
+            patches of each axis.
         mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
-        Takes images [N, channels, image, image], gives [N, M, outputs] with
-        M = (image / patch / merge)**2; ragged where the images are.
+        Takes images [N, channels, *image], gives [N, M, outputs] with
+        M = (image / patch / merge)**axes; ragged where the images are.
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(
-        layers=layers, width=width, heads=heads, outputs=outputs, image=image, patch=patch,
-        channels=channels, merge=merge,
-    )  # fmt: skip
+        layers=layers, width=width, heads=heads, outputs=outputs, channels=channels, merge=merge
+    )
     check_divides("heads", heads, "width", width)
-    check_divides("patch", patch, "image", image)
-    grid = image // patch
-    check_divides("merge", merge, "patches of a side", grid)
+    grid = patch_grid(image, patch, stride)
+    for count in grid:
+        check_divides("merge", merge, "patches of a side", count)
 
     def block(index: int) -> EncoderBlock:
         first = index == 0
@@ -110,7 +118,9 @@ def vit(
             heads=heads,
             mlp_ratio=mlp_ratio,
             dropout=0.0,
-            embed=PatchEmbedding(width=width, patch=patch, image=image, channels=channels)
+            embed=PatchEmbedding(
+                width=width, patch=patch, image=image, channels=channels, stride=stride
+            )
             if first
             else None,
             head=None,

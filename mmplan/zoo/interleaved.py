@@ -25,8 +25,8 @@ from torch.utils.data import Dataset
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
-from mmplan.zoo.decoder import check_sizes
-from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, prompts
+from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, digit_ids, prompts
+from mmplan.zoo.sizes import check_sizes
 
 # Ids 1 to 60 are words of mmplan.zoo.digits.
 VOCAB, DRAW, BEGIN, IMAGE = 64, 61, 62, 63
@@ -272,7 +272,7 @@ def caption_accuracy(
     """
     right = {"tokens": 0, "digits": 0}
     total = {"tokens": 0, "digits": 0}
-    digit_ids = _digit_ids()
+    digits_named = digit_ids()
     for sample in _samples(digits(split, **args)):
         state = llm[0](sample["tokens"], vision(sample["images"]))
         logits = llm[1:](state)[0]
@@ -280,7 +280,7 @@ def caption_accuracy(
         of_image = (labels != IGNORE) & (sample["images"].lengths > 0)[:, None]
         for name, chosen in (
             ("tokens", of_image),
-            ("digits", of_image & torch.isin(labels, digit_ids)),
+            ("digits", of_image & torch.isin(labels, digits_named)),
         ):
             right[name] += int((found == labels)[chosen].sum())
             total[name] += int(chosen.sum())
@@ -292,12 +292,6 @@ def _samples(dataset: InterleavedDigits) -> Iterator[Any]:
     for index in range(len(dataset)):
         sample = dataset[index]
         yield {k: v if isinstance(v, Ragged) else v[None] for k, v in sample.items()}
-
-
-def _digit_ids() -> Tensor:
-    """Ids of the ten words that name a digit: those in which the captions of a template differ."""
-    first = prompts()[:, 0]
-    return first[:, (first != first[0]).any(dim=0)].flatten()
 
 
 def _words(prompt: Tensor) -> list[int]:

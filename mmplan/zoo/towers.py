@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
+from mmplan.zoo.patches import Extent, PatchEmbedding, patch_grid
+from mmplan.zoo.sizes import check_divides, check_sizes
 
 TP_PLAN = {
     "attention.qkv": "packed_colwise",
@@ -38,11 +40,19 @@ TP_PLAN = {
 
 
 class Attention(nn.Module):
-    """Self-attention with a fused qkv; the number of heads follows the local width."""
+    """Self-attention with a fused qkv; the number of heads follows the local width.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Args:
+        width: channels of the activations.
+        heads: attention heads.
+        causal: whether a token attends only to itself and those before it; then there is no
+            mask.
+    """
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
         self.head_dim = width // heads
+        self.causal = causal
         self.qkv = nn.Linear(width, 3 * width)
         self.qkv.packed_parts = 3  # pyright: ignore[reportArgumentType]
         self.out = nn.Linear(width, width)
@@ -59,7 +69,9 @@ class Attention(nn.Module):
         """
         q, k, v = (self._heads(part) for part in self.qkv(x_BTW).chunk(3, dim=-1))
         mask = None if mask_BT is None else mask_BT[:, None, None, :]
-        mixed_BHTD = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed_BHTD = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=self.causal
+        )
         return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BTL: Tensor) -> Tensor:
@@ -128,7 +140,7 @@ class VisionBlock(Block):
         """Run the block.
 
         Args:
-            x: [B, channels, image, image] for the first block, else [B, T, W].
+            x: [B, channels, *image] for the first block, else [B, T, W].
 
         Returns:
             [B, T, W], or [B, E] from the last block.
@@ -164,32 +176,6 @@ class TextBlock(Block):
         return self.head(sum_BW / weight_BT.sum(dim=1, keepdim=True))
 
 
-class PatchEmbedding(nn.Module):
-    """Images to tokens: each patch mapped linearly, plus a learned position."""
-
-    def __init__(self, *, width: int, patch: int, image: int, channels: int) -> None:
-        super().__init__()
-        self.patch = patch
-        self.shape = (channels, image, image)
-        self.project = nn.Linear(channels * patch**2, width)
-        self.position = nn.Parameter(0.02 * torch.randn((image // patch) ** 2, width))
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Embed [B, channels, image, image] as [B, T, W].
-
-        Raises:
-            InvalidInputError: images of another shape.
-        """
-        if tuple(image.shape[1:]) != self.shape:
-            raise InvalidInputError(
-                f"the image tower takes images {list(self.shape)}, got {list(image.shape[1:])}",
-                hint="set the factory's args image and channels to those of the data",
-            )
-        rows = image.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)
-        patches = rows.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
-        return self.project(patches) + self.position
-
-
 class TokenEmbedding(nn.Module):
     """Token ids to activations and mask; id 0 is padding."""
 
@@ -220,8 +206,9 @@ def vision(
     width: int,
     *,
     heads: int = 4,
-    patch: int = 4,
-    image: int = 8,
+    patch: Extent = 4,
+    image: Extent = 8,
+    stride: Extent | None = None,
     channels: int = 1,
     embed: int = 64,
     mlp_ratio: float = 4.0,
@@ -233,22 +220,24 @@ def vision(
         blocks: children of the Sequential, each with one transformer layer.
         width: channels of the activations, a multiple of ``heads``.
         heads: attention heads; tp must divide it.
-        patch: side of a patch in pixels, divides ``image``.
-        image: side of the (square) image in pixels.
-        channels: colour channels.
+        patch: side of a patch in pixels, or its size along each axis; divides ``image``.
+        image: side of the (square) image in pixels, or its size along each axis: ``[128, 204]``
+            for a spectrogram, ``[2000]`` for a signal.
+        stride: from patch to patch, for patches that overlap.
+        channels: colour channels, or numbers of each instant of a signal.
         embed: width of the features that come out.
         mlp_ratio: hidden width of the MLP over ``width``.
         dropout: probability, on the residual branches.
 
     Returns:
-        Takes images [B, channels, image, image], gives features [B, embed].
+        Takes images [B, channels, *image], gives features [B, embed].
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
     """
-    _check(blocks=blocks, width=width, heads=heads, patch=patch, image=image, embed=embed)
-    _check_divides("heads", heads, "width", width)
-    _check_divides("patch", patch, "image", image)
+    check_sizes(blocks=blocks, width=width, heads=heads, channels=channels, embed=embed)
+    check_divides("heads", heads, "width", width)
+    patch_grid(image, patch, stride)
     return nn.Sequential(
         *(
             VisionBlock(
@@ -256,7 +245,9 @@ def vision(
                 heads=heads,
                 mlp_ratio=mlp_ratio,
                 dropout=dropout,
-                embed=PatchEmbedding(width=width, patch=patch, image=image, channels=channels)
+                embed=PatchEmbedding(
+                    width=width, patch=patch, image=image, channels=channels, stride=stride
+                )
                 if index == 0
                 else None,
                 head=_head(width, embed) if index == blocks - 1 else None,
@@ -295,8 +286,8 @@ def text(
     Raises:
         InvalidInputError: sizes that do not fit one another.
     """
-    _check(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
-    _check_divides("heads", heads, "width", width)
+    check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
+    check_divides("heads", heads, "width", width)
     return nn.Sequential(
         *(
             TextBlock(
@@ -316,17 +307,3 @@ def text(
 
 def _head(width: int, embed: int) -> nn.Sequential:
     return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, embed, bias=False))
-
-
-def _check(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise InvalidInputError(f"{name} is {size}", hint=f"give {name} a size of 1 or more")
-
-
-def _check_divides(part_name: str, part: int, whole_name: str, whole: int) -> None:
-    if whole % part:
-        raise InvalidInputError(
-            f"{part_name} {part} does not divide {whole_name} {whole}",
-            hint=f"choose a {whole_name} that is a multiple of {part}",
-        )

@@ -1,0 +1,197 @@
+"""An encoder-decoder language model that also reads features of other modules.
+
+``encoder`` joins token ids and any features (images, speech, motion; ``null`` where a task has
+none) into one sequence; ``decoder`` writes the answer, each token attending to those before it
+and to what the encoder made. Every child of both is one pre-LN layer. Padding (id 0) is
+attended to nowhere, and a mask travels with the activations.
+
+Shape suffixes used in this file: B = batch, T = tokens, S = rows of the joined sequence,
+W = width, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmplan.errors import InvalidInputError
+from mmplan.zoo.diffusion import TP_PLAN, CrossAttention
+from mmplan.zoo.sizes import check_divides, check_sizes
+from mmplan.zoo.towers import MLP, Attention, Block, TokenEmbedding
+
+
+class Joining(nn.Module):
+    """Token ids and features to one sequence, and the mask of what is no padding."""
+
+    def __init__(self, *, width: int, vocab: int, length: int) -> None:
+        super().__init__()
+        self.tokens = TokenEmbedding(width=width, vocab=vocab, length=length)
+
+    def forward(self, tokens_BT: Tensor | None, *features: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Activations [B, S, W] and mask [B, S] (bool).
+
+        Args:
+            tokens_BT: int64, 0 is padding; None for a task without text.
+            features: [B, rows, W] each, None where the task has none.
+
+        Raises:
+            InvalidInputError: nothing to read at all.
+        """
+        parts = [] if tokens_BT is None else [self.tokens(tokens_BT)]
+        parts += [
+            (rows, rows.new_ones(rows.shape[:2], dtype=torch.bool))
+            for rows in features
+            if rows is not None
+        ]
+        if not parts:
+            raise InvalidInputError(
+                "the encoder is given neither tokens nor features",
+                hint="in the task's inputs, leave at least one that is not null",
+            )
+        x, mask = zip(*parts, strict=True)
+        return torch.cat(x, dim=1), torch.cat(mask, dim=1)
+
+
+class EncoderBlock(Block):
+    """A layer in which every row attends to every other one."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            inputs: what :class:`Joining` takes for the first block, else activations
+                [B, S, W] and mask [B, S], as two arguments or as one tuple.
+
+        Returns:
+            The same pair, from the last block normalised.
+        """
+        x_BSW, mask_BS = _state(inputs) if self.embed is None else self.embed(*inputs)
+        x_BSW = self._layer(x_BSW, mask_BS)
+        return (x_BSW if self.head is None else self.head(x_BSW)), mask_BS
+
+
+class DecoderBlock(nn.Module):
+    """A causal layer that also attends to the encoder's rows.
+
+    Attributes:
+        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        embed: TokenEmbedding | None,
+        head: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.embed = embed
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal=True)
+        self.norm2 = nn.LayerNorm(width)
+        self.cross = CrossAttention(width, heads)
+        self.norm3 = nn.LayerNorm(width)
+        self.mlp = MLP(width, round(width * mlp_ratio))
+        self.head = head
+        self.tp_plan = dict(TP_PLAN)
+
+    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            inputs: token ids [B, T] for the first block, else activations [B, T, W]; then the
+                encoder's rows [B, S, W] and mask [B, S]. Three arguments, or one tuple.
+
+        Returns:
+            (activations, rows, mask), or logits [B, T, V] from the last block.
+        """
+        x, rows_BSW, mask_BS = _state(inputs)
+        # Padding stands at the end, where no token before it looks.
+        x_BTW: Tensor = x if self.embed is None else self.embed(x)[0]
+        x_BTW = x_BTW + self.attention(self.norm1(x_BTW), None)
+        x_BTW = x_BTW + self.cross(self.norm2(x_BTW), rows_BSW, mask_BS)
+        x_BTW = x_BTW + self.mlp(self.norm3(x_BTW))
+        return (x_BTW, rows_BSW, mask_BS) if self.head is None else self.head(x_BTW)
+
+
+def encoder(
+    blocks: int, width: int, *, heads: int, vocab: int, length: int, mlp_ratio: float = 4.0
+) -> nn.Sequential:
+    """Build the encoder; OFA-large's is ``encoder(12, 1024, heads=16, ...)``.
+
+    Args:
+        blocks: children of the Sequential, each with one layer.
+        width: channels of the activations and of the features, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        vocab: number of token ids; 0 is padding.
+        length: most tokens of a text.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Returns:
+        Takes token ids [B, T] (or None) and features [B, rows, width] (or None) of any number
+        of modules, gives (rows [B, S, width], mask [B, S]).
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length)
+    check_divides("heads", heads, "width", width)
+    return nn.Sequential(
+        *(
+            EncoderBlock(
+                width=width,
+                heads=heads,
+                mlp_ratio=mlp_ratio,
+                dropout=0.0,
+                embed=Joining(width=width, vocab=vocab, length=length) if index == 0 else None,
+                head=nn.LayerNorm(width) if index == blocks - 1 else None,
+            )
+            for index in range(blocks)
+        )
+    )
+
+
+def decoder(
+    blocks: int, width: int, *, heads: int, vocab: int, length: int, mlp_ratio: float = 4.0
+) -> nn.Sequential:
+    """Build the decoder; its inputs are tokens, ``encoder.0`` and ``encoder.1``.
+
+    Args:
+        blocks: children of the Sequential, each with one layer.
+        width: channels of the activations, those of the encoder, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        vocab: number of token ids; 0 is padding.
+        length: most tokens of an answer.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Returns:
+        Takes token ids [B, T], the encoder's rows [B, S, width] and mask [B, S], gives logits
+        [B, T, vocab].
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length)
+    check_divides("heads", heads, "width", width)
+
+    def block(index: int) -> DecoderBlock:
+        first, last = index == 0, index == blocks - 1
+        return DecoderBlock(
+            width=width,
+            heads=heads,
+            mlp_ratio=mlp_ratio,
+            embed=TokenEmbedding(width=width, vocab=vocab, length=length) if first else None,
+            head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab, bias=False))
+            if last
+            else None,
+        )
+
+    return nn.Sequential(*map(block, range(blocks)))
+
+
+def _state(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return inputs[0] if len(inputs) == 1 else inputs

@@ -1,0 +1,83 @@
+"""Noise in the shapes of given data fields, for workloads whose data is not at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from mmplan.errors import InvalidInputError
+from mmplan.zoo.sizes import check_sizes
+
+IGNORE = -100
+# The noise is part of the data: it does not follow train.seed.
+_DATA_SEED = 20240905
+_KEYS = {"shape", "vocab", "rows", "ignored"}
+
+
+class Noise(Dataset[dict[str, Tensor]]):
+    """Every field drawn anew for every sample; see :func:`noise`."""
+
+    def __init__(self, *, samples: int, fields: Mapping[str, Mapping[str, Any]]) -> None:
+        self._samples, self._fields = samples, fields
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(_DATA_SEED + index)
+        return {name: _draw(spec, generator) for name, spec in self._fields.items()}
+
+
+def noise(fields: Mapping[str, Mapping[str, Any]], *, samples: int = 4096) -> Noise:
+    """Samples of noise.
+
+    Args:
+        fields: name to what the field is made of: ``shape`` alone for numbers in [0, 1); with
+            ``vocab`` for token ids from 1 to below it. Of token ids, ``rows`` maps
+            placeholders (the highest ids) to how many of them stand at the beginning, in that
+            order, and ``ignored`` is how many at the beginning are -100.
+        samples: in the data set.
+
+    Raises:
+        InvalidInputError: a field without shape, with keys that mean nothing, or with more
+            placeholders than places.
+    """
+    check_sizes(samples=samples)
+    for name, spec in fields.items():
+        _check(name, spec)
+    return Noise(samples=samples, fields=fields)
+
+
+def _draw(spec: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+    shape = tuple(spec["shape"])
+    if "vocab" not in spec:
+        return torch.rand(shape, generator=generator)
+    rows = {int(key): count for key, count in spec.get("rows", {}).items()}
+    ids = torch.randint(1, min([spec["vocab"], *rows]), shape, generator=generator)
+    begin = 0
+    for placeholder, count in rows.items():
+        ids[begin : begin + count] = placeholder
+        begin += count
+    ids[: spec.get("ignored", 0)] = IGNORE
+    return ids
+
+
+def _check(name: str, spec: Mapping[str, Any]) -> None:
+    unknown = sorted(set(spec) - _KEYS)
+    if unknown or "shape" not in spec:
+        problem = f"does not know {unknown[0]!r}" if unknown else "has no shape"
+        raise InvalidInputError(
+            f"noise: field {name} {problem}", hint=f"its keys are {', '.join(sorted(_KEYS))}"
+        )
+    check_sizes(**{f"{name}.shape": size for size in spec["shape"]})
+    placed = sum(spec.get("rows", {}).values())
+    if max(placed, spec.get("ignored", 0)) > math.prod(spec["shape"]):
+        raise InvalidInputError(
+            f"noise: field {name} has {math.prod(spec['shape'])} places for {placed} placeholders",
+            hint="choose a longer shape, or fewer rows",
+        )
