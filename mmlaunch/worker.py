@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.launch_worker import WorkerContext
 from mmlaunch.session import Session
@@ -91,6 +93,8 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     while not result.stopped and result.step < job.steps:
         # The last plan's model and groups must be gone before the next ones come.
         gc.collect()
+        if ctx.device.device.type == "cuda":
+            torch.cuda.empty_cache()
         transport.forget_groups()
         index += 1
         result = trainer.train(index, folder / f"step-{result.step}")

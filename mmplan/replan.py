@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmplan import planner
-from mmplan.errors import InvalidInputError
+from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.predict import plan_profile
 from mmplan.schema.plan import Asked, Plan
 from mmplan.schema.workload import Workload
@@ -35,29 +35,33 @@ def replan(
         InvalidInputError: an unknown task, or the profile is gone or has changed.
         InfeasibleError: these tasks do not fit the plan's devices.
     """
+    what = f"planning for the tasks {', '.join(tasks)}"
     try:
         profile = plan_profile(plan, plan_path)
     except InvalidInputError as error:
         raise InvalidInputError(
-            f"planning for the tasks {', '.join(tasks)}: {error.message}",
+            f"{what}: {error.message}",
             hint="put it back, or solve for them: mmplan solve WORKLOAD --profile PROFILE "
             f"--tasks {','.join(tasks)}",
         ) from None
     asked = plan.solver.asked or _asked_of(plan)
-    return planner.solve(
-        workload,
-        workload_path=workload_path,
-        profile=profile,
-        profile_path=plan_path.parent / plan.profile.path,
-        plan_path=output,
-        cluster=plan.cluster,
-        devices=plan.devices,
-        solver=asked.solver,
-        method=asked.method,
-        tasks=tasks,
-        top=asked.top,
-        budget_s=asked.budget_s,
-    )
+    try:
+        return planner.solve(
+            workload,
+            workload_path=workload_path,
+            profile=profile,
+            profile_path=plan_path.parent / plan.profile.path,
+            plan_path=output,
+            cluster=plan.cluster,
+            devices=plan.devices,
+            solver=asked.solver,
+            method=asked.method,
+            tasks=tasks,
+            top=asked.top,
+            budget_s=asked.budget_s,
+        )
+    except MMPlanError as error:
+        raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
 
 
 def _asked_of(plan: Plan) -> Asked:

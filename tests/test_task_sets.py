@@ -1,0 +1,234 @@
+"""Tasks that come and go during a run: every step is what one process would do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mmlaunch.inprocess import InProcessWorld
+from mmlaunch.restore import open_checkpoint
+from mmlaunch.session import Session
+from mmplan.errors import InvalidInputError
+from mmplan.planner import solve
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import load_profile
+from mmplan.schema.workload import Workload
+from tests.commands import Done, call, kill_all, run, start
+from tests.task_sets import SETS, STEPS, OneProcess, job, write_files
+
+TOLERANCE = 1e-10
+HOW_OF_PART: dict[int, dict[str, Any]] = {
+    0: {"devices": 4, "solver": "auto"},
+    4: {"devices": 3, "solver": "mpsp", "method": "wavefront"},
+    8: {"devices": 2, "solver": "mpsp"},
+}
+
+
+def worst(got: dict[str, Tensor], alone: OneProcess) -> float:
+    """Largest difference of any weight; the names must be the same."""
+    wanted = alone.named_parameters()
+    assert got.keys() == wanted.keys()
+    return max((got[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+def plan_for(folder: Path, workload: Workload, tasks: list[str], **how: Any) -> Plan:
+    """A plan of the files in a folder."""
+    return solve(
+        workload,
+        workload_path=folder / "workload.json",
+        profile=load_profile(folder / "profile.json"),
+        profile_path=folder / "profile.json",
+        plan_path=folder / "plan.json",
+        tasks=tasks,
+        budget_s=0.05,
+        **how,
+    )
+
+
+def train_part(
+    plan: Plan, workload: Workload, folder: Path, checkpoint: Path | None, until: int
+) -> Path:
+    """Steps up to one, on threads; the checkpoint and the weights are in the folder."""
+
+    def entry(transport: Any) -> Path:
+        session = Session(plan=plan, workload=workload, folder=folder, transport=transport)
+        if checkpoint is not None:
+            session.load(checkpoint)
+        list(session.steps(until))
+        session.write_weights(folder / "final.safetensors")
+        return session.save(folder)
+
+    return InProcessWorld(plan.devices).run(entry)[0]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_parts_under_other_sets_and_rank_counts_equal_one_process(
+    tmp_path: Path, zero: int
+) -> None:
+    """Every set has other devices, another solver and another module that is missing."""
+    workload = job(zero=zero, steps=14)
+    write_files(tmp_path, workload)
+    alone = OneProcess(workload, tmp_path)
+    alone.train(SETS, STEPS)
+    checkpoint = None
+    ends = [*list(SETS)[1:], STEPS]
+    for (step, tasks), end in zip(SETS.items(), ends, strict=True):
+        plan = plan_for(tmp_path, workload, tasks, **HOW_OF_PART[step])
+        checkpoint = train_part(plan, workload, tmp_path, checkpoint, end)
+    assert worst(load_file(tmp_path / "final.safetensors"), alone) < TOLERANCE
+    # Momentum and step counts of what is not active now are as in one process too.
+    assert checkpoint is not None
+    state = {alone.named_parameters()[n]: n for n in alone.named_parameters()}
+    saved = open_checkpoint(checkpoint)
+    for parameter, name in state.items():
+        for key, value in alone.optimizer.state[parameter].items():
+            kept = saved.load_whole(name, f"optim.{key}")
+            assert (kept - value).abs().max().item() < TOLERANCE
+        assert len(saved.kinds(name)) == 1 + len(alone.optimizer.state[parameter])
+    assert alone.optimizer.state[alone.modules["u"][0].up.weight]["step"] == 8
+    assert alone.optimizer.state[alone.modules["v"][0].up.weight]["step"] == 8
+    assert alone.optimizer.state[alone.modules["w"][0].up.weight]["step"] == 4
+    saved.close()
+
+
+def test_absent_weights_are_shared_out_over_the_ranks(tmp_path: Path) -> None:
+    workload = job()
+    write_files(tmp_path, workload)
+    plan = plan_for(tmp_path, workload, ["TR"], devices=3)
+    train_part(plan, workload, tmp_path, None, 0)
+    alone = OneProcess(workload, tmp_path)
+    assert worst(load_file(tmp_path / "final.safetensors"), alone) == 0.0
+    sizes = [(tmp_path / "step-0" / f"rank-{r}.safetensors").stat().st_size for r in range(3)]
+    assert min(sizes) > 2000
+
+
+def test_groups_of_parameters_that_only_other_tasks_train_are_known(tmp_path: Path) -> None:
+    groups = [
+        {"match": match, "optimizer_args": {"lr": 0.001}}
+        for match in ("w.*", "t.1.*", "losses.vt*")
+    ]
+    workload = job(groups=groups)
+    write_files(tmp_path, workload)
+    plan = plan_for(tmp_path, workload, ["TR"], devices=1)
+    train_part(plan, workload, tmp_path, None, 1)
+    wrong = job(groups=[*groups, {"match": "x.*", "optimizer_args": {"lr": 0.1}}])
+    with pytest.raises(InvalidInputError, match=r"'x\.\*' matches no trained parameter"):
+        train_part(plan, wrong, tmp_path, None, 1)
+
+
+class Files:
+    """A folder with workload, profile and a plan for four devices."""
+
+    def __init__(self, folder: Path, workload: Workload) -> None:
+        self.folder, self.workload = folder, workload
+        self.paths = write_files(folder, workload)
+        assert self.solve("plan.json").code == 0
+
+    def solve(self, name: str, *more: object) -> Done:
+        workload, profile = self.paths
+        where = ["--profile", profile, "--budget", 0.1, "-o", self.folder / name]
+        return call("mmplan", "solve", workload, *where, *more)
+
+    def arguments(self, plan: str, *more: object) -> list[object]:
+        where = ["--run-dir", self.folder / "run", "--timeout", 60]
+        return ["run", self.folder / plan, *where, *more]
+
+    def run(self, plan: str, *more: object) -> Done:
+        done = run("mmlaunch", *self.arguments(plan, *more), cwd=self.folder)
+        assert done.code == 0, done.err
+        return done
+
+    def kill_after(self, plan: str, steps: int, *more: object, more_s: float = 0.0) -> None:
+        """Start a run and end it with SIGKILL when so many steps are done."""
+        process = start("mmlaunch", *self.arguments(plan, *more), cwd=self.folder)
+        try:
+            wait_until(lambda: len(self.rows()) >= steps, process)
+            time.sleep(more_s)
+        finally:
+            kill_all(process)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.folder / "run" / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run" / "run.json").read_text())
+
+    def assert_equals_one_process(self, sets: dict[int, list[str]], steps: int) -> None:
+        alone = OneProcess(self.workload, self.folder)
+        losses = alone.train(sets, steps)
+        rows = self.rows()
+        assert [row["step"] for row in rows] == list(range(steps))
+        assert [row["loss"] for row in rows] == pytest.approx(losses, rel=TOLERANCE)
+        weights = load_file(self.folder / "run" / "final.safetensors")
+        assert worst(weights, alone) < TOLERANCE
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_changes_a_kill_and_four_ranks_to_three(tmp_path: Path) -> None:
+    files = Files(tmp_path, job())
+    files.kill_after("plan.json", 6, "--save-every", 3)
+    assert len(files.rows()) < STEPS
+    assert not (tmp_path / "run" / "final.safetensors").exists()
+    assert files.solve("three.json", "--devices", 3).code == 0
+    done = files.run("three.json", "--resume")
+    assert "until step 8: tasks UT, TR" in done.out
+    assert "until step 12: tasks VT, WR" in done.out
+    files.assert_equals_one_process(SETS, STEPS)
+    # The record says what ran when, on how many ranks, and what was predicted for it.
+    segments = files.record()["segments"]
+    assert [s["devices"] for s in segments] == [4, 4, 3, 3]
+    assert [s["from_step"] for s in segments][:2] == [0, 4]
+    assert segments[2]["from_step"] in (4, 6)
+    assert segments[3]["from_step"] == 8
+    assert [s["tasks"] for s in segments] == [SETS[0], SETS[4], SETS[4], SETS[8]]
+    assert files.record()["devices"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_around_every_change(tmp_path: Path) -> None:
+    """Just before a change, while it happens, and just after it; twice in one run."""
+    for number, (steps, more_s) in enumerate([(3, 0.0), (4, 0.0), (4, 0.3), (5, 0.0), (8, 0.1)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        files = Files(folder, job())
+        files.kill_after("plan.json", steps, more_s=more_s)
+        files.kill_after("plan.json", min(steps + 2, 9), "--resume")
+        files.run("plan.json", "--resume")
+        files.assert_equals_one_process(SETS, STEPS)
+
+
+def test_a_run_changes_its_tasks_by_itself(tmp_path: Path) -> None:
+    sets = {0: ["TR"], 2: ["WR"]}
+    files = Files(tmp_path, job(tasks_from_step=sets, steps=4))
+    assert json.loads((tmp_path / "plan.json").read_text())["tasks"].keys() == {"TR"}
+    assert files.solve("two.json", "--devices", 2).code == 0
+    done = files.run("two.json")
+    files.assert_equals_one_process(sets, 4)
+    predicted = json.loads((tmp_path / "run/plans/step-2.json").read_text())["predicted"]
+    shown = f"until step 4: tasks WR, predicted {1e3 * predicted['iteration_s']:.1f} ms"
+    assert shown in done.out
+    assert f"(predicted {1e3 * predicted['iteration_s']:.1f})" in done.err
+    # What lies in the folder is the plan that ran last; every command reads it.
+    assert json.loads((tmp_path / "run/plan.json").read_text())["tasks"].keys() == {"WR"}
+    assert call("mmplan", "check", tmp_path / "run/plans/step-2.json").code == 0
+    assert call("mmplan", "simulate", tmp_path / "run/plans/step-2.json").code == 0
