@@ -1,0 +1,75 @@
+"""What moving data between slices costs: activations to the next slice, gradients to their sum.
+
+Estimates for choosing among schedules, from the links' latency and bandwidth alone; the
+simulation of a plan has every message and every wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from mmplan.links import collective_s, message_s
+from mmplan.schema.cluster import Cluster
+from mmplan.solvers.shares import split_evenly
+
+Groups = Sequence[Sequence[int]]
+"""Ranks of each replica, the tensor-parallel ones together."""
+
+
+def transfer_s(
+    cluster: Cluster, producers: Groups, consumers: Groups, *, samples: int, sample_bytes: float
+) -> float:
+    """Seconds until the last replica of a slice has what another slice made of its samples.
+
+    Each rank takes a whole copy from one rank of every producer that holds some of its samples,
+    from all of them at the same time; what it made itself is there.
+
+    Args:
+        samples: that travel together: of one micro-batch of every replica.
+        sample_bytes: of one of them.
+    """
+    longest_s, d = 0.0, 0
+    ends = list(accumulate(split_evenly(samples, len(producers))))
+    first = 0
+    for consumer, stop in zip(
+        consumers, accumulate(split_evenly(samples, len(consumers))), strict=True
+    ):
+        while ends[d] <= first and d + 1 < len(ends):
+            d += 1
+        e = d
+        while True:
+            part = min(stop, ends[e]) - max(first, ends[e - 1] if e else 0)
+            source, target = producers[e][0], consumer[0]
+            if part > 0 and source != target:
+                longest_s = max(longest_s, message_s(cluster, source, target, part * sample_bytes))
+            if ends[e] >= stop or e + 1 == len(ends):
+                break
+            e += 1
+        first = stop
+    return longest_s
+
+
+def reductions_s(
+    cluster: Cluster,
+    holders: Mapping[tuple[str, int, int], set[tuple[int, ...]]],
+    gradient_bytes: Mapping[tuple[str, int, int], float],
+) -> float:
+    """Seconds of summing all gradients over the ranks that hold them, one sum after another.
+
+    Args:
+        holders: (owner, block, tp) to the groups of ranks that hold the block's shards.
+        gradient_bytes: of each, on one rank.
+    """
+    together: dict[tuple[frozenset[tuple[int, ...]], int], float] = {}
+    for key, groups in holders.items():
+        place = frozenset(groups), key[2]
+        together[place] = together.get(place, 0.0) + gradient_bytes[key]
+    busy: dict[int, float] = {}
+    for (groups, tp), size in together.items():
+        if len(groups) > 1 and size:
+            firsts = [group[0] for group in groups]
+            seconds = collective_s(cluster, "all_reduce", firsts, size, sharers=tp)
+            for rank in (rank for group in groups for rank in group):
+                busy[rank] = busy.get(rank, 0.0) + seconds
+    return max(busy.values(), default=0.0)
