@@ -6,15 +6,16 @@ holders: of groups of 2 and of 4 the four quarters, of 2 and 3 the sixths [0,2),
 and [4,6). The gradient of a part is summed over its holders, one in each group.
 
 Parameters that tensor parallelism leaves whole have equal gradients on all ranks of a group,
-so of each group one rank brings it. Parts that some rank holds together make an *island*;
-the ranks of an island are summed apart from others. Where all groups are of one size every
-part is an island of its own, and one sum serves cut and whole parameters alike.
+so of each group one rank brings it. Where all groups are of one size and have no rank in
+common, one sum for each shard serves cut and whole parameters alike. Else whole parameters
+have one sum over all ranks: sums of other ranks in another order differ in their last bits,
+and copies would drift apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -32,7 +33,7 @@ class ShardSum:
 
     Attributes:
         tp: shards are of this size: a cut parameter has so many.
-        shards: the shards summed; of whole parameters, those of the island.
+        shards: the shards summed.
         parameters: cut ones, whole ones, or both.
         ranks: who gets the sum, in ascending order.
         adds: those of them whose gradients of whole parameters are summed.
@@ -46,32 +47,30 @@ class ShardSum:
 
 
 def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
-    """All sums of a block, parts in order, each island's whole parameters after its parts.
+    """All sums of a block, parts in order.
 
     Args:
-        groups: tensor-parallel groups that hold the block, ranks by shard. A rank may be in
-            several, as the same shard.
+        groups: distinct tensor-parallel groups that hold the block, ranks by shard. A rank may
+            be in several, as the same shard.
     """
     tp = math.lcm(*map(len, groups))
     parts = _parts(groups, tp)
-    sums: list[ShardSum] = []
-    for island in _islands(parts):
-        ranks = tuple(sorted({rank for _, holders in island for rank in holders}))
-        for shards, holders in island:
-            kind = "all" if len(island) == 1 else "cut"
-            sums.append(
-                ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, adds=holders)
-            )
-        if len(island) > 1:
-            span = island[0][0][0], island[-1][0][1]
-            # Every group has one rank that holds the island's first part.
-            adds = island[0][1]
-            sums.append(ShardSum(tp=tp, shards=span, parameters="whole", ranks=ranks, adds=adds))
+    kind = "all" if _are_alike(groups) else "cut"
+    sums = [
+        ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, adds=holders)
+        for shards, holders in parts
+    ]
+    if kind == "cut":
+        ranks = tuple(sorted({rank for group in groups for rank in group}))
+        # Every group has one rank that holds the first part.
+        sums.append(
+            ShardSum(tp=tp, shards=(0, tp), parameters="whole", ranks=ranks, adds=parts[0][1])
+        )
     return sums
 
 
 def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
-    """(ranks, those that bring a gradient) of each island, for a parameter that is not cut.
+    """(ranks, those that bring a gradient) of each sum of a parameter that is not cut.
 
     Args:
         groups: as for :func:`shard_sums`, but a rank may be in them as different shards.
@@ -79,12 +78,17 @@ def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
     Raises:
         InvalidInputError: no choice of ranks has one of each group.
     """
-    parts = _parts(groups, math.lcm(*map(len, groups)))
-    found: list[tuple[Ranks, Ranks]] = []
-    for island in _islands(parts):
-        ranks = {rank for _, holders in island for rank in holders}
-        found.append((tuple(sorted(ranks)), _one_of_each(groups, ranks)))
-    return found
+    if _are_alike(groups):
+        return [(ranks, ranks) for ranks in (tuple(sorted(r)) for r in zip(*groups, strict=True))]
+    ranks = tuple(sorted({rank for group in groups for rank in group}))
+    return [(ranks, _one_of_each(groups))]
+
+
+def _are_alike(groups: Sequence[Ranks]) -> bool:
+    """Whether distinct groups are of one size and have no rank in common."""
+    size = len(groups[0])
+    num_ranks = len({rank for group in groups for rank in group})
+    return all(len(group) == size for group in groups) and num_ranks == len(groups) * size
 
 
 def check_one_shard(owner: str, groups: Sequence[Ranks]) -> None:
@@ -125,32 +129,18 @@ def _parts(groups: Sequence[Ranks], tp: int) -> list[tuple[Span, Ranks]]:
     return parts
 
 
-def _islands(parts: Sequence[tuple[Span, Ranks]]) -> Iterator[list[tuple[Span, Ranks]]]:
-    """Neighbouring parts that some rank holds together."""
-    last = {rank: index for index, (_, holders) in enumerate(parts) for rank in holders}
-    island: list[tuple[Span, Ranks]] = []
-    end = 0
-    for index, (shards, holders) in enumerate(parts):
-        island.append((shards, holders))
-        end = max(end, *(last[rank] for rank in holders))
-        if index == end:
-            yield island
-            island, end = [], index + 1
-
-
-def _one_of_each(groups: Sequence[Ranks], ranks: set[int]) -> Ranks:
+def _one_of_each(groups: Sequence[Ranks]) -> Ranks:
     """Ranks of which every group has exactly one."""
     chosen: set[int] = set()
     refused: set[int] = set()
     for group in sorted(groups, key=len):
         if not chosen & set(group):
-            free = [rank for rank in group if rank in ranks and rank not in refused]
-            chosen.update(free[:1])
+            chosen.update([rank for rank in group if rank not in refused][:1])
         refused |= set(group) - chosen
     if any(len(chosen & set(group)) != 1 for group in groups):
         raise InvalidInputError(
-            f"no ranks of {sorted(ranks)} stand for each of the tp groups "
-            f"{[list(group) for group in groups]} once, which a tied parameter needs",
+            f"no ranks stand for each of the tp groups {[list(group) for group in groups]} once, "
+            "which a tied parameter needs",
             hint="keep the order of ranks inside the tp groups of a module with tied parameters",
         )
     return tuple(sorted(chosen))
