@@ -20,8 +20,8 @@ from tests.solving import module_profile, profile
 MODELS = "tests.matrix_models"
 LENGTH, SEED = 40, 3
 # Three changes of the modules in use: v alone leaves, u leaves as v returns, w is new.
-SETS = {0: ["VT", "UT"], 4: ["UT", "TR"], 8: ["VT", "WR"]}
-STEPS = 12
+SETS = {0: ["VT", "UT"], 4: ["UT", "TR"], 12: ["VT", "WR"]}
+STEPS = 16
 OPTIMIZER = {"lr": 0.01, "weight_decay": 0.1}
 
 

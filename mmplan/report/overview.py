@@ -148,7 +148,7 @@ def _times(data: ReportData) -> str:
     samples = sum(task.batch for task in data.plan.tasks.values())
     return (
         f"{text} Measured: {fmt.seconds(measured_s)}, {fmt.count(samples / measured_s)} samples/s, "
-        f"the median of {_number(len(run.steps) - run.warm_up, 'step')}{left_out}. "
+        f"the median of {_number(len(run.current) - run.warm_up, 'step')}{left_out}. "
         f"Predicted / measured = {ratio:.3f}: {_verdict(ratio)}."
     )
 

@@ -35,6 +35,18 @@ class StepMetrics:
     iteration_s: float | None
     update_s: float | None = None
     data_s: float | None = None
+    samples_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Steps of a run under one plan, from ``from_step`` on."""
+
+    from_step: int
+    tasks: tuple[str, ...]
+    devices: int
+    iteration_s: float | None
+    samples_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +57,31 @@ class Run:
         folder: the run directory.
         record: ``run.json``; empty when there is none.
         steps: in order of the file.
+        segments: plans in the order in which they trained; none where the record has none.
         faults: what could not be read, as sentences.
     """
 
     folder: Path
     record: dict[str, Any]
     steps: tuple[StepMetrics, ...]
+    segments: tuple[Segment, ...] = ()
     faults: tuple[str, ...] = ()
 
     @property
+    def current(self) -> tuple[StepMetrics, ...]:
+        """The steps of the plan that ran last, which is the one of the page."""
+        first = self.segments[-1].from_step if self.segments else 0
+        return tuple(step for step in self.steps if step.step >= first)
+
+    @property
     def warm_up(self) -> int:
-        """Number of first steps that the median leaves out."""
-        return min(WARM_UP_STEPS, max(0, len(self.steps) - 1))
+        """Number of first steps of the current plan that the median leaves out."""
+        return min(WARM_UP_STEPS, max(0, len(self.current) - 1))
 
     @property
     def iteration_s(self) -> float | None:
         """Median measured iteration without the warm-up, None without a measured step."""
-        times = [s.iteration_s for s in self.steps[self.warm_up :] if s.iteration_s is not None]
+        times = [s.iteration_s for s in self.current[self.warm_up :] if s.iteration_s is not None]
         return median(times) if times else None
 
     @property
@@ -149,8 +169,26 @@ def _load_run(folder: Path) -> Run:
         folder=folder,
         record=record if isinstance(record, dict) else {},
         steps=_load_steps(folder / "metrics.jsonl", faults),
+        segments=_segments(record),
         faults=tuple(faults),
     )
+
+
+def _segments(record: Any) -> tuple[Segment, ...]:
+    """What ``run.json`` says of the plans that trained; nothing where it is not understood."""
+    try:
+        return tuple(
+            Segment(
+                from_step=int(entry["from_step"]),
+                tasks=tuple(map(str, entry["tasks"])),
+                devices=int(entry["devices"]),
+                iteration_s=_finite(entry.get("predicted_iteration_s")),
+                samples_per_s=_finite(entry.get("predicted_samples_per_s")),
+            )
+            for entry in record["segments"]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
 
 
 def _json_file(path: Path, faults: list[str]) -> Any:
@@ -195,6 +233,7 @@ def _step(line: str) -> StepMetrics | None:
             iteration_s=_finite(entry.get("iteration_s")),
             update_s=_finite(entry.get("update_s")),
             data_s=_finite(entry.get("data_s")),
+            samples_per_s=_finite(entry.get("samples_per_s")),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

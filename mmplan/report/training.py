@@ -1,4 +1,4 @@
-"""What a run did: its loss, and its iteration times beside the predicted one."""
+"""What a run did: its loss, its iteration times and its throughput beside the predicted ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
-from mmplan.report.source import ReportData, Run
+from mmplan.report.source import ReportData, Run, Segment
 
 _WIDTH, _HEIGHT = 5.4, 2.9
 
 
 def training_section(data: ReportData) -> str:
-    """Loss and iteration time per step."""
+    """Loss, iteration time and throughput per step; where the tasks or ranks changed."""
     run = data.run
     if run is None:
         return markup.note("Loss and iteration times appear in the report of a run's folder.")
@@ -23,11 +23,59 @@ def training_section(data: ReportData) -> str:
     if unfinished:
         steps = "1 step has" if unfinished == 1 else f"{unfinished} steps have"
         notes += markup.note(f"{steps} a loss that is no finite number.")
-    pictures = _loss_picture(run) + _time_picture(run, data.plan.predicted.iteration_s)
+    segments = _segments(data, run)
+    pictures = (
+        _loss_picture(run, segments)
+        + _time_picture(run, segments)
+        + _throughput_picture(run, segments)
+    )
     return notes + markup.element("div", pictures, class_="pair") + _time_table(data, run)
 
 
-def _loss_picture(run: Run) -> str:
+def _segments(data: ReportData, run: Run) -> tuple[Segment, ...]:
+    """The run's segments; where its record has none, the plan of the page from the first step."""
+    predicted = data.plan.predicted
+    alone = Segment(
+        from_step=run.steps[0].step,
+        tasks=tuple(data.plan.tasks),
+        devices=data.plan.devices,
+        iteration_s=predicted.iteration_s,
+        samples_per_s=predicted.samples_per_s,
+    )
+    return run.segments or (alone,)
+
+
+def _draw_changes(axes: Any, segments: tuple[Segment, ...]) -> None:
+    for segment in segments[1:]:
+        axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
+
+
+def _draw_predicted(
+    axes: Any, run: Run, segments: tuple[Segment, ...], values: list[float | None]
+) -> None:
+    """One dashed level for each segment."""
+    ends = [s.from_step for s in segments[1:]] + [run.steps[-1].step + 1]
+    label = "predicted (dashed)"
+    for segment, end, value in zip(segments, ends, values, strict=True):
+        if value is not None:
+            span = [segment.from_step - 0.5, end - 0.5]
+            axes.plot(span, [value, value], color=plots.BLUE, linestyle="--", label=label)
+            label = None
+
+
+def _changes(segments: tuple[Segment, ...]) -> str:
+    """What the dotted lines are, in words."""
+    if len(segments) < 2:
+        return ""
+    changes = "; ".join(
+        f"from step {s.from_step} {', '.join(s.tasks)} on {s.devices} "
+        f"{'rank' if s.devices == 1 else 'ranks'}"
+        for s in segments[1:]
+    )
+    return f" Dotted: {changes}."
+
+
+def _loss_picture(run: Run, segments: tuple[Segment, ...]) -> str:
     pairs = [(step.step, step.loss) for step in run.steps if step.loss is not None]
     if not pairs:
         return ""
@@ -36,28 +84,31 @@ def _loss_picture(run: Run) -> str:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
+        _draw_changes(axes, segments)
         axes.set(xlabel="step", ylabel="loss")
 
     label = f"Loss by step: {pairs[0][1]:.4g} at first, {pairs[-1][1]:.4g} at last"
     picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="loss")
     caption = f"Loss: {pairs[0][1]:.4g} at step {pairs[0][0]}, {pairs[-1][1]:.4g} at step "
-    return markup.figure(picture, label=label, caption=markup.esc(f"{caption}{pairs[-1][0]}."))
+    caption += f"{pairs[-1][0]}.{_changes(segments)}"
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
 
 
-def _time_picture(run: Run, predicted_s: float) -> str:
+def _time_picture(run: Run, segments: tuple[Segment, ...]) -> str:
     pairs = [(step.step, step.iteration_s) for step in run.steps if step.iteration_s is not None]
     if not pairs:
         return ""
+    predicted_s = max((s.iteration_s or 0.0 for s in segments), default=0.0)
     factor, unit = plots.time_unit([predicted_s, sorted(t for _, t in pairs)[len(pairs) // 2]])
     xs, ys = plots.thinned([float(x) for x, _ in pairs], [t * factor for _, t in pairs])
-    warm_up = [step.step for step in run.steps[: run.warm_up]]
+    warm_up = [step.step for step in run.current[: run.warm_up]]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label="measured")
-        axes.axhline(
-            predicted_s * factor, color=plots.BLUE, linestyle="--", label="predicted (dashed)"
-        )
+        levels = [None if s.iteration_s is None else s.iteration_s * factor for s in segments]
+        _draw_predicted(axes, run, segments, levels)
+        _draw_changes(axes, segments)
         if warm_up and len(pairs) > 1:
             axes.axvspan(warm_up[0], warm_up[-1] + 0.5, color=plots.GREY, alpha=0.25, linewidth=0)
         axes.set(xlabel="step", ylabel=f"iteration ({unit})")
@@ -68,10 +119,32 @@ def _time_picture(run: Run, predicted_s: float) -> str:
     picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="iteration")
     caption = "Forward, backward, communication and losses, without the update."
     if warm_up:
-        caption += f" Grey: the first {len(warm_up)} steps, left out of the median."
+        since = " of the last plan" if len(segments) > 1 else ""
+        caption += f" Grey: the first {len(warm_up)} steps{since}, left out of the median."
     clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
     if clipped:
         caption += f" Above the picture: {clipped} of the points."
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
+
+
+def _throughput_picture(run: Run, segments: tuple[Segment, ...]) -> str:
+    pairs = [(s.step, s.samples_per_s) for s in run.steps if s.samples_per_s is not None]
+    if not pairs:
+        return ""
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label="measured")
+        _draw_predicted(axes, run, segments, [s.samples_per_s for s in segments])
+        _draw_changes(axes, segments)
+        axes.set(xlabel="step", ylabel="samples/s")
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="best")
+
+    label = "Throughput by step, measured and predicted"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="throughput")
+    caption = f"Samples of all tasks of a step, by its iteration time.{_changes(segments)}"
     return markup.figure(picture, label=label, caption=markup.esc(caption))
 
 
@@ -83,7 +156,7 @@ def _top(ys: list[float], predicted: float) -> float:
 
 
 def _time_table(data: ReportData, run: Run) -> str:
-    measured = run.steps[run.warm_up :]
+    measured = run.current[run.warm_up :]
     rows: list[tuple[str, ...]] = []
     for name, values in (
         ("iteration", [s.iteration_s for s in measured]),
