@@ -18,6 +18,7 @@ from mmplan.report.console import Output
 
 if TYPE_CHECKING:
     from mmlaunch.run import RunOptions
+    from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
     from mmplan.simulate import Simulation
 
@@ -435,6 +436,61 @@ def compare(
         raise InvalidInputError("no solver has a plan for this workload on these devices")
     out.grid(comparison_grid(loaded.name, plans))
     out.data([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
+
+
+@mmplan_app.command()
+def explain(
+    plan: PlanPath,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="PROFILE", help="default: the one the plan names"),
+    ] = None,
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan", help="also plan for a node more or less, faster links, other batches"
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
+    from dataclasses import asdict
+
+    from mmplan.predict import plan_profile, simulate_plan
+    from mmplan.report.explain import explain as reasons_of
+    from mmplan.report.explain import reason_grid, replan_reason
+    from mmplan.schema.load import load_plan
+    from mmplan.schema.workload import load_workload
+    from mmplan.whatif import NUM_REPLANS, part_effects, replans
+
+    out = Output(as_json=as_json)
+    document = load_plan(plan)
+    costs = plan_profile(document, plan, profile)
+    effects = part_effects(document, costs)
+    reasons = reasons_of(document, costs, simulate_plan(document, plan, profile), effects)
+    out.grid(reason_grid(document.name, reasons))
+    changed: list[Reason] = []
+    if replan:
+        path = plan.parent / document.workload.path
+        with out.progress("planning again") as bar:
+            for found in replans(
+                document,
+                plan,
+                profile=costs,
+                profile_path=profile or plan.parent / document.profile.path,
+                workload=load_workload(path),
+                workload_path=path,
+            ):
+                changed.append(replan_reason(document, found))
+                bar.update(len(changed), NUM_REPLANS, found.change)
+        out.grid(reason_grid("with other settings", changed))
+    out.data(
+        {
+            "reasons": [asdict(reason) for reason in reasons],
+            "effects": [asdict(effect) for effect in effects],
+            "replans": [asdict(reason) for reason in changed],
+        }
+    )
 
 
 @mmplan_app.command()

@@ -25,6 +25,7 @@ from mmplan.report.source import ReportData, load_source
 from mmplan.report.timelines import timeline_section
 from mmplan.report.topology import topology_section
 from mmplan.report.training import training_section
+from mmplan.report.why import why_section
 from mmplan.report.work import work_section
 from mmplan.schema.base import write_text
 
@@ -47,6 +48,7 @@ SECTIONS = (
     Section(anchor="overview", title="Overview", build=overview_section),
     Section(anchor="cluster", title="The plan on the cluster", build=topology_section),
     Section(anchor="units", title="Units", build=units_section),
+    Section(anchor="why", title="Why this plan", build=why_section),
     Section(anchor="solver", title="How the plan was found", build=solver_section),
     Section(anchor="timelines", title="One step, predicted above measured", build=timeline_section),
     Section(anchor="training", title="Loss and iteration time", build=training_section),

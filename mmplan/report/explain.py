@@ -1,0 +1,180 @@
+"""Why a plan is as it is, in sentences: what binds it, what waits, what it was chosen over."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mmplan.program.instructions import Compute
+from mmplan.report import format as fmt
+from mmplan.report.console import Grid
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.simulate import Simulation
+from mmplan.whatif import Effect, Replan
+
+# Modules that get a line each; the rest share one.
+_MOST_MODULES = 5
+# Gains below this share of the step are not worth a word.
+_WORTH = 0.005
+# A device this full leaves nothing to choose.
+_FULL = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One line of an explanation."""
+
+    topic: str
+    text: str
+
+
+def explain(
+    plan: Plan, profile: Profile, simulation: Simulation, effects: Sequence[Effect]
+) -> list[Reason]:
+    """The lines, most important first.
+
+    Args:
+        plan: what to explain.
+        profile: that it was made from.
+        simulation: of its program under that profile.
+        effects: of its parts, most first; see :func:`mmplan.whatif.part_effects`.
+    """
+    return [
+        Reason(topic="plan", text=_headline(plan, profile, simulation)),
+        *_module_reasons(simulation),
+        Reason(topic="binds", text=_binding(plan, effects)),
+        Reason(topic="waits", text=_waiting(simulation)),
+        Reason(topic="memory", text=_memory(plan, simulation)),
+        Reason(topic="bound", text=_bound(plan)),
+        Reason(topic="instead", text=_instead(plan)),
+        *_left_over(plan),
+    ]
+
+
+def replan_reason(plan: Plan, found: Replan) -> Reason:
+    """What the best plan of another setting would give."""
+    if found.plan is None:
+        return Reason(topic=found.change, text=f"no plan: {found.why}")
+    now, then = plan.predicted, found.plan.predicted
+    faster = f" ({then.samples_per_s / now.samples_per_s - 1:+.1%})" if now.samples_per_s else ""
+    return Reason(
+        topic=found.change,
+        text=f"{fmt.count(then.samples_per_s)} samples/s{faster}, "
+        f"{fmt.seconds(then.iteration_s)} a step on {found.plan.devices} devices",
+    )
+
+
+def reason_grid(title: str, reasons: Sequence[Reason]) -> Grid:
+    """The lines as a table."""
+    return Grid(title=title, columns=("", "why"), rows=[(r.topic, r.text) for r in reasons])
+
+
+def _headline(plan: Plan, profile: Profile, simulation: Simulation) -> str:
+    return (
+        f"{fmt.seconds(simulation.iteration_s)} a step of {simulation.samples:,} samples, "
+        f"{fmt.count(simulation.samples_per_s)} samples/s on {simulation.devices_used} of "
+        f"{plan.devices} devices, by a profile that is {profile.source}"
+    )
+
+
+def _module_reasons(simulation: Simulation) -> Iterator[Reason]:
+    """What each module gets and does, most work first."""
+    work_s: defaultdict[str, float] = defaultdict(float)
+    ranks: defaultdict[str, set[int]] = defaultdict(set)
+    stages = simulation.program.stages
+    for rank, row in enumerate(simulation.program.instructions):
+        clocks = zip(row, simulation.clocks.start[rank], simulation.clocks.end[rank], strict=True)
+        for item, start_s, end_s in clocks:
+            if isinstance(item, Compute):
+                module = stages[item.stage].module
+                work_s[module] += end_s - start_s
+                ranks[module].add(rank)
+    total_s = sum(work_s.values()) or 1.0
+    ordered = sorted(work_s, key=lambda module: -work_s[module])
+    for module in ordered[:_MOST_MODULES]:
+        count = len(ranks[module])
+        room_s = count * simulation.iteration_s or 1.0
+        yield Reason(
+            topic=module,
+            text=f"{count} device{'s' * (count > 1)} ({fmt.ranks(sorted(ranks[module]))}) for "
+            f"{fmt.percent(work_s[module] / total_s)} of the work, busy with it "
+            f"{fmt.percent(work_s[module] / room_s)} of the step",
+        )
+    rest = ordered[_MOST_MODULES:]
+    if rest:
+        share = sum(work_s[module] for module in rest) / total_s
+        yield Reason(topic="others", text=f"{', '.join(rest)}: {fmt.percent(share)} of the work")
+
+
+def _binding(plan: Plan, effects: Sequence[Effect]) -> str:
+    gains = [
+        f"{fmt.percent(effect.gain)} "
+        + (f"if {effect.part} took half the time" if effect.is_module else f"without {effect.part}")
+        for effect in effects
+        if effect.gain >= _WORTH
+    ]
+    full = max(plan.predicted.memory_bytes, default=0.0) / plan.cluster.device.memory_bytes
+    memory = "; memory binds as well" if full >= _FULL else ""
+    if not gains:
+        return f"no single part: none would shorten the step if it were faster{memory}"
+    return f"the step would be shorter by {', '.join(gains)}{memory}"
+
+
+def _waiting(simulation: Simulation) -> str:
+    shares = [
+        (idle_s / simulation.iteration_s if simulation.iteration_s else 0.0, rank)
+        for rank, (idle_s, used) in enumerate(zip(simulation.idle_s, simulation.used, strict=True))
+        if used
+    ]
+    busy = 1 - simulation.bubble_fraction - simulation.communication_fraction
+    text = (
+        f"devices compute {fmt.percent(busy)} of the time, communicate "
+        f"{fmt.percent(simulation.communication_fraction)}, wait "
+        f"{fmt.percent(simulation.bubble_fraction)}"
+    )
+    if not shares:
+        return text
+    most, rank = max(shares, key=lambda pair: (pair[0], -pair[1]))
+    modules = dict.fromkeys(s.module for s in simulation.program.stages if s.place(rank))
+    return f"{text}; rank {rank} ({', '.join(modules)}) waits most, {fmt.percent(most)}"
+
+
+def _memory(plan: Plan, simulation: Simulation) -> str:
+    held, rank = max((held, -rank) for rank, held in enumerate(simulation.peak_bytes))
+    capacity = plan.cluster.device.memory_bytes
+    return (
+        f"rank {-rank} holds most, {fmt.size(held)} of {fmt.size(capacity)} "
+        f"({fmt.percent(held / capacity)})"
+    )
+
+
+def _bound(plan: Plan) -> str:
+    solver = plan.solver
+    text = (
+        f"{solver.name} ({solver.method}): its formula gives {fmt.seconds(solver.objective_s)}, "
+        f"no plan of its has less than {fmt.seconds(solver.lower_bound_s)} (gap {solver.gap:.2%})"
+    )
+    limits = [f"{loss} up to {samples:,}" for loss, samples in solver.largest_sync_batch.items()]
+    return text + (f"; sync batches that fit: {', '.join(limits)}" if limits else "")
+
+
+def _instead(plan: Plan) -> str:
+    if not plan.solver.runners_up:
+        return "no other plan was simulated"
+    first = min(plan.solver.runners_up, key=lambda runner: runner.iteration_s)
+    now_s = plan.predicted.iteration_s
+    slower = f" (+{first.iteration_s / now_s - 1:.1%})" if now_s else ""
+    return (
+        f"of {len(plan.solver.runners_up)} others the best takes "
+        f"{fmt.seconds(first.iteration_s)}{slower}: {first.label}"
+    )
+
+
+def _left_over(plan: Plan) -> Iterator[Reason]:
+    if plan.solver.idle_ranks:
+        yield Reason(
+            topic="left over",
+            text=f"ranks {fmt.ranks(plan.solver.idle_ranks)}: no degrees that use them are faster",
+        )
