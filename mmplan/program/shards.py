@@ -91,29 +91,19 @@ def _are_alike(groups: Sequence[Ranks]) -> bool:
     return all(len(group) == size for group in groups) and num_ranks == len(groups) * size
 
 
-def check_one_shard(owner: str, groups: Sequence[Ranks]) -> None:
-    """Refuse groups in which a rank would hold a block as two different shards.
+def shard_clash(groups: Sequence[Ranks]) -> tuple[int, Ranks, Ranks] | None:
+    """The first rank that would hold a block as two different shards, and in which groups.
 
-    Raises:
-        InvalidInputError: names the rank and both shards.
+    A rank has room for one shard of a block: plans that ask for two are refused when they are
+    compiled, so who places units must leave them out.
     """
-    held: dict[int, tuple[int, int]] = {}
+    held: dict[int, tuple[int, Ranks]] = {}
     for group in groups:
         for index, rank in enumerate(group):
-            mine = index, len(group)
-            other = held.setdefault(rank, mine)
-            if other[1] != mine[1]:
-                low, high = sorted((other[1], mine[1]))
-                raise InvalidInputError(
-                    f"module {owner}: rank {rank} holds one block with tp {low} and with tp {high}",
-                    hint="give the module's units that share ranks and blocks one tp, or other "
-                    "ranks",
-                )
-            if other != mine:
-                raise InvalidInputError(
-                    f"module {owner}: rank {rank} holds two different tp shards of one block",
-                    hint="keep the order of ranks inside the tp groups of a shared module",
-                )
+            first, other = held.setdefault(rank, (index, group))
+            if (first, len(other)) != (index, len(group)):
+                return rank, other, group
+    return None
 
 
 def _parts(groups: Sequence[Ranks], tp: int) -> list[tuple[Span, Ranks]]:
