@@ -7,6 +7,7 @@ its first rank tells the others.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +60,8 @@ def infer_shapes(
             except MMPlanError as error:
                 answer = error
             except Exception as error:
-                where = f"{stage.module} blocks {list(stage.blocks)}"
+                task = f"task {stage.task}, " if len(program.batches) > 1 else ""
+                where = f"{task}{stage.module} blocks {list(stage.blocks)}"
                 answer = RunFailedError(
                     f"{where}: {type(error).__name__}: {error} ({_own_line(error)})",
                     hint="run the blocks on a batch of two samples to see where",
@@ -133,6 +135,8 @@ def _example(spec: Any, samples: int) -> Any:
 def _run_fake(blocks: list[nn.Module], arguments: list[Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # It logs a traceback of what is tried again with real tensors, or said in our words.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # Weights are swapped for fake ones: a fake input never meets a real parameter.
     with FakeTensorMode() as mode, torch.no_grad():
         fake: dict[int, Tensor] = {}

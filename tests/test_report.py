@@ -525,6 +525,37 @@ def test_one_line_of_metrics_is_enough(tmp_path: Path) -> None:
     assert "the median of 1 step." in overview_section(data)
 
 
+def test_a_change_of_tasks_is_marked_and_medians_are_of_the_last_plan(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=60)
+    before = training_section(load_source(run))
+    record = json.loads((run / "run.json").read_text())
+    last = {"plan_sha256": "0", "predicted_samples_per_s": 2.0}
+    record["segments"] = [
+        {"from_step": 0, "tasks": ["a", "b"], "devices": 4, "predicted_iteration_s": 1.0, **last},
+        {"from_step": 40, "tasks": ["b"], "devices": 1, "predicted_iteration_s": 3.0, **last},
+    ]
+    (run / "run.json").write_text(json.dumps(record))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    slow = [row | {"iteration_s": 7.0} if row["step"] >= 40 else row for row in rows]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in slow))
+    data = load_source(run)
+    assert data.run is not None
+    assert data.run.iteration_s == 7.0
+    text = training_section(data)
+    assert before.count("<svg") == text.count("<svg") == 3
+    # One change, in the pictures of loss and throughput in words as well.
+    assert Page(text).text.count("Dotted: from step 40 b on 1 rank.") == 2
+    assert "Dotted" not in Page(before).text
+    assert "the median of 15 steps after the first 5" in overview_section(data)
+    # A run that was killed before the first step of its last plan, and a record that is wrong.
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:3]))
+    assert "Nothing was measured" in overview_section(load_source(run))
+    assert training_section(load_source(run)).count("<svg") == 3
+    for wrong in ([{"from_step": "x"}], {"from_step": 0}, 3, [3]):
+        (run / "run.json").write_text(json.dumps(record | {"segments": wrong}))
+        assert training_section(load_source(run)).count("<svg") == 3
+
+
 def test_broken_metrics_are_left_out_and_counted(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=3)
     with (run / "metrics.jsonl").open("a") as file:

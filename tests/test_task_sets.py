@@ -124,6 +124,34 @@ def test_groups_of_parameters_that_only_other_tasks_train_are_known(tmp_path: Pa
         train_part(plan, wrong, tmp_path, None, 1)
 
 
+@pytest.mark.parametrize("tasks", [["WR"], ["TR"]])
+def test_a_checkpoint_that_lacks_a_module_is_refused(tmp_path: Path, tasks: list[str]) -> None:
+    """Missing is missing, whether the module's task is active or not."""
+    data = job().model_dump(mode="json", exclude_none=True)
+    del data["modules"]["w"], data["losses"]["wr"], data["tasks"]["WR"]
+    data["train"]["tasks_from_step"] = {}
+    before = Workload.model_validate(data)
+    write_files(tmp_path, before)
+    plan = plan_for(tmp_path, before, ["VT", "TR"], devices=1)
+    checkpoint = train_part(plan, before, tmp_path, None, 0)
+    write_files(tmp_path, job())
+    plan = plan_for(tmp_path, job(), tasks, devices=1)
+    with pytest.raises(InvalidInputError, match=r"step-0 holds no w\.0.* of module w") as caught:
+        train_part(plan, job(), tmp_path, checkpoint, 1)
+    assert "init:" in str(caught.value.hint)
+
+
+def test_a_checkpoint_with_another_shape_of_an_absent_module_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, job())
+    plan = plan_for(tmp_path, job(), ["TR"], devices=1)
+    checkpoint = train_part(plan, job(), tmp_path, None, 0)
+    data = job().model_dump(mode="json", exclude_none=True)
+    data["modules"]["w"]["factory"] = "tests.matrix_models:tied"
+    other = Workload.model_validate(data)
+    with pytest.raises(InvalidInputError, match=r"w\.0\.0\.weight"):
+        train_part(plan, other, tmp_path, checkpoint, 1)
+
+
 class Files:
     """A folder with workload, profile and a plan for four devices."""
 

@@ -57,7 +57,7 @@ def _draw_predicted(
     ends = [s.from_step for s in segments[1:]] + [run.steps[-1].step + 1]
     label = "predicted (dashed)"
     for segment, end, value in zip(segments, ends, values, strict=True):
-        if value is not None:
+        if value is not None and end > segment.from_step:
             span = [segment.from_step - 0.5, end - 0.5]
             axes.plot(span, [value, value], color=plots.BLUE, linestyle="--", label=label)
             label = None
