@@ -41,8 +41,18 @@ SEVERAL = "7 ranks: tp 2, tp 4 and tp 1"
 ONE_LLM = "one model, other inputs in each task"
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("name", MIXED)
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        (name, zero) if (index + zero) % 2 else _slow(name, zero)
+        for index, name in enumerate(MIXED)
+        for zero in (0, 1)
+    ],
+)
 def test_gradients_equal_one_process(name: str, zero: int) -> None:
     case = MIXED[name]
     assert not check_program(compile_plan(case.plan()))
@@ -53,7 +63,8 @@ def test_gradients_equal_one_process(name: str, zero: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"), [(TP_2_AND_1, 1), (TP_3_AND_2, 0), (SEVERAL, 1), (ONE_LLM, 0)]
+    ("name", "zero"),
+    [(TP_2_AND_1, 1), _slow(TP_3_AND_2, 0), _slow(SEVERAL, 1), _slow(ONE_LLM, 0)],
 )
 def test_bf16_gradients_are_as_near_as_rounding_allows(name: str, zero: int) -> None:
     case = MIXED[name]
@@ -90,12 +101,12 @@ def _identical(session: Session) -> None:
     ("name", "zero", "recompute"),
     [
         (TP_2_AND_1, 0, "full"),
-        (TP_2_AND_1, 1, "none"),
-        (TP_3_AND_2, 1, "full"),
+        _slow(TP_2_AND_1, 1, "none"),
+        _slow(TP_3_AND_2, 1, "full"),
         (SEVERAL, 1, "none"),
-        (SEVERAL, 0, "none"),
-        (ONE_LLM, 1, "full"),
-        ("frozen in one task", 1, "none"),
+        _slow(SEVERAL, 0, "none"),
+        _slow(ONE_LLM, 1, "full"),
+        _slow("frozen in one task", 1, "none"),
         ("one degree, other partners", 1, "full"),
     ],
 )
@@ -126,11 +137,11 @@ def _numbers(plan: Plan, workload: Workload, folder: Path) -> dict[tuple[str, st
 @pytest.mark.parametrize(
     ("saved", "zero", "resumed", "later_zero"),
     [
-        (TP_2_AND_1, 0, "4 ranks: tp 2 and dp 2", 1),
+        _slow(TP_2_AND_1, 0, "4 ranks: tp 2 and dp 2", 1),
         ("4 ranks: tp 2 and dp 2", 1, "one degree, other partners", 0),
-        ("one degree, other partners", 1, TP_2_AND_1, 1),
+        _slow("one degree, other partners", 1, TP_2_AND_1, 1),
         (TP_4_AND_1, 1, TP_3_AND_2, 1),
-        (TP_3_AND_2, 0, TP_4_AND_1, 0),
+        _slow(TP_3_AND_2, 0, TP_4_AND_1, 0),
     ],
 )
 def test_a_checkpoint_holds_each_element_once_and_resumes_under_other_degrees(
@@ -147,7 +158,7 @@ def test_a_checkpoint_holds_each_element_once_and_resumes_under_other_degrees(
     assert worst_difference(went_on.weights, alone.weights) < 1e-9
 
 
-@pytest.mark.parametrize("name", [TP_2_AND_1, TP_3_AND_2, SEVERAL])
+@pytest.mark.parametrize("name", [TP_2_AND_1, _slow(TP_3_AND_2), _slow(SEVERAL)])
 def test_zero_spreads_the_state_over_all_holders_of_a_part(name: str) -> None:
     case = MIXED[name]
     held: Counter[str] = Counter()
@@ -193,7 +204,7 @@ def _changed(program: Program, index: int, **changes: Any) -> Program:
     return replace(program, reductions=tuple(reductions))
 
 
-@pytest.mark.parametrize("name", [TP_3_AND_2, "4 ranks: tp 2 and dp 2"])
+@pytest.mark.parametrize("name", [_slow(TP_3_AND_2), "4 ranks: tp 2 and dp 2"])
 def test_one_dropped_sum_is_seen_by_check_and_by_verify(name: str) -> None:
     case = MIXED[name]
     program = compile_plan(case.plan())
@@ -210,7 +221,7 @@ def test_one_dropped_sum_is_seen_by_check_and_by_verify(name: str) -> None:
         assert wrong & ({"gate_up.weight", "up.weight"} if cut else {"norm.weight"}), index
 
 
-@pytest.mark.parametrize("name", [TP_2_AND_1, SEVERAL])
+@pytest.mark.parametrize("name", [TP_2_AND_1, _slow(SEVERAL)])
 def test_a_whole_parameter_brought_twice_is_seen_by_check_and_by_verify(name: str) -> None:
     case = MIXED[name]
     program = compile_plan(case.plan())
