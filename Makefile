@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install fix check test test-all golden bench demo demo-mllm clean
+.PHONY: help install fix check test test-all golden bench demo demo-mllm demo-multitask clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## make .venv with everything (CPU torch; README.md says how on CUDA)
 
@@ -74,6 +74,20 @@ demo-mllm: install  ## plan and train a small multimodal LLM: encoder, decoder, 
 	$(BIN)/mmlaunch run $(DEMO_MLLM)/plan.json --run-dir $(DEMO_MLLM)/run --save-every 200
 	$(BIN)/mmplan report $(DEMO_MLLM)/run -o $(DEMO_MLLM)/report.html
 	$(BIN)/python $(MLLM)/evaluate.py $(DEMO_MLLM)/run
+
+DEMO_MULTITASK := runs/demo-multitask
+MULTITASK := examples/multitask-digits
+
+demo-multitask: install  ## plan and train six senses of digits: five tasks over shared encoders; 4 workers
+	rm -rf $(DEMO_MULTITASK)
+	mkdir -p $(DEMO_MULTITASK)
+	$(BIN)/mmplan profile $(MULTITASK)/workload.yaml -o $(DEMO_MULTITASK)/profile.json
+	$(BIN)/mmplan solve $(MULTITASK)/workload.yaml --profile $(DEMO_MULTITASK)/profile.json --devices 4 --solver mpsp -o $(DEMO_MULTITASK)/plan.json
+	$(BIN)/mmplan check $(DEMO_MULTITASK)/plan.json
+	$(BIN)/mmlaunch verify $(DEMO_MULTITASK)/plan.json
+	$(BIN)/mmlaunch run $(DEMO_MULTITASK)/plan.json --run-dir $(DEMO_MULTITASK)/run --save-every 100
+	$(BIN)/mmplan report $(DEMO_MULTITASK)/run -o $(DEMO_MULTITASK)/report.html
+	$(BIN)/python $(MULTITASK)/evaluate.py $(DEMO_MULTITASK)/run
 
 clean:  ## remove what was built and run
 	rm -rf $(VENV) runs report.html build *.egg-info
