@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from mmplan.schema.plan import Plan
@@ -181,3 +184,53 @@ MIXED: dict[str, MixedCase] = {
     "frozen in one task": _frozen_in_one(),
     "one degree, other partners": _other_groups(),
 }
+
+
+def random_case(seed: int, devices: int = 5, degrees: tuple[int, ...] = (1, 2, 3, 4)) -> MixedCase:
+    """Three tasks whose slices of one module lie anywhere, with any degrees that fit.
+
+    No rank holds a block as two different shards.
+    """
+    rng = random.Random(seed)
+    held: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    case = MixedCase(units=[], losses=[], batch={}, factories={"v": "gated"})
+    for task, (term, target) in zip("ABC", _TERMS, strict=True):
+        inner = [b for b in (1, 2) if rng.random() < 0.4]
+        for start, end in pairwise([0, *inner, 3]):
+            blocks = [held[b] for b in range(start, end)]
+            ranks = _random_ranks(rng, devices, degrees, blocks, devices + len(case.units))
+            inputs = ("abc"["ABC".index(task)], *(["a"] if rng.random() < 0.3 else [None]))
+            name, k = f"{task}.{start}", rng.choice([1, 2])
+            frozen = ((0, rng.choice([1, 2])),) if rng.random() < 0.2 else False
+            more: dict[str, Any] = {"name": name, "cuts": [(start, end)], "frozen": frozen, "k": k}
+            case.units.append(_wave("v", *inputs, task=task, blocks=3, ranks=ranks, **more))
+        case.losses.append(loss(term, "v", target, task=task, weight=rng.choice([0.5, 1.0])))
+        case.batch[task] = rng.choice([6, 8, 12])
+    return case
+
+
+_TERMS = (("regression", "target"), ("regression2", "target"), ("counted", "mask"))
+
+
+def _random_ranks(
+    rng: random.Random,
+    devices: int,
+    degrees: tuple[int, ...],
+    held: list[dict[int, tuple[int, int]]],
+    fresh: int,
+) -> Ranks:
+    """Groups of one degree, all of whose ranks have room for their shard of every block.
+
+    Where none is found a fresh rank takes the blocks whole.
+    """
+    for _ in range(50):
+        tp, dp = rng.choice(degrees), rng.choice([1, 1, 2])
+        if tp * dp > devices:
+            continue
+        order = rng.sample(range(devices), tp * dp)
+        shards = {rank: (i % tp, tp) for i, rank in enumerate(order)}
+        if all(block.get(rank, shard) == shard for block in held for rank, shard in shards.items()):
+            for block in held:
+                block.update(shards)
+            return [[order[d * tp : (d + 1) * tp]] for d in range(dp)]
+    return [[[fresh]]]

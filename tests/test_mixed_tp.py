@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
@@ -27,7 +29,7 @@ from mmplan.program.model import Program, Reduction
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients_and_resume
-from tests.mixed_tp_cases import MIXED
+from tests.mixed_tp_cases import MIXED, random_case
 from tests.plants import without
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, verify_in_process
@@ -60,6 +62,23 @@ def test_gradients_equal_one_process(name: str, zero: int) -> None:
     assert not verdict.differences, verdict.differences[:5]
     assert verdict.tolerance == 1e-12
     assert verdict.compared > 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_programs_of_any_slices_have_no_faults_and_miss_none_of_their_sums(seed: int) -> None:
+    program = compile_plan(random_case(seed).plan())
+    assert check_program(program) == []
+    sums = [r.index for r in program.reductions if r.kind == "blocks"]
+    for index in sums[:: max(1, len(sums) // 4)]:
+        assert check_program(_without_reduction(program, index)), index
+
+
+@pytest.mark.parametrize("seed", [0, 1, *map(_slow, range(2, 16))])
+def test_gradients_of_any_slices_equal_one_process(seed: int) -> None:
+    case = random_case(seed)
+    verdict = verify_in_process(case.plan(), case.workload(zero=seed % 2))
+    assert not verdict.differences, verdict.differences[:5]
 
 
 @pytest.mark.parametrize(
