@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.boxes import Box, whole
+from mmlaunch.boxes import whole
 from mmlaunch.checkpoint import Entry
 from mmlaunch.deferred import recording
 from mmlaunch.fill import Draft
 from mmlaunch.initial import InitialWeights, load_initial, targets
+from mmlaunch.model import LocalModel
 from mmlaunch.replay import UndeferrableError
 from mmlaunch.restore import Checkpoint
-from mmlaunch.state import OPTIMIZER_KIND
+from mmlaunch.state import OPTIMIZER_KIND, Weights, WeightSpec
 from mmlaunch.transport import Transport
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program
@@ -64,13 +65,15 @@ class Absent:
         self.names = frozenset(n for n, spec in self._specs.items() if spec.is_parameter)
         self._kept: dict[_Key, Tensor] | None = None
 
-    def load(self, checkpoint: Checkpoint, *, present: Collection[str], trained: set[str]) -> None:
-        """Take everything that the session's own state does not.
+    def load(
+        self, checkpoint: Checkpoint, *, written: Sequence[str], trained: Sequence[str]
+    ) -> None:
+        """Take everything that the sessions' own states do not; all ranks call it.
 
         Args:
             checkpoint: of any plan.
-            present: full names of all parameters that the plan uses, on any rank.
-            trained: those of them that it updates, and whose state is loaded elsewhere.
+            written: full names of the weights that this rank's session saves.
+            trained: names of the parameters that it updates, whose state it loads.
 
         Raises:
             InvalidInputError: a module is missing or has another shape.
@@ -78,8 +81,12 @@ class Absent:
         check_holds(checkpoint, self._specs)
         for name, spec in self._specs.items():
             _check_shape(checkpoint, name, spec)
+        present, updated = set[str](), set[str]()
+        for theirs in self._transport.gather_objects((written, trained)):
+            present.update(theirs[0])
+            updated.update(theirs[1])
         wanted = [(_WEIGHT, name) for name in self._specs]
-        for name in sorted({*self.names, *present} - trained):
+        for name in sorted({*self.names, *present} - updated):
             wanted += [(k, name) for k in checkpoint.kinds(name) if k.startswith(OPTIMIZER_KIND)]
         self._kept = {key: self._read(checkpoint, key) for key in self._mine(checkpoint, wanted)}
         self._parts = []
@@ -98,9 +105,9 @@ class Absent:
         kind, name = key
         value = checkpoint.load_whole(name, kind)
         spec = self._specs.get(name)
-        # Numbers for each element are of the parameter's type; step counts keep their own.
-        same = spec is not None and spec.shape == tuple(value.shape) and value.is_floating_point()
-        return value.to(spec.dtype) if spec is not None and same else value
+        # As when a session's own are loaded: a step count keeps its type.
+        typed = kind == _WEIGHT or value.dim() > 0
+        return value.to(spec.dtype) if spec is not None and typed else value
 
     def _tensors(self) -> dict[_Key, Tensor]:
         """What is kept here; the initial weights where no checkpoint was loaded."""
@@ -122,7 +129,7 @@ class Absent:
             for (kind, name), tensor in self._tensors().items()
         ]
 
-    def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
+    def specs(self) -> list[WeightSpec]:
         """Name, full shape, type and boxes of the weights kept here."""
         return [
             (name, tuple(tensor.shape), tensor.dtype, (whole(tuple(tensor.shape)),))
@@ -234,11 +241,11 @@ class Together:
         holders: each has ``specs`` and ``parts``, of different names.
     """
 
-    def __init__(self, *holders: Any) -> None:
+    def __init__(self, *holders: Weights) -> None:
         self._specs = [spec for holder in holders for spec in holder.specs()]
         self._holder_of = {spec[0]: holder for holder in holders for spec in holder.specs()}
 
-    def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
+    def specs(self) -> list[WeightSpec]:
         """Of all."""
         return self._specs
 
@@ -254,6 +261,13 @@ def absent_of(
     if set(program.batches) == set(resolve_tasks(workload)):
         return None
     return Absent(workload=workload, folder=folder, program=program, transport=transport)
+
+
+def trained_elsewhere(absent: Absent | None, model: LocalModel) -> set[str]:
+    """Names of this rank's parameters, and of absent ones, that other tasks may train."""
+    if absent is None:
+        return set()
+    return {n for n, p in model.named_parameters() if not p.requires_grad} | absent.names
 
 
 def check_holds(checkpoint: Checkpoint, names: Collection[str]) -> None:

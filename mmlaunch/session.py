@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch import checkpoint as checkpoints
-from mmlaunch.absent import Absent, Together, absent_of, check_holds
+from mmlaunch.absent import Together, absent_of, check_holds, trained_elsewhere
 from mmlaunch.admission import check_runnable, find_workload
 from mmlaunch.blocks import Blocks
 from mmlaunch.device import async_tp_note, pick
@@ -38,7 +38,7 @@ from mmlaunch.model import LocalModel
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.precision import Precision
 from mmlaunch.reductions import Reductions, collective_groups, gather_ties
-from mmlaunch.restore import Checkpoint, open_checkpoint
+from mmlaunch.restore import open_checkpoint
 from mmlaunch.seeds import Seeds
 from mmlaunch.shapes import infer_shapes
 from mmlaunch.state import LocalState, gather_weights, write_final_weights
@@ -179,16 +179,9 @@ class Session:
             reductions,
             transport,
             tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
-            elsewhere=self._elsewhere(),
+            elsewhere=trained_elsewhere(self._absent, self.model),
         )
         self.notes = self._gather_notes()
-
-    def _elsewhere(self) -> set[str]:
-        """Names of parameters that only tasks outside the plan train, or may train."""
-        if self._absent is None:
-            return set()
-        frozen = {n for n, p in self.model.named_parameters() if not p.requires_grad}
-        return frozen | self._absent.names
 
     def _gather_notes(self) -> list[str]:
         """What the user should know of how this run works, the same on all ranks."""
@@ -379,27 +372,20 @@ class Session:
         try:
             checkpoint.verify()
             self.update.check_state(checkpoint)
-            check_holds(checkpoint, [spec[0] for spec in self._state.specs()])
+            written = [spec[0] for spec in self._state.specs()]
+            check_holds(checkpoint, written)
             self._state.load(checkpoint, self.optimizer, self.update.parts)
             if self._absent is not None:
-                self._load_absent(self._absent, checkpoint)
+                trained = [part.name for part in self.update.parts]
+                self._absent.load(checkpoint, written=written, trained=trained)
         finally:
             checkpoint.close()
         self.step_count = int(checkpoint.state["step"])
         self._data.close()
 
-    def _load_absent(self, absent: Absent, checkpoint: Checkpoint) -> None:
-        mine = [s[0] for s in self._state.specs()], [part.name for part in self.update.parts]
-        by_rank = self.transport.gather_objects(mine)
-        absent.load(
-            checkpoint,
-            present={name for names, _ in by_rank for name in names},
-            trained={name for _, names in by_rank for name in names},
-        )
-
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
-        held: Any = Together(self._state, self._absent) if self._absent else self._state
+        held = Together(self._state, self._absent) if self._absent else self._state
         return write_final_weights(Path(path), held, self.transport)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,21 @@ from mmlaunch.weights import weights_order, write_weights
 from mmplan.program.model import Program
 
 _WEIGHT = "param"
+WeightSpec = tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]
 # Before the name of what an optimizer keeps, in a checkpoint's kinds.
 OPTIMIZER_KIND = "optim."
+
+
+class Weights(Protocol):
+    """One rank's part of weights that are written together."""
+
+    def specs(self) -> list[WeightSpec]:
+        """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
+        ...
+
+    def parts(self, name: str) -> list[Tensor]:
+        """One of them, cut into its boxes."""
+        ...
 
 
 class LocalState:
@@ -142,7 +155,7 @@ class LocalState:
                 value = checkpoint.load_whole(name, kind)
             state[key] = value if key == "step" else value.to(part.tensor.device)
 
-    def specs(self) -> list[tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]]:
+    def specs(self) -> list[WeightSpec]:
         """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
         return [
             (name, self._places[name].full_shape, tensor.dtype, self._places[name].boxes)
@@ -155,7 +168,7 @@ class LocalState:
         return [part for _, part in self._weight_views(name)]
 
 
-def write_final_weights(path: Path, state: LocalState, transport: Transport) -> list[Path]:
+def write_final_weights(path: Path, state: Weights, transport: Transport) -> list[Path]:
     """Rank 0 writes all weights, unsharded; the others send it their parts in turn.
 
     Raises:
@@ -205,7 +218,7 @@ def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def _feed(
-    order: Sequence[TensorSpec], catalogue: _Catalogue, state: LocalState, transport: Transport
+    order: Sequence[TensorSpec], catalogue: _Catalogue, state: Weights, transport: Transport
 ) -> Iterator[Tensor]:
     """Full tensors in order, each assembled from the ranks that hold it."""
     for spec in order:
@@ -228,7 +241,7 @@ def _receive(box: Box, name: str, rank: int, catalogue: _Catalogue, transport: T
     return buffer
 
 
-def _send_parts(name: str, catalogue: _Catalogue, state: LocalState, transport: Transport) -> None:
+def _send_parts(name: str, catalogue: _Catalogue, state: Weights, transport: Transport) -> None:
     for rank, _ in catalogue.holders[name]:
         if rank == transport.rank:
             for part in state.parts(name):
