@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from page import conditions, table, write_section
 
-from mmplan.solvers.mpsp import find, phase_bound
+from mmplan.solvers.mpsp_find import find, phase_bound
 from mmplan.solvers.mpsp_model import Chain, Instance
 from mmplan.solvers.mpsp_schedule import Evaluator
 from mmplan.solvers.mpsp_wavefront import wavefront

@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.solvers.mpsp import find, one_after_another, phase_bound
 from mmplan.solvers.mpsp_bounds import (
     configuration_bound,
     curve,
@@ -16,6 +15,7 @@ from mmplan.solvers.mpsp_bounds import (
     level_bound,
     paper_value,
 )
+from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
 from mmplan.solvers.mpsp_model import Instance, parts
 from mmplan.solvers.mpsp_schedule import Evaluator, bi_point
 from mmplan.solvers.mpsp_wavefront import is_tiled, wavefront

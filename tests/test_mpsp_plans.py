@@ -300,6 +300,37 @@ def test_memory_decides_how_often_the_waves_run(tmp_path: Path) -> None:
     check_equal(tight, workload)
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_module_that_no_device_holds_is_divided_among_groups(
+    tmp_path: Path, devices: int
+) -> None:
+    """Every task's slices pass from group to group, micro-batch by micro-batch."""
+    workload = one_llm()
+    modules = {
+        name: module_profile(1.0, 2.0, blocks=blocks, parameters=size, activation_bytes=0.1)
+        for name, blocks, size in (("v", 3, 0.5), ("u", 2, 0.5), ("l", 5, 10.0))
+    }
+    # fp64: 32 bytes a parameter, 320 of l alone.
+    plan = run_solve(
+        tmp_path,
+        workload,
+        profile(modules, devices, memory_bytes=250.0),
+        solver="mpsp",
+        budget_s=BUDGET_S,
+    )
+    check_plan(plan)
+    assert max(plan.predicted.memory_bytes) <= 250.0
+    where: dict[int, set[int]] = {}
+    for own in plan.units:
+        if own.module == "l":
+            for block in range(*own.blocks[0]):
+                where.setdefault(block, set()).update(own.all_ranks)
+    # One place for each block, whichever task runs it.
+    assert len({tuple(sorted(ranks)) for ranks in where.values()}) > 1
+    assert all(len(ranks) <= devices // 2 for ranks in where.values())
+    check_equal(plan, workload)
+
+
 def test_no_memory_is_infeasible_and_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InfeasibleError, match=r"a device lacks .* bytes at best"):
         run_solve(
@@ -366,7 +397,7 @@ def test_waves_that_contradict_the_units_are_faults(tmp_path: Path) -> None:
     for changes, fault in (
         ({"unit": "x"}, "waves: there is no unit 'x'"),
         ({"unit": plan.waves[-1].slices[-1].unit}, "stands there 2 times"),
-        ({"blocks": (0, 1)}, "blocks [0, 1], the unit runs"),
+        ({"blocks": (0, 99)}, "blocks [0, 99], the unit runs"),
         ({"ranks": (7,)}, "ranks [7]; the unit's are"),
         ({"devices": 9}, "9 devices, ranks"),
     ):

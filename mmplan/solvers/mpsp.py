@@ -2,37 +2,33 @@
 
 Each task's use of a module is a MetaOp (:mod:`mmplan.solvers.metaops`), its blocks a chain that
 may change its number of devices between any two. All forwards of a round come before its
-backwards, which mirror them, so the formula is rounds x (end of the forwards + end of the
-backwards) on the ranks where the slices are placed; gradients' reduction and messages are left
-to the simulator. The bound is that of the forwards plus that of the backwards, each the best of
-the relaxations in :mod:`mmplan.solvers.mpsp_bounds`, with every MetaOp on its own best degrees.
+backwards, which mirror them. The formula is rounds x (end of the forwards + end of the backwards)
+on the ranks where the slices are placed, with what goes over links between slices, + the
+reduction of the gradients. The bound is that of the forwards plus that of the backwards, each the
+best of the relaxations in :mod:`mmplan.solvers.mpsp_bounds`, with every MetaOp on its own best
+degrees; it knows no links.
 
 Methods: ``search`` (default) and ``wavefront``, Spindle's scheduler as printed.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import Wave
+from mmplan.schema.plan import Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.metaops import contract
-from mmplan.solvers.mpsp_bounds import (
-    Column,
-    configuration_bound,
-    curve,
-    dag_bound,
-    level_bound,
-    paper_value,
-)
+from mmplan.solvers.mpsp_bounds import curve, level_bound, paper_value
 from mmplan.solvers.mpsp_emit import Emitter
-from mmplan.solvers.mpsp_model import Floats, Instance, in_proportion, parts
-from mmplan.solvers.mpsp_placement import Placed, place
-from mmplan.solvers.mpsp_schedule import Draft, Evaluator
-from mmplan.solvers.mpsp_search import search
+from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
+from mmplan.solvers.mpsp_model import Instance, in_proportion, parts
+from mmplan.solvers.mpsp_placement import Placed, Slot, place
+from mmplan.solvers.mpsp_schedule import Draft, Evaluator, portfolio
+from mmplan.solvers.mpsp_staged import staged
 from mmplan.solvers.mpsp_tables import Scaling, Scalings
 from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
@@ -41,14 +37,18 @@ _METHODS = ("search", "wavefront")
 # Shares of the budget: the bounds; the searches with the first choice of degrees for shared
 # modules and with each other one; all further attempts to place. What is left is for simulating.
 _BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.35, 0.15, 0.1
-# Within a search: the configuration programs that guide it.
-_GUIDES = 0.3
 # Degrees of shared modules that are searched, and rounds that are tried.
 _CHOICES = 3
 _MOST_ROUNDS = 4096
 # Plans whose estimate is worse than the best by more than this are not simulated, unless the best
 # nearly fills the memory: the simulation counts what the placement estimates.
-_WORSE, _FULL = 1.08, 0.95
+_WORSE, _WORSE_STREAMED, _FULL = 1.08, 1.2, 0.95
+# Degrees are searched where drafts made without a search lack less than this share of the memory.
+_HOPE = 0.1
+# Micro-batches of staged drafts at least, and how many of these drafts are simulated.
+_PARTS, _STAGED = 32, 2
+# Numbers of rounds that are tried after those at which staged drafts fit.
+_FURTHER = 3
 
 
 def solve_mpsp(request: Request) -> Solution:
@@ -63,25 +63,199 @@ def solve_mpsp(request: Request) -> Solution:
         raise InvalidInputError(
             f"--method {method}: mpsp knows {' and '.join(_METHODS)}", hint="choose one of these"
         )
-    problems = {name: Problem(request=request, task=task) for name, task in request.tasks.items()}
-    ops = contract(request.workload, request.tasks)
-    missing = float("inf")
-    for rounds in _rounds(problems):
-        scalings = Scalings(ops, problems, rounds)
-        lacking = _lacking_bytes(request, problems, scalings)
-        if lacking > 0:
-            missing = min(missing, lacking)
-            continue
-        bounds = _bounds(scalings, request)
-        found = list(_placed(request, problems, scalings, bounds, method))
-        placed = [item for item in found if isinstance(item, _Found)]
-        if placed:
-            return _solution(request, method, placed, bounds, rounds)
-        missing = min([missing, *(item for item in found if isinstance(item, float))])
-    raise InfeasibleError(
-        f"mpsp: no placement of the slices fits, a device lacks {missing:.3g} bytes at best",
-        hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
-    )
+    return _Planning(request, method).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A placed draft.
+
+    Attributes:
+        staged: its slices follow each other micro-batch by micro-batch.
+    """
+
+    candidate: Candidate
+    rounds: int
+    fullest_bytes: float
+    staged: bool = False
+
+
+class _Planning:
+    def __init__(self, request: Request, method: str) -> None:
+        self._request, self._method = request, method
+        self._problems = {
+            name: Problem(request=request, task=task) for name, task in request.tasks.items()
+        }
+        self._ops = contract(request.workload, request.tasks)
+        self._memory_bytes = request.cluster.device.memory_bytes
+        self._missing = float("inf")
+        # Drafts without a search, and staged ones, can fit at some number of rounds.
+        self._plain = self._stages = True
+
+    def run(self) -> Solution:
+        """Try rounds until a schedule fits the memory."""
+        found: list[_Found] = []
+        bounds: dict[int, _Bounds] = {}
+        further = 0
+        for rounds in _rounds(self._problems):
+            scalings = Scalings(self._ops, self._problems, rounds)
+            lacking = _lacking_bytes(self._request, self._problems, scalings)
+            if lacking > 0:
+                self._missing = min(self._missing, lacking)
+                continue
+            choices = scalings.choices()[:_CHOICES]
+            lacks = [self._lacks(own, rounds) for own in choices] if self._plain else []
+            hopeful = [
+                own
+                for own, (lack, _) in zip(choices, lacks, strict=False)
+                if lack < _HOPE * self._memory_bytes
+            ]
+            # Rounds spare activations only.
+            self._plain = any(bare <= 0 for _, bare in lacks)
+            if self._method == "search" and len(hopeful) < len(choices) and not further:
+                found += self._staged(rounds)
+            if hopeful or found:
+                bounds.setdefault(rounds, _bounds(scalings, self._request))
+            if hopeful:
+                found += self._searched(hopeful, rounds, bounds[rounds])
+            if not all(item.staged for item in found) or further > _FURTHER:
+                break
+            if not (self._plain or self._stages):
+                break
+            further += bool(found)
+        if not found:
+            raise InfeasibleError(
+                "mpsp: no placement of the slices fits, a device lacks "
+                f"{self._missing:.3g} bytes at best",
+                hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
+            )
+        used = {item.rounds: bounds[item.rounds] for item in found}
+        return self._solution(found, used)
+
+    # --- drafts without a search -------------------------------------------------------
+
+    def _lacks(self, chosen: Sequence[Scaling], rounds: int) -> tuple[float, float]:
+        """Bytes that drafts made without a search lack at best, with activations and without."""
+        instance = _instance(chosen, self._request)
+        emitter = Emitter(self._problems, chosen, instance, rounds)
+        evaluator = Evaluator(instance)
+        span_s = max(float(c.both_s.sum(axis=1).min()) for c in instance.chains)
+        targets = [[span_s] * len(instance.chains)]
+        drafts = [one_after_another(instance), next(portfolio(instance, targets, (1.0,)))]
+        lacking = bare = float("inf")
+        for draft in drafts:
+            slots = emitter.slots(draft, evaluator.run(draft).starts)
+            lacking = min(lacking, self._lack(slots))
+            if lacking > 0:
+                bare = min(bare, self._lack([replace(slot, held_bytes=0.0) for slot in slots]))
+        self._missing = min(self._missing, lacking) if lacking else self._missing
+        return lacking, bare if lacking else 0.0
+
+    def _lack(self, slots: Sequence[Slot]) -> float:
+        placed = self._place(slots, 0.0)
+        return placed if isinstance(placed, float) else 0.0
+
+    def _place(
+        self, slots: Sequence[Slot], limit_s: float, *, streamed: bool = False
+    ) -> Placed | float:
+        request = self._request
+        return place(slots, request.cluster, request.devices, limit_s=limit_s, streamed=streamed)
+
+    def _staged(self, rounds: int) -> list[_Found]:
+        """Drafts that divide the blocks among groups of devices, the fewest groups that fit."""
+        found: list[_Found] = []
+        scalings = Scalings(self._ops, self._problems, rounds, least_parts=_PARTS)
+        fits_without_activations = False
+        for chosen in scalings.choices()[:_CHOICES]:
+            instance = _instance(chosen, self._request)
+            emitter = Emitter(self._problems, chosen, instance, rounds)
+            for made in staged(chosen, instance, emitter.block_bytes()):
+                slots = emitter.slots(made.draft, made.starts, made.within)
+                placed = self._place(slots, 0.0, streamed=True)
+                if isinstance(placed, Placed):
+                    label = f"blocks divided among {made.groups} groups of devices"
+                    found.append(
+                        self._made(emitter, made.draft, placed, rounds, label, staged=True)
+                    )
+                    break
+                self._missing = min(self._missing, placed)
+                if not fits_without_activations:
+                    bare = [replace(slot, held_bytes=0.0) for slot in slots]
+                    fits_without_activations = not self._lack(bare)
+        self._stages = bool(found) or fits_without_activations
+        found.sort(key=lambda item: item.candidate.objective_s)
+        return found[:_STAGED]
+
+    # --- drafts that are searched for ---------------------------------------------------
+
+    def _searched(
+        self, choices: Sequence[Sequence[Scaling]], rounds: int, bounds: _Bounds
+    ) -> Iterator[_Found]:
+        request, best_s = self._request, float("inf")
+        for position, chosen in enumerate(choices):
+            instance = _instance(chosen, request)
+            curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
+            if level_bound(curves, request.devices) * rounds >= best_s:
+                continue
+            limit_s = request.budget_s * (_OTHER if position else _FIRST)
+            drafts = list(_drafts(instance, self._method, bounds.total_s, limit_s))
+            emitter = Emitter(self._problems, chosen, instance, rounds)
+            for label, draft in drafts:
+                slots = emitter.slots(draft, Evaluator(instance).run(draft).starts)
+                placed = self._place(slots, request.budget_s * _PLACING / len(drafts))
+                if isinstance(placed, Placed):
+                    found = self._made(emitter, draft, placed, rounds, label)
+                    best_s = min(best_s, found.candidate.objective_s)
+                    yield found
+                else:
+                    self._missing = min(self._missing, placed)
+
+    def _made(
+        self,
+        emitter: Emitter,
+        draft: Draft,
+        placed: Placed,
+        rounds: int,
+        label: str,
+        *,
+        staged: bool = False,
+    ) -> _Found:
+        return _Found(
+            candidate=_candidate(emitter, draft, placed, rounds, label),
+            rounds=rounds,
+            fullest_bytes=max(placed.memory_bytes),
+            staged=staged,
+        )
+
+    # --- the answer -------------------------------------------------------------------
+
+    def _solution(self, found: list[_Found], bounds: Mapping[int, _Bounds]) -> Solution:
+        found.sort(key=lambda item: item.candidate.objective_s)
+        least_s, streamed = found[0].candidate.objective_s, any(item.staged for item in found)
+        most_s = least_s * (_WORSE_STREAMED if streamed else _WORSE)
+        if found[0].fullest_bytes > _FULL * self._memory_bytes:
+            most_s = float("inf")
+        kept: dict[tuple[Unit, ...], Candidate] = {}
+        for item in found:
+            if item.candidate.objective_s <= most_s:
+                kept.setdefault(item.candidate.units, item.candidate)
+        kinds = {c.kind: c for c in reversed(kept.values())}
+        others = [c for c in kept.values() if kinds[c.kind] is not c]
+        candidates = sorted([*kinds.values(), *others[:1]], key=lambda c: c.objective_s)
+        if len(self._request.tasks) == 1 and self._method == "search":
+            candidates += _of_one_task(self._request)
+        values = {
+            rounds: rounds * (own.area_s if streamed else own.total_s)
+            for rounds, own in bounds.items()
+        }
+        rounds = min(values, key=lambda rounds: values[rounds])
+        return Solution(
+            solver="mpsp",
+            method=self._method,
+            candidates=tuple(candidates),
+            lower_bound_s=values[rounds],
+            notes=bounds[rounds].notes,
+        )
 
 
 def _lacking_bytes(request: Request, problems: Mapping[str, Problem], scalings: Scalings) -> float:
@@ -101,32 +275,6 @@ def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:
         ):
             yield rounds
         rounds *= 2
-
-
-def _solution(
-    request: Request, method: str, placed: list[_Found], bounds: _Bounds, rounds: int
-) -> Solution:
-    placed.sort(key=lambda found: found.candidate.objective_s)
-    best, memory_bytes = placed[0], request.cluster.device.memory_bytes
-    most_s = best.candidate.objective_s * _WORSE
-    if best.fullest_bytes > _FULL * memory_bytes:
-        most_s = float("inf")
-    candidates = [f.candidate for f in placed if f.candidate.objective_s <= most_s]
-    kinds = {c.kind: c for c in reversed(candidates)}
-    others = [c for c in candidates if kinds[c.kind] is not c]
-    candidates = sorted([*kinds.values(), *others[:1]], key=lambda c: c.objective_s)
-    notes = list(bounds.notes)
-    if rounds > 1:
-        notes.append(f"the waves run {rounds} times a step, each on 1/{rounds} of the batches")
-    if len(request.tasks) == 1 and method == "search":
-        candidates += _of_one_task(request)
-    return Solution(
-        solver="mpsp",
-        method=method,
-        candidates=tuple(candidates),
-        lower_bound_s=bounds.total_s * rounds,
-        notes=tuple(notes),
-    )
 
 
 def _of_one_task(request: Request) -> list[Candidate]:
@@ -149,10 +297,12 @@ class _Bounds:
 
     Attributes:
         total_s: forwards and backwards.
+        area_s: device-seconds by devices, where slices of one MetaOp overlap in time.
         notes: how it came about.
     """
 
     total_s: float
+    area_s: float
     notes: tuple[str, ...]
 
 
@@ -174,32 +324,20 @@ def _bounds(scalings: Scalings, request: Request) -> _Bounds:
         )
         for members in map(instance.of_level, range(instance.levels))
     )
+    area_s = sum(
+        float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
+        for c in chains
+        for table in (c.forward_s, c.backward_s)
+    )
     return _Bounds(
         total_s=forward_s + backward_s,
+        area_s=area_s / request.devices,
         notes=(
             f"{len(chains)} MetaOps on {instance.levels} levels; bound {forward_s:.4g} s forward + "
             f"{backward_s:.4g} s backward a round; Spindle's continuous optimum (Eq. 11, no bound) "
             f"is {paper_s:.4g} s",
         ),
     )
-
-
-def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) -> float:
-    """The best proven bound of one phase.
-
-    Args:
-        tables: ``[K, L]`` seconds of every chain in that phase.
-        limit_s: seconds for the configuration program.
-    """
-    chains, devices = instance.chains, instance.devices
-    curves = [curve(c.counts, parts(table)) for c, table in zip(chains, tables, strict=True)]
-    if not any(own.time_s[-1] for own in curves):
-        return 0.0
-    found = [level_bound(curves, devices)]
-    if instance.levels > 1:
-        found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
-    found.append(configuration_bound(chains, tables, devices, limit_s=limit_s).bound_s)
-    return max(found)
 
 
 # --- schedules -----------------------------------------------------------------------------
@@ -213,45 +351,6 @@ def _instance(scalings: Sequence[Scaling], request: Request) -> Instance:
     )
 
 
-def _placed(
-    request: Request,
-    problems: Mapping[str, Problem],
-    scalings: Scalings,
-    bounds: _Bounds,
-    method: str,
-) -> Iterator[_Found | float]:
-    """Candidates, and the bytes that drafts without a placement lacked."""
-    best_s = float("inf")
-    for position, chosen in enumerate(scalings.choices()[:_CHOICES]):
-        instance = _instance(chosen, request)
-        curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
-        if level_bound(curves, request.devices) * scalings.rounds >= best_s:
-            continue
-        limit_s = request.budget_s * (_OTHER if position else _FIRST)
-        drafts = list(_drafts(instance, method, bounds.total_s, limit_s))
-        emitter = Emitter(problems, chosen, instance, scalings.rounds)
-        for label, draft in drafts:
-            slots = emitter.slots(draft, Evaluator(instance).run(draft).starts)
-            placed = place(
-                slots,
-                request.cluster,
-                request.devices,
-                limit_s=request.budget_s * _PLACING / len(drafts),
-            )
-            if isinstance(placed, Placed):
-                candidate = _candidate(emitter, draft, placed, scalings.rounds, label)
-                best_s = min(best_s, candidate.objective_s)
-                yield _Found(candidate=candidate, fullest_bytes=max(placed.memory_bytes))
-            else:
-                yield placed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    candidate: Candidate
-    fullest_bytes: float
-
-
 def _candidate(
     emitter: Emitter, draft: Draft, placed: Placed, rounds: int, label: str
 ) -> Candidate:
@@ -262,7 +361,13 @@ def _candidate(
         objective_s=rounds * (placed.forward_s + placed.backward_s) + placed.reduce_s,
         closed_form=False,
         kind=label,
-        notes=(f"{label}; the fullest device holds {placed.imbalance:.3g} x the mean memory",),
+        notes=(
+            f"{label}; the fullest device holds {placed.imbalance:.3g} x the mean memory",
+            *(
+                [f"the waves run {rounds} times a step, each on 1/{rounds} of the batches"]
+                * (rounds > 1)
+            ),
+        ),
     )
 
 
@@ -278,65 +383,3 @@ def _drafts(
         return
     found = find(instance, bound_s=bound_s, limit_s=limit_s)
     yield from found.items()
-
-
-def find(instance: Instance, *, bound_s: float, limit_s: float) -> dict[str, Draft]:
-    """The best drafts by where they come from: all of them, one slice each, one after another."""
-    begun = time.monotonic()
-    targets, columns = _guides(instance, limit_s * _GUIDES)
-    left_s = limit_s - (time.monotonic() - begun)
-    evaluator = Evaluator(instance)
-    found = search(
-        evaluator, targets=targets, columns=columns, bound_s=bound_s, limit_s=max(left_s, 0.0)
-    )
-    sequential = one_after_another(instance)
-    drafts = {
-        "the best schedule of slices": found.best,
-        "one slice for each MetaOp": found.whole,
-        "tasks one after another": sequential,
-    }
-    unique: dict[str, Draft] = {}
-    for label, draft in drafts.items():
-        if not any(draft == other for other in unique.values()):
-            unique[label] = draft
-    return unique
-
-
-def _guides(
-    instance: Instance, limit_s: float
-) -> tuple[list[list[float]], list[tuple[Column, ...]]]:
-    """Spans to aim at and the configuration program's columns: level by level, and over all."""
-    chains, devices = instance.chains, instance.devices
-    curves = [curve(c.counts, parts(c.both_s)) for c in chains]
-    by_level = [0.0] * len(chains)
-    columns: list[Column] = []
-    for level in range(instance.levels):
-        members = instance.of_level(level)
-        span_s = level_bound([curves[m] for m in members], devices)
-        own = configuration_bound(
-            [chains[m] for m in members],
-            [chains[m].both_s for m in members],
-            devices,
-            limit_s=limit_s / instance.levels,
-        )
-        for column in own.columns:
-            choices = tuple((members[m], p, k) for m, p, k in column.choices)
-            columns.append(replace(column, choices=choices))
-        for m in members:
-            by_level[m] = span_s
-    targets = [by_level]
-    if instance.levels > 1:
-        targets.append(dag_bound(curves, [c.after for c in chains], devices)[1])
-    return targets, [tuple(columns)]
-
-
-def one_after_another(instance: Instance) -> Draft:
-    """Tasks one after another, each MetaOp on the devices that make it fastest."""
-    order = sorted(range(len(instance.chains)), key=lambda m: (instance.chains[m].group, m))
-    return Draft(
-        [
-            [(int(c.both_s.sum(axis=1).argmin()), 0, c.blocks, float(order.index(m)))]
-            for m, c in enumerate(instance.chains)
-        ],
-        strict=True,
-    )

@@ -40,11 +40,17 @@ class Emitter:
 
     # --- before the placement --------------------------------------------------------
 
-    def slots(self, draft: Draft, starts: Sequence[Sequence[float]]) -> list[Slot]:
+    def slots(
+        self,
+        draft: Draft,
+        starts: Sequence[Sequence[float]],
+        within: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> list[Slot]:
         """A slot for every piece, chain by chain.
 
         Args:
             starts: of each chain's pieces, as the draft's decoder has them.
+            within: the ranks that each may use, from the first to the last; all by default.
         """
         slots: list[Slot] = []
         last: list[int] = []
@@ -54,7 +60,8 @@ class Emitter:
             else:
                 after = self._scalings[m].op.after
                 flows = tuple((last[j], self._flow(j, self._last_block(j))) for j in after)
-            slots.append(self._slot(m, piece, starts[m][i], flows))
+            ranks = within[m][i] if within else (0, self._instance.devices)
+            slots.append(self._slot(m, piece, starts[m][i], flows, ranks))
             if i + 1 == len(draft.pieces[m]):
                 last.append(len(slots) - 1)
         return slots
@@ -69,14 +76,31 @@ class Emitter:
             )
         )
 
+    def block_bytes(self) -> dict[str, list[float]]:
+        """Parameters, gradient and state of each block on one rank, by owner."""
+        return {
+            own.op.owner: [
+                self._block_bytes(m, own.allocations[0], block)[0] for block in range(chain.blocks)
+            ]
+            for m, (own, chain) in enumerate(
+                zip(self._scalings, self._instance.chains, strict=True)
+            )
+        }
+
     def _slot(
-        self, m: int, piece: Piece, start_s: float, after: tuple[tuple[int, float], ...]
+        self,
+        m: int,
+        piece: Piece,
+        start_s: float,
+        after: tuple[tuple[int, float], ...],
+        within: tuple[int, int],
     ) -> Slot:
         chain, (k, a, b, _) = self._instance.chains[m], piece
         allocation, op = self._allocation(m, piece), self._scalings[m].op
         return Slot(
             tp=allocation.tp,
             dp=allocation.dp,
+            within=within,
             start_s=start_s,
             forward_s=float(chain.forward_s[k, a:b].sum()),
             backward_s=float(chain.backward_s[k, a:b].sum()),

@@ -32,6 +32,7 @@ class Slot:
     """A slice to be placed.
 
     Attributes:
+        within: the first rank that it may use, and the one after the last.
         start_s: when the draft starts it.
         after: slots that end before it starts, with the bytes a sample that flow from each.
         samples: of a round.
@@ -45,6 +46,7 @@ class Slot:
 
     tp: int
     dp: int
+    within: tuple[int, int]
     start_s: float
     forward_s: float
     backward_s: float
@@ -98,20 +100,28 @@ class Placed:
 
 
 def place(
-    slots: Sequence[Slot], cluster: Cluster, devices: int, *, limit_s: float, seed: int = 0
+    slots: Sequence[Slot],
+    cluster: Cluster,
+    devices: int,
+    *,
+    limit_s: float,
+    streamed: bool = False,
+    seed: int = 0,
 ) -> Placed | float:
     """Ranks for every slot; or, where none were found, the bytes that a rank lacked at best.
 
     Args:
         slots: producers before consumers.
         limit_s: seconds for further attempts after the first ones.
+        streamed: a slice starts with the first micro-batch that the one before has finished;
+            otherwise when all are.
     """
     deadline, rng = time.monotonic() + limit_s, random.Random(seed)
     missing, attempt = float("inf"), 0
     while attempt < len(_WEIGHTS) or time.monotonic() < deadline:
         weight = _WEIGHTS[min(attempt, len(_WEIGHTS) - 1)]
         shake = 0.0 if attempt < len(_WEIGHTS) else 1.0
-        found = _Attempt(slots, cluster, devices, weight, shake, rng).run()
+        found = _Attempt(slots, cluster, devices, weight, shake, rng, streamed).run()
         if isinstance(found, Placed):
             return found
         missing, attempt = min(missing, found), attempt + 1
@@ -139,6 +149,7 @@ class _Attempt:
         weight: float,
         shake: float,
         rng: random.Random,
+        streamed: bool,
     ) -> None:
         self._slots = slots
         device = cluster.device
@@ -150,6 +161,7 @@ class _Attempt:
         self._groups: dict[int, list[tuple[int, ...]]] = {}
         self._placed: dict[int, tuple[set[int], set[int]]] = {}
         self._ends: dict[int, float] = {}
+        self._streamed = streamed
         # How long each flow is under way: (consumer, producer), also back.
         self._moves: dict[tuple[int, int], float] = {}
         self._sizes: dict[tuple[int, int], float] = {}
@@ -197,8 +209,8 @@ class _Attempt:
 
     def _choose(self, i: int, slot: Slot) -> tuple[list[tuple[int, ...]], float]:
         """Groups of ranks and the start; without groups, the bytes that a rank lacks."""
-        ready = max((self._ends[j] for j, _ in slot.after), default=0.0)
-        whole = range(0, len(self._ranks) - slot.tp + 1, slot.tp)
+        ready = max((self._ready(j, i) for j, _ in slot.after), default=0.0)
+        whole = range(slot.within[0], slot.within[1] - slot.tp + 1, slot.tp)
         groups = [tuple(range(first, first + slot.tp)) for first in whole]
         needed = {
             g: max(self._ranks[rank].held_bytes + self._added_bytes(rank, i) for rank in g)
@@ -212,9 +224,21 @@ class _Attempt:
         offered = [g for g in fitting if free[g] <= start * (1 + _SAME)]
         chosen = sorted(self._nearest(i, slot, offered))
         arrival = max(
-            (self._ends[j] + self._move_s(i, j, chosen) for j, _ in slot.after), default=0
+            (self._ready(j, i) + self._move_s(i, j, chosen) for j, _ in slot.after), default=0.0
         )
         return chosen, max(start, arrival)
+
+    def _ready(self, j: int, i: int) -> float:
+        """When the forward of one slot may start for what it takes from another."""
+        one, other = self._slots[j].forward_s, self._slots[i].forward_s
+        return self._follow(self._ends[j], one, other, (i, j))
+
+    def _follow(self, end: float, one: float, other: float, pair: tuple[int, int]) -> float:
+        """Start of a slice after one that ends then; none of its micro-batches waits."""
+        if not self._streamed:
+            return end
+        share = 1 / min(self._slots[i].messages for i in pair)
+        return max(end - one * (1 - share), end - other * (1 - share))
 
     def _move_s(self, i: int, j: int, groups: Sequence[tuple[int, ...]]) -> float:
         """Seconds from the end of one slot to the start of the next, for what flows."""
@@ -289,5 +313,7 @@ class _Attempt:
             for rank in ranks:
                 free[rank] = ends[i]
             for other, _ in slot.after:
-                ready[other] = max(ready[other], ends[i] + self._moves[i, other])
+                before = self._slots[other].backward_s
+                start = self._follow(ends[i], slot.backward_s, before, (i, other))
+                ready[other] = max(ready[other], start + self._moves[i, other])
         return max(ends)

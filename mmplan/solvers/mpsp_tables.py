@@ -78,12 +78,21 @@ class Scalings:
     Args:
         problems: by task.
         rounds: of a step.
+        least_parts: micro-batches that a share is cut into at least, where it has as many samples.
     """
 
-    def __init__(self, ops: Sequence[MetaOp], problems: Mapping[str, Problem], rounds: int) -> None:
+    def __init__(
+        self,
+        ops: Sequence[MetaOp],
+        problems: Mapping[str, Problem],
+        rounds: int,
+        *,
+        least_parts: int = 1,
+    ) -> None:
         self._ops = ops
         self._problems = problems
         self.rounds = rounds
+        self._least_parts = least_parts
         self._curves: dict[tuple[int, int | None], Curve] = {}
         self._tables = [
             {
@@ -185,7 +194,7 @@ class Scalings:
         blocks = _Blocks(problem, op.module, tp)
         counts = replica_counts(samples, problem.devices // tp, uneven=True, pins=pins)
         rows: dict[int, _Row] = {}
-        for dp, sizes in blocks.fastest(counts, samples, pins):
+        for dp, sizes in blocks.fastest(counts, samples, pins, self._least_parts):
             allocation = Allocation(
                 tp=tp, dp=dp, size=max(size for _, size in sizes), pinned=pinned
             )
@@ -232,7 +241,7 @@ class _Blocks:
         self._again = float(problem.request.workload.modules[module].recompute == "full")
 
     def fastest(
-        self, replicas: Sequence[int], samples: int, pins: Pins
+        self, replicas: Sequence[int], samples: int, pins: Pins, least_parts: int
     ) -> Iterator[tuple[int, Sizes]]:
         """Each number of replicas with the micro-batches of the largest share that take least."""
         dp_D = np.array(replicas, dtype=np.int64)
@@ -246,6 +255,7 @@ class _Blocks:
         parts = np.minimum(np.arange(1, 9), share_D[:, None])
         sizes = 2 ** np.arange(int(share_D.max()).bit_length())
         count_DC = np.hstack([parts, -(-share_D[:, None] // sizes)])
+        count_DC = np.maximum(count_DC, np.minimum(least_parts, share_D)[:, None])
         least_DC, larger_DC = np.divmod(share_D[:, None], count_DC)
         total_DC = (count_DC - larger_DC) * self._total_s(least_DC, factor_D[:, None])
         total_DC += larger_DC * self._total_s(least_DC + 1, factor_D[:, None])

@@ -1,0 +1,101 @@
+"""The best schedules that the seconds allow, and the best proven bound of a phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmplan.solvers.mpsp_bounds import (
+    Column,
+    configuration_bound,
+    curve,
+    dag_bound,
+    level_bound,
+)
+from mmplan.solvers.mpsp_model import Floats, Instance, parts
+from mmplan.solvers.mpsp_schedule import Draft, Evaluator
+from mmplan.solvers.mpsp_search import search
+
+# Share of the seconds for the configuration programs that guide the search.
+_GUIDES = 0.3
+
+
+def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) -> float:
+    """The best proven bound of one phase.
+
+    Args:
+        tables: ``[K, L]`` seconds of every chain in that phase.
+        limit_s: seconds for the configuration program.
+    """
+    chains, devices = instance.chains, instance.devices
+    curves = [curve(c.counts, parts(table)) for c, table in zip(chains, tables, strict=True)]
+    if not any(own.time_s[-1] for own in curves):
+        return 0.0
+    found = [level_bound(curves, devices)]
+    if instance.levels > 1:
+        found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
+    found.append(configuration_bound(chains, tables, devices, limit_s=limit_s).bound_s)
+    return max(found)
+
+
+def find(instance: Instance, *, bound_s: float, limit_s: float) -> dict[str, Draft]:
+    """The best drafts by where they come from: all of them, one slice each, one after another."""
+    begun = time.monotonic()
+    targets, columns = _guides(instance, limit_s * _GUIDES)
+    left_s = limit_s - (time.monotonic() - begun)
+    evaluator = Evaluator(instance)
+    found = search(
+        evaluator, targets=targets, columns=columns, bound_s=bound_s, limit_s=max(left_s, 0.0)
+    )
+    sequential = one_after_another(instance)
+    drafts = {
+        "the best schedule of slices": found.best,
+        "one slice for each MetaOp": found.whole,
+        "tasks one after another": sequential,
+    }
+    unique: dict[str, Draft] = {}
+    for label, draft in drafts.items():
+        if not any(draft == other for other in unique.values()):
+            unique[label] = draft
+    return unique
+
+
+def _guides(
+    instance: Instance, limit_s: float
+) -> tuple[list[list[float]], list[tuple[Column, ...]]]:
+    """Spans to aim at and the configuration program's columns: level by level, and over all."""
+    chains, devices = instance.chains, instance.devices
+    curves = [curve(c.counts, parts(c.both_s)) for c in chains]
+    by_level = [0.0] * len(chains)
+    columns: list[Column] = []
+    for level in range(instance.levels):
+        members = instance.of_level(level)
+        span_s = level_bound([curves[m] for m in members], devices)
+        own = configuration_bound(
+            [chains[m] for m in members],
+            [chains[m].both_s for m in members],
+            devices,
+            limit_s=limit_s / instance.levels,
+        )
+        for column in own.columns:
+            choices = tuple((members[m], p, k) for m, p, k in column.choices)
+            columns.append(replace(column, choices=choices))
+        for m in members:
+            by_level[m] = span_s
+    targets = [by_level]
+    if instance.levels > 1:
+        targets.append(dag_bound(curves, [c.after for c in chains], devices)[1])
+    return targets, [tuple(columns)]
+
+
+def one_after_another(instance: Instance) -> Draft:
+    """Tasks one after another, each MetaOp on the devices that make it fastest."""
+    order = sorted(range(len(instance.chains)), key=lambda m: (instance.chains[m].group, m))
+    return Draft(
+        [
+            [(int(c.both_s.sum(axis=1).argmin()), 0, c.blocks, float(order.index(m)))]
+            for m, c in enumerate(instance.chains)
+        ],
+        strict=True,
+    )
