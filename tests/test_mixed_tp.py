@@ -26,9 +26,11 @@ from mmplan.program.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Op
 from mmplan.program.model import Program, Reduction
+from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from tests.gloo_entries import gradients_and_resume
+from tests.commands import call
+from tests.gloo_entries import gradients, gradients_and_resume
 from tests.mixed_tp_cases import MIXED, random_case
 from tests.plants import without
 from tests.training import plain, train_alone, train_planned, worst_difference
@@ -271,6 +273,29 @@ def test_blocks_that_kept_their_first_partners_would_hang(monkeypatch: pytest.Mo
     case = MIXED["one degree, other partners"]
     with pytest.raises(RunFailedError, match=r"wait for each other|different tensors"):
         verify_in_process(case.plan(), case.workload())
+
+
+def test_a_plan_that_asks_a_rank_for_two_shards_is_refused_by_name(tmp_path: Path) -> None:
+    case = MIXED["a modality that another task lacks"]
+    moved = [replace(u, ranks=(((1,),),)) if u.task == "AB" else u for u in case.units]
+    save_document(replace(case, units=moved).plan(), tmp_path / "plan.json")
+    done = call("mmplan", "check", tmp_path / "plan.json")
+    assert done.code == 1
+    assert (
+        "fault: units.AB.v.ranks: rank 1 would hold shard 0 of 1 of v's blocks [0, 2), "
+        "and shard 1 of 2 for unit A.v"
+    ) in done.out.splitlines()
+
+
+def test_three_processes_over_gloo_equal_one(tmp_path: Path) -> None:
+    names = [(TP_2_AND_1, 0), ("a modality that another task lacks", 1)]
+    cases = [(MIXED[name].plan(3), MIXED[name].workload(zero=zero)) for name, zero in names]
+    found = launch(
+        entry=gradients, args=(cases,), num_ranks=3, run_dir=tmp_path / "run", timeout_s=90.0
+    )
+    for index, (plan, workload) in enumerate(cases):
+        verdict = compare(workload, HERE, compile_plan(plan), [rank[index] for rank in found])
+        assert not verdict.differences, verdict.differences[:5]
 
 
 GLOO = [
