@@ -86,7 +86,7 @@ def write_files(folder: Path, workload: Workload, devices: int = 4) -> tuple[Pat
     seconds = {"v": (3e-3, 3), "t": (1e-3, 4), "u": (2e-3, 2), "w": (2e-3, 2)}
     costs = profile(
         {
-            name: module_profile(each, 2 * each, fixed_s=each, blocks=blocks)
+            name: module_profile(each, 2 * each, fixed_s=each, blocks=blocks, tp={1: 1.0, 2: 1.9})
             for name, (each, blocks) in seconds.items()
         },
         devices,

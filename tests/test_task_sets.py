@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,10 +27,16 @@ from tests.commands import Done, call, kill_all, run, start
 from tests.task_sets import SETS, STEPS, OneProcess, job, write_files
 
 TOLERANCE = 1e-10
+# What the solver is asked for each set, and the degrees that its modules are pinned to.
 HOW_OF_PART: dict[int, dict[str, Any]] = {
     0: {"devices": 4, "solver": "auto"},
     4: {"devices": 3, "solver": "mpsp", "method": "wavefront"},
     12: {"devices": 2, "solver": "mpsp"},
+}
+PINS_OF_PART: dict[int, dict[str, Any]] = {
+    0: {"v": {"tp": 2}, "u": {"tp": 2}, "t": {"tp": 1}},
+    4: {"u": {"tp": 1}, "t": {"tp": 1, "dp": 2}},
+    12: {"v": {"tp": 2}, "w": {"tp": 2}, "t": {"tp": 1, "dp": 2}},
 }
 
 
@@ -37,6 +45,14 @@ def worst(got: dict[str, Tensor], alone: OneProcess) -> float:
     wanted = alone.named_parameters()
     assert got.keys() == wanted.keys()
     return max((got[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+def with_pins(workload: Workload, pins: dict[str, Any]) -> Workload:
+    """The workload with degrees pinned; what is trained stays the same."""
+    data = workload.model_dump(mode="json", exclude_none=True)
+    for module, own in pins.items():
+        data["modules"][module]["plan"] = own
+    return Workload.model_validate(data)
 
 
 def plan_for(folder: Path, workload: Workload, tasks: list[str], **how: Any) -> Plan:
@@ -69,19 +85,30 @@ def train_part(
     return InProcessWorld(plan.devices).run(entry)[0]
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(
+    ("zero", "pinned"),
+    [
+        (0, False),
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(0, True, marks=pytest.mark.slow),
+    ],
+)
 def test_parts_under_other_sets_and_rank_counts_equal_one_process(
-    tmp_path: Path, zero: int
+    tmp_path: Path, zero: int, pinned: bool
 ) -> None:
-    """Every set has other devices, another solver and another module that is missing."""
-    workload = job(zero=zero, steps=STEPS)
+    """Every set has other devices, another solver, other degrees and another module missing."""
+    workload = job(zero=zero)
     write_files(tmp_path, workload)
     alone = OneProcess(workload, tmp_path)
     alone.train(SETS, STEPS)
     checkpoint = None
     ends = [*list(SETS)[1:], STEPS]
     for (step, tasks), end in zip(SETS.items(), ends, strict=True):
-        plan = plan_for(tmp_path, workload, tasks, **HOW_OF_PART[step])
+        asked = with_pins(workload, PINS_OF_PART[step] if pinned else {})
+        plan = plan_for(tmp_path, asked, tasks, **HOW_OF_PART[step])
+        degrees = {unit.tp for unit in plan.units}
+        assert not pinned or degrees == ({1} if step == 4 else {1, 2})
         checkpoint = train_part(plan, workload, tmp_path, checkpoint, end)
     assert worst(load_file(tmp_path / "final.safetensors"), alone) < TOLERANCE
     # Momentum and step counts of what is not active now are as in one process too.
@@ -241,6 +268,72 @@ def test_killed_around_every_change(tmp_path: Path) -> None:
         files.kill_after("plan.json", min(steps + 2, 13), "--resume")
         files.run("plan.json", "--resume")
         files.assert_equals_one_process(SETS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_worker_that_dies_in_a_later_part_is_started_again_there(tmp_path: Path) -> None:
+    """Whichever rank first loads a sample of step 6 dies, once."""
+    (tmp_path / "dying.py").write_text(
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from tests.matrix_models import Samples\n"
+        "class Dying(Samples):\n"
+        "    def __getitem__(self, index):\n"
+        "        mark = Path(__file__).with_name('died')\n"
+        "        if metrics().count(b'\\n') == 6 and not mark.exists():\n"
+        "            mark.touch()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return super().__getitem__(index)\n"
+        "def metrics():\n"
+        "    path = Path(__file__).parent / 'run' / 'metrics.jsonl'\n"
+        "    return path.read_bytes() if path.exists() else b''\n"
+    )
+    data = job().model_dump(mode="json", exclude_none=True)
+    data["data"]["factory"] = "dying:Dying"
+    files = Files(tmp_path, Workload.model_validate(data))
+    assert files.solve("two.json", "--devices", 2).code == 0
+    done = files.run("two.json", "--max-restarts", 1)
+    assert (tmp_path / "died").exists()
+    assert "starting all workers again" in done.out
+    # Saved at the change only, so the second start begins there.
+    assert done.out.count("until step 12: tasks UT, TR") == 2
+    assert done.out.count("until step 4: tasks VT, UT") == 1
+    files.assert_equals_one_process(SETS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_checkpoint_of_chosen_tasks_goes_on_with_all_the_others(tmp_path: Path) -> None:
+    files = Files(tmp_path, job())
+    done = files.run("plan.json", "--tasks", "TR", "--steps", 2, "--save-every", 2)
+    assert "planning for the tasks TR" in done.out
+    assert json.loads((tmp_path / "run/plan.json").read_text())["tasks"].keys() == {"TR"}
+    assert files.solve("two.json", "--devices", 2, "--solver", "mpsp").code == 0
+    files.run("two.json", "--resume")
+    files.assert_equals_one_process({0: ["TR"], 2: SETS[0], 4: SETS[4], 12: SETS[12]}, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_request_to_stop_around_a_change(tmp_path: Path) -> None:
+    files = Files(tmp_path, job())
+    assert files.solve("two.json", "--devices", 2).code == 0
+    for _ in range(2):
+        process = start("mmlaunch", *files.arguments("two.json"), cwd=tmp_path)
+        try:
+            wait_until(lambda: len(files.rows()) >= 3, process)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=60)
+        finally:
+            kill_all(process) if process.poll() is None else None
+        assert process.returncode == 75, err
+        steps = len(files.rows())
+        assert steps < STEPS
+        assert (tmp_path / "run" / "checkpoints" / f"step-{steps}").is_dir()
+        files.run("two.json", "--resume")
+        files.assert_equals_one_process(SETS, STEPS)
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_run_changes_its_tasks_by_itself(tmp_path: Path) -> None:
