@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -125,6 +125,32 @@ def launch(
             watch.close()
 
 
+def check_free(run_dir: Path, node_rank: int = 0) -> None:
+    """Refuse a folder that a launch on this machine uses now; nothing is written.
+
+    Raises:
+        InvalidInputError: another launch is under way there.
+    """
+    path = _control_path(run_dir, node_rank) / "lock"
+    if path.exists():
+        with path.open("a") as lock:
+            _lock(lock, run_dir)
+
+
+def _control_path(run_dir: Path, node_rank: int) -> Path:
+    return run_dir.absolute() / f"launch-node{node_rank}"
+
+
+def _lock(lock: IO[str], run_dir: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise InvalidInputError(
+            f"run directory {run_dir} is in use by another launch",
+            hint="wait for it, or choose another with --run-dir",
+        ) from error
+
+
 def _check_nodes(
     num_local: int,
     per_node: int,
@@ -154,7 +180,7 @@ def _check_nodes(
 @contextmanager
 def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
     """The launch's own folder, locked against a second launch and removed at the end."""
-    control_dir = run_dir.absolute() / f"launch-node{node_rank}"
+    control_dir = _control_path(run_dir, node_rank)
     try:
         control_dir.mkdir(parents=True, exist_ok=True)
         lock = (control_dir / "lock").open("w")
@@ -164,13 +190,7 @@ def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
             hint="choose another with --run-dir",
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise InvalidInputError(
-                f"run directory {run_dir} is in use by another launch",
-                hint="wait for it, or choose another with --run-dir",
-            ) from error
+        _lock(lock, run_dir)
         for stale in control_dir.iterdir():
             if stale.name != "lock":
                 shutil.rmtree(stale) if stale.is_dir() else stale.unlink()

@@ -104,11 +104,13 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         WorkerFailedError: a worker died or hung.
         InvalidInputError: the run folder holds another run.
     """
-    from mmlaunch.launch import launch
+    from mmlaunch.launch import check_free, launch
     from mmlaunch.worker import CHECKPOINTS, Part, TrainJob
 
     sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
     run_dir = _run_dir(options, prepared.plan)
+    # A run that is under way goes on with the plans that lie there.
+    check_free(run_dir, options.node_rank)
     steps = prepared.workload.train.steps if options.steps is None else options.steps
     segments = make_segments(
         sets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,17 @@ def test_a_plan_for_tasks_that_never_train_together(files: Files) -> None:
     refused(done, "the plan is for VT", "VT, UT; UT, TR; VT, WR")
     assert "--tasks VT" in done.hint
     assert not files.run_dir.exists()
+
+
+def test_a_folder_that_a_run_uses_now_is_left_alone(files: Files) -> None:
+    """A second start would write other plans over those that the first one goes on with."""
+    (files.run_dir / "launch-node0").mkdir(parents=True)
+    (files.run_dir / "run.json").write_text("{}")
+    with (files.run_dir / "launch-node0" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(files.start("--resume"), "in use by another launch")
+    assert (files.run_dir / "run.json").read_text() == "{}"
+    assert not (files.run_dir / "plans").exists()
 
 
 def test_run_for_an_unknown_task(files: Files) -> None:
