@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
     from mmplan.simulate import Simulation
+    from mmplan.trials import Trials
 
 _SETTINGS: dict[str, Any] = {
     "no_args_is_help": True,
@@ -228,6 +229,12 @@ def solve(
     budget: Annotated[
         float, typer.Option("--budget", metavar="SECONDS", help="bound of searches not exact")
     ] = 1.0,
+    measure: Annotated[
+        int,
+        typer.Option(
+            "--measure", metavar="K", min=0, help="run a few steps of the K best, keep the fastest"
+        ),
+    ] = 0,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PLAN", help="where it is written")
     ] = Path("plan.json"),
@@ -243,6 +250,7 @@ def solve(
     out = Output(as_json=as_json)
     loaded = load_workload(workload)
     _warn_unused(out, loaded)
+    trials = _trials(out, measure, workload, output) if measure else None
     plan = planner.solve(
         loaded,
         workload_path=workload,
@@ -256,6 +264,7 @@ def solve(
         top=top,
         budget_s=budget,
         plan_path=output,
+        trials=trials,
     )
     save_document(plan, output)
     _show_plan(out, plan)
@@ -266,6 +275,24 @@ def solve(
         out.hint(f"mmlaunch run plans for the later task sets by itself: {steps}")
     out.hint(f"mmlaunch verify {output}; mmlaunch run {output}")
     out.data(plan.model_dump(mode="json", exclude_none=True))
+
+
+def _trials(out: Output, count: int, workload: Path, output: Path) -> Trials:
+    """Real steps of the best plans on this machine."""
+    from mmlaunch.trial import step_seconds
+    from mmplan.labels import labelled
+    from mmplan.trials import Trials
+
+    def measure(plan: Plan) -> float:
+        found = step_seconds(plan, output, workload=workload)
+        predicted = plan.predicted.iteration_s
+        out.text(
+            f"measured {1e3 * found:.1f} ms (predicted {1e3 * predicted:.1f}): "
+            f"{plan.solver.name}, {labelled(plan)}"
+        )
+        return found
+
+    return Trials(count=count, measure=measure)
 
 
 @mmplan_app.command()

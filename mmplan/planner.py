@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mmplan.backwards import WHOLE, best_backwards, pinned_backwards, split_notes
@@ -20,9 +20,9 @@ from mmplan.draft import (
     straggler_note,
 )
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.labels import idle_ranks, labelled, spans
+from mmplan.labels import idle_ranks, spans
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, RunnerUp, SolverReport
+from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
 from mmplan.solvers.colocated import solve_colocated
@@ -41,6 +41,7 @@ from mmplan.solvers.problem import (
 from mmplan.solvers.ratio import solve_ratio
 from mmplan.solvers.sync_batch import largest_sync_batches
 from mmplan.symmetry import predict
+from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 
 Solver = Callable[[Request], Solution]
 # Plans beyond the first of each kind are simulated for at most this many budgets.
@@ -60,15 +61,6 @@ BASELINES: dict[str, Solver] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    """A candidate that was simulated."""
-
-    solution: Solution
-    candidate: Candidate
-    plan: Plan
-
-
 def solve(
     workload: Workload,
     *,
@@ -83,6 +75,7 @@ def solve(
     tasks: Sequence[str] | None = None,
     top: int = 8,
     budget_s: float = 1.0,
+    trials: Trials | None = None,
 ) -> Plan:
     """The plan with the least simulated iteration time among a solver's best few.
 
@@ -100,10 +93,12 @@ def solve(
         tasks: only these; default all, or those that train.tasks_from_step starts with.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
+        trials: the least measured time among the best by simulation decides instead.
 
     Raises:
         InvalidInputError: an unknown name, a count below 1, or files that contradict.
         InfeasibleError: no plan fits the devices or their memory.
+        RunFailedError: none of the plans that were tried ran.
     """
     started = time.monotonic()
     if top < 1:
@@ -137,7 +132,7 @@ def solve(
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
     solutions, left_out = _solutions(request, solver)
     tried = drafts.try_all(solutions, patience_s=SIMULATION_BUDGETS * budget_s)
-    return drafts.finish(tried, left_out, seconds=time.monotonic() - started)
+    return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
 
 
 def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
@@ -214,7 +209,7 @@ class _Drafts:
         self._without_order: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
 
-    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[_Tried]:
+    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[Tried]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
         Those that do not fit the memory drop out. When patience with the others ends before
@@ -238,7 +233,7 @@ class _Drafts:
             raise self._none_fits()
         return tried
 
-    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[_Tried]:
+    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[Tried]:
         try:
             plan = self._simulated(self._plan(solution, candidate))
         except InvalidInputError as error:
@@ -252,7 +247,12 @@ class _Drafts:
         if not (solution.closed_form and candidate.closed_form):
             whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
             candidate = replace(candidate, objective_s=whole_s)
-        yield _Tried(solution=solution, candidate=candidate, plan=plan)
+        yield Tried(
+            solution=solution,
+            candidate=candidate,
+            plan=plan,
+            is_baseline=solution.solver in BASELINES,
+        )
 
     def _none_fits(self) -> InfeasibleError | InvalidInputError:
         """What to say when no candidate can run."""
@@ -265,16 +265,29 @@ class _Drafts:
             hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
         )
 
-    def finish(self, tried: Sequence[_Tried], left_out: Sequence[str], *, seconds: float) -> Plan:
-        """The best simulated plan with the whole report."""
-        ranked = sorted(tried, key=_rank)
-        firsts: dict[str, _Tried] = {}
+    def finish(
+        self,
+        tried: Sequence[Tried],
+        left_out: Sequence[str],
+        trials: Trials | None,
+        *,
+        seconds: float,
+    ) -> Plan:
+        """The best plan with the whole report."""
+        ranked = sorted(tried, key=rank)
+        firsts: dict[str, Tried] = {}
         for item in ranked:
             firsts.setdefault(item.solution.solver, item)
         reordered = {solver: self._best_order(first) for solver, first in firsts.items()}
         split = {solver: self._best_backwards(whole) for solver, whole in reordered.items()}
-        best = min(split.values(), key=_rank)
-        whole = reordered[best.solution.solver]
+        finished = {id(first): split[solver] for solver, first in firsts.items()}
+        finalists = [(finished.get(id(t), t), t) for t in ranked]
+        finalists.sort(key=lambda pair: rank(pair[0]))
+        if trials is not None:
+            finalists, told = run_trials(finalists, trials)
+            self._notes_on_search += told
+        best, origin = finalists[0]
+        whole = reordered[best.solution.solver] if id(origin) in finished else best
         objective_s = best.candidate.objective_s
         # Of grids that a solver looks at beside its own plans it may choose those tried only.
         own = (t.candidate.objective_s for t in tried if t.solution is best.solution)
@@ -287,17 +300,18 @@ class _Drafts:
                 "lower_bound_s": bound_s,
                 "gap": objective_s / bound_s - 1 if bound_s else 0.0,
                 "idle_ranks": idle,
+                "measured_s": best.measured_s,
                 "notes": (*self._notes(best, idle), *split_notes(best.plan, whole.plan), *left_out),
                 "largest_sync_batch": self._largest_sync_batch(best),
                 "runners_up": (
-                    *([_runner_up(whole, WHOLE)] if best.plan is not whole.plan else []),
-                    *(_runner_up(t) for t in ranked if t is not firsts[best.solution.solver]),
+                    *([runner_up(whole, WHOLE)] if best.plan is not whole.plan else []),
+                    *(runner_up(t) for t, source in finalists if source is not origin),
                 ),
             }
         )
         return best.plan.model_copy(update={"solver": report})
 
-    def _best_order(self, best: _Tried) -> _Tried:
+    def _best_order(self, best: Tried) -> Tried:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
         memory_bytes = self._request.cluster.device.memory_bytes
         plans = [best.plan]
@@ -307,12 +321,12 @@ class _Drafts:
                     plans.append(self._simulated(best.plan.model_copy(update={"units": units})))
         fitting = [p for p in plans if max(p.predicted.memory_bytes, default=0) <= memory_bytes]
         # The first of equals: a lead that hides nothing only holds memory.
-        return replace(best, plan=min(fitting, key=lambda p: _rounded(p.predicted.iteration_s)))
+        return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
 
-    def _best_backwards(self, whole: _Tried) -> _Tried:
+    def _best_backwards(self, whole: Tried) -> Tried:
         """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
         request = self._request
-        if request.top == 1 or whole.solution.solver in BASELINES:
+        if request.top == 1 or whole.is_baseline:
             return whole
         plan = best_backwards(whole.plan, request.workload, request.cluster, self._simulated)
         return replace(whole, plan=plan)
@@ -345,7 +359,7 @@ class _Drafts:
     def _simulated(self, plan: Plan) -> Plan:
         return plan.model_copy(update={"predicted": predict(plan, self._request.costs)})
 
-    def _notes(self, best: _Tried, idle: tuple[int, ...]) -> list[str]:
+    def _notes(self, best: Tried, idle: tuple[int, ...]) -> list[str]:
         request = self._request
         notes = [*best.solution.notes, *best.candidate.notes]
         notes += [
@@ -378,32 +392,10 @@ class _Drafts:
             notes.append(f"{len(self._too_large)} simulated plans did not fit the memory")
         return [*notes, *self._notes_on_search]
 
-    def _largest_sync_batch(self, best: _Tried) -> dict[str, int]:
+    def _largest_sync_batch(self, best: Tried) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for task in self._request.tasks.values():
             problem = Problem(request=self._request, task=task)
             units = [unit for unit in best.plan.units if unit.task == task.name]
             sizes |= largest_sync_batches(problem, units)
         return sizes
-
-
-def _rank(tried: _Tried) -> tuple[float, bool, float]:
-    """Less is better: simulated time; then no baseline; then the formula's value."""
-    return (
-        _rounded(tried.plan.predicted.iteration_s),
-        tried.solution.solver in BASELINES,
-        tried.candidate.objective_s,
-    )
-
-
-def _rounded(seconds: float) -> float:
-    """Nine digits: plans that differ by rounding alone are equal."""
-    return float(f"{seconds:.9g}")
-
-
-def _runner_up(tried: _Tried, remark: str = "") -> RunnerUp:
-    return RunnerUp(
-        label=f"{tried.solution.solver}: {labelled(tried.plan)}{remark}",
-        objective_s=tried.candidate.objective_s,
-        iteration_s=tried.plan.predicted.iteration_s,
-    )

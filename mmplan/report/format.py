@@ -13,6 +13,11 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
+def measured(value: float | None) -> str:
+    """Seconds of a trial, a dash where there was none."""
+    return "–" if value is None else seconds(value)
+
+
 def size(value: float) -> str:
     """Bytes with the unit that fits, powers of 1000: ``16 GB``."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

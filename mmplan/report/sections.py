@@ -61,6 +61,11 @@ def solver_section(data: ReportData) -> str:
             f"may choose is below it, gap {100 * solver.gap:.2f}%",
         ),
         ("simulated", f"{fmt.seconds(plan.predicted.iteration_s)} (the plan's program)"),
+        *(
+            (("measured", f"{fmt.seconds(solver.measured_s)} in the trial that chose it"),)
+            if solver.measured_s is not None
+            else ()
+        ),
         ("MFU", fmt.percent(plan.predicted.mfu)),
         ("communication", f"{fmt.percent(plan.predicted.communication_fraction)} not hidden"),
     ]
@@ -81,16 +86,19 @@ def _runners_up(plan: Plan) -> str:
     if not runners:
         return markup.note("No other plan was simulated.")
     best_s = plan.predicted.iteration_s
+    trials = plan.solver.measured_s is not None
     rows = [
         (
             runner.label,
             fmt.seconds(runner.objective_s),
             fmt.seconds(runner.iteration_s),
-            f"+{fmt.percent(runner.iteration_s / best_s - 1)}" if best_s else "–",
+            *((fmt.measured(runner.measured_s),) if trials else ()),
+            f"{runner.iteration_s / best_s - 1:+.1%}" if best_s else "–",
         )
         for runner in runners[:_MOST_RUNNERS_UP]
     ]
-    columns = ("runner-up", ">objective", ">simulated", ">slower than the plan")
+    measured = (">measured in a trial",) if trials else ()
+    columns = ("runner-up", ">objective", ">simulated", *measured, ">slower, simulated")
     return markup.text("h3", "Runners-up") + markup.table(columns, rows, label="Runners-up")
 
 

@@ -160,6 +160,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
         note="; ".join(plan.solver.notes),
     )
     predicted, solver = plan.predicted, plan.solver
+    trials = solver.measured_s is not None
     memory = max(predicted.memory_bytes, default=0.0)
     yield Grid(
         title="predicted",
@@ -176,6 +177,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
             ),
             ("devices used", f"{predicted.devices_used} of {plan.devices}"),
             ("idle ranks", text.ranks(solver.idle_ranks)),
+            *((("measured in a trial", text.measured(solver.measured_s)),) if trials else ()),
             ("objective", text.seconds(solver.objective_s)),
             ("lower bound", f"{text.seconds(solver.lower_bound_s)} (gap {100 * solver.gap:.2f}%)"),
             ("solved in", text.seconds(solver.seconds)),
@@ -184,9 +186,14 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
     if solver.runners_up:
         yield Grid(
             title="runners-up",
-            columns=("plan", ">objective", ">simulated"),
+            columns=("plan", ">objective", ">simulated", *((">measured",) if trials else ())),
             rows=[
-                (r.label, text.seconds(r.objective_s), text.seconds(r.iteration_s))
+                (
+                    r.label,
+                    text.seconds(r.objective_s),
+                    text.seconds(r.iteration_s),
+                    *((text.measured(r.measured_s),) if trials else ()),
+                )
                 for r in solver.runners_up
             ],
         )

@@ -30,11 +30,12 @@ class FileReference(Record):
 
 
 class RunnerUp(Record):
-    """Another plan that was simulated."""
+    """Another plan that was simulated, and run where ``measured_s`` is given."""
 
     label: Str
     objective_s: Size
     iteration_s: Size
+    measured_s: Size | None = None
 
 
 class Asked(Record):
@@ -49,6 +50,8 @@ class Asked(Record):
 class SolverReport(Record):
     """How the plan was found and how good it is proven to be.
 
+    ``measured_s`` is the step's time in the trial that chose the plan (``solve --measure``).
+
     ``objective_s`` is the value of the solver's own formula for this plan,
     ``lower_bound_s`` a proven bound on that formula over every plan that the solver may
     choose from, ``gap = objective_s / lower_bound_s - 1``.
@@ -60,6 +63,7 @@ class SolverReport(Record):
     objective_s: Size
     lower_bound_s: Size
     gap: Float
+    measured_s: Size | None = None
     notes: tuple[Str, ...] = ()
     idle_ranks: tuple[Index, ...] = ()
     largest_sync_batch: dict[Str, Index] = Field(default_factory=dict)
