@@ -316,7 +316,8 @@ class CostModel:
         key = task, module, tp, samples
         if key not in self._whole:
             fit = self._fit(task, module, tp)
-            self._note(f"{module} at tp {tp}: micro-batch {{}}", fit.forward, samples)
+            key_of_fit = self._fit_key(task, module)
+            self._note(f"{key_of_fit} at tp {tp}: micro-batch {{}}", fit.forward, samples)
             self._whole[key] = _Whole(
                 forward_s=fit.forward.at(samples),
                 backward_s=fit.backward.at(samples),
@@ -343,11 +344,11 @@ class CostModel:
         return self._fits[key]
 
     def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:
-        own = module in self.profile.tasks.get(task, {})
         fits = self.profile.fits
-        if fits is None:
-            return None
-        return fits.modules.get(fit_key(module, task if own else None), {}).get(str(tp))
+        return fits and fits.modules.get(self._fit_key(task, module), {}).get(str(tp))
+
+    def _fit_key(self, task: str, module: str) -> str:
+        return fit_key(module, task if module in self.profile.tasks.get(task, {}) else None)
 
     def _loss_fit(self, loss: str) -> LossFit | None:
         if loss not in self._loss_fits:

@@ -269,6 +269,17 @@ def test_questions_beyond_the_measured_range_are_named_once() -> None:
     ]
 
 
+def test_each_task_with_costs_of_its_own_has_its_own_measured_range() -> None:
+    document = _profile().model_dump(exclude_none=True)
+    points = document["modules"]["vision"]["points"]
+    few = [point for point in points if point["microbatch"] <= 2]
+    document["tasks"] = {"A": {"vision": {"points": few}}}
+    costs = CostModel(Profile.model_validate(document))
+    for task, samples in (("B", 8), ("A", 1), ("A", 4)):
+        costs.forward_s(task=task, module="vision", tp=1, samples=samples)
+    assert costs.extrapolations() == ["A.vision at tp 1: micro-batch 4 (measured from 1 to 2)"]
+
+
 def test_what_the_profile_lacks_is_refused() -> None:
     costs = _costs()
     with pytest.raises(InvalidInputError, match=r"vision has no points at tp 4; .* has tp 1, 2"):
