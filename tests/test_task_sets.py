@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmlaunch.inprocess import InProcessWorld
@@ -20,6 +21,7 @@ from mmlaunch.restore import open_checkpoint
 from mmlaunch.session import Session
 from mmplan.errors import InvalidInputError
 from mmplan.planner import solve
+from mmplan.schema.factories import build_module
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import Workload
@@ -135,6 +137,55 @@ def test_absent_weights_are_shared_out_over_the_ranks(tmp_path: Path) -> None:
     assert worst(load_file(tmp_path / "final.safetensors"), alone) == 0.0
     sizes = [(tmp_path / "step-0" / f"rank-{r}.safetensors").stat().st_size for r in range(3)]
     assert min(sizes) > 2000
+
+
+ODD = "tests.deferred_models"
+
+
+@pytest.mark.parametrize(
+    ("factory", "args"),
+    [("seeds", {}), ("looks", {}), ("hides", {}), ("undefined", {}), ("usual", {"blocks": 3})],
+)
+def test_absent_modules_of_every_kind_have_their_initial_weights(
+    tmp_path: Path, factory: str, args: dict[str, Any]
+) -> None:
+    """Factories that cannot be put off, buffers, tied weights, and a module of another's."""
+    data = job(tasks_from_step={}).model_dump(mode="json", exclude_none=True)
+    data["modules"]["w"] |= {"factory": f"{ODD}:{factory}", "args": args}
+    data["modules"]["x"] = {**data["modules"]["w"], "share": "w"}
+    data["tasks"]["WR"] |= {"modules": ["x"], "inputs": {"wr": ["x", "target"]}}
+    workload = Workload.model_validate(data)
+    write_files(tmp_path, job())
+    plan = plan_for(tmp_path, job(), ["TR"], devices=3)
+    checkpoint = train_part(plan, workload, tmp_path, None, 0)
+    alone = build_module(workload, "w", tmp_path).state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(alone.items())}
+    got = load_file(tmp_path / "final.safetensors")
+    mine = {name for name in got if name.startswith("w.")}
+    assert mine == {f"w.{name}" for name in first.values()}
+    for name in first.values():
+        assert torch.equal(got[f"w.{name}"], alone[name].detach())
+    # Saved and loaded again they are the same, on other ranks.
+    plan = plan_for(tmp_path, job(), ["TR"], devices=2)
+    train_part(plan, workload, tmp_path, checkpoint, 0)
+    again = load_file(tmp_path / "final.safetensors")
+    assert all(torch.equal(again[name], got[name]) for name in got)
+
+
+def test_absent_modules_start_from_init(tmp_path: Path) -> None:
+    workload = job()
+    write_files(tmp_path, workload)
+    stored = {
+        f"w.{name}": tensor.detach() + 1.0
+        for name, tensor in build_module(workload, "w", tmp_path).named_parameters()
+    }
+    save_file(stored, tmp_path / "start.safetensors")
+    data = workload.model_dump(mode="json", exclude_none=True)
+    data["modules"]["w"]["init"] = "start.safetensors"
+    plan = plan_for(tmp_path, workload, ["TR"], devices=2)
+    train_part(plan, Workload.model_validate(data), tmp_path, None, 0)
+    got = load_file(tmp_path / "final.safetensors")
+    assert all(torch.equal(got[name], tensor) for name, tensor in stored.items())
 
 
 def test_groups_of_parameters_that_only_other_tasks_train_are_known(tmp_path: Path) -> None:
