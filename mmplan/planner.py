@@ -348,6 +348,7 @@ class _Drafts:
                 objective_s=candidate.objective_s,
                 lower_bound_s=solution.lower_bound_s,
                 gap=0.0,
+                curves=solution.curves,
                 asked=self._asked,
             ),
             units=pinned_backwards(candidate.units, request.workload),

@@ -15,6 +15,7 @@ from pathlib import Path
 from mmplan.report import markup
 from mmplan.report.fits import profile_section
 from mmplan.report.overview import overview_section
+from mmplan.report.scaling import scaling_pictures
 from mmplan.report.sections import (
     memory_section,
     provenance_section,
@@ -49,7 +50,11 @@ SECTIONS = (
     Section(anchor="cluster", title="The plan on the cluster", build=topology_section),
     Section(anchor="units", title="Units", build=units_section),
     Section(anchor="why", title="Why this plan", build=why_section),
-    Section(anchor="solver", title="How the plan was found", build=solver_section),
+    Section(
+        anchor="solver",
+        title="How the plan was found",
+        build=lambda data: solver_section(data) + scaling_pictures(data),
+    ),
     Section(anchor="timelines", title="One step, predicted above measured", build=timeline_section),
     Section(anchor="training", title="Loss and iteration time", build=training_section),
     Section(anchor="memory", title="Memory per rank, predicted", build=memory_section),

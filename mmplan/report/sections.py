@@ -111,9 +111,11 @@ def memory_section(data: ReportData) -> str:
     fullest = sorted(sorted(held, key=lambda pair: -pair[1])[:_MOST_BARS])
     capacity = plan.cluster.device.memory_bytes
     most = max(value for _, value in held)
+    mean = sum(value for _, value in held) / len(held)
     caption = (
         f"The fullest rank holds {fmt.size(most)}, {fmt.percent(most / capacity)} of a device's "
-        f"{fmt.size(capacity)}: weights, gradients, optimizer state, and the activations of the "
+        f"{fmt.size(capacity)}, and {most / mean if mean else 1:.2f} times the mean of all ranks "
+        f"(imbalance): weights, gradients, optimizer state, and the activations of the "
         "micro-batches in flight."
     )
     if len(held) > _MOST_BARS:

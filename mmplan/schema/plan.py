@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mmplan.schema.base import (
     Bool,
@@ -14,6 +15,7 @@ from mmplan.schema.base import (
     Float,
     Index,
     Int,
+    Positive,
     Range,
     Record,
     Size,
@@ -47,6 +49,28 @@ class Asked(Record):
     budget_s: Size = 1.0
 
 
+class ScalingCurve(Record):
+    """How fast a task's use of a module (a MetaOp) is on more or fewer devices.
+
+    Attributes:
+        name: task and module.
+        devices: allowed numbers of devices that are faster than all smaller ones, ascending.
+        seconds: of a step's forward and backward on each.
+    """
+
+    name: Str
+    devices: tuple[Count, ...] = Field(min_length=1)
+    seconds: tuple[Positive, ...]
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ScalingCurve:
+        if len(self.seconds) != len(self.devices):
+            raise ValueError(f"{len(self.devices)} devices, {len(self.seconds)} seconds")
+        if any(b <= a for a, b in pairwise(self.devices)):
+            raise ValueError("devices must increase")
+        return self
+
+
 class SolverReport(Record):
     """How the plan was found and how good it is proven to be.
 
@@ -68,6 +92,7 @@ class SolverReport(Record):
     idle_ranks: tuple[Index, ...] = ()
     largest_sync_batch: dict[Str, Index] = Field(default_factory=dict)
     runners_up: tuple[RunnerUp, ...] = ()
+    curves: tuple[ScalingCurve, ...] = ()
     asked: Asked | None = None
 
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import Unit, Wave
+from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.metaops import contract
 from mmplan.solvers.mpsp_bounds import curve, level_bound, paper_value
 from mmplan.solvers.mpsp_emit import Emitter
 from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
-from mmplan.solvers.mpsp_model import Instance, in_proportion, parts
+from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion, parts
 from mmplan.solvers.mpsp_placement import Placed, Slot, place
 from mmplan.solvers.mpsp_schedule import Draft, Evaluator, portfolio
 from mmplan.solvers.mpsp_staged import staged
@@ -255,6 +255,7 @@ class _Planning:
             candidates=tuple(candidates),
             lower_bound_s=values[rounds],
             notes=bounds[rounds].notes,
+            curves=bounds[rounds].curves,
         )
 
 
@@ -299,11 +300,13 @@ class _Bounds:
         total_s: forwards and backwards.
         area_s: device-seconds by devices, where slices of one MetaOp overlap in time.
         notes: how it came about.
+        curves: of every MetaOp on its own best degrees, for a whole step.
     """
 
     total_s: float
     area_s: float
     notes: tuple[str, ...]
+    curves: tuple[ScalingCurve, ...]
 
 
 def _bounds(scalings: Scalings, request: Request) -> _Bounds:
@@ -332,11 +335,22 @@ def _bounds(scalings: Scalings, request: Request) -> _Bounds:
     return _Bounds(
         total_s=forward_s + backward_s,
         area_s=area_s / request.devices,
+        curves=tuple(_scaling_curve(chain, scalings.rounds) for chain in chains),
         notes=(
             f"{len(chains)} MetaOps on {instance.levels} levels; bound {forward_s:.4g} s forward + "
             f"{backward_s:.4g} s backward a round; Spindle's continuous optimum (Eq. 11, no bound) "
             f"is {paper_s:.4g} s",
         ),
+    )
+
+
+def _scaling_curve(chain: Chain, rounds: int) -> ScalingCurve:
+    seconds = rounds * chain.both_s.sum(axis=1)
+    faster = [k for k in range(len(seconds)) if k == 0 or seconds[k] < seconds[:k].min()]
+    return ScalingCurve(
+        name=chain.name,
+        devices=tuple(chain.counts[k] for k in faster),
+        seconds=tuple(float(seconds[k]) for k in faster),
     )
 
 

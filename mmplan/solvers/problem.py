@@ -9,7 +9,7 @@ from mmplan.costs import CostModel, gradient_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Unit, Wave
+from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
 
 Blocks = tuple[int, int]
@@ -97,6 +97,7 @@ class Solution:
             have sync batches of different sizes; a plan's objective is then the formula or
             the time that its order takes, if that is more.
         idle_because: why devices are left over, if some are.
+        curves: how each MetaOp gets faster with devices, where the solver looks at that.
     """
 
     solver: str
@@ -106,6 +107,7 @@ class Solution:
     closed_form: bool = True
     notes: tuple[str, ...] = ()
     idle_because: str = "no module gets faster with them"
+    curves: tuple[ScalingCurve, ...] = ()
 
 
 def first_of_each_kind(
