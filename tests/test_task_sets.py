@@ -38,7 +38,7 @@ HOW_OF_PART: dict[int, dict[str, Any]] = {
 PINS_OF_PART: dict[int, dict[str, Any]] = {
     0: {"v": {"tp": 2}, "u": {"tp": 2}, "t": {"tp": 1}},
     4: {"u": {"tp": 1}, "t": {"tp": 1, "dp": 2}},
-    12: {"v": {"tp": 2}, "w": {"tp": 2}, "t": {"tp": 1, "dp": 2}},
+    12: {"v": {"tp": 2}, "w": {"tp": 2}, "t": {"dp": 2}},
 }
 
 

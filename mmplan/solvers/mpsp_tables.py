@@ -251,6 +251,8 @@ class _Blocks:
         if pinned is not None:
             yield from self._pinned(dp_D, share_D, [pinned] if isinstance(pinned, int) else pinned)
             return
+        if not replicas:
+            return  # no number of replicas that the pins allow fits this degree
         # In so many parts, or of so many samples.
         parts = np.minimum(np.arange(1, 9), share_D[:, None])
         sizes = 2 ** np.arange(int(share_D.max()).bit_length())
