@@ -105,6 +105,14 @@ def test_steps_are_numbers_in_yaml_and_texts_in_json(tmp_path: Path) -> None:
     assert [(s.from_step, s.tasks) for s in everything] == [(0, ("VT", "UT", "TR", "WR"))]
 
 
+def test_show_says_who_trains_when(files: Files) -> None:
+    shown = call("mmplan", "show", files.workload).out
+    assert "tasks over time" in shown
+    assert any(line.split() == ["12", "VT,", "WR"] for line in shown.splitlines())
+    files.change(lambda w: w["train"].pop("tasks_from_step"))
+    assert "tasks over time" not in call("mmplan", "show", files.workload).out
+
+
 @pytest.mark.parametrize(
     ("change", "args", "parts"),
     [

@@ -17,7 +17,7 @@ TIMELINE_COLUMNS = 96
 
 
 def workload_grids(workload: Workload) -> Iterator[Grid]:
-    """Modules and losses of every task, and the MetaOps of all tasks together."""
+    """Modules and losses of every task, the MetaOps of all together, and who trains when."""
     views = resolve_tasks(workload)
     for name, view in views.items():
         label = "" if name == "default" and not workload.tasks else f", task {name}"
@@ -43,6 +43,12 @@ def workload_grids(workload: Workload) -> Iterator[Grid]:
         )
 
     yield _metaops(workload, views)
+    if workload.train.tasks_from_step:
+        yield Grid(
+            title="tasks over time",
+            columns=(">from step", "tasks"),
+            rows=[(str(item.from_step), ", ".join(item.tasks)) for item in workload.task_sets],
+        )
 
 
 def _metaops(workload: Workload, views: dict[str, TaskView]) -> Grid:
