@@ -174,8 +174,9 @@ def test_plans_of_shared_encoders(tmp_path: Path, devices: int, method: str) -> 
         budget_s=BUDGET_S,
     )
     check_plan(plan)
-    # Free links and nothing to reduce for free: the program takes what the formula says.
-    assert plan.predicted.iteration_s == pytest.approx(plan.solver.objective_s, rel=1e-6)
+    # Free links, nothing to reduce: the program takes what the formula says, or starts some
+    # slice earlier.
+    assert 0.9 <= plan.predicted.iteration_s / plan.solver.objective_s <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("work", ["encoders", "llm"])
@@ -276,6 +277,34 @@ def test_tp_in_one_slice_and_dp_in_another() -> None:
     verdict = verify_units(units, losses, batch=24)
     assert not verdict.differences, verdict.differences[:5]
     assert verdict.compared > 8
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+def test_slices_of_a_shared_module_take_several_tp_degrees_where_it_gains(
+    tmp_path: Path, devices: int
+) -> None:
+    """Task B has one costly sample, which only tp divides; A has many cheap ones."""
+    workload = job(
+        {"t": (2, ["b"])},
+        {
+            "A": {"modules": ["t"], "loss": ("regression", "t", "target"), "batch": 16},
+            "B": {"modules": ["t"], "loss": ("regression", "t", "target"), "batch": 1},
+        },
+    )
+    profiled = costs({"t": (1.0, 0.0, 2)}, devices, tp={1: 1.0, 2: 1.6}).model_dump(
+        exclude_none=True
+    )
+    costly = costs({"t": (12.0, 0.0, 2)}, devices, tp={1: 1.0, 2: 1.6})
+    profiled["tasks"] = {"B": {"t": costly.model_dump(exclude_none=True)["modules"]["t"]}}
+    plan = run_solve(
+        tmp_path, workload, Profile.model_validate(profiled), solver="mpsp", budget_s=BUDGET_S
+    )
+    check_plan(plan)
+    if devices == 4:
+        # One degree alone takes 36 (B on one device) or 30 (A at tp 2).
+        assert {unit.task: unit.tp for unit in plan.units} == {"A": 1, "B": 2}
+        assert plan.predicted.iteration_s == pytest.approx(24.0)
+    check_equal(plan, workload)
 
 
 def test_memory_decides_how_often_the_waves_run(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ _METHODS = ("search", "wavefront")
 # modules and with each other one; all further attempts to place. What is left is for simulating.
 _BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.35, 0.15, 0.1
 # Degrees of shared modules that are searched, and rounds that are tried.
-_CHOICES = 3
+_CHOICES = 4
 _MOST_ROUNDS = 4096
 # Plans whose estimate is worse than the best by more than this are not simulated, unless the best
 # nearly fills the memory: the simulation counts what the placement estimates.

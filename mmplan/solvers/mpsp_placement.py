@@ -5,12 +5,14 @@ into them; a slice starts when what it takes has come over the links. Of the ten
 groups that are free, those count as near that hold the slice's parameters already (a task that
 shares them, or the slice before), that produced its input, and that hold little else. A slice
 whose ranks are not free together waits for them, so the result is a schedule whatever the draft
-assumed. When memory does not fit, the placement starts again with memory weighing more, then
+assumed. A rank holds a block as one shard only, so slices of other tensor-parallel degrees go
+elsewhere. When memory does not fit, the placement starts again with memory weighing more, then
 with the choices shaken up, until its time is over.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -135,6 +137,14 @@ class _Rank:
     blocks: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
     """Bits of the blocks held, by owner and tp."""
 
+    def takes(self, slot: Slot) -> bool:
+        """Whether it holds none of the slot's blocks as another shard."""
+        return not any(
+            mask & slot.mask
+            for (owner, tp), mask in self.blocks.items()
+            if owner == slot.owner and tp != slot.tp
+        )
+
     def missing(self, slot: Slot) -> int:
         """Blocks of the slot that it does not hold yet."""
         return slot.mask & ~self.blocks.get((slot.owner, slot.tp), 0)
@@ -212,6 +222,9 @@ class _Attempt:
         ready = max((self._ready(j, i) for j, _ in slot.after), default=0.0)
         whole = range(slot.within[0], slot.within[1] - slot.tp + 1, slot.tp)
         groups = [tuple(range(first, first + slot.tp)) for first in whole]
+        groups = [g for g in groups if all(self._ranks[rank].takes(slot) for rank in g)]
+        if len(groups) < slot.dp:
+            return [], math.inf
         needed = {
             g: max(self._ranks[rank].held_bytes + self._added_bytes(rank, i) for rank in g)
             for g in groups

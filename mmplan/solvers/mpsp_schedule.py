@@ -8,9 +8,10 @@ ended last starts first.
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -42,10 +43,6 @@ class Draft:
 
     pieces: Pieces
     strict: bool = False
-
-    def copy(self) -> Draft:
-        """One whose pieces may be changed."""
-        return Draft([list(own) for own in self.pieces], self.strict)
 
 
 class Decoder:
@@ -80,46 +77,58 @@ class Decoder:
         return row[piece[2]] - row[piece[1]]
 
     def run(self, draft: Draft) -> tuple[float, list[list[float]]]:
-        """The end, and the start of each piece."""
+        """The end, and the start of each piece. The hot loop of the search: locals, no calls."""
         pieces, strict = draft.pieces, draft.strict
+        counts, until, then = self._counts, self._until, self._then
         starts: list[list[float]] = [[] for _ in pieces]
         waits = list(self._waits)
         ready = sorted((own[0][3], m) for m, own in enumerate(pieces) if not waits[m])
-        running: list[tuple[float, int]] = []
-        free, now = self._devices, 0.0
+        running: list[tuple[float, int, int]] = []
+        # Devices that some waiting slice could start with: below it nothing is looked at.
+        free, now, least = self._devices, 0.0, 1
         while True:
-            left: list[tuple[float, int]] = []
-            for position, item in enumerate(ready):
-                m = item[1]
-                piece = pieces[m][len(starts[m])]
-                count = self._counts[m][piece[0]]
-                if count > free:
-                    left.append(item)
-                    if strict:
-                        left += ready[position + 1 :]
-                        break
-                    continue
-                free -= count
-                starts[m].append(now)
-                row = self._until[m][piece[0]]
-                heapq.heappush(running, (now + row[piece[2]] - row[piece[1]], m))
+            if free >= least:
+                left: list[tuple[float, int]] = []
+                least = free + 1
+                for position, item in enumerate(ready):
+                    m = item[1]
+                    own = starts[m]
+                    piece = pieces[m][len(own)]
+                    count = counts[m][piece[0]]
+                    if count > free:
+                        left.append(item)
+                        if count < least or len(left) == 1:
+                            least = count
+                        if strict:
+                            left += ready[position + 1 :]
+                            break
+                        continue
+                    free -= count
+                    own.append(now)
+                    row = until[m][piece[0]]
+                    heappush(running, (now + row[piece[2]] - row[piece[1]], m, count))
+                ready = left
             if not running:
                 return now, starts
-            ready, first = left, True
-            now = running[0][0]
-            while running and (first or running[0][0] <= now * (1 + _SAME)):
-                _, m = heapq.heappop(running)
-                first = False
+            now, m, count = heappop(running)
+            until_s, ended = now * (1 + _SAME), [m]
+            free += count
+            while running and running[0][0] <= until_s:
+                now, m, count = heappop(running)
+                until_s = now * (1 + _SAME)
+                ended.append(m)
+                free += count
+            for m in ended:
                 done = len(starts[m])
-                free += self._counts[m][pieces[m][done - 1][0]]
                 if done < len(pieces[m]):
-                    ready.append((pieces[m][done][3], m))
+                    insort(ready, (pieces[m][done][3], m))
+                    least = 1
                     continue
-                for other in self._then[m]:
+                for other in then[m]:
                     waits[other] -= 1
                     if not waits[other]:
-                        ready.append((pieces[other][0][3], other))
-            ready.sort()
+                        insort(ready, (pieces[other][0][3], other))
+                        least = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +167,14 @@ class Evaluator:
             counts, [c.backward_s[:, ::-1] for c in chains], before, instance.devices
         )
         self._ratio = in_proportion(chains)
+        # Running device-seconds of the forward on each count, and that count at the end.
+        self._areas: list[list[list[float]]] = [
+            [
+                [0.0, *(n * np.cumsum(row)).tolist(), float(n)]
+                for n, row in zip(c.counts, c.forward_s, strict=True)
+            ]
+            for c in chains
+        ]
 
     def run(self, draft: Draft) -> Timed:
         """Times of both phases."""
@@ -170,14 +187,14 @@ class Evaluator:
     def cost(self, draft: Draft) -> tuple[float, float, list[float]]:
         """What counts, what guides a search towards it, and when each chain's forward ends."""
         timed = self.run(draft)
-        counts, forward = self.instance.chains, self._forward
         area, ends = 0.0, []
-        for m, own in enumerate(draft.pieces):
-            seconds = 0.0
-            for piece in own:
-                seconds = forward.seconds(m, piece)
-                area += counts[m].counts[piece[0]] * seconds
-            ends.append(timed.starts[m][-1] + seconds)
+        for chain, own, starts in zip(self._areas, draft.pieces, timed.starts, strict=True):
+            for k, a, b, _ in own:
+                row = chain[k]
+                area += row[b] - row[a]
+            k, a, b, _ = own[-1]
+            row = chain[k]
+            ends.append(starts[-1] + (row[b] - row[a]) / row[-1])
         cost = timed.total_s * (1 + _PIECE * sum(map(len, draft.pieces)))
         share = area / self.instance.devices / timed.forward_s
         return cost, cost * (1 + _AREA * share), ends

@@ -175,15 +175,16 @@ class _Climb:
         spread: tuple[float, float],
     ) -> Draft | None:
         """The draft after one move, sometimes two; None where the move does not exist."""
-        rng, draft = self._rng, rated.draft.copy()
-        if rng.random() < 0.02:
-            draft = Draft(draft.pieces, not draft.strict)
+        rng, draft = self._rng, rated.draft
+        # Other chains' pieces are shared with the draft that it comes from.
+        draft = Draft(list(draft.pieces), draft.strict ^ (rng.random() < 0.02))
         for _ in range(1 if rng.random() < 0.7 else 2):
             several = [rng.randrange(len(draft.pieces)) for _ in range(rng.choice((1, 4)))]
             m = max(several, key=lambda chain: rated.ends[chain])
             i = rng.randrange(len(draft.pieces[m]))
             options = len(self._evaluator.instance.chains[m].counts)
             move = rng.choices(moves, weights=weights)[0]
+            draft.pieces[m] = list(draft.pieces[m])
             if not move(draft.pieces[m], i, options, rng, spread):
                 return None
         return draft

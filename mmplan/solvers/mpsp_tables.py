@@ -26,6 +26,8 @@ from mmplan.solvers.problem import Problem
 from mmplan.solvers.shares import replica_counts
 
 Ints = NDArray[np.int64]
+# Several degrees of one module are tried where their bound is less than this share of one's.
+_GAIN = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +117,11 @@ class Scalings:
         return [self._best(m, self._tables[m]) for m in range(len(self._ops))]
 
     def choices(self) -> list[list[Scaling]]:
-        """Ways to give modules that several MetaOps share one tp each, most promising first.
+        """Ways to choose tp for modules that several MetaOps share, most promising first.
 
-        A block that two tasks run has one tp degree in a plan; a module of a single MetaOp may
-        change it from slice to slice.
+        One degree for each module in most of them: a rank holds a block as one shard, so slices
+        of one module with several degrees need ranks of their own. Where that could gain, every
+        MetaOp on its own best degrees is tried as well.
         """
         shared: dict[str, list[int]] = {}
         for m, op in enumerate(self._ops):
@@ -146,7 +149,10 @@ class Scalings:
                 for owner, options in common.items()
             }
             fixed += [raised] if raised not in fixed else []
-        return [self._fixed(tps) for tps in fixed]
+        ways = [self._fixed(tps) for tps in fixed]
+        if common and self._bound_s({}) < _GAIN * self._bound_s(best):
+            ways.insert(1, self.free())
+        return ways
 
     def _bound_s(self, tps: Mapping[str, int]) -> float:
         curves = [self._curve(m, tps.get(op.owner)) for m, op in enumerate(self._ops)]
