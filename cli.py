@@ -6,6 +6,7 @@ Nothing heavy is imported before a command needs it: ``--help`` answers at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmplan.report.console import Output
 
 if TYPE_CHECKING:
     from mmlaunch.run import RunOptions
+    from mmplan.program.timings import Timings
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
     from mmplan.simulate import Simulation
@@ -599,6 +601,12 @@ def run(
     num_workers: Annotated[
         int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
     ] = 0,
+    emulate: Annotated[
+        bool,
+        typer.Option(
+            "--emulate", help="train nothing: computes are waits of the profile's times, on the CPU"
+        ),
+    ] = False,
     timeout: TimeoutOption = 300.0,
     as_json: Json = False,
 ) -> None:
@@ -607,6 +615,15 @@ def run(
     from mmlaunch.run import run as start
 
     out = Output(as_json=as_json)
+    if emulate and (resume or save_every or tasks):
+        raise InvalidInputError(
+            "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
+            hint="leave --save-every, --resume and --tasks out",
+        )
+    chosen, emulation = _names(tasks), None
+    if emulate:
+        # Times are those of one plan: the tasks are its own, whatever comes later in the run.
+        chosen, emulation = _emulation(out, plan)
     options = RunOptions(
         plan=plan,
         steps=steps,
@@ -615,17 +632,18 @@ def run(
         save_every=save_every,
         max_restarts=max_restarts,
         workload=workload,
-        tasks=_names(tasks),
+        tasks=chosen,
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
         timeout_s=timeout,
         num_workers=num_workers,
+        emulation=emulation,
     )
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
     total = prepared.workload.train.steps if steps is None else steps
-    with out.progress("training") as bar:
+    with out.progress("emulating" if emulate else "training") as bar:
         follow = _follow(out, bar, prepared.plan, total)
         summary = start(options, prepared, follow, _planner(out, options, prepared))
     _write_run_trace(out, summary)
@@ -637,6 +655,17 @@ def run(
         )
     out.text(f"{summary.steps} steps done; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:
+    """A plan's tasks, and what its computes take, for processes that wait instead."""
+    from mmplan.predict import compute_timings, plan_costs
+    from mmplan.schema.load import load_plan
+
+    os.environ["MMLAUNCH_DEVICE"] = "cpu"
+    out.text("EMULATED: computes are waits of the profile's times; nothing is trained")
+    document = load_plan(plan)
+    return tuple(document.tasks), compute_timings(plan_costs(document, plan))
 
 
 def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:

@@ -20,9 +20,11 @@ class RunRecord:
     Args:
         run_dir: the run's folder.
         workload_path: the workload's file.
+        emulated: whether computes are waits, so that times are no measurement of computing.
     """
 
-    def __init__(self, run_dir: Path, workload_path: Path) -> None:
+    def __init__(self, run_dir: Path, workload_path: Path, *, emulated: bool = False) -> None:
+        self._emulated = emulated
         self._run_dir, self._workload_path = run_dir, workload_path
         self._started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
@@ -56,6 +58,7 @@ class RunRecord:
             "devices": segment.plan.devices,
             "started_at": self._started_at,
             "cores": os.cpu_count(),
+            **({"emulated": True} if self._emulated else {}),
             "predicted_iteration_s": prediction.iteration_s,
             "segments": history,
         }

@@ -14,6 +14,7 @@ from mmlaunch.admission import find_workload
 from mmlaunch.record import RunRecord
 from mmlaunch.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmplan.errors import InvalidInputError
+from mmplan.program.timings import Timings
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
@@ -38,6 +39,7 @@ class RunOptions:
     rdzv_endpoint: str | None = None
     timeout_s: float = 300.0
     num_workers: int = 0
+    emulation: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         planner=planner,
         is_first_node=options.node_rank == 0,
     )
-    record = RunRecord(run_dir, prepared.workload_path)
+    record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
     record.write(segments[0])
     on_event({"kind": "start", "run_dir": str(run_dir)})
 
@@ -140,6 +142,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         save_every=options.save_every,
         resume=options.resume,
         num_workers=options.num_workers,
+        emulation=options.emulation,
     )
     try:
         results = launch(

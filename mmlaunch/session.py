@@ -8,8 +8,6 @@ Under torchrun, in a script of your own::
         for result in session.steps(200):
             if session.rank == 0 and result.step % 50 == 0:
                 print(result.step, result.loss)
-
-``mmlaunch run`` is its first user.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +29,10 @@ from mmlaunch.absent import Together, absent_of, check_holds, trained_elsewhere
 from mmlaunch.admission import check_runnable, find_workload
 from mmlaunch.blocks import Blocks
 from mmlaunch.device import async_tp_note, pick
+from mmlaunch.emulate import EmulatedBlocks
 from mmlaunch.executor import Executor
 from mmlaunch.heartbeat import Heartbeat
+from mmlaunch.hooks import Hooks
 from mmlaunch.loading import TaskData
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import map_tensors, message_links
@@ -47,6 +47,7 @@ from mmlaunch.transport import DistTransport, Ranks, Transport
 from mmlaunch.update import Update
 from mmlaunch.whole import whole_modules
 from mmplan.program.compile import compile_plan
+from mmplan.program.timings import Timings
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
 from mmplan.schema.load import load_plan
@@ -54,21 +55,6 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Hooks:
-    """Functions called with the session and what happened; all ranks call them.
-
-    Attributes:
-        on_step: after each update, with its :class:`StepResult`.
-        on_loss: after backward and before the update, with the loss; gradients are whole.
-        on_checkpoint: after a checkpoint is complete, with its folder.
-    """
-
-    on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
-    on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
-    on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)
 
 
 class _GroupSum:
@@ -94,6 +80,7 @@ class Session:
         num_workers: data loading processes of this rank.
         meta: kept in checkpoints: hashes of plan and workload.
         should_stop: asked once a step; see :class:`StepResult`.
+        emulation: compute nothing, wait for such times instead; then nothing is updated.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -116,6 +103,7 @@ class Session:
         num_workers: int = 0,
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        emulation: Timings | None = None,
     ) -> None:
         check_runnable(plan, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
@@ -125,6 +113,7 @@ class Session:
         self._meta = meta or {}
         self._should_stop = should_stop
         self._owns_process_group = False
+        self._emulation = emulation
         self.program = compile_plan(plan)
         self._dtype = dtype_of(workload.train.precision)
         self.model = LocalModel(
@@ -162,7 +151,11 @@ class Session:
             model=self.model,
             transport=transport,
             specs=specs,
-            blocks=Blocks(self.model, seeds, recompute),
+            blocks=(
+                Blocks(self.model, seeds, recompute)
+                if emulation is None
+                else EmulatedBlocks(self.model, seeds, specs, emulation)
+            ),
             seeds=seeds,
             precision=precision,
             reductions=reductions,
@@ -200,6 +193,7 @@ class Session:
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
+        emulation: Timings | None = None,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -212,6 +206,7 @@ class Session:
             heartbeat: told of every instruction.
             num_workers: data loading processes of this rank.
             should_stop: asked once a step.
+            emulation: compute nothing, wait for such times instead.
 
         The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
         ``mmlaunch run`` does.
@@ -245,6 +240,7 @@ class Session:
             heartbeat=watch,
             num_workers=num_workers,
             should_stop=should_stop,
+            emulation=emulation,
             meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
         )
         session._owns_process_group = owns
@@ -288,7 +284,7 @@ class Session:
         for hook in self.hooks.on_loss:
             hook(self, loss)
         began = time.perf_counter()
-        norm = self.update.apply(self.step_count)
+        norm = None if self._emulation else self.update.apply(self.step_count)
         result = replace(done, grad_norm=norm, update_s=time.perf_counter() - began)
         self.step_count += 1
         for hook in self.hooks.on_step:

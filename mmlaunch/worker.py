@@ -17,6 +17,7 @@ from mmlaunch.step_result import StepResult
 from mmlaunch.transport import DistTransport
 from mmlaunch.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
+from mmplan.program.timings import Timings
 from mmplan.schema.base import write_text
 
 METRICS = "metrics.jsonl"
@@ -46,6 +47,7 @@ class TrainJob:
         save_every: steps between checkpoints, 0 for none on the way.
         resume: start from the newest checkpoint of the run folder, if there is one.
         num_workers: data loading processes per rank.
+        emulation: times of the computes of emulated devices; None to compute and train.
     """
 
     parts: tuple[Part, ...]
@@ -54,6 +56,7 @@ class TrainJob:
     save_every: int
     resume: bool
     num_workers: int
+    emulation: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,7 @@ class _Trainer:
             heartbeat=ctx.heartbeat,
             num_workers=job.num_workers,
             should_stop=ctx.should_stop,
+            emulation=job.emulation,
         ) as session:
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
@@ -135,7 +139,7 @@ class _Trainer:
                 session.load(checkpoint)
             _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
             stopped, spans = self._steps(session, part)
-            if not stopped and session.step_count >= job.steps:
+            if not stopped and session.step_count >= job.steps and job.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
                 rank=ctx.rank,

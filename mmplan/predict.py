@@ -7,6 +7,8 @@ from pathlib import Path
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Compute
+from mmplan.program.timings import Timings
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
@@ -46,6 +48,31 @@ def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) ->
     profile = plan_profile(plan, plan_path, profile_path)
     costs = CostModel(profile, plan.cluster, plan.training)
     return ProgramCosts(compile_plan(plan), costs, plan)
+
+
+def compute_timings(costs: ProgramCosts) -> Timings:
+    """What every compute of a program takes, for ``mmlaunch run --emulate``."""
+    program = costs.program
+    sizes = {
+        (stage.index, stop - start)
+        for stage in program.stages
+        for row in stage.microbatches
+        for start, stop in row
+    }
+    ops = {(i.stage, i.op) for row in program.instructions for i in row if isinstance(i, Compute)}
+    return Timings(
+        computes={
+            (index, op, samples): costs.compute_s(program.stages[index], op, samples)
+            for index, samples in sizes
+            for stage, op in ops
+            if stage == index
+        },
+        losses={
+            loss.name: costs.sync_s(loss) - costs.gather_s(loss)
+            for loss in program.losses
+            if loss.sync_batch is not None
+        },
+    )
 
 
 def simulate_plan(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> Simulation:

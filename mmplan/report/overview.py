@@ -18,7 +18,7 @@ def overview_section(data: ReportData) -> str:
         + markup.text("p", _what_is_planned(data.plan))
         + markup.element("ul", who, class_="facts")
         + markup.text("p", _times(data))
-        + sharing_note(data)
+        + (_emulation_note() if data.run and data.run.is_emulated else sharing_note(data))
     )
 
 
@@ -161,6 +161,16 @@ def _verdict(ratio: float) -> str:
     if ratio < 1:
         return f"the run is {fmt.percent(1 / ratio - 1)} slower than predicted"
     return f"the run is {fmt.percent(1 - 1 / ratio)} faster than predicted"
+
+
+def _emulation_note() -> str:
+    text = (
+        "The run's computes were waits of the profile's times, its processes, messages and "
+        "reductions real. Its times test the prediction of everything but the computes; nothing "
+        "was trained."
+    )
+    label = markup.text("strong", "Emulated devices. ")
+    return markup.element("p", label + markup.esc(text), class_="warning", role="note")
 
 
 def sharing_note(data: ReportData) -> str:

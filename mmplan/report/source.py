@@ -85,6 +85,11 @@ class Run:
         return median(times) if times else None
 
     @property
+    def is_emulated(self) -> bool:
+        """Whether its computes were waits."""
+        return self.record.get("emulated") is True
+
+    @property
     def cores(self) -> int | None:
         """Processor cores of the machine of the run."""
         cores = self.record.get("cores")
