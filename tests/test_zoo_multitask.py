@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError
-from mmplan.schema.factories import build_dataset, build_module
-from mmplan.schema.workload import Workload, load_workload, resolve_tasks
+from mmplan.profiling.flow import BASE, TaskFlow
+from mmplan.schema.factories import build_dataset, build_loss, build_module
+from mmplan.schema.workload import Source, Workload, load_workload, resolve_tasks
 from mmplan.zoo import digits, towers
 from mmplan.zoo.encoder import vit
 from mmplan.zoo.patches import PatchEmbedding, join_neighbours
+from mmplan.zoo.senses import zero_shot_accuracies
 from mmplan.zoo.seq2seq import decoder, encoder
 from mmplan.zoo.synthetic import noise
 from tests.commands import call
@@ -276,6 +280,32 @@ def test_papers_data_fill_the_places_of_their_features(name: str) -> None:
                 assert (sample["tokens"] == own).sum() == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "task", "outputs"),
+    [
+        ("multitask-clip", "VA", {"vision": [[8, 1024]], "audio": [[8, 1024]]}),
+        ("multitask-clip", "MT", {"motion": [[8, 1024]], "text": [[8, 1024]]}),
+        ("ofasys", "vqa", {"encoder": [[8, 608, 1024], [8, 608]], "decoder": [[8, 16, 59457]]}),
+        ("ofasys", "asr", {"audio": [[8, 375, 1024]], "encoder": [[8, 375, 1024], [8, 375]]}),
+        ("qwen-val-30b", "VAL", {"vision": [[8, 256, 5120]], "audio": [[8, 750, 5120]]}),
+        ("qwen-val-70b", "AL", {"audio": [[8, 750, 8192]], "llm": [[8, 2048, 152064]]}),
+    ],
+)
+def test_papers_tasks_flow_through_their_modules(
+    name: str, task: str, outputs: dict[str, list[list[int]]]
+) -> None:
+    """Shapes of a batch of 8, at full size, without memory."""
+    workload = load_workload(PAPERS / f"{name}.yaml")
+    flow = TaskFlow(workload, PAPERS, resolve_tasks(workload)[task])
+    for module, shapes in outputs.items():
+        flow.count_module(module, tp=1, samples=BASE)
+        (output,) = flow.inputs("test", [Source(module=module)], BASE)
+        found = output if isinstance(output, tuple) else (output,)
+        assert [list(tensor.shape) for tensor in found] == shapes
+    for loss in flow.task.loss_inputs:
+        assert flow.count_loss(loss, BASE).forward.names
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -284,6 +314,7 @@ def test_papers_data_fill_the_places_of_their_features(name: str) -> None:
         ("multitask-clip", "a800-8x8", 16),
         ("ofasys", "a800-8x8", 8),
         ("qwen-val-9b", "a800-8x8", 16),
+        ("qwen-val-30b", "a800-32", 64),
         ("qwen-val-70b", "a800-32", 256),
     ],
 )
@@ -431,6 +462,60 @@ def test_every_sense_of_the_toy_is_an_encoder_of_its_own() -> None:
     assert len(batches) > 1
     assert len(syncs) > 1
     assert any(math.lcm(*task.sync_batches.values()) < task.batch for task in tasks.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        (
+            "multitask-digits",
+            r"(\w+ +zero-shot accuracy: \d+\.\d%.*\n){5}mean of 5 senses: \d+\.\d% .*\n",
+        ),
+        ("val-digits", r"(\w+: digits told: \d+\.\d% .*\n){3}"),
+    ],
+    ids=["multitask-digits", "val-digits"],
+)
+def test_examples_evaluate_the_weights_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, lines: str
+) -> None:
+    """Of step 0: what is printed, not how good it is."""
+    pytest.importorskip("sklearn")
+    workload = load_workload(EXAMPLES / name / "workload.yaml")
+    weights = {
+        f"{module}.{key}": value.contiguous()
+        for module in workload.modules
+        for key, value in build_module(workload, module, EXAMPLES).state_dict().items()
+    }
+    save_file(weights, tmp_path / "final.safetensors")
+    runpy.run_path(str(EXAMPLES / name / "evaluate.py"))["main"](tmp_path)
+    assert re.fullmatch(lines, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_senses_are_learned_also_those_never_paired_with_text() -> None:
+    """Fifty steps of one process; ``make demo-multitask`` trains 200 and reaches 71 to 96%."""
+    pytest.importorskip("sklearn")
+    workload = load_workload(EXAMPLES / "multitask-digits" / "workload.yaml")
+    assert workload.data is not None
+    towers = {m: build_module(workload, m, EXAMPLES) for m in workload.modules}
+    losses = {name: build_loss(workload, name, EXAMPLES) for name in workload.losses}
+    fields = build_dataset(workload.data, EXAMPLES).fields
+    taken = {name: str(spec.inputs[0]) for name, spec in workload.modules.items()}
+    trained = [*towers.values(), *losses.values()]
+    optimizer = torch.optim.AdamW([p for m in trained for p in m.parameters()], lr=5e-4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        optimizer.zero_grad()
+        for task in resolve_tasks(workload).values():
+            batch = torch.randperm(len(fields["label"]), generator=generator)[: task.batch]
+            ((loss, sources),) = task.loss_inputs.items()
+            names = [source.module or "" for source in sources]
+            losses[loss](*(towers[m](fields[taken[m]][batch]) for m in names)).backward()
+        optimizer.step()
+    accuracy = zero_shot_accuracies(towers, taken)
+    assert accuracy["vision"] > 0.6
+    assert min(accuracy.values()) > 0.25
 
 
 @pytest.mark.slow
