@@ -1,48 +1,36 @@
-"""Modules, data and workloads of several tasks: those of the papers, and those to train here."""
+"""Modules and data of workloads with several tasks, and the examples to train here."""
 
 from __future__ import annotations
 
 import math
 import re
 import runpy
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from mmplan.errors import InvalidInputError
-from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.schema.factories import build_dataset, build_loss, build_module
-from mmplan.schema.workload import Source, Workload, load_workload, resolve_tasks
+from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 from mmplan.zoo import digits, towers
 from mmplan.zoo.encoder import vit
 from mmplan.zoo.patches import PatchEmbedding, join_neighbours
 from mmplan.zoo.senses import zero_shot_accuracies
-from mmplan.zoo.seq2seq import decoder, encoder
 from mmplan.zoo.synthetic import noise
 from tests.commands import call
 from tests.solving import module_profile, profile, run_solve
 from tests.verification import verify_in_process
-from tests.zoo_tp import run_split_block
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PAPERS = EXAMPLES / "papers"
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def parameters(modules: Mapping[str, nn.Module]) -> dict[str, float]:
-    """Of each module, in 1e9."""
-    return {
-        name: sum(p.numel() for p in module.parameters()) / 1e9 for name, module in modules.items()
-    }
 
 
 # --- patches of anything -------------------------------------------------------------------
@@ -106,77 +94,6 @@ def test_signals_and_spectrograms_go_through_towers_and_encoders() -> None:
     assert speech(torch.rand(3, 7, 24)).shape == (3, 6, 5)
 
 
-# --- the encoder-decoder -------------------------------------------------------------------
-
-SIZES = {"heads": 4, "vocab": 30, "length": 8}
-
-
-def words(*lengths: int) -> Tensor:
-    ids = torch.randint(1, 30, (len(lengths), max(lengths)))
-    return ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
-
-
-def test_padding_changes_nothing() -> None:
-    read, write = encoder(2, 16, **SIZES).double(), decoder(2, 16, **SIZES).double()
-    short, answer = words(3, 3), words(4, 4)
-    padded = torch.cat([short, short.new_zeros(2, 4)], dim=1)
-    want = write((answer, *read(short)))
-    torch.testing.assert_close(write((answer, *read(padded))), want)
-
-
-def test_a_token_depends_on_those_before_it_and_on_everything_read() -> None:
-    read, write = encoder(2, 16, **SIZES).double(), decoder(3, 16, **SIZES).double()
-    features = torch.rand(1, 3, 16, dtype=torch.float64)
-    source, answer = words(5), words(6)
-    want = write((answer, *read[1](read[0](source, features))))
-    changed = answer.clone()
-    changed[0, 3] = changed[0, 3] % 29 + 1
-    got = write((changed, *read[1](read[0](source, features))))
-    torch.testing.assert_close(got[:, :3], want[:, :3])
-    assert (got[:, 3:] - want[:, 3:]).abs().amin(dim=1).min() > 0
-    other = write((answer, *read[1](read[0](source, features * 2))))
-    assert (other - want).abs().amax(dim=(0, 2)).min() > 1e-6
-
-
-def test_what_a_task_lacks_is_left_out() -> None:
-    read = encoder(2, 16, **SIZES)
-    features = torch.rand(2, 3, 16)
-    rows, mask = read[1](read[0](None, None, features))
-    assert rows.shape == (2, 3, 16)
-    assert mask.all()
-    rows, mask = read[1](read[0](words(5, 2), None, features))
-    assert rows.shape == (2, 8, 16)
-    assert mask.sum(dim=1).tolist() == [8, 5]
-    with pytest.raises(InvalidInputError, match="neither tokens nor features"):
-        read[0](None, None)
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_split_blocks_of_the_language_model_equal_whole_ones(tp: int) -> None:
-    state: tuple[Any, ...] = (words(5, 2), torch.rand(2, 3, 16, dtype=torch.float64))
-    for block in encoder(2, 16, **SIZES).double():
-        want = block(*state)
-        got = run_split_block(block, state, tp)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        state = want
-    state = (words(6, 4), *state)
-    for block in decoder(2, 16, **SIZES).double():
-        linears = {n for n, m in block.named_modules() if isinstance(m, nn.Linear)}
-        assert linears - set(block.tp_plan) <= {"head.1"}
-        want = block(*state)
-        got = run_split_block(block, state, tp)
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        state = want if isinstance(want, tuple) else (want,)
-
-
-@pytest.mark.parametrize("factory", [encoder, decoder])
-def test_sizes_of_the_language_model_are_checked(factory: Callable[..., nn.Sequential]) -> None:
-    with pytest.raises(InvalidInputError, match="heads 3 does not divide width 16"):
-        factory(2, 16, heads=3, vocab=30, length=8)
-    with pytest.raises(InvalidInputError, match="vocab is 0"):
-        factory(2, 16, heads=4, vocab=0, length=8)
-
-
 # --- noise ---------------------------------------------------------------------------------
 
 
@@ -213,123 +130,6 @@ def test_noise_has_the_shapes_placeholders_and_ids_that_are_asked_for() -> None:
 def test_noise_without_meaning_is_refused(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         noise({"x": spec})
-
-
-# --- the papers' workloads -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "expected", "total"),
-    [
-        (
-            "multitask-clip",
-            {"vision": 0.63, "text": 0.35, "audio": 0.086, "depth": 0.022, "thermal": 0.086},
-            1.2,
-        ),
-        ("ofasys", {"encoder": 0.21, "decoder": 0.32, "vision": 0.088}, 0.66),
-        ("qwen-val-9b", {"vision": 1.89, "audio": 0.66, "llm": 7.72}, 10.3),
-        ("qwen-val-30b", {"vision": 1.9, "audio": 0.67, "llm": 32.5}, 35.1),
-        ("qwen-val-70b", {"vision": 1.97, "audio": 0.72, "llm": 72.3}, 75.0),
-    ],
-)
-def test_papers_modules_have_the_published_numbers_of_parameters(
-    name: str, expected: dict[str, float], total: float
-) -> None:
-    workload = load_workload(PAPERS / f"{name}.yaml")
-    built = parameters(
-        {m: build_module(workload, m, PAPERS, device="meta") for m in workload.modules}
-    )
-    for module, size in expected.items():
-        assert built[module] == pytest.approx(size, rel=0.02), module
-    assert sum(built.values()) == pytest.approx(total, rel=0.03)
-
-
-@pytest.mark.parametrize(("name", "sizes"), [("multitask-clip", [4, 7, 10]), ("ofasys", [4, 7])])
-def test_the_papers_task_sets_are_those_of_the_file(name: str, sizes: list[int]) -> None:
-    workload = load_workload(PAPERS / f"{name}.yaml")
-    comments = (PAPERS / f"{name}.yaml").read_text().partition("version:")[0]
-    sets = [found.split(",") for found in re.findall(r"--tasks (\S+)", comments)]
-    for tasks in (*sets, list(workload.tasks)):
-        assert len(tasks) == sizes.pop(0)
-        assert set(tasks) <= set(workload.tasks)
-    assert not sizes
-
-
-@pytest.mark.parametrize("name", ["ofasys", "qwen-val-9b", "qwen-val-30b", "qwen-val-70b"])
-def test_papers_data_fill_the_places_of_their_features(name: str) -> None:
-    """What the model on its full size would refuse: the number of placeholders."""
-    workload = load_workload(PAPERS / f"{name}.yaml")
-    rows = {"vision": 256, "audio": 750}
-    for task in resolve_tasks(workload).values():
-        assert task.data is not None
-        sample = build_dataset(task.data, PAPERS)[0]
-        for module in task.modules:
-            args = workload.modules[module].args
-            for source in task.inputs[module]:
-                if source.field in ("image", "speech", "poses"):
-                    side = args["image"]
-                    extent = [side, side] if isinstance(side, int) else side
-                    want = [args.get("channels", 3), *extent]
-                    assert list(sample[source.field].shape) == want
-                elif source.field is not None:
-                    assert sample[source.field].max() < args["vocab"]
-        for place, encoder_name in enumerate(("vision", "audio")):
-            if "llm" in task.modules:
-                own = workload.modules["llm"].args["placeholders"][place]
-                expected = rows[encoder_name] if encoder_name in task.modules else 0
-                assert (sample["tokens"] == own).sum() == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "task", "outputs"),
-    [
-        ("multitask-clip", "VA", {"vision": [[8, 1024]], "audio": [[8, 1024]]}),
-        ("multitask-clip", "MT", {"motion": [[8, 1024]], "text": [[8, 1024]]}),
-        ("ofasys", "vqa", {"encoder": [[8, 608, 1024], [8, 608]], "decoder": [[8, 16, 59457]]}),
-        ("ofasys", "asr", {"audio": [[8, 375, 1024]], "encoder": [[8, 375, 1024], [8, 375]]}),
-        ("qwen-val-30b", "VAL", {"vision": [[8, 256, 5120]], "audio": [[8, 750, 5120]]}),
-        ("qwen-val-70b", "AL", {"audio": [[8, 750, 8192]], "llm": [[8, 2048, 152064]]}),
-    ],
-)
-def test_papers_tasks_flow_through_their_modules(
-    name: str, task: str, outputs: dict[str, list[list[int]]]
-) -> None:
-    """Shapes of a batch of 8, at full size, without memory."""
-    workload = load_workload(PAPERS / f"{name}.yaml")
-    flow = TaskFlow(workload, PAPERS, resolve_tasks(workload)[task])
-    for module, shapes in outputs.items():
-        flow.count_module(module, tp=1, samples=BASE)
-        (output,) = flow.inputs("test", [Source(module=module)], BASE)
-        found = output if isinstance(output, tuple) else (output,)
-        assert [list(tensor.shape) for tensor in found] == shapes
-    for loss in flow.task.loss_inputs:
-        assert flow.count_loss(loss, BASE).forward.names
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("name", "cluster", "devices"),
-    [
-        ("multitask-clip", "a800-8x8", 16),
-        ("ofasys", "a800-8x8", 8),
-        ("qwen-val-9b", "a800-8x8", 16),
-        ("qwen-val-30b", "a800-32", 64),
-        ("qwen-val-70b", "a800-32", 256),
-    ],
-)
-def test_papers_workloads_are_planned_from_analytic_profiles(
-    tmp_path: Path, name: str, cluster: str, devices: int
-) -> None:
-    workload, profiled, plan = PAPERS / f"{name}.yaml", tmp_path / "p.json", tmp_path / "plan.json"
-    done = call("mmplan", "profile", workload, "--analytic", "--cluster", cluster, "-o", profiled)
-    assert done.code == 0, done.err
-    done = call(
-        *("mmplan", "solve", workload, "--profile", profiled, "--devices", devices),
-        *("--solver", "mpsp", "-o", plan),
-    )
-    assert done.code == 0, done.err
-    assert call("mmplan", "check", plan).code == 0
 
 
 # --- what can be trained here --------------------------------------------------------------
@@ -386,7 +186,7 @@ def test_val_digits_equal_one_process(tmp_path: Path, devices: int) -> None:
 def test_encoder_decoder_with_light_adaptors_equals_one_process(tmp_path: Path) -> None:
     """OFASys in small: what the encoder joins differs in every task, one has no text at all."""
     vision = {"layers": 2, "width": 16, "heads": 2, "outputs": 16, "patch": 4}
-    sizes = {"blocks": 2, "width": 16, **SIZES}
+    sizes = {"blocks": 2, "width": 16, "heads": 4, "vocab": 30, "length": 8}
     target = {"shape": [5], "vocab": 30}
 
     def task(modules: list[str], inputs: list[str | None], batch: int, **fields: Any) -> Any:
