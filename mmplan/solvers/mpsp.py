@@ -36,13 +36,13 @@ from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 _METHODS = ("search", "wavefront")
 # Shares of the budget: the bounds; the searches with the first choice of degrees for shared
 # modules and with each other one; all further attempts to place. What is left is for simulating.
-_BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.35, 0.15, 0.1
+_BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.3, 0.1, 0.1
 # Degrees of shared modules that are searched, and rounds that are tried.
 _CHOICES = 4
 _MOST_ROUNDS = 4096
 # Plans whose estimate is worse than the best by more than this are not simulated, unless the best
 # nearly fills the memory: the simulation counts what the placement estimates.
-_WORSE, _WORSE_STREAMED, _FULL = 1.08, 1.2, 0.95
+_WORSE, _WORSE_STREAMED, _FULL = 1.08, 1.05, 0.95
 # Degrees are searched where drafts made without a search lack less than this share of the memory.
 _HOPE = 0.1
 # Micro-batches of staged drafts at least, and how many of these drafts are simulated.
@@ -117,7 +117,8 @@ class _Planning:
             if hopeful or found:
                 bounds.setdefault(rounds, _bounds(scalings, self._request))
             if hopeful:
-                found += self._searched(hopeful, rounds, bounds[rounds])
+                share = _OTHER if found else _FIRST
+                found += self._searched(hopeful, rounds, bounds[rounds], share)
             if not all(item.staged for item in found) or further > _FURTHER:
                 break
             if not (self._plain or self._stages):
@@ -189,7 +190,7 @@ class _Planning:
     # --- drafts that are searched for ---------------------------------------------------
 
     def _searched(
-        self, choices: Sequence[Sequence[Scaling]], rounds: int, bounds: _Bounds
+        self, choices: Sequence[Sequence[Scaling]], rounds: int, bounds: _Bounds, share: float
     ) -> Iterator[_Found]:
         request, best_s = self._request, float("inf")
         for position, chosen in enumerate(choices):
@@ -197,7 +198,7 @@ class _Planning:
             curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
-            limit_s = request.budget_s * (_OTHER if position else _FIRST)
+            limit_s = request.budget_s * (_OTHER if position else share)
             drafts = list(_drafts(instance, self._method, bounds.total_s, limit_s))
             emitter = Emitter(self._problems, chosen, instance, rounds)
             for label, draft in drafts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmplan.schema.plan import Schedule, Slice, Unit, Wave
@@ -145,9 +146,10 @@ class Emitter:
     def _held_bytes(self, m: int, allocation: Allocation, blocks: tuple[int, int]) -> float:
         """All micro-batches of the largest share: every forward comes before any backward."""
         problem, module = self._problem(m), self._scalings[m].op.module
+        sizes = Counter(self._microbatches(m, allocation)[0])
         return sum(
-            problem.held_bytes(module, blocks, allocation.tp, size)
-            for size in self._microbatches(m, allocation)[0]
+            times * problem.held_bytes(module, blocks, allocation.tp, size)
+            for size, times in sizes.items()
         )
 
     def _microbatches(self, m: int, allocation: Allocation) -> list[tuple[int, ...]]:
