@@ -46,6 +46,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_quality.py
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_prediction.py
+	$(BIN)/python benchmarks/bench_emulation.py
 
 DEMO := runs/demo
 CLIP := examples/clip-digits

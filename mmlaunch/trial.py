@@ -9,6 +9,7 @@ from statistics import median
 
 from mmlaunch.run import RunOptions, prepare, run
 from mmplan.errors import InvalidInputError
+from mmplan.program.timings import Timings
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 
@@ -16,7 +17,14 @@ from mmplan.schema.plan import Plan
 WARM_UP_STEPS, MEASURED_STEPS = 3, 5
 
 
-def step_seconds(plan: Plan, beside: Path, *, workload: Path, timeout_s: float = 300.0) -> float:
+def step_seconds(
+    plan: Plan,
+    beside: Path,
+    *,
+    workload: Path,
+    timeout_s: float = 300.0,
+    emulation: Timings | None = None,
+) -> float:
     """Median seconds of a step without its update, as ``metrics.jsonl`` has them.
 
     Args:
@@ -24,6 +32,7 @@ def step_seconds(plan: Plan, beside: Path, *, workload: Path, timeout_s: float =
         beside: a file in whose folder the plan's relative paths hold.
         workload: its file.
         timeout_s: after which a rank that hangs ends the trial.
+        emulation: wait such times instead of computing.
 
     Raises:
         RunFailedError: a worker died or hung.
@@ -43,6 +52,7 @@ def step_seconds(plan: Plan, beside: Path, *, workload: Path, timeout_s: float =
             run_dir=Path(run_dir) / "run",
             workload=workload,
             timeout_s=timeout_s,
+            emulation=emulation,
             tasks=tuple(plan.tasks),
         )
         run(options, prepare(options), lambda event: None, _never)
