@@ -74,7 +74,7 @@ class Blocks:
         frozen = self._model.frozen_here(stage.index)
 
         def run(*arguments: Any) -> Any:
-            self._model.meet(stage, index)
+            self._model.partners.meet(stage, index)
             self._seeds.enter(step, stage.module, index, first_sample)
             through = nullcontext() if later is None else self.split.during(block, later)
             with switched_off(frozen), through:

@@ -192,6 +192,7 @@ class Executor:
 
     def _compute(self, instruction: Compute) -> None:
         stage = self._program.stages[instruction.stage]
+        self._model.partners.running = stage.index
         if instruction.op == Op.FORWARD:
             self._forward(stage, instruction.mb)
         elif instruction.op == Op.WEIGHT:

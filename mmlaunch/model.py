@@ -15,15 +15,10 @@ from mmlaunch.boxes import Box
 from mmlaunch.deferred import recording
 from mmlaunch.fill import Draft, check_gone
 from mmlaunch.initial import InitialWeights, load_initial
+from mmlaunch.partners import Partners
 from mmlaunch.places import Place, shard_place
 from mmlaunch.replay import UndeferrableError
-from mmlaunch.tp import (
-    CutLinear,
-    ParameterShard,
-    TensorParallelComm,
-    cut_parameters,
-    shard_block,
-)
+from mmlaunch.tp import ParameterShard, TensorParallelComm, cut_parameters, shard_block
 from mmlaunch.transport import Ranks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
@@ -115,6 +110,7 @@ class LocalModel:
             and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
+        partners: which shards this rank holds, and in which groups it runs them.
         notes: modules that had to be built whole, and why, in words for the user.
     """
 
@@ -135,8 +131,7 @@ class LocalModel:
         self.canonical: dict[str, str] = {}
         self.ties: list[Tie] = []
         self.notes: list[str] = []
-        # (stage, block) to the block's cut Linears and the group that they sum over there.
-        self._meetings: dict[tuple[int, int], tuple[list[CutLinear], TensorParallelComm]] = {}
+        self.partners = Partners(program, rank)
         self._trains = trainable_blocks(program)
         self._program, self._rank = program, rank
         stages = program.stages_of(rank)
@@ -149,6 +144,7 @@ class LocalModel:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
         self._frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
+        self._quieten(stages)
 
     def _build(
         self,
@@ -243,29 +239,31 @@ class LocalModel:
                 if (owner, index) not in self.blocks:
                     self.blocks[owner, index] = module[index]
                     cuts |= self._cut(stage, index, comm)
-        self._note_groups(owner, kept, comm)
+        self.partners.note(owner, self._blocks_of(owner), kept, comm)
         return cuts
 
-    def _note_groups(
-        self, owner: str, kept: list[Stage], comm: Callable[[Ranks], TensorParallelComm]
-    ) -> None:
-        """Blocks that the rank runs in several tensor-parallel groups."""
-        groups: defaultdict[int, dict[int, Ranks]] = defaultdict(dict)
-        for stage in kept:
-            place = stage.place(self._rank)
-            for index in range(*stage.blocks):
-                if place is not None and stage.tp > 1:
-                    groups[index][stage.index] = tuple(sorted(stage.ranks[place[0]]))
-        for index, group_of in groups.items():
-            linears = [m for m in self.blocks[owner, index].modules() if isinstance(m, CutLinear)]
-            for stage_index, group in group_of.items() if len(set(group_of.values())) > 1 else ():
-                self._meetings[stage_index, index] = linears, comm(group)
+    def _quieten(self, stages: Sequence[Stage]) -> None:
+        """In blocks that some rank runs as two shards, first ranks bring whole parameters.
 
-    def meet(self, stage: Stage, index: int) -> None:
-        """Let a block's sums go over the group of the stage that runs it now."""
-        linears, comm = self._meetings.get((stage.index, index), ((), None))
-        for linear in linears:
-            object.__setattr__(linear, "tp_comm", comm)
+        Raises:
+            InvalidInputError: a parameter stands in such a block and in another one.
+        """
+        crowded = {key for key in self.blocks if self.partners.is_crowded(*key)}
+        for tie in self.ties:
+            if any((tie.owner, index) in crowded for index in tie.blocks):
+                raise InvalidInputError(
+                    f"{tie.name} stands in several blocks, and a rank runs one of them as two "
+                    "different tp shards",
+                    hint=f"give the units of {tie.owner} one tp, or ranks of their own",
+                )
+        for stage in stages:
+            for index in range(*stage.blocks):
+                if (stage.owner, index) in crowded:
+                    self.partners.quieten(stage, index)
+        for owner, index in crowded:
+            for name, parameter in self.blocks[owner, index].named_parameters():
+                if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.places:
+                    self.partners.watch(index, parameter)
 
     def _cut(
         self, stage: Stage, index: int, comm: Callable[[Ranks], TensorParallelComm]
@@ -277,7 +275,7 @@ class LocalModel:
         d, t = place
         where = f"{stage.owner}.{index}"
         block = self.blocks[stage.owner, index]
-        if stage.tp == 1:
+        if self.partners.shard(stage.owner, index) == (0, 1):
             self._note_uncut(stage.owner, index, block)
             return {}
         group = tuple(sorted(stage.ranks[d]))
@@ -298,8 +296,7 @@ class LocalModel:
 
     def _note_uncut(self, owner: str, index: int, block: nn.Module) -> None:
         """Of a whole block that others hold cut, which parameters they cut."""
-        others = (s for s in self._program.stages if s.owner == owner and s.tp > 1)
-        if any(s.blocks[0] <= index < s.blocks[1] for s in others):
+        if any(len(group) > 1 for group in self.partners.groups(owner, index)):
             where = f"{owner}.{index}"
             for name, shard in cut_parameters(block, where=where).items():
                 self.places[f"{where}.{name}"] = shard_place(

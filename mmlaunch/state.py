@@ -20,6 +20,7 @@ from mmlaunch.tensorfile import TensorSpec
 from mmlaunch.transport import Transport
 from mmlaunch.weights import weights_order, write_weights
 from mmplan.program.model import Program
+from mmplan.program.shards import held_shards, is_crowded
 
 _WEIGHT = "param"
 WeightSpec = tuple[str, tuple[int, ...], torch.dtype, tuple[Box, ...]]
@@ -252,7 +253,8 @@ def _writers(program: Program) -> dict[tuple[str, int], tuple[int, ...]]:
     """(owner, block) and ("losses.name", 0) to the ranks that write it, one for each shard.
 
     Of equal shards the lowest rank's is written; where a block has several tp degrees, those
-    of the degree under which the lowest rank of all holds it.
+    of the degree under which the lowest rank of all holds it. A rank that runs a block as two
+    shards has all of it, and writes it.
     """
     holders: defaultdict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
     for stage in program.stages:
@@ -262,6 +264,10 @@ def _writers(program: Program) -> dict[tuple[str, int], tuple[int, ...]]:
         holders[f"losses.{loss.name}", 0] += [(rank,) for rank in loss.ranks]
     writers: dict[tuple[str, int], tuple[int, ...]] = {}
     for key, groups in holders.items():
+        held = held_shards(groups)
+        if is_crowded(groups):
+            writers[key] = (min(rank for rank, shard in held.items() if shard == (0, 1)),)
+            continue
         degree = len(min(groups, key=min))
         same = [group for group in groups if len(group) == degree]
         writers[key] = tuple(min(ranks) for ranks in zip(*same, strict=True))

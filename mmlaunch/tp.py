@@ -11,7 +11,7 @@ Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmlaunch.boxes import ShardStyle, shard_boxes
+from mmlaunch.boxes import Box, ShardStyle, shard_boxes
 from mmplan.errors import InvalidInputError
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
@@ -88,6 +88,56 @@ def shard_block(
         # Past nn.Module's __setattr__: a comm that is a module must not become a child.
         object.__setattr__(linear, "tp_comm", comm)
     return shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The share of a whole Linear that one tensor-parallel group uses on this rank.
+
+    Attributes:
+        weight, bias: boxes of the share; None for all of it.
+        comm: sums over the group.
+    """
+
+    style: ShardStyle
+    weight: list[Box]
+    bias: list[Box] | None
+    comm: TensorParallelComm
+
+
+def window_block(
+    block: nn.Module, *, index: int, count: int, comm: TensorParallelComm, where: str = "block"
+) -> list[tuple[WindowedLinear, Window]]:
+    """Let a block stay whole and run as a share of a tensor-parallel group where asked to.
+
+    Args:
+        block, index, count, comm, where: as for :func:`shard_block`.
+
+    Returns:
+        The Linears that the group cuts, each with its share; until one is set as ``tp_window``
+        the Linear computes what it did before.
+
+    Raises:
+        InvalidInputError: as :func:`shard_block`.
+    """
+    plan = block_plan(block, where=where)
+    _check_not_tied(block, plan, where)
+    found: list[tuple[WindowedLinear, Window]] = []
+    for name, style in plan.items():
+        linear = cast(Any, block.get_submodule(name))
+        if not isinstance(linear, WindowedLinear):
+            linear = cast(Any, _linear(block, name, where))
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
+        boxes = {
+            parameter: shard_boxes(tuple(full.shape), style, index, count, parts)
+            for parameter, full in _cut_ones(linear, style)
+        }
+        linear.__class__ = WindowedLinear
+        object.__setattr__(linear, "tp_window", None)
+        window = Window(style=style, weight=boxes["weight"], bias=boxes.get("bias"), comm=comm)
+        found.append((linear, window))
+    return found
 
 
 def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, ParameterShard]:
@@ -167,6 +217,30 @@ class _RowwiseLinear(CutLinear):
         summed = _leave(linear(input, self.weight), self.tp_comm)
         # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+
+
+class WindowedLinear(nn.Linear):
+    """A whole Linear that tensor-parallel groups use a share of, in turn."""
+
+    tp_window: Window | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As the Linear, or as this rank's share of it in the group of the window."""
+        window = self.tp_window
+        if window is None:
+            return functional.linear(input, self.weight, self.bias)
+        weight = _share(self.weight, window.weight)
+        if window.style == "rowwise":
+            summed = _leave(functional.linear(input, weight), window.comm)
+            return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+        bias = None if window.bias is None else _share(self.bias, window.bias)
+        return functional.linear(_enter(input, window.comm), weight, bias)
+
+
+def _share(full: Tensor, boxes: Sequence[Box]) -> Tensor:
+    """Boxes of a tensor, one above the other."""
+    parts = [full[box.slices] for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Enter(torch.autograd.Function):

@@ -244,13 +244,15 @@ class ProgramCosts:
         return found or [(index, index + 1, tp, 1)]
 
     def _shards(self, rank: int) -> set[Shard]:
-        """The distinct shards of blocks that a rank holds."""
-        return {
-            (stage.owner, block, stage.tp, place[1])
-            for stage in self.program.stages
-            if (place := stage.place(rank)) is not None
-            for block in range(*stage.blocks)
-        }
+        """The shard that a rank holds of every block; all of one that it runs as two."""
+        held: dict[tuple[str, int], tuple[int, int]] = {}
+        for stage in self.program.stages:
+            place = stage.place(rank)
+            shard = (stage.tp, place[1]) if place is not None else (0, 0)
+            for block in range(*stage.blocks) if place is not None else ():
+                key = stage.owner, block
+                held[key] = shard if held.get(key, shard) == shard else (1, 0)
+        return {(*key, *shard) for key, shard in held.items()}
 
     def _block_parameters(self, stage: Stage, block: int) -> float:
         return self.costs.parameters(

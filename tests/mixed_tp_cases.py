@@ -183,13 +183,31 @@ MIXED: dict[str, MixedCase] = {
     "a modality that another task lacks": _missing_modality(),
     "frozen in one task": _frozen_in_one(),
     "one degree, other partners": _other_groups(),
+    "2 ranks: tp 2 and dp 2": _pair([[[0, 1]]], [[[0]], [[1]]]),
+    "2 ranks: shards in the other order": _pair([[[0, 1]]], [[[1, 0]]]),
+    "4 ranks: tp 4, tp 2 and dp 3": MixedCase(
+        units=[
+            _wave("v", "a", task="A", blocks=2, ranks=[[[0, 1, 2, 3]]], k=2),
+            _wave("v", "b", task="B", blocks=2, ranks=[[[1, 0]], [[2, 3]]]),
+            _wave("v", "c", task="C", blocks=2, ranks=[[[1]], [[2]], [[3]]], frozen=((0, 1),)),
+        ],
+        losses=[
+            loss("regression", "v", "target", task="A"),
+            loss("regression2", "v", "target", task="B"),
+            loss("counted", "v", "mask", task="C", weight=0.3),
+        ],
+        batch={"A": 12, "B": 8, "C": 6},
+        factories={"v": "gated"},
+    ),
 }
 
 
-def random_case(seed: int, devices: int = 5, degrees: tuple[int, ...] = (1, 2, 3, 4)) -> MixedCase:
+def random_case(
+    seed: int, devices: int = 5, degrees: tuple[int, ...] = (1, 2, 3, 4), *, crowded: bool = False
+) -> MixedCase:
     """Three tasks whose slices of one module lie anywhere, with any degrees that fit.
 
-    No rank holds a block as two different shards.
+    Unless it is crowded no rank runs a block as two different shards.
     """
     rng = random.Random(seed)
     held: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
@@ -197,7 +215,7 @@ def random_case(seed: int, devices: int = 5, degrees: tuple[int, ...] = (1, 2, 3
     for task, (term, target) in zip("ABC", _TERMS, strict=True):
         inner = [b for b in (1, 2) if rng.random() < 0.4]
         for start, end in pairwise([0, *inner, 3]):
-            blocks = [held[b] for b in range(start, end)]
+            blocks = [] if crowded else [held[b] for b in range(start, end)]
             ranks = _random_ranks(rng, devices, degrees, blocks, devices + len(case.units))
             inputs = ("abc"["ABC".index(task)], *(["a"] if rng.random() < 0.3 else [None]))
             name, k = f"{task}.{start}", rng.choice([1, 2])

@@ -17,24 +17,23 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmlaunch.launch import launch
-from mmlaunch.model import LocalModel
+from mmlaunch.partners import Partners
 from mmlaunch.restore import open_checkpoint
 from mmlaunch.session import Session
 from mmlaunch.verify import compare
-from mmplan.errors import RunFailedError
+from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Op
-from mmplan.program.model import Program, Reduction
-from mmplan.schema.base import save_document
+from mmplan.program.model import Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from tests.commands import call
 from tests.gloo_entries import gradients, gradients_and_resume
 from tests.mixed_tp_cases import MIXED, random_case
 from tests.plants import without
+from tests.programs import loss, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
-from tests.verification import HERE, verify_in_process
+from tests.verification import HERE, verify_in_process, verify_units
 
 CLIP = 0.05
 ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}
@@ -43,6 +42,8 @@ TP_4_AND_1 = "5 ranks: tp 4 and tp 1"
 TP_2_AND_1 = "3 ranks: tp 2 and tp 1"
 SEVERAL = "7 ranks: tp 2, tp 4 and tp 1"
 ONE_LLM = "one model, other inputs in each task"
+DP_ON_TP = "2 ranks: tp 2 and dp 2"
+CROWDED = "4 ranks: tp 4, tp 2 and dp 3"
 
 
 def _slow(*values: Any) -> Any:
@@ -67,25 +68,28 @@ def test_gradients_equal_one_process(name: str, zero: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6))
-def test_programs_of_any_slices_have_no_faults_and_miss_none_of_their_sums(seed: int) -> None:
-    program = compile_plan(random_case(seed).plan())
+@given(st.integers(0, 10**6), st.booleans())
+def test_programs_of_any_slices_have_no_faults_and_miss_none_of_their_sums(
+    seed: int, crowded: bool
+) -> None:
+    program = compile_plan(random_case(seed, crowded=crowded).plan())
     assert check_program(program) == []
-    sums = [r.index for r in program.reductions if r.kind == "blocks"]
+    sums = [r.index for r in program.reductions if r.kind == "blocks" and len(r.ranks) > 1]
     for index in sums[:: max(1, len(sums) // 4)]:
         assert check_program(_without_reduction(program, index)), index
 
 
+@pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("seed", [0, 1, *map(_slow, range(2, 16))])
-def test_gradients_of_any_slices_equal_one_process(seed: int) -> None:
-    case = random_case(seed)
+def test_gradients_of_any_slices_equal_one_process(seed: int, crowded: bool) -> None:
+    case = random_case(seed, crowded=crowded)
     verdict = verify_in_process(case.plan(), case.workload(zero=seed % 2))
     assert not verdict.differences, verdict.differences[:5]
 
 
 @pytest.mark.parametrize(
     ("name", "zero"),
-    [(TP_2_AND_1, 1), _slow(TP_3_AND_2, 0), _slow(SEVERAL, 1), _slow(ONE_LLM, 0)],
+    [(TP_2_AND_1, 1), (CROWDED, 0), *map(_slow, (TP_3_AND_2, SEVERAL, ONE_LLM), (0, 1, 0))],
 )
 def test_bf16_gradients_are_as_near_as_rounding_allows(name: str, zero: int) -> None:
     case = MIXED[name]
@@ -129,6 +133,9 @@ def _identical(session: Session) -> None:
         _slow(ONE_LLM, 1, "full"),
         _slow("frozen in one task", 1, "none"),
         ("one degree, other partners", 1, "full"),
+        (DP_ON_TP, 1, "full"),
+        (CROWDED, 0, "none"),
+        _slow(CROWDED, 1, "full"),
     ],
 )
 def test_three_steps_equal_plain_torch(name: str, zero: int, recompute: str) -> None:
@@ -163,6 +170,8 @@ def _numbers(plan: Plan, workload: Workload, folder: Path) -> dict[tuple[str, st
         _slow("one degree, other partners", 1, TP_2_AND_1, 1),
         (TP_4_AND_1, 1, TP_3_AND_2, 1),
         _slow(TP_3_AND_2, 0, TP_4_AND_1, 0),
+        (DP_ON_TP, 1, TP_2_AND_1, 0),
+        _slow(TP_2_AND_1, 1, "2 ranks: shards in the other order", 1),
     ],
 )
 def test_a_checkpoint_holds_each_element_once_and_resumes_under_other_degrees(
@@ -204,19 +213,9 @@ def test_zero_spreads_the_state_over_all_holders_of_a_part(name: str) -> None:
 def _without_reduction(program: Program, index: int) -> Program:
     """No rank runs it: nobody waits, and only its sums are missing."""
     gone = Collective(Op.REDUCE, index)
-    kept = [r for r in program.reductions if r.index != index]
-    return replace(without(program, lambda _, item: item == gone), reductions=_numbered(kept))
-
-
-def _numbered(reductions: list[Reduction]) -> tuple[Reduction, ...]:
-    """With a stand-in for the one that is gone, so that the others keep their numbers."""
-    by_index = {r.index: r for r in reductions}
-    last = max(by_index)
-    first = reductions[0]
-    return tuple(
-        by_index.get(i, replace(first, index=i, kind="loss", owner="none", ranks=()))
-        for i in range(last + 1)
-    )
+    program = without(program, lambda _, item: item == gone)
+    # A stand-in, so that the others keep their numbers.
+    return _changed(program, index, kind="loss", owner="none", ranks=())
 
 
 def _changed(program: Program, index: int, **changes: Any) -> Program:
@@ -260,6 +259,33 @@ def test_a_whole_parameter_brought_twice_is_seen_by_check_and_by_verify(name: st
             assert any("norm.weight" in item.name for item in verdict.differences)
 
 
+@pytest.mark.parametrize("name", [DP_ON_TP, _slow(CROWDED)])
+def test_whole_parameters_that_later_ranks_bring_too_are_seen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Partners, "quieten", lambda *_: None)
+    verdict = verify_in_process(MIXED[name].plan(), MIXED[name].workload())
+    assert any("norm.weight" in item.name for item in verdict.differences)
+    assert not any("down.weight" in item.name for item in verdict.differences)
+
+
+def test_a_tie_over_a_block_that_a_rank_runs_as_two_shards_is_refused() -> None:
+    case = MIXED[DP_ON_TP]
+    units = [replace(u, blocks=3, cuts=None) if u.module == "v" else u for u in case.units]
+    tied = replace(case, units=units, factories={"v": "tied"})
+    with pytest.raises(InvalidInputError, match=r"v\.0\.0\.weight stands in several blocks"):
+        verify_in_process(tied.plan(), tied.workload())
+
+
+def test_a_split_backward_of_a_block_that_a_rank_runs_as_two_shards() -> None:
+    units = [
+        unit("v", "a", tp=2, ranks=[[[0, 1]]], blocks=2, k=2, kind="1f1b", split=True),
+        unit("t", "v", share="v", dp=2, ranks=[[[0]], [[1]]], blocks=2, kind="1f1b", split=True),
+    ]
+    verdict = verify_units(units, [loss("regression", "t", "target")], batch=8)
+    assert not verdict.differences, verdict.differences[:5]
+
+
 def test_a_sum_over_a_rank_that_lacks_the_shard_is_seen() -> None:
     program = compile_plan(MIXED[TP_2_AND_1].plan())
     found = next(r for r in program.reductions if r.parameters == "cut")
@@ -269,26 +295,14 @@ def test_a_sum_over_a_rank_that_lacks_the_shard_is_seen() -> None:
 
 def test_blocks_that_kept_their_first_partners_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the case of other partners is there for."""
-    monkeypatch.setattr(LocalModel, "meet", lambda *_: None)
+    monkeypatch.setattr(Partners, "meet", lambda *_: None)
     case = MIXED["one degree, other partners"]
     with pytest.raises(RunFailedError, match=r"wait for each other|different tensors"):
         verify_in_process(case.plan(), case.workload())
 
 
-def test_a_plan_that_asks_a_rank_for_two_shards_is_refused_by_name(tmp_path: Path) -> None:
-    case = MIXED["a modality that another task lacks"]
-    moved = [replace(u, ranks=(((1,),),)) if u.task == "AB" else u for u in case.units]
-    save_document(replace(case, units=moved).plan(), tmp_path / "plan.json")
-    done = call("mmplan", "check", tmp_path / "plan.json")
-    assert done.code == 1
-    assert (
-        "fault: units.AB.v.ranks: rank 1 would hold shard 0 of 1 of v's blocks [0, 2), "
-        "and shard 1 of 2 for unit A.v"
-    ) in done.out.splitlines()
-
-
 def test_three_processes_over_gloo_equal_one(tmp_path: Path) -> None:
-    names = [(TP_2_AND_1, 0), ("a modality that another task lacks", 1)]
+    names = [(TP_2_AND_1, 0), ("a modality that another task lacks", 1), (DP_ON_TP, 1)]
     cases = [(MIXED[name].plan(3), MIXED[name].workload(zero=zero)) for name, zero in names]
     found = launch(
         entry=gradients, args=(cases,), num_ranks=3, run_dir=tmp_path / "run", timeout_s=90.0
@@ -303,6 +317,8 @@ GLOO = [
     (ONE_LLM, {"zero": 1, **ADAMW}),
     (TP_2_AND_1, {"zero": 1, "precision": "bf16"}),
     ("2 ranks: a slice each, dp 2 in the middle", {"zero": 0}),
+    (CROWDED, {"zero": 1}),
+    (DP_ON_TP, {"zero": 0}),
 ]
 
 

@@ -57,6 +57,21 @@ def test_costs_of_the_parts_by_hand() -> None:
     assert costs.static_bytes(3) == pytest.approx(300 * (4 + 4 + 8 / 2) + 0)
 
 
+def test_a_rank_that_runs_two_shards_of_a_block_is_charged_all_of_it() -> None:
+    plan = MIXED["2 ranks: tp 2 and dp 2"].plan()
+    given = profile(
+        {
+            name: module_profile(blocks=blocks, parameters=600.0, tp={1: 1.0, 2: 1.0})
+            for name, blocks in (("v", 2), ("t", 1), ("u", 1))
+        },
+        2,
+    )
+    costs = ProgramCosts(compile_plan(plan), CostModel(given), plan)
+    assert [costs.static_bytes(rank) for rank in (0, 1)] == [2 * 600 * 16, 2 * 600 * 16]
+    (one,) = (r for r in costs.program.reductions if r.owner == "v")
+    assert costs.reduced_bytes(one) == 600 * 4
+
+
 BATCHES = {"A": 32, "B": 16}
 
 

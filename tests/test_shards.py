@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmlaunch.boxes import ShardStyle, shard_boxes
 from mmlaunch.places import Place, flat_parts, shard_place
 from mmplan.errors import InvalidInputError
-from mmplan.program.shards import Ranks, shard_clash, shard_sums, whole_sums
+from mmplan.program.shards import Ranks, held_shards, is_crowded, shard_sums, whole_sums
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
 
@@ -26,6 +26,7 @@ def disjoint_groups(draw: st.DrawFn) -> list[Ranks]:
     return [tuple(next(ranks) for _ in range(size)) for size in sizes]
 
 
+@settings(deadline=None)
 @given(disjoint_groups(), st.sampled_from(STYLES))
 @example([(0, 1), (2, 3, 4)], "packed_colwise")
 @example([(0, 1), (2, 3, 4, 5), (6,)], "rowwise")
@@ -65,6 +66,7 @@ def _elements(place: Place, total, position: torch.Tensor) -> list[int]:
     return [x for box in boxes for x in local[box.slices].reshape(-1).tolist()]
 
 
+@settings(deadline=None)
 @given(disjoint_groups())
 @example([(0, 1, 2), (3, 4, 5, 6), (7, 8)])  # as many ranks as three groups of three
 def test_whole_parameters_are_brought_once_by_every_group(groups: list[Ranks]) -> None:
@@ -82,6 +84,7 @@ def test_whole_parameters_are_brought_once_by_every_group(groups: list[Ranks]) -
         assert set(adds) <= set(ranks)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_groups_of_one_size_have_one_sum_for_each_shard(size: int, num_groups: int) -> None:
     groups = [tuple(range(d * size, (d + 1) * size)) for d in range(num_groups)]
@@ -123,17 +126,34 @@ def test_a_rank_may_bring_a_tied_parameter_for_groups_of_several_sizes() -> None
 
 
 @pytest.mark.parametrize(
-    ("groups", "rank"),
-    [([(0, 1), (0,)], 0), ([(0, 1), (2, 3, 1)], 1), ([(0, 1), (1, 0)], 1)],
+    ("groups", "held", "crowded"),
+    [
+        ([(0, 1), (0, 2), (3,)], {0: (0, 2), 1: (1, 2), 2: (1, 2), 3: (0, 1)}, False),
+        ([(0, 1), (0,)], {0: (0, 1), 1: (1, 2)}, True),
+        ([(0, 1), (2, 3, 1)], {0: (0, 2), 1: (0, 1), 2: (0, 3), 3: (1, 3)}, True),
+        ([(0, 1), (1, 0)], {0: (0, 1), 1: (0, 1)}, True),
+    ],
 )
-def test_a_rank_holds_one_shard_of_a_block(groups: list[Ranks], rank: int) -> None:
-    assert shard_clash(groups) == (rank, *groups)
+def test_a_rank_that_runs_two_shards_holds_the_whole(
+    groups: list[Ranks], held: dict[int, tuple[int, int]], crowded: bool
+) -> None:
+    assert held_shards(groups) == held
+    assert is_crowded(groups) == crowded
 
 
-def test_one_shard_in_several_groups_is_one_shard() -> None:
-    assert shard_clash([(0, 1), (0, 2), (3,)]) is None
+def test_of_a_crowded_block_every_rank_adds_whole_parameters() -> None:
+    found = shard_sums([(0, 1), (0,), (2, 3)])
+    assert [(x.shards, x.ranks, x.parameters, x.adds) for x in found] == [
+        ((0, 1), (0, 2), "cut", (0, 2)),
+        ((1, 2), (0, 1, 3), "cut", (0, 1, 3)),
+        ((0, 2), (0, 1, 2, 3), "whole", (0, 1, 2, 3)),
+    ]
+    # Held whole by all: one sum is enough.
+    (only,) = shard_sums([(0, 1), (0,), (1,)])
+    assert (only.tp, only.shards, only.parameters, only.ranks) == (1, (0, 1), "all", (0, 1))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data())
 def test_flat_parts_of_boxes_are_that_slice(sizes: list[tuple[int, int]], data: st.DataObject):
     from mmlaunch.boxes import Box

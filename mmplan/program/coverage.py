@@ -22,17 +22,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from math import lcm
 
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
-from mmplan.program.intervals import Piece, cut, first_deviation, normal
+from mmplan.program.intervals import cut, normal
 from mmplan.program.model import Edge, Program, Reduction, Stage
+from mmplan.program.parameters import Gradient, ParameterCheck
 from mmplan.program.structure import touching, untiled, where
 from mmplan.program.wiring import Wiring
 
-# Loss to the samples that it counts.
-_Gradient = dict[int, list[Piece]]
 # (rank, stage, micro-batch)
 _Held = tuple[int, int, int]
 
@@ -52,7 +49,9 @@ def coverage_faults(
         flow.run(rank, position)
     yield from flow.faults
     yield from flow.stage_faults()
-    yield from _ParameterCheck(program, flow).faults()
+    yield from ParameterCheck(
+        program, paths=count_paths(program), gradients=flow.gradients, reduced=flow.reduced
+    ).faults()
 
 
 def count_paths(program: Program) -> list[dict[int, int]]:
@@ -102,7 +101,7 @@ class _Flow:
     def __init__(self, program: Program, wiring: Wiring) -> None:
         self.faults: list[str] = []
         # (rank, stage) to the gradient of its parameters, with one unsorted list per loss.
-        self.gradients: defaultdict[tuple[int, int], _Gradient] = defaultdict(
+        self.gradients: defaultdict[tuple[int, int], Gradient] = defaultdict(
             lambda: defaultdict(list)
         )
         # (reduction, rank) to the lengths of those lists when it was reduced.
@@ -115,10 +114,10 @@ class _Flow:
         }
         self._entered: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._done: dict[_Held, tuple[int, int]] = {}
-        self._output: defaultdict[_Held, _Gradient] = defaultdict(lambda: defaultdict(list))
-        self._backward: dict[_Held, _Gradient] = {}
+        self._output: defaultdict[_Held, Gradient] = defaultdict(lambda: defaultdict(list))
+        self._backward: dict[_Held, Gradient] = {}
         self._samples: dict[int, tuple[int, int]] = {}
-        self._carried: dict[int, _Gradient] = {}
+        self._carried: dict[int, Gradient] = {}
         # (loss, sync batch) to the features brought: (stage, tp index) to ranges.
         self._features: defaultdict[
             tuple[int, int], defaultdict[tuple[int, int], list[tuple[int, int]]]
@@ -207,7 +206,7 @@ class _Flow:
         if gradient is None:
             return
         through, direct = self._uses[item.edge]
-        carried: _Gradient = {}
+        carried: Gradient = {}
         if through:
             carried = {k: cut(pieces, item.start, item.stop) for k, pieces in gradient.items()}
         for loss in direct:
@@ -271,135 +270,3 @@ class _Flow:
                         f"stage {stage.index} ({stage.unit}{shard}): the micro-batches that "
                         f"enter it {fault}"
                     )
-
-
-class _ParameterCheck:
-    """What every shard of trainable parameters has counted after the reductions."""
-
-    def __init__(self, program: Program, flow: _Flow) -> None:
-        self._program = program
-        self._flow = flow
-        self._paths = count_paths(program)
-        self._known: dict[tuple[object, ...], list[str]] = {}
-
-    def faults(self) -> Iterator[str]:
-        for owner in dict.fromkeys(stage.owner for stage in self._program.stages):
-            stages = [s for s in self._program.stages if s.owner == owner]
-            reductions = [
-                r for r in self._program.reductions if r.kind == "blocks" and r.owner == owner
-            ]
-            spans = [s.blocks for s in stages] + [r.blocks for r in reductions]
-            spans += [span for s in stages for span in s.trainable]
-            for a, b in pairwise(sorted({x for span in spans for x in span})):
-                holders = [s for s in stages if _inside(a, b, s.blocks)]
-                trained = [s for s in holders if any(_inside(a, b, t) for t in s.trainable)]
-                if trained:
-                    covering = [r for r in reductions if _inside(a, b, r.blocks)]
-                    yield from self._segment_faults((a, b), holders, trained, covering)
-
-    def _segment_faults(
-        self,
-        blocks: tuple[int, int],
-        holders: Sequence[Stage],
-        trained: Sequence[Stage],
-        reductions: Sequence[Reduction],
-    ) -> Iterator[str]:
-        """Faults of a range of blocks with one set of holders."""
-        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
-        tp = lcm(*map(len, groups), *(r.tp for r in reductions))
-        ends = {i * (tp // len(g)) for g in groups for i in range(len(g) + 1)}
-        ends |= {end * (tp // r.tp) for r in reductions for end in r.shards}
-        name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
-        for part in pairwise(sorted(ends)):
-            ranks = sorted({group[part[0] * len(group) // tp] for group in groups})
-            within = [r for r in reductions if _covers(r, part, tp)]
-            for kind in ("cut", "whole"):
-                sums = [r for r in within if r.parameters in ("all", kind)]
-                what = f"{name}{_part_name(part, tp, kind, sums)}"
-                yield from self._part_faults(what, kind, (part, tp), ranks, trained, sums)
-
-    def _part_faults(
-        self,
-        what: str,
-        kind: str,
-        part: tuple[tuple[int, int], int],
-        ranks: Sequence[int],
-        trained: Sequence[Stage],
-        sums: Sequence[Reduction],
-    ) -> Iterator[str]:
-        """Faults of the parameters of one part, cut or whole, on all its holders."""
-        stages = tuple(s.index for s in trained)
-        for item in sums if kind == "cut" else ():
-            strangers = sorted(set(item.ranks) - set(ranks))
-            if strangers:
-                yield f"reduction {item.index}: ranks {strangers} do not hold {what}"
-        for rank in ranks:
-            over = [r for r in sums if rank in r.ranks]
-            if len(over) > 1:
-                yield f"rank {rank}: {what} is reduced {len(over)} times"
-                continue
-            adding = _adding(over[0], kind) if over else (rank,)
-            key = stages, part, adding, over[0].index if over else None
-            if key not in self._known:
-                self._known[key] = list(self._sum_faults(trained, part, kind, over, adding))
-                for fault in self._known[key]:
-                    yield f"{what}: after reduction on rank {rank}, {fault}"
-
-    def _sum_faults(
-        self,
-        trained: Sequence[Stage],
-        part: tuple[tuple[int, int], int],
-        kind: str,
-        over: Sequence[Reduction],
-        ranks: Sequence[int],
-    ) -> Iterator[str]:
-        (first, _), tp = part
-        for stage in trained:
-            batch = self._program.batches[stage.task]
-            shard = first * stage.tp // tp
-            for loss, times in self._paths[stage.index].items():
-                pieces: list[Piece] = []
-                for other in ranks:
-                    place = stage.place(other)
-                    # Whole parameters have their whole gradient on every rank of a group.
-                    if place is not None and (kind == "whole" or place[1] == shard):
-                        pieces += self._counted(other, stage.index, loss, over)
-                off = first_deviation(normal(pieces), 0, batch, times)
-                if off:
-                    name = self._program.losses[loss].name
-                    yield (
-                        f"loss {name} counts samples [{off[0]},{off[1]}) of stage {stage.index} "
-                        f"{off[2]} times instead of {times}"
-                    )
-
-    def _counted(
-        self, rank: int, stage: int, loss: int, over: Sequence[Reduction]
-    ) -> Sequence[Piece]:
-        pieces = self._flow.gradients[rank, stage].get(loss, [])
-        if not over:
-            return pieces
-        return pieces[: self._flow.reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
-
-
-def _adding(reduction: Reduction, kind: str) -> tuple[int, ...]:
-    """Ranks whose gradients a reduction sums, of cut or of whole parameters."""
-    return reduction.adds if kind == "whole" else reduction.ranks
-
-
-def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[Reduction]) -> str:
-    if kind == "whole" and not any(r.parameters == "all" for r in sums):
-        return f", parameters that tp leaves whole (shards [{part[0]},{part[1]}) of {tp})"
-    if tp == 1:
-        return ""
-    shards = f"shard {part[0]}" if part[1] == part[0] + 1 else f"shards [{part[0]},{part[1]})"
-    return f", tp {shards} of {tp}"
-
-
-def _covers(reduction: Reduction, part: tuple[int, int], tp: int) -> bool:
-    """Whether a reduction sums a part, which is counted in shards of ``tp``."""
-    (a, b), (first, end) = part, reduction.shards
-    return first * tp <= a * reduction.tp and b * reduction.tp <= end * tp
-
-
-def _inside(a: int, b: int, span: tuple[int, int]) -> bool:
-    return span[0] <= a and b <= span[1]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
 from mmplan.program.samples import number_samples
-from mmplan.program.shards import ShardSum, shard_clash, shard_sums
+from mmplan.program.shards import ShardSum, shard_sums
 from mmplan.program.split import can_split
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
@@ -46,9 +46,8 @@ def lower(plan: Plan) -> Graph:
     """Build the graph of a plan that has no faults (:func:`mmplan.schema.faults.plan_faults`).
 
     Raises:
-        InvalidInputError: modules feed each other in a circle, a loss is placed on other
-            ranks than those that hold its features, or a rank holds one block under two tp
-            degrees (:func:`mmplan.program.shards.shard_clash`).
+        InvalidInputError: modules feed each other in a circle, or a loss is placed on other
+            ranks than those that hold its features.
     """
     graph = Graph()
     for name, task in plan.tasks.items():
@@ -263,7 +262,8 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
     for owner in dict.fromkeys(stage.owner for stage in graph.stages):
         stages = [s for s in graph.stages if s.owner == owner]
         for blocks, total in _block_sums(owner, stages):
-            if len(total.ranks) > 1:
+            # A part that one rank has alone is summed too: ZeRO-1 updates shards by their parts.
+            if len(total.ranks) > 1 or total.parameters == "cut":
                 yield Reduction(
                     index=index,
                     kind="blocks",
@@ -300,8 +300,6 @@ def _block_sums(owner: str, stages: list[Stage]) -> Iterator[tuple[tuple[int, in
     for a, b in pairwise(cuts):
         holders = [s for s in stages if s.blocks[0] <= a and b <= s.blocks[1]]
         groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
-        # Frozen blocks too.
-        _check_one_shard(owner, (a, b), holders, groups)
         if not any(x <= a and b <= y for s in holders for x, y in s.trainable):
             continue
         sums = shard_sums(groups)
@@ -312,23 +310,3 @@ def _block_sums(owner: str, stages: list[Stage]) -> Iterator[tuple[tuple[int, in
     for blocks, sums in found:
         for total in sums:
             yield blocks, total
-
-
-def _check_one_shard(
-    owner: str,
-    blocks: tuple[int, int],
-    holders: list[Stage],
-    groups: list[tuple[int, ...]],
-) -> None:
-    found = shard_clash(groups)
-    if found is None:
-        return
-    rank, *both = found
-    first, second = (next(s.unit for s in holders if group in s.ranks) for group in both)
-    shards = [f"shard {group.index(rank)} of {len(group)}" for group in both]
-    raise InvalidInputError(
-        f"units.{second}.ranks: rank {rank} would hold {shards[1]} of {owner}'s blocks "
-        f"[{blocks[0]}, {blocks[1]}), and {shards[0]} for unit {first}",
-        hint="a rank holds one shard of a block: give these units one tp with the ranks in one "
-        "order, or ranks of their own",
-    )

@@ -148,7 +148,7 @@ class Reduction:
         tp: shards of which every cut parameter has so many.
         shards: half-open range of the shards that are summed.
         parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
-        ranks: sorted; at least two.
+        ranks: sorted; one only where a part of its shard is held by no other.
         adds: those of them that bring the gradients of whole parameters; the others, which
             have the same ones, only take the sum.
     """

@@ -10,12 +10,17 @@ so of each group one rank brings it. Where all groups are of one size and have n
 common, one sum for each shard serves cut and whole parameters alike. Else whole parameters
 have one sum over all ranks: sums of other ranks in another order differ in their last bits,
 and copies would drift apart.
+
+A rank that runs a block as two different shards (in groups of two sizes, say) holds it whole,
+and each group uses its shard of it. No choice of ranks would then bring whole parameters once
+for each group, so in such a *crowded* block the first rank of each group brings them, and the
+backwards of the others leave them out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -50,23 +55,38 @@ def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
     """All sums of a block, parts in order.
 
     Args:
-        groups: distinct tensor-parallel groups that hold the block, ranks by shard. A rank may
-            be in several, as the same shard.
+        groups: distinct tensor-parallel groups that hold the block, ranks by shard.
     """
-    tp = math.lcm(*map(len, groups))
-    parts = _parts(groups, tp)
-    kind = "all" if _are_alike(groups) else "cut"
+    held = held_shards(groups)
+    tp = math.lcm(*(count for _, count in held.values()))
+    parts = _parts(held, tp)
+    kind = "all" if _are_alike(groups) or len(parts) == 1 else "cut"
     sums = [
         ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, adds=holders)
         for shards, holders in parts
     ]
     if kind == "cut":
-        ranks = tuple(sorted({rank for group in groups for rank in group}))
-        # Every group has one rank that holds the first part.
-        sums.append(
-            ShardSum(tp=tp, shards=(0, tp), parameters="whole", ranks=ranks, adds=parts[0][1])
-        )
+        ranks = tuple(sorted(held))
+        # Every group has one rank that holds the first part; see the top for crowded blocks.
+        adds = ranks if is_crowded(groups) else parts[0][1]
+        sums.append(ShardSum(tp=tp, shards=(0, tp), parameters="whole", ranks=ranks, adds=adds))
     return sums
+
+
+def held_shards(groups: Sequence[Ranks]) -> dict[int, tuple[int, int]]:
+    """(shard, of how many) of a block that each rank holds; the whole where it runs two."""
+    held: dict[int, tuple[int, int]] = {}
+    for group in groups:
+        for index, rank in enumerate(group):
+            shard = index, len(group)
+            held[rank] = shard if held.get(rank, shard) == shard else (0, 1)
+    return held
+
+
+def is_crowded(groups: Sequence[Ranks]) -> bool:
+    """Whether a rank runs the block as two different shards."""
+    held = held_shards(groups)
+    return any(held[rank] != (t, len(g)) for g in groups for t, rank in enumerate(g))
 
 
 def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
@@ -91,27 +111,13 @@ def _are_alike(groups: Sequence[Ranks]) -> bool:
     return all(len(group) == size for group in groups) and num_ranks == len(groups) * size
 
 
-def shard_clash(groups: Sequence[Ranks]) -> tuple[int, Ranks, Ranks] | None:
-    """The first rank that would hold a block as two different shards, and in which groups.
-
-    A rank has room for one shard of a block: plans that ask for two are refused when they are
-    compiled, so who places units must leave them out.
-    """
-    held: dict[int, tuple[int, Ranks]] = {}
-    for group in groups:
-        for index, rank in enumerate(group):
-            first, other = held.setdefault(rank, (index, group))
-            if (first, len(other)) != (index, len(group)):
-                return rank, other, group
-    return None
-
-
-def _parts(groups: Sequence[Ranks], tp: int) -> list[tuple[Span, Ranks]]:
+def _parts(held: Mapping[int, tuple[int, int]], tp: int) -> list[tuple[Span, Ranks]]:
     """The coarsest parts with constant holders, in order; holders ascend."""
-    ends = sorted({index * (tp // len(g)) for g in groups for index in range(len(g) + 1)})
+    spans = {rank: (i * (tp // n), (i + 1) * (tp // n)) for rank, (i, n) in held.items()}
+    ends = sorted({end for span in spans.values() for end in span})
     parts: list[tuple[Span, Ranks]] = []
     for a, b in pairwise(ends):
-        holders = tuple(sorted({group[a * len(group) // tp] for group in groups}))
+        holders = tuple(sorted(rank for rank, (x, y) in spans.items() if x <= a and b <= y))
         if parts and parts[-1][1] == holders:
             parts[-1] = (parts[-1][0][0], b), holders
         else:
