@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.waves import plain, transfers
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.draft import placed_losses, planned_tasks
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -305,6 +306,22 @@ def test_slices_of_a_shared_module_take_several_tp_degrees_where_it_gains(
         assert {unit.task: unit.tp for unit in plan.units} == {"A": 1, "B": 2}
         assert plan.predicted.iteration_s == pytest.approx(24.0)
     check_equal(plan, workload)
+
+
+def test_slices_in_plain_order_are_the_same_schedule(tmp_path: Path) -> None:
+    """What the benchmark holds the placement against."""
+    slow = {"latency_s": 0.5, "bandwidth_bytes_per_s": 100.0}
+    profiled = shared_encoder_costs(8, per_node=4, inter=slow, intra=slow)
+    placed = run_solve(
+        tmp_path, shared_encoders(), profiled, solver="mpsp", method="wavefront", budget_s=BUDGET_S
+    )
+    moved = plain(placed)
+    check_plan(moved)
+    assert min(rank for unit in moved.units for rank in unit.all_ranks) == 0
+    for plan in (placed, moved):
+        share, step_s = transfers(plan, profiled) or (-1.0, 0.0)
+        assert 0 < share < 1
+        assert step_s > 0
 
 
 def test_memory_decides_how_often_the_waves_run(tmp_path: Path) -> None:

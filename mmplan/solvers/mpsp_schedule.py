@@ -162,6 +162,7 @@ class Evaluator:
             for other in own:
                 before[other].append(m)
         self._blocks = [c.blocks for c in chains]
+        self._after = after
         self._forward = Decoder(counts, [c.forward_s for c in chains], after, instance.devices)
         self._backward = Decoder(
             counts, [c.backward_s[:, ::-1] for c in chains], before, instance.devices
@@ -185,7 +186,7 @@ class Evaluator:
         return Timed(forward_s=forward_s, backward_s=backward_s, starts=starts)
 
     def cost(self, draft: Draft) -> tuple[float, float, list[float]]:
-        """What counts, what guides a search towards it, and when each chain's forward ends."""
+        """What counts, what guides a search towards it, and how late each chain's forward ends."""
         timed = self.run(draft)
         area, ends = 0.0, []
         for chain, own, starts in zip(self._areas, draft.pieces, timed.starts, strict=True):
@@ -195,6 +196,12 @@ class Evaluator:
             k, a, b, _ = own[-1]
             row = chain[k]
             ends.append(starts[-1] + (row[b] - row[a]) / row[-1])
+        own_ends = list(ends)
+        # A chain before a late one is as late as that, less the time between them.
+        for m in reversed(range(len(ends))):
+            begun = timed.starts[m][0]
+            for other in self._after[m]:
+                ends[other] = max(ends[other], ends[m] - (begun - own_ends[other]))
         cost = timed.total_s * (1 + _PIECE * sum(map(len, draft.pieces)))
         share = area / self.instance.devices / timed.forward_s
         return cost, cost * (1 + _AREA * share), ends
