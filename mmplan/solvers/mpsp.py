@@ -41,8 +41,9 @@ _BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.3, 0.1, 0.1
 _CHOICES = 4
 _MOST_ROUNDS = 4096
 # Plans whose estimate is worse than the best by more than this are not simulated, unless the best
-# nearly fills the memory: the simulation counts what the placement estimates.
-_WORSE, _WORSE_STREAMED, _FULL = 1.08, 1.05, 0.95
+# nearly fills the memory: the simulation counts what the placement estimates. What is estimated
+# for staged drafts may be half too much.
+_WORSE, _WORSE_STAGED, _FULL = 1.08, 1.5, 0.95
 # Degrees are searched where drafts made without a search lack less than this share of the memory.
 _HOPE = 0.1
 # Micro-batches of staged drafts at least, and how many of these drafts are simulated.
@@ -233,12 +234,11 @@ class _Planning:
     def _solution(self, found: list[_Found], bounds: Mapping[int, _Bounds]) -> Solution:
         found.sort(key=lambda item: item.candidate.objective_s)
         least_s, streamed = found[0].candidate.objective_s, any(item.staged for item in found)
-        most_s = least_s * (_WORSE_STREAMED if streamed else _WORSE)
-        if found[0].fullest_bytes > _FULL * self._memory_bytes:
-            most_s = float("inf")
+        full = found[0].fullest_bytes > _FULL * self._memory_bytes
         kept: dict[tuple[Unit, ...], Candidate] = {}
         for item in found:
-            if item.candidate.objective_s <= most_s:
+            most_s = least_s * (_WORSE_STAGED if item.staged else _WORSE)
+            if full or item.candidate.objective_s <= most_s:
                 kept.setdefault(item.candidate.units, item.candidate)
         kinds = {c.kind: c for c in reversed(kept.values())}
         others = [c for c in kept.values() if kinds[c.kind] is not c]
