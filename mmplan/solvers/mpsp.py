@@ -6,9 +6,7 @@ backwards, which mirror them. The formula is rounds x (end of the forwards + end
 on the ranks where the slices are placed, with what goes over links between slices, + the
 reduction of the gradients. The bound is that of the forwards plus that of the backwards, each the
 best of the relaxations in :mod:`mmplan.solvers.mpsp_bounds`, with every MetaOp on its own best
-degrees; it knows no links.
-
-Methods: ``search`` (default) and ``wavefront``, Spindle's scheduler as printed.
+degrees; it knows no links. Method ``wavefront`` is Spindle's scheduler as printed.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ _BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.3, 0.1, 0.1
 _CHOICES = 4
 _MOST_ROUNDS = 4096
 # Plans whose estimate is worse than the best by more than this are not simulated, unless the best
-# nearly fills the memory: the simulation counts what the placement estimates. What is estimated
-# for staged drafts may be half too much.
+# nearly fills the memory, which is an estimate too. That of staged drafts may be half too much.
 _WORSE, _WORSE_STAGED, _FULL = 1.08, 1.5, 0.95
 # Degrees are searched where drafts made without a search lack less than this share of the memory.
 _HOPE = 0.1
