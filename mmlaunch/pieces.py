@@ -87,12 +87,14 @@ class GradientSum:
     Attributes:
         names: of parameters that are updated otherwise than whole: none.
         parts: what is updated of them: nothing.
+        pieces: what is summed.
     """
 
     names: Sequence[str] = ()
     parts: Sequence[Part] = ()
 
     def __init__(self, pieces: Sequence[Piece], ranks: Ranks) -> None:
+        self.pieces = tuple(pieces)
         self._ranks = ranks
         types = sorted({piece.parameter.dtype for piece in pieces}, key=str)
         self._by_type = [[p for p in pieces if p.parameter.dtype == dtype] for dtype in types]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from mmlaunch.executor import ExecutionError, Executor
 from mmlaunch.reductions import Reductions
@@ -32,6 +34,12 @@ LOSSES = [
     loss("regression", "u", "target"),
 ]
 Change = Callable[[Program], Program]
+
+
+def trained_by(reductions: Reductions, index: int) -> list[nn.Parameter]:
+    """The parameters of one sum."""
+    summed: Any = reductions._sums[index]
+    return [piece.parameter for piece in summed.pieces]
 
 
 def planted(
@@ -134,7 +142,7 @@ def test_one_module_s_gradient_scaled(
     def scaled(self: Reductions, index: int) -> None:
         whole(self, index)
         if self._program.reductions[index].owner == module:
-            for parameter in self._sums[index].parameters:
+            for parameter in trained_by(self, index):
                 assert parameter.grad is not None
                 parameter.grad *= factor
 
@@ -169,7 +177,7 @@ def test_means_instead_of_sums_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
     def mean(self: Reductions, index: int) -> None:
         whole(self, index)
-        for parameter in self._sums[index].parameters:
+        for parameter in trained_by(self, index):
             assert parameter.grad is not None
             parameter.grad /= len(self._program.reductions[index].ranks)
 
