@@ -442,24 +442,31 @@ def compare(
     machine = None if cluster is None else load_cluster(cluster)
     costs, loaded = load_profile(profile), load_workload(workload)
     plans: list[Plan] = []
-    for name in _names(solvers) or (*planner.SOLVERS, *planner.BASELINES):
-        try:
-            plans.append(
-                planner.solve(
-                    loaded,
-                    workload_path=workload,
-                    profile=costs,
-                    profile_path=profile,
-                    cluster=machine,
-                    devices=devices,
-                    solver=name,
-                    plan_path=workload.with_suffix(".plan.json"),
+    names = _names(solvers) or (*planner.SOLVERS, *planner.BASELINES)
+    left_out: list[str] = []
+    with out.progress("planning") as bar:
+        for index, name in enumerate(names):
+            bar.update(index, len(names), name)
+            try:
+                plans.append(
+                    planner.solve(
+                        loaded,
+                        workload_path=workload,
+                        profile=costs,
+                        profile_path=profile,
+                        cluster=machine,
+                        devices=devices,
+                        solver=name,
+                        plan_path=workload.with_suffix(".plan.json"),
+                    )
                 )
-            )
-        except MMPlanError as error:
-            if solvers is not None and error.exit_code == 2:
-                raise
-            out.hint(f"{name} is left out: {error.message}")
+            except MMPlanError as error:
+                if solvers is not None and error.exit_code == 2:
+                    raise
+                left_out.append(f"{name} is left out: {error.message}")
+        bar.update(len(names), len(names))
+    for line in left_out:
+        out.hint(line)
     plans.sort(key=lambda plan: -plan.predicted.samples_per_s)
     if not plans:
         raise InvalidInputError("no solver has a plan for this workload on these devices")
