@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mmplan.errors import InvalidInputError
 from mmplan.program.groups import assign_groups, check_work
 from mmplan.program.model import Program, Stage
-from mmplan.program.order_search import Effort, Found, search_order
+from mmplan.program.order_search import Effort, Found, full_effort, search_order
 from mmplan.program.recurrence import Recurrence, make_recurrence
 
 Floats = NDArray[np.float64]
@@ -57,7 +57,7 @@ def order_microbatches(
         forward_SM + backward_SM,
         [range(forward_SM.shape[1])],
         seed=seed,
-        effort=effort or Effort(),
+        effort=effort or full_effort(forward_SM.shape[1]),
     )
 
 
@@ -102,7 +102,7 @@ class BatchOrder:
         self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
         self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
         seconds = _SHARE * (program.predicted_s or 1.0)
-        self._effort = _affordable(self._recurrence, seconds)
+        self._effort = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
 
     def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
@@ -317,9 +317,9 @@ def _cost(stage: Stage, blocks: int) -> tuple[float, float, float]:
     return (forward, forward, forward * trained) if stage.has_backward else (forward, 0.0, 0.0)
 
 
-def _affordable(recurrence: Recurrence, seconds: float) -> Effort:
+def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> Effort:
     """The full effort, or what of it fits the time."""
-    full = Effort()
+    full = full_effort(num_microbatches)
     batches = full.first / 64 + full.generations + full.scans
     needed_s = recurrence.num_levels * batches * _LEVEL_S
     needed_s += recurrence.num_nodes * full.columns * _NODE_S

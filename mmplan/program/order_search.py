@@ -24,6 +24,8 @@ Indices = NDArray[np.intp]
 
 _AT_ONCE = 64
 _PARENTS = 4
+# Micro-batches that the default effort is enough for.
+_FEW = 32
 # Heaviest cells of a list that may stand outside the pyramid, and how often one does.
 _APART, _OFTEN = 4, 0.5
 # How much worse a move may make it, relative: falls to 0 towards the end.
@@ -50,6 +52,17 @@ class Effort:
     def columns(self) -> int:
         """Orders that are evaluated."""
         return self.first + _AT_ONCE * (self.generations + self.scans)
+
+
+def full_effort(num_microbatches: int) -> Effort:
+    """As much as still gains: more where there are more micro-batches to order."""
+    times = max(1.0, num_microbatches / _FEW)
+    full = Effort()
+    return Effort(
+        first=full.first,
+        generations=int(full.generations * times),
+        scans=int(full.scans * times),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
