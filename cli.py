@@ -5,10 +5,9 @@ Nothing heavy is imported before a command needs it: ``--help`` answers at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -492,18 +491,20 @@ def explain(
     """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
     from dataclasses import asdict
 
-    from mmplan.predict import plan_profile, simulate_plan
+    from mmplan.predict import costs_of, plan_profile
     from mmplan.report.explain import explain as reasons_of
     from mmplan.report.explain import reason_grid, replan_reason
     from mmplan.schema.load import load_plan
     from mmplan.schema.workload import load_workload
+    from mmplan.simulate import simulate as simulated
     from mmplan.whatif import NUM_REPLANS, part_effects, replans
 
     out = Output(as_json=as_json)
     document = load_plan(plan)
-    costs = plan_profile(document, plan, profile)
-    effects = part_effects(document, costs)
-    reasons = reasons_of(document, costs, simulate_plan(document, plan, profile), effects)
+    loaded = plan_profile(document, plan, profile)
+    effects = part_effects(document, loaded)
+    costs = costs_of(document, loaded)
+    reasons = reasons_of(document, loaded, simulated(costs.program, costs), effects)
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
@@ -512,7 +513,7 @@ def explain(
             for found in replans(
                 document,
                 plan,
-                profile=costs,
+                profile=loaded,
                 profile_path=profile or plan.parent / document.profile.path,
                 workload=load_workload(path),
                 workload_path=path,
@@ -620,6 +621,7 @@ def run(
     """Train in one process per rank, following the plan's program."""
     from mmlaunch.run import RunOptions, prepare
     from mmlaunch.run import run as start
+    from mmplan.report.following import follow, write_run_trace
 
     out = Output(as_json=as_json)
     if emulate and (resume or save_every or tasks):
@@ -651,9 +653,10 @@ def run(
     out.text(f"importing {', '.join(prepared.imports)}")
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
-        follow = _follow(out, bar, prepared.plan, total)
-        summary = start(options, prepared, follow, _planner(out, options, prepared))
-    _write_run_trace(out, summary)
+        show = follow(out, bar, prepared.plan, total)
+        summary = start(options, prepared, show, _planner(out, options, prepared))
+    segment = summary.segment
+    write_run_trace(out, segment.plan, segment.path, summary.spans, summary.run_dir / "trace.json")
     out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
     if summary.stopped:
         raise StoppedError(
@@ -675,40 +678,6 @@ def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:
     return tuple(document.tasks), compute_timings(plan_costs(document, plan))
 
 
-def _follow(out: Output, bar: Any, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:
-    """Show the events of a run as they come."""
-    predicted_s = plan.predicted.iteration_s
-
-    def on_event(event: dict[str, Any]) -> None:
-        nonlocal predicted_s
-        match event.get("kind"):
-            case "step":
-                done, took = event["step"] + 1, event["iteration_s"]
-                loss = "nan" if event["loss"] is None else f"{event['loss']:.4f}"
-                bar.update(
-                    done,
-                    total,
-                    f"loss {loss}  {event['samples_per_s']:.0f} samples/s  iteration "
-                    f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
-                )
-            case "segment":
-                segment = event["segment"]
-                predicted_s = segment.plan.predicted.iteration_s
-                if event["of"] > 1:
-                    out.text(
-                        f"until step {segment.until}: tasks {', '.join(segment.plan.tasks)}, "
-                        f"predicted {1e3 * predicted_s:.1f} ms"
-                    )
-            case "start":
-                out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
-            case "note":
-                out.text(event["message"])
-            case _:
-                _say_launcher(out, event)
-
-    return on_event
-
-
 def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., Plan]:
     """Plans for other tasks with the given plan's profile, devices and solver."""
 
@@ -726,16 +695,6 @@ def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., P
         )
 
     return planned
-
-
-def _say_launcher(out: Output, event: dict[str, Any]) -> None:
-    match event.get("launcher"):
-        case "restart":
-            out.text(f"starting all workers again: {event['cause']}")
-        case "stop-requested":
-            out.text("stopping after this step; a second request ends everything at once")
-        case _:
-            pass  # a checkpoint: the folder shows it
 
 
 @mmlaunch_app.command()
@@ -845,32 +804,3 @@ def _simulate(plan: Plan, path: Path, profile: Path | None) -> Simulation:
     from mmplan.predict import simulate_plan
 
     return simulate_plan(plan, path, profile)
-
-
-def _write_run_trace(out: Output, summary: Any) -> None:
-    """``trace.json``: predicted and measured rows of each rank, one above the other."""
-    from mmplan.program.compile import compile_plan
-    from mmplan.program.trace import TimedInstruction, trace_events, write_trace
-
-    plan, path = summary.segment.plan, summary.segment.path
-    program = compile_plan(plan)
-    measured = [
-        TimedInstruction(rank, index, start_s, end_s)
-        for rank, spans in summary.spans.items()
-        for index, start_s, end_s in spans
-    ]
-    groups = [trace_events(program, measured, process_name="measured", process=1)]
-    with _hint_on_failure(out, "trace.json has no predicted rows"):
-        simulated = _simulate(plan, path, None)
-        groups.insert(
-            0, trace_events(program, simulated.events(), process_name="predicted", process=0)
-        )
-    write_trace(summary.run_dir / "trace.json", *groups)
-
-
-@contextlib.contextmanager
-def _hint_on_failure(out: Output, what: str) -> Generator[None]:
-    try:
-        yield
-    except MMPlanError as error:
-        out.hint(f"{what}: {error.message}")

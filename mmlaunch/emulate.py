@@ -2,9 +2,9 @@
 
 Launcher, program, processes, data, messages and reductions are the real ones; only blocks and
 losses are replaced by waits that take and give tensors of zeros in the right shapes (a ragged
-output has the lengths of the first ragged input). So more
-ranks than cores can run as if each had a device of its own, which holds a prediction against
-everything but the computes. Nothing is trained.
+output has the lengths of the first ragged input). So more ranks than cores can run as if each had
+a device of its own, which holds a prediction against everything but the computes. Nothing is
+trained.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mmplan.schema.base import save_document
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.train import TaskSet
-from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.schema.workload import Workload, check_tasks
 
 # Makes a plan for these tasks that will be written to this path.
 Planner = Callable[[tuple[str, ...], Path], Plan]
@@ -44,14 +44,8 @@ def sets_of_run(plan: Plan, workload: Workload, tasks: Sequence[str] | None) -> 
         InvalidInputError: an unknown task, or the plan is for other tasks than the workload's
             ``train.tasks_from_step`` ever has.
     """
-    known = tuple(resolve_tasks(workload))
     if tasks is not None:
-        for name in tasks:
-            if name not in known:
-                raise InvalidInputError(
-                    f"--tasks {name}: the workload has {', '.join(known)}", hint="correct the name"
-                )
-        return (TaskSet(from_step=0, tasks=tuple(name for name in known if name in tasks)),)
+        return (TaskSet(from_step=0, tasks=tuple(check_tasks(workload, tasks))),)
     if not workload.train.tasks_from_step:
         return (TaskSet(from_step=0, tasks=tuple(plan.tasks)),)
     sets = workload.task_sets

@@ -24,7 +24,7 @@ from mmplan.labels import idle_ranks, spans
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
+from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
 from mmplan.solvers.colocated import solve_colocated
 from mmplan.solvers.convex import solve_convex
 from mmplan.solvers.distmm import solve_distmm
@@ -136,15 +136,7 @@ def solve(
 
 
 def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
-    known = resolve_tasks(workload)
-    if names is None:
-        names = workload.task_sets[0].tasks
-    for name in names:
-        if name not in known:
-            raise InvalidInputError(
-                f"--tasks {name}: the workload has {', '.join(known)}", hint="correct the name"
-            )
-    return {name: known[name] for name in known if name in names}
+    return check_tasks(workload, workload.task_sets[0].tasks if names is None else names)
 
 
 def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:

@@ -45,7 +45,15 @@ def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) ->
     Raises:
         InvalidInputError: see :func:`plan_profile`; or the profile lacks a module.
     """
-    profile = plan_profile(plan, plan_path, profile_path)
+    return costs_of(plan, plan_profile(plan, plan_path, profile_path))
+
+
+def costs_of(plan: Plan, profile: Profile) -> ProgramCosts:
+    """The plan's program, with times and bytes from a profile.
+
+    Raises:
+        InvalidInputError: the profile lacks a module.
+    """
     costs = CostModel(profile, plan.cluster, plan.training)
     return ProgramCosts(compile_plan(plan), costs, plan)
 

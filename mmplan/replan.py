@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmplan import planner
 from mmplan.errors import InvalidInputError, MMPlanError
@@ -44,24 +45,39 @@ def replan(
             hint="put it back, or solve for them: mmplan solve WORKLOAD --profile PROFILE "
             f"--tasks {','.join(tasks)}",
         ) from None
-    asked = plan.solver.asked or _asked_of(plan)
     try:
-        return planner.solve(
-            workload,
+        return solve_again(
+            plan,
+            workload=workload,
             workload_path=workload_path,
             profile=profile,
             profile_path=plan_path.parent / plan.profile.path,
             plan_path=output,
             cluster=plan.cluster,
             devices=plan.devices,
-            solver=asked.solver,
-            method=asked.method,
             tasks=tasks,
-            top=asked.top,
-            budget_s=asked.budget_s,
         )
     except MMPlanError as error:
         raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
+
+
+def solve_again(plan: Plan, *, workload: Workload, **setting: Any) -> Plan:
+    """What the solver finds that is asked what the plan's own solving asked.
+
+    Args:
+        plan: says what that was.
+        workload: perhaps another one.
+        setting: files, cluster, devices and tasks; see :func:`mmplan.planner.solve`.
+    """
+    asked = plan.solver.asked or _asked_of(plan)
+    return planner.solve(
+        workload,
+        solver=asked.solver,
+        method=asked.method,
+        top=asked.top,
+        budget_s=asked.budget_s,
+        **setting,
+    )
 
 
 def _asked_of(plan: Plan) -> Asked:

@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan import planner
-from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.errors import MMPlanError
 from mmplan.module_costs import CostModel
+from mmplan.replan import solve_again
+from mmplan.schema.base import parse_document
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
-from mmplan.schema.plan import Asked, Plan, PlannedTraining
+from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
 from mmplan.symmetry import predict
@@ -66,15 +67,16 @@ def part_effects(plan: Plan, profile: Profile) -> list[Effect]:
         InvalidInputError: the profile lacks a module or a degree of the plan.
     """
     now_s = predict(plan, CostModel(profile, plan.cluster, plan.training)).iteration_s
-    modules = tuple(dict.fromkeys(unit.module for unit in plan.units))
+    modules = dict.fromkeys(unit.module for unit in plan.units)
+    parts = [(module, True) for module in modules]
     effects: list[Effect] = []
-    for part in (*modules, MESSAGES, LOSSES, REDUCTIONS):
-        costs = _Faster(profile, plan.cluster, plan.training, part=part)
+    for part, is_module in [*parts, (MESSAGES, False), (LOSSES, False), (REDUCTIONS, False)]:
+        costs = _Faster(profile, plan, part, is_module=is_module)
         then_s = predict(plan, costs).iteration_s
         effects.append(
             Effect(
                 part=part,
-                is_module=part in modules,
+                is_module=is_module,
                 iteration_s=then_s,
                 gain=1 - then_s / now_s if now_s else 0.0,
             )
@@ -83,17 +85,11 @@ def part_effects(plan: Plan, profile: Profile) -> list[Effect]:
 
 
 class _Faster(CostModel):
-    """The costs of a profile, one part of them halved (a module's) or gone.
+    """The costs of a profile, one part of them halved (a module's) or gone."""
 
-    A module named like one of the other parts is taken for the module.
-    """
-
-    def __init__(
-        self, profile: Profile, cluster: Cluster, training: PlannedTraining, *, part: str
-    ) -> None:
-        super().__init__(profile, cluster, training)
-        self._part = part
-        self._is_module = part in profile.modules
+    def __init__(self, profile: Profile, plan: Plan, part: str, *, is_module: bool) -> None:
+        super().__init__(profile, plan.cluster, plan.training)
+        self._part, self._is_module = part, is_module
 
     def forward_s(self, *, module: str, **given: Any) -> float:
         return super().forward_s(module=module, **given) * self._of(module)
@@ -156,22 +152,18 @@ def replans(
         ("twice the batch", plan.cluster, plan.devices, partial(_of_batch, times=2, over=1)),
         ("half the batch", plan.cluster, plan.devices, partial(_of_batch, times=1, over=2)),
     ]
-    asked = plan.solver.asked or Asked(solver=plan.solver.name, method=plan.solver.method)
     for change, cluster, devices, changed in settings:
         try:
-            found = planner.solve(
-                changed(workload),
+            found = solve_again(
+                plan,
+                workload=changed(workload),
                 workload_path=workload_path,
                 profile=profile,
                 profile_path=profile_path,
                 plan_path=plan_path,
                 cluster=cluster,
                 devices=devices,
-                solver=asked.solver,
-                method=asked.method,
                 tasks=tuple(plan.tasks),
-                top=asked.top,
-                budget_s=asked.budget_s,
             )
         except MMPlanError as error:
             yield Replan(change=change, plan=None, why=error.message)
@@ -229,8 +221,4 @@ def _of_batch(workload: Workload, *, times: int, over: int) -> Workload:
         sync_batch = loss.get("sync_batch")
         if sync_batch and any(holder["batch"] % sync_batch for holder in batches):
             loss["sync_batch"] = sync_batch * times // over
-    try:
-        return Workload.model_validate(document)
-    except ValueError as error:
-        first = str(error).splitlines()
-        raise InvalidInputError(first[2].strip() if len(first) > 2 else first[0]) from None
+    return parse_document(Workload, document, source=f"the workload with {times}/{over} the batch")

@@ -230,6 +230,20 @@ def test_output_survives_a_terminal_without_unicode(files: Files) -> None:
     assert "sound" in done.out
 
 
+def interrupted(busy: subprocess.Popen[str], there: Path) -> str:
+    """Stdout of a command that gets one SIGINT once a file is there."""
+    deadline_s = time.monotonic() + 60
+    while not there.exists():
+        assert busy.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    busy.send_signal(signal.SIGINT)
+    out, err = busy.communicate(timeout=30)
+    assert busy.returncode == 130, err
+    assert "Traceback" not in err
+    return out
+
+
 def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
     data = copy_workload(tmp_path).parent / "birds" / "towers.py"
     data.write_text(
@@ -239,16 +253,7 @@ def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
     busy = start(
         "mmplan", "profile", tmp_path / "birds/workload.yaml", "--analytic", *where, cwd=tmp_path
     )
-    deadline_s = time.monotonic() + 60
-    while not (tmp_path / "here").exists():
-        assert busy.poll() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    busy.send_signal(signal.SIGINT)
-    out, err = busy.communicate(timeout=30)
-    assert busy.returncode == 130, err
-    assert "Traceback" not in err
-    assert out == "interrupted\n"
+    assert interrupted(busy, tmp_path / "here") == "interrupted\n"
     assert not (tmp_path / "p.json").exists()
 
 
@@ -261,16 +266,7 @@ def test_one_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(60)\n"
     )
     busy = start("mmlaunch", "verify", files.plan, cwd=tmp_path)
-    deadline_s = time.monotonic() + 60
-    while not (tmp_path / "here").exists():
-        assert busy.poll() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    busy.send_signal(signal.SIGINT)
-    out, err = busy.communicate(timeout=30)
-    assert busy.returncode == 130, err
-    assert "Traceback" not in err
-    assert out.endswith("interrupted\n")
+    assert interrupted(busy, tmp_path / "here").endswith("interrupted\n")
 
 
 # ---- files ----

@@ -144,7 +144,9 @@ def test_an_emulated_run_is_labelled_and_leaves_no_weights(tmp_path: Path) -> No
     assert [line["loss"] for line in lines] == [0.0] * 4
     assert not (folder / "final.safetensors").exists()
     page = render(load_source(folder))
-    assert "Emulated" in page
+    assert "Emulated devices." in page
+    assert "emulated iteration" in page
+    assert "measured iteration" not in page
 
 
 @pytest.mark.parametrize("option", ["--resume", "--save-every=2", "--tasks=x"])

@@ -155,11 +155,8 @@ def _panel_picture(panel: Panel, source: str, index: int) -> str:
         label=label,
         prefix=f"fit{index}",
     )
-    caption = markup.element(
-        "figcaption",
-        markup.text("strong", panel.title) + markup.text("span", source, class_=f"tag {source}"),
-    )
-    return markup.element("figure", caption + markup.scroller(picture, label=label))
+    beside = markup.text("span", source, class_=f"tag {source}")
+    return markup.panel(picture, label=label, title=panel.title, beside=beside)
 
 
 def _draw(figure: Any, panel: Panel) -> None:

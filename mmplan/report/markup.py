@@ -83,6 +83,12 @@ def scroller(content: str, *, label: str, class_: str = "figure") -> str:
     )
 
 
+def panel(picture: str, *, label: str, title: str, beside: str) -> str:
+    """One of several small pictures: a title, markup beside it, the picture below."""
+    caption = element("figcaption", text("strong", title) + beside)
+    return element("figure", caption + scroller(picture, label=label))
+
+
 def figure(content: str, *, label: str, caption: str = "", class_: str = "") -> str:
     """A picture with its caption (markup)."""
     below = element("figcaption", caption) if caption else ""

@@ -31,9 +31,9 @@ def _tiles(data: ReportData) -> str:
     measured_s = data.run.iteration_s if data.run else None
     if measured_s:
         tiles += [
-            ("measured iteration", fmt.seconds(measured_s), "median of the run"),
+            (f"{data.found_by} iteration", fmt.seconds(measured_s), "median of the run"),
             (
-                "predicted / measured",
+                f"predicted / {data.found_by}",
                 f"{predicted.iteration_s / measured_s:.3g}",
                 "1 is a perfect prediction",
             ),
@@ -147,9 +147,10 @@ def _times(data: ReportData) -> str:
     left_out = f" after the first {run.warm_up}" if run.warm_up else ""
     samples = sum(task.batch for task in data.plan.tasks.values())
     return (
-        f"{text} Measured: {fmt.seconds(measured_s)}, {fmt.count(samples / measured_s)} samples/s, "
+        f"{text} {data.found_by.capitalize()}: {fmt.seconds(measured_s)}, "
+        f"{fmt.count(samples / measured_s)} samples/s, "
         f"the median of {_number(len(run.current) - run.warm_up, 'step')}{left_out}. "
-        f"Predicted / measured = {ratio:.3f}: {_verdict(ratio)}."
+        f"Predicted / {data.found_by} = {ratio:.3f}: {_verdict(ratio)}."
     )
 
 

@@ -103,11 +103,8 @@ def _picture(own: ScalingCurve, used: Sequence[int], index: int) -> str:
         label=label,
         prefix=f"scaling{index}",
     )
-    caption = markup.element(
-        "figcaption",
-        markup.text("strong", own.name) + markup.text("span", f" breaks at {shown}"),
-    )
-    return markup.element("figure", caption + markup.scroller(picture, label=label))
+    beside = markup.text("span", f" breaks at {shown}")
+    return markup.panel(picture, label=label, title=own.name, beside=beside)
 
 
 def _draw(figure: Any, own: ScalingCurve, used: Sequence[int]) -> None:

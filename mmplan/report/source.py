@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mmplan.costs import ProgramCosts, check_cluster
+from mmplan.costs import check_cluster
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.module_costs import CostModel
-from mmplan.program.compile import compile_plan
+from mmplan.predict import costs_of
 from mmplan.program.trace import trace_events
 from mmplan.schema.base import file_sha256, read_text
 from mmplan.schema.load import load_plan
@@ -90,6 +89,11 @@ class Run:
         return self.record.get("emulated") is True
 
     @property
+    def found_by(self) -> str:
+        """How its times came about."""
+        return "emulated" if self.is_emulated else "measured"
+
+    @property
     def cores(self) -> int | None:
         """Processor cores of the machine of the run."""
         cores = self.record.get("cores")
@@ -119,6 +123,11 @@ class ReportData:
     measured: tuple[Event, ...]
     timeline_notes: tuple[str, ...]
     hashes: tuple[tuple[str, str, str, str | None], ...]
+
+    @property
+    def found_by(self) -> str:
+        """How the run's times came about: ``measured``, or ``emulated``."""
+        return "measured" if self.run is None else self.run.found_by
 
     @property
     def source_label(self) -> str:
@@ -288,9 +297,9 @@ def _simulated(plan: Plan, profile: Profile | None) -> tuple[Event, ...]:
     if profile is None:
         raise InvalidInputError("it needs the profile, which is missing")
     check_cluster(profile, plan.cluster)
-    program = compile_plan(plan)
-    costs = ProgramCosts(program, CostModel(profile, plan.cluster, plan.training), plan)
-    events = trace_events(program, simulate(program, costs).events(), process_name="predicted")
+    costs = costs_of(plan, profile)
+    simulation = simulate(costs.program, costs)
+    events = trace_events(costs.program, simulation.events(), process_name="predicted")
     return tuple(event for event in events if event["ph"] == "X")
 
 

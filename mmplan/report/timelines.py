@@ -70,7 +70,7 @@ def _typical(data: ReportData, lines: Sequence[Timeline]) -> Iterator[str]:
     median_s = data.run.iteration_s if data.run else None
     if median_s and data.measured:
         yield (
-            f"The measured step shown took {fmt.seconds(lines[-1].end_s)}; "
+            f"The {data.found_by} step shown took {fmt.seconds(lines[-1].end_s)}; "
             f"the median of the run is {fmt.seconds(median_s)}."
         )
 
@@ -78,7 +78,7 @@ def _typical(data: ReportData, lines: Sequence[Timeline]) -> Iterator[str]:
 def _timelines(data: ReportData) -> list[Timeline]:
     pairs = (
         ("predicted", f"Predicted from {data.source_label}", data.predicted),
-        ("measured", "Measured, last measured step", data.measured),
+        ("measured", f"{data.found_by.capitalize()}, last step", data.measured),
     )
     ranks = sorted({event["tid"] for _, _, events in pairs for event in events})
     num_events = sum(len(events) for *_, events in pairs)

@@ -105,7 +105,9 @@ def _time_picture(run: Run, segments: tuple[Segment, ...]) -> str:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label="measured")
+        axes.plot(
+            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
+        )
         levels = [None if s.iteration_s is None else s.iteration_s * factor for s in segments]
         _draw_predicted(axes, run, segments, levels)
         _draw_changes(axes, segments)
@@ -115,7 +117,7 @@ def _time_picture(run: Run, segments: tuple[Segment, ...]) -> str:
         axes.set_ylim(bottom=0, top=_top(ys, predicted_s * factor))
         axes.legend(loc="best")
 
-    label = "Iteration time by step, measured and predicted"
+    label = f"Iteration time by step, {run.found_by} and predicted"
     picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="iteration")
     caption = "Forward, backward, communication and losses, without the update."
     if warm_up:
@@ -135,14 +137,16 @@ def _throughput_picture(run: Run, segments: tuple[Segment, ...]) -> str:
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label="measured")
+        axes.plot(
+            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
+        )
         _draw_predicted(axes, run, segments, [s.samples_per_s for s in segments])
         _draw_changes(axes, segments)
         axes.set(xlabel="step", ylabel="samples/s")
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
 
-    label = "Throughput by step, measured and predicted"
+    label = f"Throughput by step, {run.found_by} and predicted"
     picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="throughput")
     caption = f"Samples of all tasks of a step, by its iteration time.{_changes(segments)}"
     return markup.figure(picture, label=label, caption=markup.esc(caption))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mmplan.costs import ProgramCosts, check_cluster
+from mmplan.costs import check_cluster
 from mmplan.errors import MMPlanError
-from mmplan.module_costs import CostModel
-from mmplan.program.compile import compile_plan
+from mmplan.predict import costs_of
 from mmplan.report import markup
 from mmplan.report.explain import explain
 from mmplan.report.source import ReportData
@@ -20,9 +19,9 @@ def why_section(data: ReportData) -> str:
         return markup.note(f"Not explained: {data.profile_note}")
     try:
         check_cluster(profile, plan.cluster)
-        program = compile_plan(plan)
-        costs = ProgramCosts(program, CostModel(profile, plan.cluster, plan.training), plan)
-        reasons = explain(plan, profile, simulate(program, costs), part_effects(plan, profile))
+        costs = costs_of(plan, profile)
+        simulation = simulate(costs.program, costs)
+        reasons = explain(plan, profile, simulation, part_effects(plan, profile))
     except MMPlanError as error:
         return markup.note(f"Not explained: {error.message}.")
     rows = [(reason.topic, reason.text) for reason in reasons]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mmplan.errors import InvalidInputError
 from mmplan.schema.base import (
     Bool,
     Count,
@@ -194,6 +195,21 @@ def resolve_tasks(workload: Workload) -> dict[str, TaskView]:
         DEFAULT_TASK: TaskSpec(modules=tuple(workload.modules), losses=tuple(workload.losses))
     }
     return {name: _resolve(workload, name, spec) for name, spec in specs.items()}
+
+
+def check_tasks(workload: Workload, names: Sequence[str]) -> dict[str, TaskView]:
+    """Some of the tasks, in the workload's order, as ``--tasks`` names them.
+
+    Raises:
+        InvalidInputError: one is unknown.
+    """
+    known = resolve_tasks(workload)
+    for name in names:
+        if name not in known:
+            raise InvalidInputError(
+                f"--tasks {name}: the workload has {', '.join(known)}", hint="correct the name"
+            )
+    return {name: view for name, view in known.items() if name in names}
 
 
 def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmplan.errors import InvalidInputError
 from mmplan.zoo.diffusion import TP_PLAN, CrossAttention
 from mmplan.zoo.sizes import check_divides, check_sizes
-from mmplan.zoo.towers import MLP, Attention, Block, TokenEmbedding
+from mmplan.zoo.towers import Block, TokenEmbedding
 
 
 class Joining(nn.Module):
@@ -72,12 +72,8 @@ class EncoderBlock(Block):
         return (x_BSW if self.head is None else self.head(x_BSW)), mask_BS
 
 
-class DecoderBlock(nn.Module):
-    """A causal layer that also attends to the encoder's rows.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
-    """
+class DecoderBlock(Block):
+    """A causal layer that also attends to the encoder's rows."""
 
     def __init__(
         self,
@@ -88,15 +84,17 @@ class DecoderBlock(nn.Module):
         embed: TokenEmbedding | None,
         head: nn.Module | None,
     ) -> None:
-        super().__init__()
-        self.embed = embed
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, causal=True)
-        self.norm2 = nn.LayerNorm(width)
-        self.cross = CrossAttention(width, heads)
+        super().__init__(
+            width=width,
+            heads=heads,
+            mlp_ratio=mlp_ratio,
+            dropout=0.0,
+            embed=embed,
+            head=head,
+            causal=True,
+        )
         self.norm3 = nn.LayerNorm(width)
-        self.mlp = MLP(width, round(width * mlp_ratio))
-        self.head = head
+        self.cross = CrossAttention(width, heads)
         self.tp_plan = dict(TP_PLAN)
 
     def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -113,8 +111,8 @@ class DecoderBlock(nn.Module):
         # Padding stands at the end, where no token before it looks.
         x_BTW: Tensor = x if self.embed is None else self.embed(x)[0]
         x_BTW = x_BTW + self.attention(self.norm1(x_BTW), None)
-        x_BTW = x_BTW + self.cross(self.norm2(x_BTW), rows_BSW, mask_BS)
-        x_BTW = x_BTW + self.mlp(self.norm3(x_BTW))
+        x_BTW = x_BTW + self.cross(self.norm3(x_BTW), rows_BSW, mask_BS)
+        x_BTW = x_BTW + self.mlp(self.norm2(x_BTW))
         return (x_BTW, rows_BSW, mask_BS) if self.head is None else self.head(x_BTW)
 
 

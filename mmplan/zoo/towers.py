@@ -117,11 +117,12 @@ class Block(nn.Module):
         dropout: float,
         embed: nn.Module | None,
         head: nn.Module | None,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         self.embed = embed
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
+        self.attention = Attention(width, heads, causal=causal)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = MLP(width, round(width * mlp_ratio))
         self.dropout = nn.Dropout(dropout)
