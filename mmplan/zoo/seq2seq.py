@@ -97,23 +97,24 @@ class DecoderBlock(Block):
         self.cross = CrossAttention(width, heads)
         self.tp_plan = dict(TP_PLAN)
 
-    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the block.
 
         Args:
-            inputs: token ids [B, T] for the first block, else activations [B, T, W]; then the
-                encoder's rows [B, S, W] and mask [B, S]. Three arguments, or one tuple.
+            inputs: token ids [B, T] for a first block that embeds, else activations [B, T, W];
+                then the encoder's rows [B, S, W] and, where they have padding, their mask
+                [B, S]. As arguments, or one tuple.
 
         Returns:
-            (activations, rows, mask), or logits [B, T, V] from the last block.
+            The same with activations, or logits [B, T, V] from the last block.
         """
-        x, rows_BSW, mask_BS = _state(inputs)
+        x, rows_BSW, *masks = _state(inputs)
         # Padding stands at the end, where no token before it looks.
         x_BTW: Tensor = x if self.embed is None else self.embed(x)[0]
         x_BTW = x_BTW + self.attention(self.norm1(x_BTW), None)
-        x_BTW = x_BTW + self.cross(self.norm3(x_BTW), rows_BSW, mask_BS)
+        x_BTW = x_BTW + self.cross(self.norm3(x_BTW), rows_BSW, *masks)
         x_BTW = x_BTW + self.mlp(self.norm2(x_BTW))
-        return (x_BTW, rows_BSW, mask_BS) if self.head is None else self.head(x_BTW)
+        return (x_BTW, rows_BSW, *masks) if self.head is None else self.head(x_BTW)
 
 
 def encoder(

@@ -1,0 +1,234 @@
+"""A contrastive captioner: one model that matches images with texts and writes the texts.
+
+``image`` gives a feature for the contrastive loss and rows for the captioner to look at; ``words``
+reads a text without the image and gives a feature and its activations; ``captioner`` goes on
+from these, each token looking at the image's rows, and predicts the next token. A workload
+couples them by a cross-sample loss on ``image.0`` and ``words.0`` and a language model's on
+``captioner``; see ``examples/papers/coca-760m.yaml``.
+
+Source: CoCa, arXiv:2205.01917. Its text feature is that of an appended token; here it is that of
+the last real token, as in CLIP, which needs no mask.
+
+Shape suffixes used in this file: B = batch, T = tokens, P = patches, Q = rows of the image that
+the captioner sees, W = width, E = embedding, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmplan.zoo.diffusion import CrossAttention
+from mmplan.zoo.patches import Extent, PatchEmbedding, patch_grid
+from mmplan.zoo.seq2seq import DecoderBlock
+from mmplan.zoo.sizes import check_divides, check_sizes
+from mmplan.zoo.towers import Block, TokenEmbedding
+
+_POOLING = {"key": "colwise", "value": "colwise", "query": "colwise", "out": "rowwise"}
+
+
+class AttentionPooling(nn.Module):
+    """Learned queries that look at all patches; one more looks at what these found.
+
+    Source: CoCa, section 3.2: the contrastive pooler stands on top of the captioner's.
+    """
+
+    def __init__(self, *, width: int, heads: int, queries: int, embed: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.queries = nn.Parameter(0.02 * torch.randn(queries, width))
+        self.rows = CrossAttention(width, heads)
+        self.row_norm = nn.LayerNorm(width)
+        self.query = nn.Parameter(0.02 * torch.randn(1, width))
+        self.one = CrossAttention(width, heads)
+        self.head = nn.Linear(width, embed, bias=False)
+
+    def forward(self, x_BPW: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature [B, E] and the rows [B, Q, W] of patches [B, P, W]."""
+        batch = len(x_BPW)
+        rows_BQW = self.rows(self.queries.expand(batch, -1, -1), self.norm(x_BPW))
+        one_B1W = self.one(self.query.expand(batch, -1, -1), self.row_norm(rows_BQW))
+        return self.head(one_B1W[:, 0]), rows_BQW
+
+
+class ImageBlock(Block):
+    """A block of the image encoder."""
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            x: [B, channels, *image] for the first block, else [B, P, W].
+
+        Returns:
+            [B, P, W], or (feature [B, E], rows [B, Q, W]) from the last block.
+        """
+        x_BPW = self._layer(x if self.embed is None else self.embed(x), None)
+        return x_BPW if self.head is None else self.head(x_BPW)
+
+
+class WordsBlock(Block):
+    """A causal block of the text's first half; the token ids' mask travels along."""
+
+    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        """Run the block.
+
+        Args:
+            inputs: token ids [B, T] (int64, 0 is padding) for the first block, else
+                activations [B, T, W] and mask [B, T], as two arguments or as one tuple.
+
+        Returns:
+            The same pair, or (feature [B, E], activations [B, T, W]) from the last block.
+        """
+        state = inputs[0] if isinstance(inputs[0], tuple) else inputs
+        # Padding stands at the end, where no token before it looks.
+        x_BTW, mask_BT = state if self.embed is None else self.embed(state[0])
+        x_BTW = self._layer(x_BTW, None)
+        if self.head is None:
+            return x_BTW, mask_BT
+        last_B = mask_BT.long().sum(dim=1) - 1
+        last_BW = x_BTW[torch.arange(len(x_BTW), device=x_BTW.device), last_B]
+        return self.head(last_BW), x_BTW
+
+
+def image(
+    blocks: int,
+    width: int,
+    *,
+    heads: int,
+    image: Extent,
+    patch: Extent,
+    channels: int = 3,
+    queries: int = 256,
+    embed: int = 512,
+    mlp_ratio: float = 4.0,
+) -> nn.Sequential:
+    """Build the image encoder with its two poolers.
+
+    Args:
+        blocks: children of the Sequential, each with one transformer layer.
+        width: channels of the activations, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        image: side of the (square) image in pixels, or its size along each axis.
+        patch: side of a patch in pixels, or its size along each axis; divides ``image``.
+        channels: colour channels.
+        queries: rows that the captioner sees.
+        embed: width of the contrastive feature.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Returns:
+        Takes images [B, channels, *image], gives (feature [B, embed], rows [B, queries, width]).
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    check_sizes(blocks=blocks, width=width, heads=heads, queries=queries, embed=embed)
+    check_divides("heads", heads, "width", width)
+    patch_grid(image, patch)
+
+    def block(index: int) -> ImageBlock:
+        first, last = index == 0, index == blocks - 1
+        made = ImageBlock(
+            width=width,
+            heads=heads,
+            mlp_ratio=mlp_ratio,
+            dropout=0.0,
+            embed=PatchEmbedding(width=width, patch=patch, image=image, channels=channels)
+            if first
+            else None,
+            head=AttentionPooling(width=width, heads=heads, queries=queries, embed=embed)
+            if last
+            else None,
+        )
+        if last:
+            for pooler in ("head.rows", "head.one"):
+                made.tp_plan |= {f"{pooler}.{name}": rule for name, rule in _POOLING.items()}
+        return made
+
+    return nn.Sequential(*map(block, range(blocks)))
+
+
+def words(
+    blocks: int,
+    width: int,
+    *,
+    heads: int,
+    vocab: int,
+    length: int,
+    embed: int = 512,
+    mlp_ratio: float = 4.0,
+) -> nn.Sequential:
+    """Build the half of the text decoder that does not see the image.
+
+    Args:
+        blocks: children of the Sequential, each with one causal transformer layer.
+        width: channels of the activations, a multiple of ``heads``.
+        heads: attention heads; tp must divide it.
+        vocab: number of token ids; 0 is padding, at the end.
+        length: most tokens of a text.
+        embed: width of the contrastive feature.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Returns:
+        Takes token ids [B, T], gives (feature [B, embed], activations [B, T, width]).
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
+    check_divides("heads", heads, "width", width)
+
+    def block(index: int) -> WordsBlock:
+        first, last = index == 0, index == blocks - 1
+        return WordsBlock(
+            width=width,
+            heads=heads,
+            mlp_ratio=mlp_ratio,
+            dropout=0.0,
+            embed=TokenEmbedding(width=width, vocab=vocab, length=length) if first else None,
+            head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, embed, bias=False))
+            if last
+            else None,
+            causal=True,
+        )
+
+    return nn.Sequential(*map(block, range(blocks)))
+
+
+def captioner(
+    blocks: int, width: int, *, heads: int, vocab: int, mlp_ratio: float = 4.0
+) -> nn.Sequential:
+    """Build the half of the text decoder that looks at the image.
+
+    Args:
+        blocks: children of the Sequential, each with one layer.
+        width: channels of the activations, those of ``image`` and ``words``.
+        heads: attention heads; tp must divide it.
+        vocab: number of token ids.
+        mlp_ratio: hidden width of the MLP over ``width``.
+
+    Returns:
+        Takes activations [B, T, width] (``words.1``) and rows [B, Q, width] (``image.1``), gives
+        logits [B, T, vocab].
+
+    Raises:
+        InvalidInputError: sizes that do not fit one another.
+    """
+    check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab)
+    check_divides("heads", heads, "width", width)
+    return nn.Sequential(
+        *(
+            DecoderBlock(
+                width=width,
+                heads=heads,
+                mlp_ratio=mlp_ratio,
+                embed=None,
+                head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab, bias=False))
+                if index == blocks - 1
+                else None,
+            )
+            for index in range(blocks)
+        )
+    )
