@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -272,6 +273,74 @@ def test_modules_with_common_parameters_get_one_tp() -> None:
     got = solve(workload({"a": {}, "b": {"share": "a", "plan": {"tp": 2}}}, batch=2), costs, top=4)
     for candidate in got.candidates:
         assert {unit.tp for unit in candidate.units} == {2}
+
+
+def test_a_degree_that_common_parameters_ask_for_is_no_worse_than_none() -> None:
+    """Alone, a would never split: two replicas of one device are always faster."""
+    tower = module_profile(tp={1: 1.0, 2: 1.5})
+    costs = profile({"a": tower, "b": tower}, 4)
+    job = workload({"a": {}, "b": {"share": "a", "plan": {"tp": 2}}}, batch=8)
+    assert shapes(solve(job, costs)) == {"a": (1, 1, 2), "b": (1, 1, 2)}
+
+
+# --- with components switched off ---------------------------------------------------------
+
+
+def uneven_towers(devices: int) -> Profile:
+    return profile(
+        {
+            "a": module_profile(3.0, 5.0, blocks=4, tp={1: 1.0, 2: 1.7}),
+            "b": module_profile(0.7, 1.6, blocks=4, tp={1: 1.0, 2: 1.8}),
+        },
+        devices,
+    )
+
+
+def test_one_grid_is_the_best_of_the_grids_that_all_modules_are_pinned_to() -> None:
+    costs = uneven_towers(6)
+    values: list[float] = []
+    for tp, pp in itertools.product((1, 2), (1, 2, 3)):
+        pins = {"plan": {"tp": tp, "pp": pp}}
+        job = workload({"a": pins, "b": pins}, batch=12, sync_batch=6)
+        with contextlib.suppress(InfeasibleError):
+            values.append(solve(job, costs).candidates[0].objective_s)
+    got = solve(workload({"a": {}, "b": {}}, batch=12, sync_batch=6), costs, method="one-grid")
+    a, b = got.candidates[0].units
+    assert (a.tp, a.pp) == (b.tp, b.pp)
+    assert got.candidates[0].objective_s == pytest.approx(min(values), rel=1e-12)
+
+
+def test_same_devices_is_the_best_of_halves() -> None:
+    plain = {"plan": {"tp": 1, "pp": 1}}
+    halves = {"plan": {"tp": 1, "pp": 1, "dp": [1, 2, 3]}}
+    want = solve(workload({"a": halves, "b": halves}, batch=12), uneven_towers(7))
+    got = solve(
+        workload({"a": plain, "b": plain}, batch=12), uneven_towers(7), method="same-devices"
+    )
+    assert got.candidates[0].objective_s == pytest.approx(want.candidates[0].objective_s)
+    whole = solve(workload({"a": plain, "b": plain}, batch=12), uneven_towers(7))
+    assert whole.candidates[0].objective_s < got.candidates[0].objective_s
+    assert shapes(whole)["a"] == (4, 1, 1)  # shares of 3; 5 would not be less
+    with pytest.raises(InfeasibleError, match="module a"):
+        solve(
+            workload({"a": {"plan": {"pp": 4}}, "b": {}}, batch=12),
+            uneven_towers(7),
+            method="same-devices",
+        )
+
+
+def test_drained_ends_every_sync_batch_before_the_next() -> None:
+    """By hand: one module in two stages, two sync batches of 4 samples, f = 0.5, b = 1.
+
+    Interleaved: (K + P - 1)(f + b) + K (f + b) = 5 x 1.5 + 4 x 1.5; drained 10 x 1.5.
+    """
+    costs = profile({"a": module_profile(blocks=2)}, 2)
+    for point in costs.modules["a"].points:
+        object.__setattr__(point, "backward_input_s", 0.0)
+    job = workload({"a": {"plan": {"pp": 2, "microbatch": 1}}}, batch=8, sync_batch=4)
+    whole, drained = (solve(job, costs, method=m).candidates[0] for m in ("exact", "drained"))
+    assert (whole.objective_s, drained.objective_s) == (pytest.approx(13.5), pytest.approx(15.0))
+    assert drained.units[0].schedule.kind == "gpipe"
 
 
 def test_memory_that_does_not_hold_the_optimal_order_drains_each_round() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import product
 
@@ -16,15 +16,34 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.balancer import OptionTable, balance_best_first, make_table
 from mmplan.solvers.chains import Chain
-from mmplan.solvers.options import ModuleOptions, Option, Stages
+from mmplan.solvers.options import Choices, Family, ModuleOptions, Option, Stages
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.units import last_stage_ranks, make_unit
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """The whole search, or what is left of it with a component of DistMM switched off.
+
+    Attributes:
+        choices: of every module.
+        one_grid: all modules have one tp and one pp.
+        same_devices: no module has more devices than another one may have.
+    """
+
+    choices: Choices = field(default_factory=Choices)
+    one_grid: bool = False
+    same_devices: bool = False
+
+
 METHODS = {
-    "exact": "all degrees, uneven shares",
-    "even": "all degrees, equal shares",
-    "paper": "the partitioner's degrees, uneven shares",
+    "exact": Method(),  # all degrees, uneven shares
+    "even": Method(choices=Choices(uneven=False)),  # all replicas of a module get equal shares
+    "paper": Method(choices=Choices(preferred_only=True)),  # the partitioner's degrees
+    "one-grid": Method(one_grid=True),  # without the partitioner
+    "same-devices": Method(same_devices=True),  # without the load balancer
+    "drained": Method(choices=Choices(kinds=("gpipe",))),  # without interleaved sync batches
 }
 
 
@@ -51,27 +70,48 @@ def solve_distmm(request: Request) -> Solution:
     """
     problem = Problem(request=request, task=request.only_task("distmm"))
     request.check_not_interleaved("distmm")
-    method = request.method or "exact"
-    if method not in METHODS:
+    name = request.method or "exact"
+    if name not in METHODS:
         raise InvalidInputError(
-            f"--method {method}: distmm knows {', '.join(METHODS)}",
+            f"--method {name}: distmm knows {', '.join(METHODS)}",
             hint="leave --method out for exact",
         )
-    modules = {
-        name: ModuleOptions(
-            problem, name, uneven=method != "even", preferred_only=method == "paper"
-        )
-        for name in problem.task.modules
-    }
+    modules = make_options(problem, METHODS[name])
     check_feasible(problem, modules)
     candidates, bound_s = best_candidates(problem, modules)
     return Solution(
         solver="distmm",
-        method=method,
+        method=name,
         candidates=tuple(candidates),
         lower_bound_s=bound_s,
         closed_form=problem.closed_form(),
     )
+
+
+def make_options(problem: Problem, method: Method = Method()) -> dict[str, ModuleOptions]:
+    """What every module of the task may choose from, by its name."""
+    names = problem.task.modules
+    choices = method.choices
+    if method.same_devices:
+        choices = replace(choices, most_devices=max(1, problem.devices // len(names)))
+    specs = problem.request.workload.modules
+    owners = {name: specs[name].share or name for name in names}
+
+    def family(name: str) -> Family | None:
+        if method.one_grid:
+            return Family(name="all modules", key=_grid)
+        alone = list(owners.values()).count(owners[name]) == 1
+        return None if alone else Family(name=owners[name], key=_tp)
+
+    return {n: ModuleOptions(problem, n, choices=choices, family=family(n)) for n in names}
+
+
+def _tp(option: Option) -> int:
+    return option.tp
+
+
+def _grid(option: Option) -> tuple[int, int]:
+    return option.tp, option.pp
 
 
 def best_candidates(
@@ -121,32 +161,31 @@ def _choices(
             ],
             deadline,
         )
-        for selection in _selections(problem, modules)
+        for selection in _selections(modules)
     ]
     return merge(*parts, key=lambda choice: choice.bound_s)
 
 
-def _selections(problem: Problem, modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
-    """Rows of each module, once for every tp that modules with common parameters may have."""
-    specs = problem.request.workload.modules
-    families: dict[str, set[str]] = {}
-    for name in modules:
-        families.setdefault(specs[name].share or name, set()).add(name)
-    shared = {owner: names for owner, names in families.items() if len(names) > 1}
-    degrees = [_common_degrees([modules[n] for n in names]) for names in shared.values()]
-    for tps in product(*degrees):
-        fixed = {n: tp for names, tp in zip(shared.values(), tps, strict=True) for n in names}
+def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
+    """Rows of each module, once for everything that the modules of a family may agree on."""
+    families: dict[Family, list[ModuleOptions]] = {}
+    for own in modules.values():
+        if own.family is not None:
+            families.setdefault(own.family, []).append(own)
+    common = [
+        set.intersection(*({family.key(o) for o in own.options} for own in members))
+        for family, members in families.items()
+    ]
+    for keys in product(*(sorted(each, key=str) for each in common)):
+        agreed = dict(zip(families, keys, strict=True))
         yield [
-            [i for i, o in enumerate(own.options) if o.tp == fixed.get(name, o.tp)]
-            for name, own in modules.items()
+            [
+                i
+                for i, option in enumerate(own.options)
+                if own.family is None or own.family.key(option) == agreed[own.family]
+            ]
+            for own in modules.values()
         ]
-
-
-def _common_degrees(family: Sequence[ModuleOptions]) -> list[int]:
-    common = {option.tp for option in family[0].options}
-    for own in family[1:]:
-        common &= {option.tp for option in own.options}
-    return sorted(common)
 
 
 def _search(

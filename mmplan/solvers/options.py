@@ -6,7 +6,7 @@ seconds of the slowest stage on the slowest replica's largest micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,12 +117,44 @@ class Shortage:
     pp: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What every module may choose from; the defaults are everything.
+
+    Attributes:
+        uneven: shares of a round may differ by replica.
+        preferred_only: stop at the first degrees with a feasible option (the partitioner).
+        kinds: orders of a module's stages, the best first.
+        most_devices: of a module.
+    """
+
+    uneven: bool = True
+    preferred_only: bool = False
+    kinds: tuple[Kind, ...] = ("batch-sync", "gpipe")
+    most_devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Modules that must agree in something.
+
+    Attributes:
+        name: of the family.
+        key: what of their options must be equal.
+    """
+
+    name: str
+    key: Callable[[Option], Hashable]
+
+
 class ModuleOptions:
     """The feasible options of one module, none of them dominated by another.
 
     Args:
-        degrees: (tp, pp) to try, in the order of preference; default all candidates.
-        preferred_only: stop at the first degrees with a feasible option (the partitioner).
+        problem: its task, devices and costs.
+        module: its name.
+        choices: what it may choose from.
+        family: whom it must agree with; options do not dominate those that others may need.
     """
 
     def __init__(
@@ -130,26 +162,34 @@ class ModuleOptions:
         problem: Problem,
         module: str,
         *,
-        uneven: bool = True,
-        preferred_only: bool = False,
+        choices: Choices = Choices(),
+        family: Family | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.family = module, family
         self.shortage: Shortage | None = None
-        self.tried = degree_candidates(problem, module)
-        self._problem, self._uneven = problem, uneven
+        most = choices.most_devices or problem.devices
+        self.tried = [(tp, pp) for tp, pp in degree_candidates(problem, module) if tp * pp <= most]
+        self._problem, self._choices, self._most = problem, choices, most
         self._pins = problem.request.workload.modules[module].plan
         options: list[Option] = []
         for tp, pp in self.tried:
             options += self._of_degrees(tp, pp)
-            if options and preferred_only:
+            if options and choices.preferred_only:
                 break
-        self.options = _undominated(options, chained=problem.chained())
+        groups: dict[Hashable, list[Option]] = {}
+        for option in options:
+            groups.setdefault(family and family.key(option), []).append(option)
+        chained = problem.chained()
+        self.options = [x for own in groups.values() for x in _undominated(own, chained=chained)]
 
     def _of_degrees(self, tp: int, pp: int) -> Iterator[Option]:
         problem, devices = self._problem, tp * pp
         stages = Stages(problem, self.module, tp, pp)
         counts = replica_counts(
-            problem.round_samples, problem.devices // devices, uneven=self._uneven, pins=self._pins
+            problem.round_samples,
+            self._most // devices,
+            uneven=self._choices.uneven,
+            pins=self._pins,
         )
         for dp in counts:
             share = -(-problem.round_samples // dp)
@@ -159,7 +199,7 @@ class ModuleOptions:
                     yield option
 
     def _option(self, stages: Stages, dp: int, share: int, size: int, pins: Pins) -> Option | None:
-        kind, needed = stages.order(dp, -(-share // size), size)
+        kind, needed = stages.order(dp, -(-share // size), size, self._choices.kinds)
         if kind is None:
             if self.shortage is None or needed < self.shortage.needed_bytes:
                 self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
@@ -256,12 +296,15 @@ class Stages:
             for extra, backward in zip(ahead, self._backward, strict=True)
         ]
 
-    def order(self, dp: int, count: int, size: int) -> tuple[Kind | None, float]:
-        """(the best order that fits the memory, or None; the bytes that it needs)."""
-        sync = bool(self.problem.task.sync_batches)
+    def order(
+        self, dp: int, count: int, size: int, kinds: Sequence[Kind]
+    ) -> tuple[Kind | None, float]:
+        """(the first of the orders that fits the memory, or None; the bytes that it needs).
+
+        Without a cross-sample loss there is only 1f1b.
+        """
         fixed_bytes, held_bytes, needed = self.fixed(dp), self.held(size), np.inf
-        kinds: tuple[Kind, ...] = ("batch-sync", "gpipe") if sync else ("1f1b",)
-        for kind in kinds:
+        for kind in kinds if self.problem.task.sync_batches else ("1f1b",):
             flights = self.in_flight(kind, count)
             rows = zip(fixed_bytes, held_bytes, flights, strict=True)
             needed = min(needed, max(fixed + held * flight for fixed, held, flight in rows))

@@ -17,8 +17,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.convex import candidates_of
 from mmplan.solvers.convex_core import Found, Group, Options, best_plans
 from mmplan.solvers.convex_groups import Pipelines
-from mmplan.solvers.distmm import best_candidates, check_feasible
-from mmplan.solvers.options import ModuleOptions
+from mmplan.solvers.distmm import best_candidates, check_feasible, make_options
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 
 
@@ -105,7 +104,7 @@ def proportional(weights: Sequence[float], total: int) -> list[int]:
 
 def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate], float]:
     """The optimum of distmm's formula with every module inside its share."""
-    modules = {name: ModuleOptions(problem, name) for name in shares}
+    modules = make_options(problem)
     check_feasible(problem, modules)
     for name, own in modules.items():
         fewest = min(option.devices for option in own.options)
