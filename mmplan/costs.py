@@ -294,7 +294,14 @@ class ProgramCosts:
         Input gradients count over the blocks that a gradient passes, weight gradients
         over those that train; recomputation is no useful work and does not count.
         """
-        return sum(self._stage_flops(stage) for stage in self.program.stages)
+        return sum(self.module_flops().values())
+
+    def module_flops(self) -> dict[str, float]:
+        """Each module's part of :meth:`flops`, over all tasks that use it."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for stage in self.program.stages:
+            found[stage.module] += self._stage_flops(stage)
+        return dict(found)
 
     def _stage_flops(self, stage: Stage) -> float:
         task, module = stage.task, stage.module

@@ -75,6 +75,7 @@ def solve(
     tasks: Sequence[str] | None = None,
     top: int = 8,
     budget_s: float = 1.0,
+    patience_s: float | None = None,
     trials: Trials | None = None,
 ) -> Plan:
     """The plan with the least simulated iteration time among a solver's best few.
@@ -93,6 +94,7 @@ def solve(
         tasks: only these; default all, or those that train.tasks_from_step starts with.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
+        patience_s: seconds for simulating plans beyond the first of each kind, default ten budgets.
         trials: the least measured time among the best by simulation decides instead.
 
     Raises:
@@ -131,7 +133,8 @@ def solve(
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
     solutions, left_out = _solutions(request, solver)
-    tried = drafts.try_all(solutions, patience_s=SIMULATION_BUDGETS * budget_s)
+    patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
+    tried = drafts.try_all(solutions, patience_s=patience_s)
     return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
 
 
@@ -211,8 +214,11 @@ class _Drafts:
             InfeasibleError: none fits.
         """
         first, others = first_of_each_kind(solutions)
+        began = time.monotonic()
         tried = [item for pair in first for item in self._try(*pair)]
-        deadline = time.monotonic() + patience_s
+        # What one takes is not begun where less is left.
+        each_s = (time.monotonic() - began) / max(1, len(first))
+        deadline = time.monotonic() + patience_s - each_s
         for position, (solution, candidate) in enumerate(others):
             if tried and time.monotonic() > deadline:
                 self._notes_on_search.append(

@@ -47,11 +47,25 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
     Raises:
         InvalidInputError: the plan's schedules wait for each other.
     """
+    return prediction(simulated(plan, costs)[0], plan)
+
+
+def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, int]]:
+    """One step of the plan, in less time where parts of it are alike.
+
+    Returns:
+        The simulation, whose program has rows of some ranks only, and for every rank that is
+        used the one of them that does the same.
+
+    Raises:
+        InvalidInputError: the plan's schedules wait for each other.
+    """
     graph = lower(plan)
     found = excerpt(plan, graph)
     if found is None:
         program = compile_plan(plan)
-        return prediction(simulate(program, ProgramCosts(program, costs, plan)), plan)
+        whole_step = simulate(program, ProgramCosts(program, costs, plan))
+        return whole_step, {r: r for r in range(plan.devices) if whole_step.used[r]}
     program = compile_plan(found.plan)
     whole = replace(
         program,
@@ -62,7 +76,7 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
         reductions=tuple(graph.reductions),
     )
     simulation = simulate(program, _WholeCosts(whole, costs, plan))
-    return prediction(_expanded(simulation, found, plan), plan)
+    return _expanded(simulation, found, plan), found.twin
 
 
 class _WholeCosts(ProgramCosts):
