@@ -21,11 +21,12 @@ from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.metaops import contract
 from mmplan.solvers.mpsp_bounds import curve, level_bound, paper_value
-from mmplan.solvers.mpsp_emit import Emitter
+from mmplan.solvers.mpsp_emit import Emitter, Sizes
 from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
 from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion, parts
-from mmplan.solvers.mpsp_placement import Placed, Slot, place
+from mmplan.solvers.mpsp_placement import Placed, place
 from mmplan.solvers.mpsp_schedule import Draft, Evaluator, portfolio
+from mmplan.solvers.mpsp_slots import Slot
 from mmplan.solvers.mpsp_staged import staged
 from mmplan.solvers.mpsp_tables import Scaling, Scalings
 from mmplan.solvers.mpsp_wavefront import wavefront
@@ -84,6 +85,7 @@ class _Planning:
         self._problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
+        self._sizes = Sizes(self._problems)
         self._ops = contract(request.workload, request.tasks)
         self._memory_bytes = request.cluster.device.memory_bytes
         self._missing = float("inf")
@@ -97,7 +99,7 @@ class _Planning:
         further = 0
         for rounds in _rounds(self._problems):
             scalings = Scalings(self._ops, self._problems, rounds)
-            lacking = _lacking_bytes(self._request, self._problems, scalings)
+            lacking = self._lacking(scalings)
             if lacking > 0:
                 self._missing = min(self._missing, lacking)
                 continue
@@ -131,12 +133,20 @@ class _Planning:
         used = {item.rounds: bounds[item.rounds] for item in found}
         return self._solution(found, used)
 
+    def _lacking(self, scalings: Scalings) -> float:
+        """Bytes that each device lacks for a round's activations, if all share them equally."""
+        free, request = scalings.free(), self._request
+        emitter = Emitter(
+            self._problems, self._sizes, free, _instance(free, request), scalings.rounds
+        )
+        return emitter.least_bytes() / request.devices - self._memory_bytes
+
     # --- drafts without a search -------------------------------------------------------
 
     def _lacks(self, chosen: Sequence[Scaling], rounds: int) -> tuple[float, float]:
         """Bytes that drafts made without a search lack at best, with activations and without."""
         instance = _instance(chosen, self._request)
-        emitter = Emitter(self._problems, chosen, instance, rounds)
+        emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
         evaluator = Evaluator(instance)
         span_s = max(float(c.both_s.sum(axis=1).min()) for c in instance.chains)
         targets = [[span_s] * len(instance.chains)]
@@ -167,7 +177,7 @@ class _Planning:
         fits_without_activations = False
         for chosen in scalings.choices()[:_CHOICES]:
             instance = _instance(chosen, self._request)
-            emitter = Emitter(self._problems, chosen, instance, rounds)
+            emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
             for made in staged(chosen, instance, emitter.block_bytes()):
                 slots = emitter.slots(made.draft, made.starts, made.within)
                 placed = self._place(slots, 0.0, streamed=True)
@@ -198,7 +208,7 @@ class _Planning:
                 continue
             limit_s = request.budget_s * (_OTHER if position else share)
             drafts = list(_drafts(instance, self._method, bounds.total_s, limit_s))
-            emitter = Emitter(self._problems, chosen, instance, rounds)
+            emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
             for label, draft in drafts:
                 slots = emitter.slots(draft, Evaluator(instance).run(draft).starts)
                 placed = self._place(slots, request.budget_s * _PLACING / len(drafts))
@@ -255,13 +265,6 @@ class _Planning:
             notes=bounds[rounds].notes,
             curves=bounds[rounds].curves,
         )
-
-
-def _lacking_bytes(request: Request, problems: Mapping[str, Problem], scalings: Scalings) -> float:
-    """Bytes that each device lacks for the activations of a round, if all share them equally."""
-    free = scalings.free()
-    emitter = Emitter(problems, free, _instance(free, request), scalings.rounds)
-    return emitter.least_bytes() / request.devices - request.cluster.device.memory_bytes
 
 
 def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:

@@ -5,16 +5,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from mmplan.schema.plan import Schedule, Slice, Unit, Wave
-from mmplan.solvers.mpsp_model import Instance
-from mmplan.solvers.mpsp_placement import Placed, Slot
+from mmplan.solvers.metaops import MetaOp
+from mmplan.solvers.mpsp_model import Floats, Instance
+from mmplan.solvers.mpsp_placement import Placed
 from mmplan.solvers.mpsp_schedule import Draft, Piece
+from mmplan.solvers.mpsp_slots import Slot
 from mmplan.solvers.mpsp_tables import Allocation, Scaling
-from mmplan.solvers.problem import Problem
+from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.shares import cut, split_evenly
 
 # The largest share of n replicas, ceil(S / n), is less than so many times the mean, S / n.
 _UNEVEN = 2.0
+
+
+class Sizes:
+    """Bytes of the tasks' blocks, remembered for all emitters.
+
+    Args:
+        problems: by task.
+    """
+
+    def __init__(self, problems: Mapping[str, Problem]) -> None:
+        self._problems = problems
+        self._parameters: dict[tuple[str, str, int, int], tuple[Floats, Floats]] = {}
+        self._held: dict[tuple[str, str, int, int, Blocks], float] = {}
+
+    def parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
+        """``[L]`` all that a rank holds of each block's parameters, and their gradient alone."""
+        problem = self._problems[op.task]
+        key = op.task, op.module, tp, dp if problem.costs.training.zero else 1
+        if key not in self._parameters:
+            each = [(b, b + 1) for b in range(problem.blocks(op.module))]
+            self._parameters[key] = (
+                np.array([problem.fixed_bytes(op.module, block, tp, key[3]) for block in each]),
+                np.array([problem.gradient_bytes(op.module, block, tp) for block in each]),
+            )
+        return self._parameters[key]
+
+    def held(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
+        """Activations of a micro-batch on one rank."""
+        key = op.task, op.module, tp, size, blocks
+        if key not in self._held:
+            self._held[key] = self._problems[op.task].held_bytes(op.module, blocks, tp, size)
+        return self._held[key]
 
 
 class Emitter:
@@ -22,6 +58,7 @@ class Emitter:
 
     Args:
         problems: by task.
+        sizes: of the same problems.
         scalings: of the MetaOps, in the order of the instance's chains.
         rounds: of a step; a slice runs once in each.
     """
@@ -29,15 +66,18 @@ class Emitter:
     def __init__(
         self,
         problems: Mapping[str, Problem],
+        sizes: Sizes,
         scalings: Sequence[Scaling],
         instance: Instance,
         rounds: int,
     ) -> None:
         self._problems = problems
+        self._sizes = sizes
         self._scalings = scalings
         self._instance = instance
         self._rounds = rounds
-        self._bytes: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self._allocations = [{a.tp * a.dp: a for a in own.allocations} for own in scalings]
+        self._cut: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --- before the placement --------------------------------------------------------
 
@@ -79,14 +119,11 @@ class Emitter:
 
     def block_bytes(self) -> dict[str, list[float]]:
         """Parameters, gradient and state of each block on one rank, by owner."""
-        return {
-            own.op.owner: [
-                self._block_bytes(m, own.allocations[0], block)[0] for block in range(chain.blocks)
-            ]
-            for m, (own, chain) in enumerate(
-                zip(self._scalings, self._instance.chains, strict=True)
-            )
-        }
+        found: dict[str, list[float]] = {}
+        for own in self._scalings:
+            first = own.allocations[0]
+            found[own.op.owner] = self._sizes.parameters(own.op, first.tp, first.dp)[0].tolist()
+        return found
 
     def _slot(
         self,
@@ -98,6 +135,7 @@ class Emitter:
     ) -> Slot:
         chain, (k, a, b, _) = self._instance.chains[m], piece
         allocation, op = self._allocation(m, piece), self._scalings[m].op
+        fixed, gradient = self._sizes.parameters(op, allocation.tp, allocation.dp)
         return Slot(
             tp=allocation.tp,
             dp=allocation.dp,
@@ -107,18 +145,16 @@ class Emitter:
             backward_s=float(chain.backward_s[k, a:b].sum()),
             after=after,
             samples=op.batch // self._rounds,
-            messages=len(self._microbatches(m, allocation)[0]),
+            messages=len(self._largest(m, allocation)),
             owner=op.owner,
             blocks=(a, b),
-            block_bytes=tuple(self._block_bytes(m, allocation, block)[0] for block in range(a, b)),
-            gradient_bytes=tuple(
-                self._block_bytes(m, allocation, block)[1] for block in range(a, b)
-            ),
+            block_bytes=fixed[a:b],
+            gradient_bytes=gradient[a:b],
             held_bytes=self._held_bytes(m, allocation, (a, b)),
         )
 
     def _allocation(self, m: int, piece: Piece) -> Allocation:
-        return self._scalings[m].allocation(self._instance.chains[m].counts[piece[0]])
+        return self._allocations[m][self._instance.chains[m].counts[piece[0]]]
 
     def _problem(self, m: int) -> Problem:
         return self._problems[self._scalings[m].op.task]
@@ -131,34 +167,29 @@ class Emitter:
         op = self._scalings[m].op
         return self._problem(m).output_bytes(op.module, after_block)
 
-    def _block_bytes(self, m: int, allocation: Allocation, block: int) -> tuple[float, float]:
-        """All that a rank holds of a block's parameters, and their gradient alone."""
-        op, tp = self._scalings[m].op, allocation.tp
-        key = m, tp, allocation.dp, block
-        if key not in self._bytes:
-            blocks = (block, block + 1)
-            self._bytes[key] = (
-                self._problem(m).fixed_bytes(op.module, blocks, tp, allocation.dp),
-                self._problem(m).gradient_bytes(op.module, blocks, tp),
-            )
-        return self._bytes[key]
-
-    def _held_bytes(self, m: int, allocation: Allocation, blocks: tuple[int, int]) -> float:
+    def _held_bytes(self, m: int, allocation: Allocation, blocks: Blocks) -> float:
         """All micro-batches of the largest share: every forward comes before any backward."""
-        problem, module = self._problem(m), self._scalings[m].op.module
-        sizes = Counter(self._microbatches(m, allocation)[0])
+        op = self._scalings[m].op
+        sizes = Counter(self._largest(m, allocation))
         return sum(
-            times * problem.held_bytes(module, blocks, allocation.tp, size)
+            times * self._sizes.held(op, allocation.tp, size, blocks)
             for size, times in sizes.items()
         )
+
+    def _largest(self, m: int, allocation: Allocation) -> tuple[int, ...]:
+        """Micro-batches of the first replica in a round, which has the largest share."""
+        key = m, allocation.tp, allocation.dp
+        if key not in self._cut:
+            samples = self._scalings[m].op.batch // self._rounds
+            share = -(-samples // allocation.dp)
+            self._cut[key] = _cut(share, allocation, -(-share // allocation.size))
+        return self._cut[key]
 
     def _microbatches(self, m: int, allocation: Allocation) -> list[tuple[int, ...]]:
         """Sizes of each replica in a round."""
         shares = split_evenly(self._scalings[m].op.batch // self._rounds, allocation.dp)
-        if allocation.pinned:
-            return [cut(share, allocation.size, pinned=True) for share in shares]
-        count = -(-shares[0] // allocation.size)
-        return [split_evenly(share, min(share, count)) for share in shares]
+        count = len(self._largest(m, allocation))
+        return [_cut(share, allocation, count) for share in shares]
 
     # --- after it --------------------------------------------------------------------
 
@@ -208,6 +239,13 @@ class Emitter:
             )
             for start_s, own in sorted(rows.items())
         )
+
+
+def _cut(share: int, allocation: Allocation, count: int) -> tuple[int, ...]:
+    """Micro-batches of a share, so many unless their size is the user's."""
+    if allocation.pinned:
+        return cut(share, allocation.size, pinned=True)
+    return split_evenly(share, min(share, count))
 
 
 def _pieces(draft: Draft) -> Iterator[tuple[int, int, Piece]]:

@@ -7,19 +7,24 @@ shares them, or the slice before), that produced its input, and that hold little
 whose ranks are not free together waits for them, so the result is a schedule whatever the draft
 assumed. A rank holds a block as one shard only, so slices of other tensor-parallel degrees go
 elsewhere. When memory does not fit, the placement starts again with memory weighing more, then
-with the choices shaken up, until its time is over.
+takes the ranks that :mod:`mmplan.solvers.mpsp_packing` finds.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp_flows import reductions_s, transfer_s
+from mmplan.solvers.mpsp_model import Floats
+from mmplan.solvers.mpsp_packing import Groups, pack
+from mmplan.solvers.mpsp_slots import Holdings, Slot, stretches
 
 # Times that differ by less than this share are one instant.
 _SAME = 1e-9
@@ -27,52 +32,6 @@ _SAME = 1e-9
 _WEIGHTS = (0.3, 3.0, 30.0)
 # What a rank is taken to have; the simulation counts them.
 _COMMUNICATORS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """A slice to be placed.
-
-    Attributes:
-        within: the first rank that it may use, and the one after the last.
-        start_s: when the draft starts it.
-        after: slots that end before it starts, with the bytes a sample that flow from each.
-        samples: of a round.
-        messages: micro-batches of a replica; all but the last travel while others compute.
-        owner: whose parameters; ranks with another tensor-parallel degree hold other shards.
-        blocks: the first, and the one after the last.
-        block_bytes: parameters, gradient and state of each block on one rank.
-        gradient_bytes: of each block on one rank, what is summed at the end of the step.
-        held_bytes: activations that each rank holds for it.
-    """
-
-    tp: int
-    dp: int
-    within: tuple[int, int]
-    start_s: float
-    forward_s: float
-    backward_s: float
-    after: tuple[tuple[int, float], ...]
-    samples: int
-    messages: int
-    owner: str
-    blocks: tuple[int, int]
-    block_bytes: tuple[float, ...]
-    gradient_bytes: tuple[float, ...]
-    held_bytes: float
-
-    @property
-    def mask(self) -> int:
-        """Its blocks as bits."""
-        return (1 << self.blocks[1]) - (1 << self.blocks[0])
-
-    def bytes_of(self, mask: int) -> float:
-        """Parameters, gradient and state of some of its blocks on one rank."""
-        if mask == self.mask:
-            return sum(self.block_bytes)
-        return sum(
-            size for block, size in enumerate(self.block_bytes, self.blocks[0]) if mask >> block & 1
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +46,7 @@ class Placed:
         memory_bytes: per rank, as the placement counts them.
     """
 
-    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    groups: tuple[Groups, ...]
     starts: tuple[float, ...]
     forward_s: float
     backward_s: float
@@ -108,46 +67,33 @@ def place(
     *,
     limit_s: float,
     streamed: bool = False,
-    seed: int = 0,
 ) -> Placed | float:
     """Ranks for every slot; or, where none were found, the bytes that a rank lacked at best.
 
     Args:
         slots: producers before consumers.
-        limit_s: seconds for further attempts after the first ones.
+        limit_s: seconds for the search where no choice in the order of time fits.
         streamed: a slice starts with the first micro-batch that the one before has finished;
             otherwise when all are.
     """
-    deadline, rng = time.monotonic() + limit_s, random.Random(seed)
-    missing, attempt = float("inf"), 0
-    while attempt < len(_WEIGHTS) or time.monotonic() < deadline:
-        weight = _WEIGHTS[min(attempt, len(_WEIGHTS) - 1)]
-        shake = 0.0 if attempt < len(_WEIGHTS) else 1.0
-        found = _Attempt(slots, cluster, devices, weight, shake, rng, streamed).run()
+    deadline, missing = time.monotonic() + limit_s, math.inf
+    for weight in _WEIGHTS:
+        found = _Attempt(slots, cluster, devices, weight, streamed).run()
         if isinstance(found, Placed):
             return found
-        missing, attempt = min(missing, found), attempt + 1
+        missing = min(missing, found)
+    packed = pack(slots, devices, memory_bytes(cluster), deadline=deadline)
+    if packed is not None:
+        found = _Attempt(slots, cluster, devices, _WEIGHTS[0], streamed, packed).run()
+        if isinstance(found, Placed):
+            return found
     return missing
 
 
-@dataclass(slots=True)
-class _Rank:
-    free_at: float = 0.0
-    held_bytes: float = 0.0
-    blocks: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    """Bits of the blocks held, by owner and tp."""
-
-    def takes(self, slot: Slot) -> bool:
-        """Whether it holds none of the slot's blocks as another shard."""
-        return not any(
-            mask & slot.mask
-            for (owner, tp), mask in self.blocks.items()
-            if owner == slot.owner and tp != slot.tp
-        )
-
-    def missing(self, slot: Slot) -> int:
-        """Blocks of the slot that it does not hold yet."""
-        return slot.mask & ~self.blocks.get((slot.owner, slot.tp), 0)
+def memory_bytes(cluster: Cluster) -> float:
+    """What a rank has for its slices."""
+    device = cluster.device
+    return device.memory_bytes - _COMMUNICATORS * device.communicator_bytes
 
 
 class _Attempt:
@@ -157,24 +103,23 @@ class _Attempt:
         cluster: Cluster,
         devices: int,
         weight: float,
-        shake: float,
-        rng: random.Random,
         streamed: bool,
+        given: Sequence[Groups] | None = None,
     ) -> None:
         self._slots = slots
-        device = cluster.device
-        self._memory = device.memory_bytes - _COMMUNICATORS * device.communicator_bytes
+        self._memory = memory_bytes(cluster)
         self._cluster = cluster
-        self._per_node = cluster.devices_per_node
-        self._weight, self._shake, self._rng = weight, shake, rng
-        self._ranks = [_Rank() for _ in range(devices)]
-        self._groups: dict[int, list[tuple[int, ...]]] = {}
-        self._placed: dict[int, tuple[set[int], set[int]]] = {}
+        self._weight = weight
+        self._given = given
+        self._holdings = Holdings(slots, devices)
+        self._free_at: Floats = np.zeros(devices)
+        self._node = np.arange(devices) // cluster.devices_per_node
+        self._groups: dict[int, Groups] = {}
+        self._ranks: dict[int, NDArray[np.intp]] = {}
         self._ends: dict[int, float] = {}
         self._streamed = streamed
         # How long each flow is under way: (consumer, producer), also back.
         self._moves: dict[tuple[int, int], float] = {}
-        self._sizes: dict[tuple[int, int], float] = {}
 
     def run(self) -> Placed | float:
         depth: list[int] = []
@@ -191,55 +136,50 @@ class _Attempt:
         starts = [0.0] * len(self._slots)
         for i in order:
             slot = self._slots[i]
-            groups, start = self._choose(i, slot)
+            new_bytes = self._holdings.new_bytes(slot)
+            groups, start = self._choose(i, slot, new_bytes)
             if not groups:
                 return start
-            starts[i] = start
-            self._groups[i], self._ends[i] = groups, start + slot.forward_s
-            for rank in (r for group in groups for r in group):
-                row, key = self._ranks[rank], (slot.owner, slot.tp)
-                row.held_bytes += self._added_bytes(rank, i)
-                row.blocks[key] = row.blocks.get(key, 0) | slot.mask
-                row.free_at = self._ends[i]
+            ranks = np.array(groups, dtype=np.intp).ravel()
+            starts[i], self._ends[i] = start, start + slot.forward_s
+            self._groups[i], self._ranks[i] = groups, ranks
+            self._holdings.add(slot, ranks, new_bytes)
+            self._free_at[ranks] = self._ends[i]
         return Placed(
-            groups=tuple(tuple(self._groups[i]) for i in range(len(self._slots))),
+            groups=tuple(self._groups[i] for i in range(len(self._slots))),
             starts=tuple(starts),
             forward_s=max(self._ends.values()),
             backward_s=self._backward_s(),
             reduce_s=self._reduce_s(),
-            memory_bytes=tuple(row.held_bytes for row in self._ranks),
+            memory_bytes=tuple(self._holdings.held_bytes.tolist()),
         )
 
-    def _added_bytes(self, rank: int, i: int) -> float:
-        """Bytes that a slot adds to what a rank holds."""
-        slot, missing = self._slots[i], self._ranks[rank].missing(self._slots[i])
-        if (i, missing) not in self._sizes:
-            self._sizes[i, missing] = slot.bytes_of(missing)
-        return slot.held_bytes + self._sizes[i, missing]
-
-    def _choose(self, i: int, slot: Slot) -> tuple[list[tuple[int, ...]], float]:
+    def _choose(self, i: int, slot: Slot, new_bytes: Floats) -> tuple[Groups, float]:
         """Groups of ranks and the start; without groups, the bytes that a rank lacks."""
         ready = max((self._ready(j, i) for j, _ in slot.after), default=0.0)
-        whole = range(slot.within[0], slot.within[1] - slot.tp + 1, slot.tp)
-        groups = [tuple(range(first, first + slot.tp)) for first in whole]
-        groups = [g for g in groups if all(self._ranks[rank].takes(slot) for rank in g)]
-        if len(groups) < slot.dp:
-            return [], math.inf
-        needed = {
-            g: max(self._ranks[rank].held_bytes + self._added_bytes(rank, i) for rank in g)
-            for g in groups
-        }
-        fitting = [g for g in groups if needed[g] <= self._memory]
-        if len(fitting) < slot.dp:
-            return [], sorted(needed.values())[slot.dp - 1] - self._memory
-        free = {g: max(self._ranks[rank].free_at for rank in g) for g in fitting}
-        start = max(ready, sorted(free.values())[slot.dp - 1])
-        offered = [g for g in fitting if free[g] <= start * (1 + _SAME)]
-        chosen = sorted(self._nearest(i, slot, offered))
-        arrival = max(
+        if self._given is not None:
+            chosen = self._given[i]
+            start = max(ready, float(self._free_at[np.array(chosen)].max()))
+            return chosen, max(start, self._arrival(i, slot, chosen))
+        takes = slot.by_group(self._holdings.clashes(slot)) == 0
+        if np.count_nonzero(takes) < slot.dp:
+            return (), math.inf
+        needed = slot.by_group(self._holdings.held_bytes + new_bytes) + slot.held_bytes
+        fitting = takes & (needed <= self._memory)
+        if np.count_nonzero(fitting) < slot.dp:
+            return (), float(np.sort(needed[takes])[slot.dp - 1]) - self._memory
+        free = slot.by_group(self._free_at)
+        start = max(ready, float(np.sort(free[fitting])[slot.dp - 1]))
+        offered = np.flatnonzero(fitting & (free <= start * (1 + _SAME)))
+        nearest = self._nearest(i, slot, offered, new_bytes)
+        chosen = tuple(slot.group(index) for index in sorted(nearest))
+        return chosen, max(start, self._arrival(i, slot, chosen))
+
+    def _arrival(self, i: int, slot: Slot, chosen: Groups) -> float:
+        """When all that a slot takes is on its ranks."""
+        return max(
             (self._ready(j, i) + self._move_s(i, j, chosen) for j, _ in slot.after), default=0.0
         )
-        return chosen, max(start, arrival)
 
     def _ready(self, j: int, i: int) -> float:
         """When the forward of one slot may start for what it takes from another."""
@@ -253,7 +193,7 @@ class _Attempt:
         share = 1 / min(self._slots[i].messages for i in pair)
         return max(end - one * (1 - share), end - other * (1 - share))
 
-    def _move_s(self, i: int, j: int, groups: Sequence[tuple[int, ...]]) -> float:
+    def _move_s(self, i: int, j: int, groups: Groups) -> float:
         """Seconds from the end of one slot to the start of the next, for what flows."""
         slot, size = self._slots[i], dict(self._slots[i].after)[j]
         samples = -(-slot.samples // min(slot.messages, self._slots[j].messages))
@@ -263,68 +203,56 @@ class _Attempt:
         return self._moves[i, j]
 
     def _nearest(
-        self, i: int, slot: Slot, groups: Sequence[tuple[int, ...]]
-    ) -> list[tuple[int, ...]]:
+        self, i: int, slot: Slot, offered: NDArray[np.intp], new_bytes: Floats
+    ) -> list[int]:
         """The best ``dp`` of the groups: on one node if one has as many, else on few nodes."""
-        cost = {group: self._cost(i, slot, group) for group in groups}
-        nodes: dict[int, list[tuple[int, ...]]] = {}
-        for group in sorted(groups, key=lambda g: cost[g]):
-            nodes.setdefault(group[0] // self._per_node, []).append(group)
+        cost = self._costs(slot, new_bytes)
+        node = self._node[slot.reach][:: slot.tp]
+        nodes: dict[int, list[int]] = {}
+        for index in offered[np.argsort(cost[offered], kind="stable")].tolist():
+            nodes.setdefault(int(node[index]), []).append(index)
         large = [own[: slot.dp] for own in nodes.values() if len(own) >= slot.dp]
         if large:
-            return min(large, key=lambda own: sum(cost[g] for g in own))
-        fullest = sorted(
-            nodes.values(), key=lambda own: (-len(own), sum(cost[g] for g in own) / len(own))
-        )
-        return [group for own in fullest for group in own][: slot.dp]
+            return min(large, key=lambda own: float(cost[own].sum()))
+        fullest = sorted(nodes.values(), key=lambda own: (-len(own), float(cost[own].mean())))
+        return [index for own in fullest for index in own][: slot.dp]
 
-    def _cost(self, i: int, slot: Slot, group: tuple[int, ...]) -> float:
-        """Less is nearer: bytes that come new, bytes held, bytes that flow from elsewhere."""
-        new = max(self._added_bytes(r, i) for r in group) - slot.held_bytes
-        parameters = self._sizes.setdefault((i, slot.mask), slot.bytes_of(slot.mask))
-        held = max(self._ranks[r].held_bytes for r in group)
-        far, total = 0.0, 0.0
+    def _costs(self, slot: Slot, new_bytes: Floats) -> Floats:
+        """Of each group; less is nearer: bytes that come new, held, and flow from elsewhere."""
+        held = slot.by_group(self._holdings.held_bytes)
+        cost = self._weight * held / self._memory
+        parameters = float(slot.block_bytes.sum())
+        if parameters:
+            cost = cost + slot.by_group(new_bytes) / parameters
+        total = sum(size for _, size in slot.after)
         for j, size in slot.after:
-            sources, nodes = self._places(j)
-            total += size
-            if sources.isdisjoint(group):
-                far += size * (0.5 if group[0] // self._per_node in nodes else 1.0)
-        noise = self._shake * self._rng.random()
-        return (
-            (new / parameters if parameters else 0.0)
-            + (far / total if total else 0.0)
-            + self._weight * held / self._memory
-            + noise
-        )
-
-    def _places(self, j: int) -> tuple[set[int], set[int]]:
-        """Ranks and nodes of a slot that is placed."""
-        if j not in self._placed:
-            ranks = {rank for own in self._groups[j] for rank in own}
-            self._placed[j] = ranks, {rank // self._per_node for rank in ranks}
-        return self._placed[j]
+            if size:
+                is_source = np.zeros(len(self._node))
+                is_source[self._ranks[j]] = 1.0
+                is_near = np.zeros(self._node[-1] + 1)
+                is_near[self._node[self._ranks[j]]] = 1.0
+                near = is_near[self._node[slot.reach][:: slot.tp]]
+                cost = cost + size / total * (1 - slot.by_group(is_source)) * (1 - 0.5 * near)
+        return cost
 
     def _reduce_s(self) -> float:
         holders: dict[tuple[str, int, int], set[tuple[int, ...]]] = {}
         sizes: dict[tuple[str, int, int], float] = {}
-        for i, slot in enumerate(self._slots):
-            for block, size in enumerate(slot.gradient_bytes, slot.blocks[0]):
-                key = slot.owner, block, slot.tp
-                holders.setdefault(key, set()).update(self._groups[i])
-                sizes[key] = max(sizes.get(key, 0.0), size)
+        for own in stretches(self._slots):
+            key = own.owner, own.blocks[0], own.tp
+            holders[key] = {group for i in own.slots for group in self._groups[i]}
+            sizes[key] = own.gradient_bytes
         return reductions_s(self._cluster, holders, sizes)
 
     def _backward_s(self) -> float:
         """The mirror image on the same ranks: what ended last starts first."""
-        free, ends = [0.0] * len(self._ranks), [0.0] * len(self._slots)
+        free, ends = np.zeros(len(self._node)), [0.0] * len(self._slots)
         ready = [0.0] * len(self._slots)
         for i in sorted(self._ends, key=lambda i: (-self._ends[i], -i)):
-            slot = self._slots[i]
-            ranks = [rank for group in self._groups[i] for rank in group]
-            start = max(ready[i], *(free[rank] for rank in ranks))
+            slot, ranks = self._slots[i], self._ranks[i]
+            start = max(ready[i], float(free[ranks].max()))
             ends[i] = start + slot.backward_s
-            for rank in ranks:
-                free[rank] = ends[i]
+            free[ranks] = ends[i]
             for other, _ in slot.after:
                 before = self._slots[other].backward_s
                 start = self._follow(ends[i], slot.backward_s, before, (i, other))

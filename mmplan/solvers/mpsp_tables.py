@@ -8,7 +8,7 @@ Shape suffixes: D = numbers of replicas, C = ways to cut a share, P = sizes of m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from mmplan.errors import InfeasibleError
 from mmplan.schema.profile import Curve as FittedCurve
-from mmplan.schema.workload import Pins
 from mmplan.solvers.convex_stages import curve_values
 from mmplan.solvers.metaops import MetaOp
 from mmplan.solvers.mpsp_bounds import Curve, curve, level_bound
@@ -68,10 +67,6 @@ class Scaling:
             after=self.op.after,
             group=group,
         )
-
-    def allocation(self, count: int) -> Allocation:
-        """The one on so many devices."""
-        return next(a for a in self.allocations if a.tp * a.dp == count)
 
 
 class Scalings:
@@ -195,17 +190,27 @@ class Scalings:
     def _of_degree(self, op: MetaOp, tp: int) -> dict[int, _Row]:
         problem = self._problems[op.task]
         pins = problem.request.workload.modules[op.module].plan
-        pinned = pins.microbatch is not None
         samples = op.batch // self.rounds
+        replicas = replica_counts(samples, problem.devices // tp, uneven=True, pins=pins)
+        if not replicas:
+            return {}  # no number of replicas that the pins allow fits this degree
         blocks = _Blocks(problem, op.module, tp)
-        counts = replica_counts(samples, problem.devices // tp, uneven=True, pins=pins)
-        rows: dict[int, _Row] = {}
-        for dp, sizes in blocks.fastest(counts, samples, pins, self._least_parts):
-            allocation = Allocation(
-                tp=tp, dp=dp, size=max(size for _, size in sizes), pinned=pinned
+        dp_D = np.array(replicas, dtype=np.int64)
+        pinned = pins.microbatch
+        if pinned is None:
+            cut = blocks.fastest(dp_D, samples, self._least_parts)
+        else:
+            allowed = [pinned] if isinstance(pinned, int) else sorted(set(pinned))
+            cut = blocks.pinned(dp_D, samples, allowed)
+        forward_DL, backward_DL = blocks.seconds(cut)
+        return {
+            tp * int(dp): _Row(
+                Allocation(tp=tp, dp=int(dp), size=int(size), pinned=pinned is not None),
+                forward_DL[d],
+                backward_DL[d],
             )
-            rows[tp * dp] = _Row(allocation, *blocks.seconds(sizes, dp))
-        return rows
+            for d, (dp, size) in enumerate(zip(cut.dp, cut.size.max(axis=1), strict=True))
+        }
 
 
 def degrees(problem: Problem, module: str) -> list[int]:
@@ -225,8 +230,19 @@ class _Row:
         return float((self.forward_s + self.backward_s).sum())
 
 
-Sizes = list[tuple[int, int]]
-"""Micro-batches of a replica: how many of which size."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Cut:
+    """Micro-batches of the largest share of each number of replicas.
+
+    Attributes:
+        dp: ``[D]``.
+        size: ``[D, 2]`` samples of a micro-batch, of two sizes at most.
+        count: ``[D, 2]`` micro-batches of that size.
+    """
+
+    dp: Ints
+    size: Ints
+    count: Ints
 
 
 class _Blocks:
@@ -246,58 +262,63 @@ class _Blocks:
         self._losses = [own for own in losses if own is not None]
         self._again = float(problem.request.workload.modules[module].recompute == "full")
 
-    def fastest(
-        self, replicas: Sequence[int], samples: int, pins: Pins, least_parts: int
-    ) -> Iterator[tuple[int, Sizes]]:
-        """Each number of replicas with the micro-batches of the largest share that take least."""
-        dp_D = np.array(replicas, dtype=np.int64)
+    def fastest(self, dp_D: Ints, samples: int, least_parts: int) -> _Cut:
+        """Each number of replicas with the micro-batches that take least time."""
         share_D = -(-samples // dp_D)
-        factor_D = np.array([self._problem.straggler(self._module, dp) for dp in replicas])
-        pinned = pins.microbatch
-        if pinned is not None:
-            yield from self._pinned(dp_D, share_D, [pinned] if isinstance(pinned, int) else pinned)
-            return
-        if not replicas:
-            return  # no number of replicas that the pins allow fits this degree
         # In so many parts, or of so many samples.
         parts = np.minimum(np.arange(1, 9), share_D[:, None])
         sizes = 2 ** np.arange(int(share_D.max()).bit_length())
         count_DC = np.hstack([parts, -(-share_D[:, None] // sizes)])
         count_DC = np.maximum(count_DC, np.minimum(least_parts, share_D)[:, None])
         least_DC, larger_DC = np.divmod(share_D[:, None], count_DC)
-        total_DC = (count_DC - larger_DC) * self._total_s(least_DC, factor_D[:, None])
-        total_DC += larger_DC * self._total_s(least_DC + 1, factor_D[:, None])
-        for d, best in enumerate(total_DC.argmin(axis=1)):
-            count, least, more = (int(x[d, best]) for x in (count_DC, least_DC, larger_DC))
-            yield (
-                replicas[d],
-                [(n, own) for n, own in ((more, least + 1), (count - more, least)) if n],
-            )
+        factor_D = self._factors(dp_D)[:, None]
+        total_DC = (count_DC - larger_DC) * self._total_s(least_DC, factor_D)
+        total_DC += larger_DC * self._total_s(least_DC + 1, factor_D)
+        best = np.arange(len(dp_D)), total_DC.argmin(axis=1)
+        count_D, least_D, larger_D = count_DC[best], least_DC[best], larger_DC[best]
+        return _sorted_out(
+            dp_D,
+            np.stack([least_D + 1, least_D], axis=1),
+            np.stack([larger_D, count_D - larger_D], axis=1),
+        )
 
-    def _pinned(
-        self, dp_D: Ints, share_D: Ints, allowed: Sequence[int]
-    ) -> Iterator[tuple[int, Sizes]]:
+    def pinned(self, dp_D: Ints, samples: int, allowed: Sequence[int]) -> _Cut:
+        """Each number of replicas with the allowed size that takes least, where one fits."""
+        share_D = -(-samples // dp_D)
+        found: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
         for dp, share in zip(dp_D.tolist(), share_D.tolist(), strict=True):
-            tried = [
-                [(n, own) for n, own in ((share // size, size), (1, share % size)) if own]
-                for size in sorted(set(allowed))
-                if size <= share
-            ]
-            if tried:
-                yield dp, min(tried, key=lambda sizes: float(np.sum(self.seconds(sizes, dp))))
+            sizes = [size for size in allowed if size <= share]
+            if sizes:
+                tried = _sorted_out(
+                    np.full(len(sizes), dp),
+                    np.array([(size, share % size) for size in sizes]),
+                    np.array([(share // size, 1) for size in sizes]),
+                )
+                forward, backward = self.seconds(tried)
+                best = int((forward.sum(axis=1) + backward.sum(axis=1)).argmin())
+                found.append((dp, tuple(tried.size[best]), tuple(tried.count[best])))
+        return _Cut(
+            dp=np.array([dp for dp, _, _ in found], dtype=np.int64),
+            size=np.array([sizes for _, sizes, _ in found], dtype=np.int64).reshape(-1, 2),
+            count=np.array([counts for _, _, counts in found], dtype=np.int64).reshape(-1, 2),
+        )
 
-    def seconds(self, sizes: Sizes, dp: int) -> tuple[Floats, Floats]:
-        """Forward and backward ``[L]`` of the busiest of dp replicas' micro-batches."""
-        own_P = np.array([size for _, size in sizes])
-        times_P = np.array([times for times, _ in sizes])
-        worth_P = own_P * self._problem.straggler(self._module, dp)
-        forward_s, inputs_s, weights_s = (float(times_P @ x) for x in self._seconds(worth_P))
-        forward = forward_s * self._share
-        backward = inputs_s * self._passed + weights_s * self._trained
+    def seconds(self, cut: _Cut) -> tuple[Floats, Floats]:
+        """Forward and backward ``[D, L]`` of the busiest replica's micro-batches."""
+        worth_DP = cut.size * self._factors(cut.dp)[:, None]
+        forward_D, inputs_D, weights_D = (
+            (cut.count * x).sum(axis=1) for x in self._seconds(worth_DP)
+        )
+        forward = np.outer(forward_D, self._share)
+        backward = np.outer(inputs_D, self._passed) + np.outer(weights_D, self._trained)
         for loss in self._losses:
-            forward[-1] += float(times_P @ _values(loss.forward, own_P))
-            backward[-1] += float(times_P @ _values(loss.backward, own_P))
+            forward[:, -1] += (cut.count * _values(loss.forward, cut.size)).sum(axis=1)
+            backward[:, -1] += (cut.count * _values(loss.backward, cut.size)).sum(axis=1)
         return forward, backward
+
+    def _factors(self, dp_D: Ints) -> Floats:
+        """Work of the busiest of so many replicas by the mean's."""
+        return np.array([self._problem.straggler(self._module, dp) for dp in dp_D.tolist()])
 
     def _total_s(self, size: Ints, factor: Floats) -> Floats:
         """Forward and backward of one micro-batch, all blocks together."""
@@ -318,3 +339,9 @@ class _Blocks:
 
 def _values(curve_: FittedCurve, sizes: Ints | Floats) -> Floats:
     return curve_values(curve_, sizes.ravel()).reshape(sizes.shape)
+
+
+def _sorted_out(dp_D: Ints, size_DP: Ints, count_DP: Ints) -> _Cut:
+    """Without micro-batches of no samples, or none of a size: both are then 0."""
+    some = (size_DP > 0) & (count_DP > 0)
+    return _Cut(dp=dp_D, size=size_DP * some, count=count_DP * some)
