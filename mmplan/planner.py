@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmplan.backwards import WHOLE, best_backwards, pinned_backwards, split_notes
+from mmplan.collection import rare_collections
 from mmplan.costs import CostModel, check_cluster
 from mmplan.draft import (
     extrapolations,
@@ -61,6 +62,7 @@ BASELINES: dict[str, Solver] = {
 }
 
 
+@rare_collections()
 def solve(
     workload: Workload,
     *,
