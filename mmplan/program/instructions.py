@@ -32,6 +32,11 @@ class Op(StrEnum):
     STEP = "STEP"
 
 
+# Looked up once: programs have hundreds of thousands of instructions.
+_BACKWARDS = (Op.BACKWARD, Op.INPUT)
+_SENDS = (Op.SEND_F, Op.SEND_B)
+
+
 @dataclass(frozen=True, slots=True)
 class Compute:
     """``F``, ``B``, ``I`` or ``W`` of one stage on one of this replica's micro-batches.
@@ -47,7 +52,7 @@ class Compute:
     @property
     def is_backward(self) -> bool:
         """Whether it takes the output's gradient: ``B``, or ``I`` in its place."""
-        return self.op in (Op.BACKWARD, Op.INPUT)
+        return self.op in _BACKWARDS
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.mb}"
@@ -74,7 +79,7 @@ class Message:
     @property
     def is_send(self) -> bool:
         """Whether this end sends."""
-        return self.op in (Op.SEND_F, Op.SEND_B)
+        return self.op in _SENDS
 
     def __str__(self) -> str:
         arrow = ">" if self.is_send else "<"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mmplan.program.instructions import Instruction, Message, Op
 
@@ -21,38 +21,31 @@ def match_receives(rows: Sequence[Row]) -> tuple[Row, ...]:
     differ where two stages of one rank feed two of another and work in another order
     (interleaved chunks). A receive only posts, so that moving it ahead cannot deadlock.
     """
-    sent: defaultdict[_Route, list[_Parcel]] = defaultdict(list)
+    sent: defaultdict[_Route, dict[_Parcel, int]] = defaultdict(dict)
     for rank, row in enumerate(rows):
         for item in row:
             if isinstance(item, Message) and item.is_send:
-                sent[_route(rank, item)].append(_parcel(item))
-    turn = {
-        (route, parcel): n for route, parcels in sent.items() for n, parcel in enumerate(parcels)
-    }
-    return tuple(_match_row(rank, row, turn) for rank, row in enumerate(rows))
+                parcels = sent[rank, item.peer, item.op is Op.SEND_B]
+                parcels[item.edge, item.start, item.stop] = len(parcels)
+    return tuple(_match_row(rank, row, sent) for rank, row in enumerate(rows))
 
 
-def _match_row(rank: int, row: Row, turn: dict[tuple[_Route, _Parcel], int]) -> Row:
+def _match_row(rank: int, row: Row, sent: Mapping[_Route, Mapping[_Parcel, int]]) -> Row:
     routes: defaultdict[_Route, list[tuple[int, int]]] = defaultdict(list)
     for position, item in enumerate(row):
         if isinstance(item, Message) and not item.is_send:
-            route = _route(rank, item)
-            routes[route].append((turn[route, _parcel(item)], position))
+            route = item.peer, rank, item.op is Op.RECV_B
+            turn = sent[route][item.edge, item.start, item.stop]
+            routes[route].append((turn, position))
     # Sort key of each instruction; a moved receive stands just before its new place.
-    keys = [(position, 1, 0) for position in range(len(row))]
+    keys: dict[int, tuple[int, int, int]] = {}
     for receives in routes.values():
         latest = len(row)
         for n, position in sorted(receives, reverse=True):
             if position > latest:
                 keys[position] = (latest, 0, n)
             latest = min(latest, position)
-    return tuple(row[position] for position in sorted(range(len(row)), key=keys.__getitem__))
-
-
-def _route(rank: int, item: Message) -> _Route:
-    source, target = (rank, item.peer) if item.is_send else (item.peer, rank)
-    return source, target, item.op in (Op.SEND_B, Op.RECV_B)
-
-
-def _parcel(item: Message) -> _Parcel:
-    return item.edge, item.start, item.stop
+    if not keys:
+        return row
+    order = sorted(range(len(row)), key=lambda position: keys.get(position, (position, 1, 0)))
+    return tuple(row[position] for position in order)

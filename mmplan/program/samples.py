@@ -50,10 +50,10 @@ class RangeIndex:
 
     def overlapping(self, span: SampleRange) -> Iterator[tuple[SampleRange, int, int]]:
         """(shared samples, replica, micro-batch), in sample order."""
-        i = max(0, bisect_right(self._starts, span[0]) - 1)
-        while i < len(self._pieces) and self._starts[i] < span[1]:
-            piece, d, k = self._pieces[i]
-            shared = intersect(piece, span)
-            if shared is not None:
-                yield shared, d, k
-            i += 1
+        start, stop = span
+        for i in range(max(0, bisect_right(self._starts, start) - 1), len(self._pieces)):
+            (first, last), d, k = self._pieces[i]
+            if first >= stop:
+                break
+            if last > start:
+                yield (max(first, start), min(last, stop)), d, k

@@ -11,6 +11,7 @@ degrees; it knows no links. Method ``wavefront`` is Spindle's scheduler as print
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,9 +34,10 @@ from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 
 _METHODS = ("search", "wavefront")
-# Shares of the budget: the bounds; the searches with the first choice of degrees for shared
-# modules and with each other one; all further attempts to place. What is left is for simulating.
-_BOUNDS, _FIRST, _OTHER, _PLACING = 0.1, 0.3, 0.1, 0.1
+# Share of the budget for all that is done here; the rest is for simulating. Of what is left of it:
+# the bounds; the search with the first choice of degrees for shared modules, with each other one;
+# and placing a draft that does not fit.
+_SOLVING, _BOUNDS, _FIRST, _OTHER, _PLACING = 0.5, 0.2, 0.5, 0.25, 0.1
 # Degrees of shared modules that are searched, and rounds that are tried.
 _CHOICES = 4
 _MOST_ROUNDS = 4096
@@ -44,8 +46,9 @@ _MOST_ROUNDS = 4096
 _WORSE, _WORSE_STAGED, _FULL = 1.08, 1.5, 0.95
 # Degrees are searched where drafts made without a search lack less than this share of the memory.
 _HOPE = 0.1
-# Micro-batches of staged drafts at least, and how many of these drafts are simulated.
-_PARTS, _STAGED = 32, 2
+# Micro-batches of staged drafts at least; those worse than the best of them by more than this are
+# not simulated: among themselves their estimates are good.
+_PARTS, _ALIKE = 32, 1.03
 # Numbers of rounds that are tried after those at which staged drafts fit.
 _FURTHER = 3
 
@@ -82,6 +85,7 @@ class _Found:
 class _Planning:
     def __init__(self, request: Request, method: str) -> None:
         self._request, self._method = request, method
+        self._until = time.monotonic() + _SOLVING * request.budget_s
         self._problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
@@ -114,14 +118,13 @@ class _Planning:
             self._plain = any(bare <= 0 for _, bare in lacks)
             if self._method == "search" and len(hopeful) < len(choices) and not further:
                 found += self._staged(rounds)
-            if hopeful or found:
-                bounds.setdefault(rounds, _bounds(scalings, self._request))
+            if hopeful or any(item.rounds == rounds for item in found):
+                bounds[rounds] = _bounds(scalings, self._request, self._left_s() * _BOUNDS)
             if hopeful:
-                share = _OTHER if found else _FIRST
-                found += self._searched(hopeful, rounds, bounds[rounds], share)
+                found += self._searched(hopeful, rounds, bounds[rounds], is_first=not found)
             if not all(item.staged for item in found) or further > _FURTHER:
                 break
-            if not (self._plain or self._stages):
+            if not (self._plain or (self._stages and not found)):
                 break
             further += bool(found)
         if not found:
@@ -132,6 +135,10 @@ class _Planning:
             )
         used = {item.rounds: bounds[item.rounds] for item in found}
         return self._solution(found, used)
+
+    def _left_s(self) -> float:
+        """Seconds that searches still have."""
+        return max(0.0, self._until - time.monotonic())
 
     def _lacking(self, scalings: Scalings) -> float:
         """Bytes that each device lacks for a round's activations, if all share them equally."""
@@ -179,6 +186,9 @@ class _Planning:
             instance = _instance(chosen, self._request)
             emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
             for made in staged(chosen, instance, emitter.block_bytes()):
+                if made.rank_bytes > self._memory_bytes:
+                    self._missing = min(self._missing, made.rank_bytes - self._memory_bytes)
+                    continue
                 slots = emitter.slots(made.draft, made.starts, made.within)
                 placed = self._place(slots, 0.0, streamed=True)
                 if isinstance(placed, Placed):
@@ -193,28 +203,39 @@ class _Planning:
                     fits_without_activations = not self._lack(bare)
         self._stages = bool(found) or fits_without_activations
         found.sort(key=lambda item: item.candidate.objective_s)
-        return found[:_STAGED]
+        return [
+            item
+            for item in found
+            if item.candidate.objective_s <= _ALIKE * found[0].candidate.objective_s
+        ]
 
     # --- drafts that are searched for ---------------------------------------------------
 
     def _searched(
-        self, choices: Sequence[Sequence[Scaling]], rounds: int, bounds: _Bounds, share: float
+        self,
+        choices: Sequence[Sequence[Scaling]],
+        rounds: int,
+        bounds: _Bounds,
+        *,
+        is_first: bool,
     ) -> Iterator[_Found]:
-        request, best_s = self._request, float("inf")
+        request, best_s, fits = self._request, float("inf"), not is_first
         for position, chosen in enumerate(choices):
             instance = _instance(chosen, request)
             curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
-            limit_s = request.budget_s * (_OTHER if position else share)
+            limit_s = self._left_s() * (_FIRST if is_first and not position else _OTHER)
             drafts = list(_drafts(instance, self._method, bounds.total_s, limit_s))
             emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
             for label, draft in drafts:
                 slots = emitter.slots(draft, Evaluator(instance).run(draft).starts)
-                placed = self._place(slots, request.budget_s * _PLACING / len(drafts))
+                limit_s = request.budget_s * _PLACING
+                placed = self._place(slots, min(limit_s, self._left_s()) if fits else limit_s)
                 if isinstance(placed, Placed):
                     found = self._made(emitter, draft, placed, rounds, label)
                     best_s = min(best_s, found.candidate.objective_s)
+                    fits = True
                     yield found
                 else:
                     self._missing = min(self._missing, placed)
@@ -310,16 +331,16 @@ class _Bounds:
     curves: tuple[ScalingCurve, ...]
 
 
-def _bounds(scalings: Scalings, request: Request) -> _Bounds:
+def _bounds(scalings: Scalings, request: Request, limit_s: float) -> _Bounds:
     instance = _instance(scalings.free(), request)
     chains = instance.chains
-    forward_s = phase_bound(instance, [c.forward_s for c in chains], request.budget_s * _BOUNDS / 2)
+    forward_s = phase_bound(instance, [c.forward_s for c in chains], limit_s / 2)
     ratio = in_proportion(chains)
     if ratio is not None:
         backward_s = ratio * forward_s
     else:
         tables = [c.backward_s for c in chains]
-        backward_s = phase_bound(instance, tables, request.budget_s * _BOUNDS / 2)
+        backward_s = phase_bound(instance, tables, limit_s / 2)
     paper_s = sum(
         paper_value(
             [chains[m].counts for m in members],

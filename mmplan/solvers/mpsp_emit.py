@@ -118,12 +118,14 @@ class Emitter:
         )
 
     def block_bytes(self) -> dict[str, list[float]]:
-        """Parameters, gradient and state of each block on one rank, by owner."""
-        found: dict[str, list[float]] = {}
+        """Least parameters, gradient and state of each block on one rank, by owner."""
+        found: dict[str, Floats] = {}
         for own in self._scalings:
-            first = own.allocations[0]
-            found[own.op.owner] = self._sizes.parameters(own.op, first.tp, first.dp)[0].tolist()
-        return found
+            dp = max(a.dp for a in own.allocations)
+            for tp in {a.tp for a in own.allocations}:
+                each = self._sizes.parameters(own.op, tp, dp)[0]
+                found[own.op.owner] = np.minimum(found.get(own.op.owner, each), each)
+        return {owner: each.tolist() for owner, each in found.items()}
 
     def _slot(
         self,

@@ -31,11 +31,13 @@ class Staged:
 
     Attributes:
         groups: k.
+        rank_bytes: parameters, gradient and state on a rank of the fullest group.
         starts: of each chain's pieces, seconds.
         within: where each piece runs.
     """
 
     groups: int
+    rank_bytes: float
     draft: Draft
     starts: list[list[float]]
     within: list[list[Ranks]]
@@ -47,7 +49,7 @@ def staged(
     """Drafts for 2, 3, ... groups, where the devices can be divided so.
 
     Args:
-        block_bytes: parameters, gradient and state of each block, by owner.
+        block_bytes: least parameters, gradient and state of each block on a rank, by owner.
     """
     largest = lcm(*(a.tp for own in scalings for a in own.allocations))
     for groups in range(2, _MOST_GROUPS + 1):
@@ -55,13 +57,21 @@ def staged(
         if not rest and size % largest == 0:
             for weights in (_work(scalings, instance), block_bytes):
                 places = _places(scalings, instance, weights, groups)
-                made = _staged(scalings, instance, places, size)
+                held = [0.0] * groups
+                for owner, own in places.items():
+                    for place, more in zip(own, block_bytes[owner], strict=True):
+                        held[place] += more
+                made = _staged(scalings, instance, places, size, max(held))
                 if made is not None:
                     yield made
 
 
 def _staged(
-    scalings: Sequence[Scaling], instance: Instance, places: Mapping[str, Sequence[int]], size: int
+    scalings: Sequence[Scaling],
+    instance: Instance,
+    places: Mapping[str, Sequence[int]],
+    size: int,
+    rank_bytes: float,
 ) -> Staged | None:
     """The draft for groups of so many devices; None where a chain needs more."""
     chains, groups = instance.chains, instance.devices // size
@@ -87,7 +97,13 @@ def _staged(
             now += float(chain.forward_s[k, a:b].sum())
             free[place] = now
         ends[m] = now
-    return Staged(groups=groups, draft=Draft(pieces), starts=starts, within=within)
+    return Staged(
+        groups=groups,
+        rank_bytes=rank_bytes,
+        draft=Draft(pieces),
+        starts=starts,
+        within=within,
+    )
 
 
 def _work(scalings: Sequence[Scaling], instance: Instance) -> dict[str, list[float]]:
