@@ -411,6 +411,27 @@ def test_chains_match_brute_force_over_their_candidates() -> None:
     assert got.lower_bound_s == pytest.approx(got.candidates[0].objective_s)
 
 
+def test_without_time_a_chain_still_gets_a_good_plan_and_a_bound() -> None:
+    """Budget 0: what balances the modules without their edges, and the first look's bound."""
+    tp = {1: 1.0, 2: 1.8, 4: 3.1}
+    costs = profile(
+        {
+            "a": module_profile(3, 5, fixed_s=0.3, blocks=6, tp=tp),
+            "b": module_profile(1, 2, fixed_s=0.2, blocks=3, tp=tp),
+            "c": module_profile(0.4, 0.8, fixed_s=0.1, blocks=2, tp=tp),
+        },
+        24,
+        per_node=8,
+    )
+    inputs: dict[str, Any] = {"a": {}, "b": {}, "c": {"inputs": ["b.0", "a.0"]}}
+    job = workload(inputs, batch=96, sync_batch=24)
+    hasty, whole = solve(job, costs, top=4, budget_s=0), solve(job, costs, top=4, budget_s=20)
+    best = whole.candidates[0].objective_s
+    assert whole.lower_bound_s == pytest.approx(best)
+    assert len(hasty.candidates) == 4
+    assert 0.5 * best < hasty.lower_bound_s <= best <= hasty.candidates[0].objective_s < 1.1 * best
+
+
 # --- the parts ------------------------------------------------------------------------------
 
 

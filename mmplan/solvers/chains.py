@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from mmplan.solvers.options import Option
 
 Floats = NDArray[np.float64]
+# Degrees of all modules to the best choice with them: its value, and a row of each module.
+Best = dict[tuple[tuple[int, int, int], ...], tuple[float, tuple[int, ...]]]
 COLUMNS = (
     "ramp_forward_s",
     "tail_forward_s",
@@ -77,13 +79,26 @@ class Chain:
         fewest = [int(taken.min()) for taken in self._taken]
         # Devices that the modules from i on take at least.
         self._fewest_from = [sum(fewest[i:]) for i in range(len(fewest) + 1)]
+        self._own = [self._own_s(m) for m in range(len(options))]
+        self._limits = [self._limits_from(m) for m in range(1, len(options))]
 
-    def best_first(self, *, top: int, deadline: float) -> list[Found]:
+    def best_first(
+        self, *, top: int, deadline: float, first: Sequence[Sequence[Option]] = ()
+    ) -> list[Found]:
         """The ``top`` best choices that differ in degrees, until the deadline.
 
         A first, greedy descent always ends, so there is at least one.
+
+        Args:
+            top: how many, at least 1.
+            deadline: of ``time.monotonic``.
+            first: choices to begin with; the less good ones are then never looked at.
         """
-        best: dict[tuple[tuple[int, int, int], ...], tuple[float, tuple[int, ...]]] = {}
+        best: Best = {}
+        places = [{id(o): i for i, o in enumerate(own)} for own in self._options]
+        for options in first:
+            known = tuple(own[id(o)] for own, o in zip(places, options, strict=True))
+            self._keep(best, known, top)
         self._keep(best, self._descend(), top)
         heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
         ticket, unproven = itertools.count(1), float("inf")
@@ -91,13 +106,16 @@ class Chain:
             bound, _, chosen = heapq.heappop(heap)
             if bound >= self._worst(best, top):
                 break
-            if time.monotonic() > deadline:
+            # The first look at all modules gives a bound worth the name.
+            if chosen and time.monotonic() > deadline:
                 unproven = bound
                 break
-            for child_bound, child in self._children(chosen):
+            for child_bound, child in sorted(self._children(chosen)):
+                if child_bound >= self._worst(best, top):
+                    break
                 if len(child) == len(self._options):
                     self._keep(best, child, top)
-                elif child_bound < self._worst(best, top):
+                else:
                     heapq.heappush(heap, (child_bound, -len(child) * 10**9 + next(ticket), child))
         return [
             Found(options=self._picked(c), value_s=value, bound_s=min(value, unproven))
@@ -121,7 +139,7 @@ class Chain:
 
     def _keep(
         self,
-        best: dict[tuple[tuple[int, int, int], ...], tuple[float, tuple[int, ...]]],
+        best: Best,
         chosen: tuple[int, ...],
         top: int,
     ) -> None:
@@ -133,7 +151,7 @@ class Chain:
 
     def _worst(
         self,
-        best: dict[tuple[tuple[int, int, int], ...], tuple[float, tuple[int, ...]]],
+        best: Best,
         top: int,
     ) -> float:
         return max(best.values())[0] if len(best) >= top else float("inf")
@@ -168,7 +186,7 @@ class Chain:
         backward = _longest([self._lower(path, columns, RAMP_B, TAIL_B) for path in self._paths])
         cycle = _longest([column[CYCLE] for column in columns])
         summed = forward + (self._rounds - 1) * cycle + backward
-        return np.maximum(summed, self._left_over(chosen, columns, rows, used))
+        return np.maximum(summed, self._left_over(chosen, rows, used))
 
     @staticmethod
     def _lower(path: tuple[int, ...], columns: Sequence[Floats], ramp: int, tail: int) -> Floats:
@@ -177,31 +195,28 @@ class Chain:
             total = total + columns[m][ramp]
         return total + _longest([columns[m][tail] for m in path])
 
-    def _left_over(
-        self,
-        chosen: tuple[int, ...],
-        columns: Sequence[Floats],
-        rows: NDArray[np.intp],
-        used: int,
-    ) -> Floats:
+    def _left_over(self, chosen: tuple[int, ...], rows: NDArray[np.intp], used: int) -> Floats:
         """Bound by one module's own work: all rounds of the slowest of the free modules.
 
         A step takes at least any module's K f + (G - 1) cycle + K b; the free modules
         share what is left, so the slowest of them is at least the least maximum that fits.
         """
         m = len(chosen)
-        left = self._devices - used - self._taken[m][rows]
-        values = [self._own_s(i) for i in range(m + 1, len(self._options))]
-        result = self._own_s(m)[rows]
-        if not values:
+        result = self._own[m][rows]
+        if m + 1 == len(self._options):
             return result
-        limits = np.unique(np.concatenate(values))
-        fewest = sum(
-            _fewest_within(limits, own, self._taken[i]) for i, own in enumerate(values, start=m + 1)
-        )
-        # The least limit whose fewest devices fit what each row leaves.
-        positions = np.array([int(np.argmax(fewest <= n)) for n in left])
+        limits, fewest = self._limits[m]
+        left = self._devices - used - self._taken[m][rows]
+        # The least limit whose fewest devices fit what each row leaves; fewest falls.
+        positions = np.searchsorted(-fewest, -left)
         return np.maximum(result, limits[positions])
+
+    def _limits_from(self, first: int) -> tuple[Floats, Floats]:
+        """Values that the slowest module from ``first`` on may have, and the devices they take."""
+        modules = range(first, len(self._options))
+        limits = np.unique(np.concatenate([self._own[m] for m in modules]))
+        fewest = [_fewest_within(limits, self._own[m], self._taken[m]) for m in modules]
+        return limits, np.sum(fewest, axis=0)
 
     def _own_s(self, m: int) -> Floats:
         times = self._times[m]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import merge
-from itertools import product
+from itertools import islice, product
 
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
@@ -131,7 +131,8 @@ def best_candidates(
         known = sorted(c.objective_s for c in found)
         if len(found) >= request.top and bound_s >= known[request.top - 1]:
             break
-        if found and time.monotonic() > deadline:
+        # Of chains only the best were searched for, and they are all there by now.
+        if found and not problem.chained() and time.monotonic() > deadline:
             break
         candidate = _candidate(problem, modules, choice)
         if candidate is not None:
@@ -194,17 +195,26 @@ def _search(
     fewest = sum(min(o.devices for o in own) for own in options)
     if fewest > problem.devices:
         return
-    if problem.chained():
-        order = problem.task.modules
-        edges = [(order.index(p), i) for i, m in enumerate(order) for p in problem.producers(m)]
-        chain = Chain(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
-        for found in chain.best_first(top=problem.request.top, deadline=deadline):
-            yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
-        return
     tables = [_table(own) for own in options]
-    for plan in balance_best_first(tables, devices=problem.devices, rounds=problem.rounds):
-        picked = tuple(own[i] for own, i in zip(options, plan.choice, strict=True))
-        yield Choice(options=picked, objective_s=plan.objective_s, bound_s=plan.objective_s)
+    plans = balance_best_first(tables, devices=problem.devices, rounds=problem.rounds)
+    choices = (
+        Choice(
+            options=tuple(own[i] for own, i in zip(options, plan.choice, strict=True)),
+            objective_s=plan.objective_s,
+            bound_s=plan.objective_s,
+        )
+        for plan in plans
+    )
+    if not problem.chained():
+        yield from choices
+        return
+    order, top = problem.task.modules, problem.request.top
+    edges = [(order.index(p), i) for i, m in enumerate(order) for p in problem.producers(m)]
+    chain = Chain(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
+    # What is best without the ways between modules is near the best with them.
+    first = [choice.options for choice in islice(choices, top)]
+    for found in chain.best_first(top=top, deadline=deadline, first=first):
+        yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
 
 
 def _table(options: Sequence[Option]) -> OptionTable:
