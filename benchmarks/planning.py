@@ -31,10 +31,18 @@ def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{num_processes or 'default'}.profile.json"
+    profiled_file(workload_path(name), path, num_processes=num_processes, quick=quick)
+    return path
+
+
+def profiled_file(
+    workload: Path, path: Path, *, num_processes: int | None = None, quick: bool = False
+) -> None:
+    """The same for any workload's file; the profile goes to ``path``."""
     state = path.with_suffix(".partial")
     state.unlink(missing_ok=True)  # of another day, perhaps of another load
     profile = measure_profile(
-        workload_path(name),
+        workload,
         device="cpu",
         num_processes=num_processes,
         state_path=state,
@@ -42,7 +50,6 @@ def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick
     )
     state.unlink(missing_ok=True)
     save_document(profile, path)
-    return path
 
 
 def solved(name: str, profile: Path, *, devices: int, solver: str) -> tuple[Path, Plan]:
