@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install fix check test test-all golden bench demo demo-mllm demo-multitask clean
+.PHONY: help install fix check test test-all golden bench reproduce demo demo-mllm demo-multitask clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_prediction.py
 	$(BIN)/python benchmarks/bench_emulation.py
+
+reproduce: install  ## plan the papers' workloads under every system; writes docs/reproduction.md
+	$(BIN)/python benchmarks/reproduce.py
 
 DEMO := runs/demo
 CLIP := examples/clip-digits
