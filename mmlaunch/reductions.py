@@ -44,7 +44,7 @@ class Reductions:
         zero: bool,
     ) -> None:
         self._program, self._model, self._transport = program, model, transport
-        self._zero = zero
+        self.zero = zero
         self._trained = dict(model.trained())
         # Parameters whose gradient began in this step as the sum of a part of it.
         self._made: set[int] = set()
@@ -95,7 +95,7 @@ class Reductions:
             ranks: over which ranks.
             first: whether, of ranks that sum equal parameters apart, these ones count.
         """
-        if not self._zero:
+        if not self.zero:
             return GradientSum(pieces, ranks)
         counted = frozenset(p.name for p in pieces if first or p.name in self._model.places)
         return FlatGroups(pieces, ranks, self._transport.rank, counted=counted)

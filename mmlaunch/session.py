@@ -141,9 +141,8 @@ class Session:
             *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
         )
         self._data.close()
-        reductions = Reductions(
-            self.program, self.model, transport, ties, zero=workload.train.zero > 0
-        )
+        zero = max(workload.train.zero, plan.training.zero) > 0
+        reductions = Reductions(self.program, self.model, transport, ties, zero=zero)
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         self.executor = Executor(

@@ -52,7 +52,7 @@ class Update:
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(
             train,
             [(part.name, part.tensor) for part in self.parts],
-            sharded=tensor_parallel or train.zero > 0,
+            sharded=tensor_parallel or reductions.zero,
         )
 
         # The rates that the schedule's factor is for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,46 +20,23 @@ from mmplan.draft import (
     planned_tasks,
     straggler_note,
 )
-from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
+from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.labels import idle_ranks, spans
+from mmplan.least_memory import least_memory_bytes
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
-from mmplan.solvers.colocated import solve_colocated
-from mmplan.solvers.convex import solve_convex
-from mmplan.solvers.distmm import solve_distmm
-from mmplan.solvers.megatron import solve_megatron, solve_megatron_rigid
-from mmplan.solvers.mpsp import solve_mpsp
-from mmplan.solvers.problem import (
-    Candidate,
-    NotApplicableError,
-    Problem,
-    Request,
-    Solution,
-    first_of_each_kind,
-)
-from mmplan.solvers.ratio import solve_ratio
+from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind
+from mmplan.solvers.registry import BASELINES as BASELINES
+from mmplan.solvers.registry import SOLVERS as SOLVERS
+from mmplan.solvers.registry import solutions_of
 from mmplan.solvers.sync_batch import largest_sync_batches
 from mmplan.symmetry import predict
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 
-Solver = Callable[[Request], Solution]
 # Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
-SOLVERS: dict[str, Solver] = {
-    "distmm": solve_distmm,
-    "convex": solve_convex,
-    "mpsp": solve_mpsp,
-    "colocated": solve_colocated,
-}
-# What plans are held against. ``auto`` looks at them too, so that no plan of its is worse than
-# any of theirs; a tie goes to the others.
-BASELINES: dict[str, Solver] = {
-    "megatron": solve_megatron,
-    "megatron-rigid": solve_megatron_rigid,
-    "ratio": solve_ratio,
-}
 
 
 @rare_collections()
@@ -134,7 +111,7 @@ def solve(
     )
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
-    solutions, left_out = _solutions(request, solver)
+    solutions, left_out = solutions_of(request, solver)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
     tried = drafts.try_all(solutions, patience_s=patience_s)
     return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
@@ -142,45 +119,6 @@ def solve(
 
 def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
     return check_tasks(workload, workload.task_sets[0].tasks if names is None else names)
-
-
-def _solutions(request: Request, name: str) -> tuple[list[Solution], list[str]]:
-    """Every solution of the solvers that apply, and why ``auto`` left others out."""
-    if name != "auto":
-        known = SOLVERS | BASELINES
-        if name not in known:
-            raise InvalidInputError(
-                f"--solver {name}: this version has auto, {', '.join(known)}",
-                hint="choose one of these",
-            )
-        return [known[name](request)], []
-    if request.method is not None:
-        raise InvalidInputError(
-            f"--method {request.method} is a solver's", hint="name the solver with --solver"
-        )
-    solutions: list[Solution] = []
-    refused: dict[str, MMPlanError] = {}
-    for solver, function in (SOLVERS | BASELINES).items():
-        if solver == "mpsp" and len(request.tasks) == 1:
-            # Waves pay where tasks fill each other's gaps; alone, units of their own pipeline.
-            continue
-        try:
-            solutions.append(function(request))
-        except (InfeasibleError, NotApplicableError) as error:
-            if solver in SOLVERS:
-                refused[solver] = error
-    if not solutions:
-        reasons = "; ".join(f"{solver}: {error.message}" for solver, error in refused.items())
-        short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
-        if not short:
-            raise InvalidInputError(reasons, hint=next(iter(refused.values())).hint)
-        # Colocation comes last of those that apply: what it lacks is the least that is missing.
-        raise InfeasibleError(reasons, hint=short[-1].hint)
-    return solutions, [
-        f"{solver} does not apply: {error.message}"
-        for solver, error in refused.items()
-        if isinstance(error, InfeasibleError)
-    ]
 
 
 class _Drafts:
@@ -202,6 +140,7 @@ class _Drafts:
         self._workload = file_reference(workload_path, folder)
         self._profile = file_reference(profile_path, folder)
         self._tasks = planned_tasks(request)
+        self._costs = {training.zero: request.costs}
         self._too_large: list[float] = []
         self._without_order: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
@@ -222,7 +161,8 @@ class _Drafts:
         each_s = (time.monotonic() - began) / max(1, len(first))
         deadline = time.monotonic() + patience_s - each_s
         for position, (solution, candidate) in enumerate(others):
-            if tried and time.monotonic() > deadline:
+            # More of it where nothing fits yet.
+            if time.monotonic() > deadline + (0 if tried else 3 * patience_s):
                 self._notes_on_search.append(
                     f"{len(others) - position} of {len(first) + len(others)} plans were not "
                     "simulated for lack of time; a larger --budget looks at them"
@@ -234,23 +174,29 @@ class _Drafts:
         return tried
 
     def _try(self, solution: Solution, candidate: Candidate) -> Iterator[Tried]:
+        draft, memory_bytes = (
+            self._plan(solution, candidate),
+            self._request.cluster.device.memory_bytes,
+        )
         try:
-            plan = self._simulated(self._plan(solution, candidate))
+            needed = least_memory_bytes(draft, self._costs_of(draft))
+            if needed <= memory_bytes:
+                draft = self._simulated(draft)
+                needed = max(draft.predicted.memory_bytes, default=0.0)
         except InvalidInputError as error:
             # Orders of a chain may wait for each other; the other candidates need not.
             self._without_order.append(error)
             return
-        needed = max(plan.predicted.memory_bytes, default=0.0)
-        if needed > self._request.cluster.device.memory_bytes:
+        if needed > memory_bytes:
             self._too_large.append(needed)
             return
         if not (solution.closed_form and candidate.closed_form):
-            whole_s = max(candidate.objective_s, plan.predicted.iteration_s)
+            whole_s = max(candidate.objective_s, draft.predicted.iteration_s)
             candidate = replace(candidate, objective_s=whole_s)
         yield Tried(
             solution=solution,
             candidate=candidate,
-            plan=plan,
+            plan=draft,
             is_baseline=solution.solver in BASELINES,
         )
 
@@ -332,14 +278,16 @@ class _Drafts:
         return replace(whole, plan=plan)
 
     def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
-        request = self._request
+        request, training = self._request, self._training
+        if candidate.zero is not None:
+            training = training.model_copy(update={"zero": candidate.zero})
         return Plan(
             name=request.workload.name,
             workload=self._workload,
             profile=self._profile,
             cluster=request.cluster,
             devices=request.devices,
-            training=self._training,
+            training=training,
             tasks=self._tasks,
             solver=SolverReport(
                 name=solution.solver,
@@ -354,11 +302,19 @@ class _Drafts:
             units=pinned_backwards(candidate.units, request.workload),
             losses=placed_losses(request, candidate.units),
             waves=candidate.waves,
+            in_turn=candidate.in_turn,
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
     def _simulated(self, plan: Plan) -> Plan:
-        return plan.model_copy(update={"predicted": predict(plan, self._request.costs)})
+        return plan.model_copy(update={"predicted": predict(plan, self._costs_of(plan))})
+
+    def _costs_of(self, plan: Plan) -> CostModel:
+        """The costs under a plan's own training."""
+        zero, given = plan.training.zero, self._request.costs
+        if zero not in self._costs:
+            self._costs[zero] = CostModel(given.profile, given.cluster, plan.training)
+        return self._costs[zero]
 
     def _notes(self, best: Tried, idle: tuple[int, ...]) -> list[str]:
         request = self._request

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from mmplan.program.instructions import Op
 from mmplan.program.interleave import Interleaving, group_ends, interleave
@@ -29,6 +30,7 @@ class Orders:
             stage, or of all chunks that a rank of an interleaved unit runs.
         precedences: pairs of computes of different units, the first before the second.
         turns: per rank and round, the computes before and after the round's syncs.
+        following: task and rank to the computes that begin the task that comes next there.
     """
 
     forwards_before: list[list[list[int]]]
@@ -36,6 +38,9 @@ class Orders:
     precedences: list[tuple[Item, Item]] = field(default_factory=list)
     turns: dict[int, list[tuple[Item, Item | None]]] = field(
         default_factory=dict[int, list[tuple[Item, Item | None]]]
+    )
+    following: dict[tuple[str, int], list[Item]] = field(
+        default_factory=dict[tuple[str, int], list[Item]]
     )
 
 
@@ -67,7 +72,13 @@ class _Orderer:
             else:
                 self._order(stages.pop(), unit)
         waves = self._plan, self._graph.stages
-        return Orders(self._before, self._sequences, wave_precedences(*waves), turns(*waves))
+        return Orders(
+            self._before,
+            self._sequences,
+            wave_precedences(*waves),
+            turns(*waves),
+            _following(self._plan.in_turn, self._graph.stages, self._sequences),
+        )
 
     def _order(self, stage: Stage, unit: Unit) -> None:
         before = self._own_order(stage, unit)
@@ -177,6 +188,21 @@ def _is_interleaved(unit: Unit, chunks: Sequence[Stage], remaining: int) -> bool
     """Whether the unit's chunks are ordered together: they follow each other in its module."""
     together = [stage.index for stage in chunks] == list(range(remaining - len(chunks), remaining))
     return unit.schedule.kind == "interleaved" and unit.vpp > 1 and together
+
+
+def _following(
+    in_turn: Sequence[str], stages: Sequence[Stage], sequences: Sequence[Sequence[Item]]
+) -> dict[tuple[str, int], list[Item]]:
+    """See :class:`Orders`; tasks that a rank does not run have no turn there."""
+    firsts: defaultdict[int, dict[str, list[Item]]] = defaultdict(dict)
+    for _, index, d, mb in (sequence[0] for sequence in sequences):
+        for rank in stages[index].ranks[d] if stages[index].task in in_turn else ():
+            firsts[rank].setdefault(stages[index].task, []).append((Op.FORWARD, index, d, mb))
+    return {
+        (task, rank): own[after]
+        for rank, own in firsts.items()
+        for task, after in pairwise(sorted(own, key=in_turn.index))
+    }
 
 
 def _sequence(stage: Stage, d: int, before: Sequence[int]) -> Iterator[Item]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -125,6 +125,7 @@ class Timeline:
             self._connect(edge, links[edge.index])
         for loss in losses:
             self._add_syncs(loss)
+        self._take_turns(orders.following)
         self._reductions = [self._reduction(r) for r in reductions]
 
     def _rooms(self, sequences: Sequence[Sequence[Item]]) -> list[Room]:
@@ -252,6 +253,19 @@ class Timeline:
             first = next(beyond, None)
             if first is not None:
                 self._computes[Op.FORWARD, stage.index, d, first].after(sync)
+
+    def _take_turns(self, following: Mapping[tuple[str, int], Sequence[Item]]) -> None:
+        """Where tasks run in turn, a rank's next one waits for all that the last one has there."""
+        ends = [
+            (self._stages[sequence[0].index].task, last)
+            for sequence, weights in zip(self._sequences, self._left_over, strict=True)
+            for last in (sequence[-1], *weights)
+        ]
+        ends += [(self._losses[i].task, sync) for (i, _), sync in self._syncs.items()]
+        for task, last in ends if following else ():
+            begin = [item for rank in last.ranks for item in following.get((task, rank), ())]
+            for item in dict.fromkeys(begin):
+                self._computes[item].after(last)
 
     def _reduction(self, reduction: Reduction) -> Event:
         event = Event(

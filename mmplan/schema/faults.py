@@ -148,4 +148,18 @@ def _waves(plan: Plan) -> Iterator[str]:
             )
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _losses, _waves)
+def _in_turn(plan: Plan) -> Iterator[str]:
+    """Tasks in turn are tasks of the plan, once each; waves have an order of their own."""
+    for name, count in Counter(plan.in_turn).items():
+        if name not in plan.tasks:
+            yield f"in_turn: there is no task {name!r}"
+        elif count > 1:
+            yield f"in_turn: task {name} stands there {count} times"
+    in_waves = {item.unit for wave in plan.waves for item in wave.slices}
+    for unit in plan.units:
+        if unit.task in plan.in_turn and unit.name in in_waves:
+            yield f"in_turn: task {unit.task} has slices in waves, which have an order of their own"
+            return
+
+
+_CHECKS = (_names, _grids, _samples, _blocks, _losses, _waves, _in_turn)

@@ -250,6 +250,11 @@ class Plan(Document):
     units: tuple[Unit, ...] = Field(min_length=1)
     losses: tuple[PlanLoss, ...] = Field(min_length=1)
     waves: tuple[Wave, ...] = ()
+    in_turn: tuple[Str, ...] = Field(
+        default=(),
+        description="tasks that run one after another, in this order: a rank ends all forwards "
+        "and backwards of one before it begins the next",
+    )
     predicted: Prediction
 
     def unit(self, name: str) -> Unit:

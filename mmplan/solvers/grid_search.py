@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mmplan.errors import InfeasibleError
+from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.one_grid import Layout, OneGrid, Split
-from mmplan.solvers.problem import Candidate, Problem
+from mmplan.solvers.problem import Candidate, Problem, Request
 
 
 def best_grids(
@@ -33,10 +33,10 @@ def best_grids(
         (grid.compute_s(split), k, split) for k, grid in enumerate(roomy) for split in grid.splits()
     ]
     if not entries and (roomy or not grids):
-        raise _nothing_allowed(problem, solver, layouts)
+        raise nothing_allowed(problem, solver, layouts)
     found = _visit(problem, roomy, sorted(entries, key=lambda entry: entry[0]), lacking)
     if not found:
-        raise _too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
+        raise too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
     return [
         (Candidate(units=roomy[k].units(split), objective_s=value_s), roomy[k])
         for value_s, k, split in _firsts_first(found, _top(problem))
@@ -82,6 +82,18 @@ def _top(problem: Problem) -> int:
     return max(problem.request.top, 1)
 
 
+def check_exact(request: Request, solver: str) -> None:
+    """Refuse a method of a solver that has one only.
+
+    Raises:
+        InvalidInputError: another one than exact.
+    """
+    if request.method not in (None, "exact"):
+        raise InvalidInputError(
+            f"--method {request.method}: {solver} knows exact", hint="leave --method out"
+        )
+
+
 def tensor_degrees(problem: Problem, module: str) -> list[int]:
     """Profiled degrees whose groups stay inside a node and tile it."""
     node, devices = problem.request.cluster.devices_per_node, problem.devices
@@ -103,7 +115,8 @@ def allowed(problem: Problem, layout: Layout) -> bool:
     )
 
 
-def _nothing_allowed(problem: Problem, solver: str, layouts: Sequence[Layout]) -> InfeasibleError:
+def nothing_allowed(problem: Problem, solver: str, layouts: Sequence[Layout]) -> InfeasibleError:
+    """What to say where no layout has a split that devices and pins allow."""
     fewest = min((layout.tp * layout.positions for layout in layouts), default=0)
     if fewest > problem.devices:
         return InfeasibleError(
@@ -121,9 +134,10 @@ def _nothing_allowed(problem: Problem, solver: str, layouts: Sequence[Layout]) -
     )
 
 
-def _too_large(
+def too_large(
     problem: Problem, solver: str, lacking: Sequence[tuple[float, Layout]]
 ) -> InfeasibleError:
+    """What to say where nothing fits the memory: by the layout that lacks least."""
     needed, layout = min(lacking, key=lambda item: item[0])
     memory = problem.memory_bytes
     return InfeasibleError(

@@ -16,32 +16,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex_groups import backbone_of
-from mmplan.solvers.convex_options import smallest_divisors
-from mmplan.solvers.convex_stages import cut_everywhere
-from mmplan.solvers.grid_search import allowed, best_grids, tensor_degrees
+from mmplan.solvers.grid_search import allowed, best_grids, check_exact, tensor_degrees
+from mmplan.solvers.in_turn import InTurn
+from mmplan.solvers.layouts import colocated_layouts, cuts_of, depths
 from mmplan.solvers.one_grid import Layout, Place
-from mmplan.solvers.problem import (
-    Blocks,
-    NotApplicableError,
-    Problem,
-    Request,
-    Solution,
-)
-
-# Numbers of pipeline positions up to this are all tried.
-ALL_DEPTHS = 16
+from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
 
 
 def solve_megatron(request: Request) -> Solution:
     """The best TP x DP x PP with all modules on all positions; exact by its formula.
 
+    Several tasks run one after another on one TP x DP x PP of all of them.
+
     Raises:
-        InvalidInputError: several tasks (:class:`NotApplicableError`), or a method.
+        InvalidInputError: a method.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    return _solve(request, "megatron", list(_colocated_layouts(_problem(request, "megatron"))))
+    check_exact(request, "megatron")
+    if len(request.tasks) > 1:
+        return InTurn(request, "megatron", colocated_layouts).on_one_grid()
+    problem = _problem(request, "megatron")
+    return _solve(request, "megatron", list(colocated_layouts(problem)))
 
 
 def solve_megatron_rigid(request: Request) -> Solution:
@@ -58,10 +55,7 @@ def solve_megatron_rigid(request: Request) -> Solution:
 
 
 def _problem(request: Request, solver: str) -> Problem:
-    if request.method not in (None, "exact"):
-        raise InvalidInputError(
-            f"--method {request.method}: {solver} knows exact", hint="leave --method out"
-        )
+    check_exact(request, solver)
     return Problem(request=request, task=request.only_task(solver))
 
 
@@ -101,33 +95,13 @@ def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution
     )
 
 
-def _colocated_layouts(problem: Problem) -> Iterator[Layout]:
-    modules, specs = problem.task.modules, problem.request.workload.modules
-    degrees = set.intersection(*(set(tensor_degrees(problem, m)) for m in modules))
-    whole = problem.task.sync_batches or any(specs[m].share for m in modules)
-    cuts = {m: _cuts(problem, m, 1 if whole else problem.blocks(m)) for m in modules}
-    for positions in [1] if whole else _depths(problem, modules):
-        places = {m: _place(problem, m, cuts[m], positions) for m in modules}
-        for tp in sorted(degrees):
-            yield Layout(tp=tp, positions=positions, places=places)
-
-
-def _place(
-    problem: Problem, module: str, cuts: Sequence[tuple[Blocks, ...]], positions: int
-) -> Place:
-    """A stage on every position; with fewer blocks, on the first or, after others, the last."""
-    stages = min(positions, len(cuts))
-    first = positions - stages if problem.producers(module) else 0
-    return Place(first=first, cuts=cuts[stages - 1])
-
-
 def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
     modules, backbone = problem.task.modules, backbone_of(problem)
-    cuts = _cuts(problem, backbone, problem.blocks(backbone))
+    cuts = cuts_of(problem, backbone, problem.blocks(backbone))
     others = [m for m in modules if m != backbone]
     for tp in tensor_degrees(problem, backbone):
         ways = [_ways_of(problem, module, tp) for module in others]
-        for depth, chosen in product(_depths(problem, [backbone]), product(*ways)):
+        for depth, chosen in product(depths(problem, [backbone]), product(*ways)):
             yield _rigid(
                 problem, backbone, cuts[depth - 1], tp, dict(zip(others, chosen, strict=True))
             )
@@ -149,22 +123,3 @@ def _ways_of(problem: Problem, module: str, tp: int) -> list[bool]:
     """Whether a TP group may split a module (False), or hold it whole on each rank (True)."""
     known = problem.costs.tp_options(task=problem.task.name, module=module)
     return [False] * (tp in known) + [True] * (tp > 1 and 1 in known)
-
-
-def _depths(problem: Problem, modules: Sequence[str]) -> list[int]:
-    """Numbers of stages: all small ones, of larger ones those that make a largest stage smaller."""
-    found = set(range(1, ALL_DEPTHS + 1))
-    for module in modules:
-        found |= {int(n) for n in smallest_divisors(problem.blocks(module))}
-        pinned = problem.request.workload.modules[module].plan.pp
-        if pinned is not None:
-            found |= {pinned} if isinstance(pinned, int) else set(pinned)
-    most = max(problem.blocks(module) for module in modules)
-    return sorted(n for n in found if n <= most)
-
-
-def _cuts(problem: Problem, module: str, most: int) -> list[tuple[Blocks, ...]]:
-    """The module in 1, 2, ... ``most`` stages of nearly equal time."""
-    tp = min(problem.costs.tp_options(task=problem.task.name, module=module))
-    blocks = range(problem.blocks(module))
-    return cut_everywhere([sum(problem.stage_s(module, (b, b + 1), tp, 1)) for b in blocks], most)

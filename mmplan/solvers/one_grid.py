@@ -13,11 +13,12 @@ reduce is the position with the longest reductions. With Q = 1 this is the formu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.convex_options import smallest_divisors
+from mmplan.solvers.placement import Grid
 from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.shares import cut, microbatch_sizes, split_evenly
 
@@ -80,6 +81,7 @@ class OneGrid:
         self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self._fixed: dict[tuple[int, int], list[float]] = {}
         self._reduce: dict[tuple[int, int], float] = {}
+        self._sync: dict[int, float] = {}
         self._after = {module: self._stages_after(module) for module in layout.places}
 
     @property
@@ -90,22 +92,25 @@ class OneGrid:
 
     # --- what may be chosen ------------------------------------------------------------
 
-    def splits(self) -> Iterator[Split]:
-        """Replicas and micro-batches that the modules' pins allow.
+    def splits(self, replicas: Iterable[int] | None = None) -> Iterator[Split]:
+        """Replicas, of all numbers or of those given, and micro-batches that the pins allow.
 
         Of the replicas that leave the slowest one the same share only the fewest are tried,
         where more of them can make neither room (ZeRO-1) nor a loss faster.
         """
-        samples, specs = self.problem.round_samples, self.problem.request.workload.modules
-        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
-        counts = range(1, self.most + 1)
-        if not (pinned or self.problem.costs.training.zero or self.problem.task.sync_batches):
-            counts = [int(n) for n in smallest_divisors(samples) if n <= self.most]
-        for dp in counts:
+        samples = self.problem.round_samples
+        for dp in self._counts() if replicas is None else replicas:
             for limit, pinned in self._limits(-(-samples // dp)):
                 split = self._split(dp, limit, pinned)
                 if self._allowed(split):
                     yield split
+
+    def _counts(self) -> Iterable[int]:
+        samples, specs = self.problem.round_samples, self.problem.request.workload.modules
+        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
+        if pinned or self.problem.costs.training.zero or self.problem.task.sync_batches:
+            return range(1, self.most + 1)
+        return [int(n) for n in smallest_divisors(samples) if n <= self.most]
 
     def _limits(self, share: int) -> list[tuple[int, bool]]:
         specs = self.problem.request.workload.modules
@@ -154,18 +159,23 @@ class OneGrid:
 
     def step_s(self, split: Split) -> float:
         """The formula, T."""
-        sync_s = 0.0
-        if self.problem.task.sync_batches:
-            sync_s = self.problem.sync_s(
+        reduced_s = self.reduce_s(split.dp, split.ways)
+        return self.compute_s(split) + reduced_s + self.problem.rounds * self.sync_s(split)
+
+    def sync_s(self, split: Split) -> float:
+        """All batch-syncs of one round."""
+        if not self.problem.task.sync_batches:
+            return 0.0
+        if split.dp not in self._sync:
+            self._sync[split.dp] = self.problem.sync_s(
                 {
                     module: tuple(
-                        rank for replica in self._ranks(module, split) for rank in replica[-1]
+                        rank for replica in self.ranks(module, split) for rank in replica[-1]
                     )
                     for module in self.layout.places
                 }
             )
-        reduced_s = self.reduce_s(split.dp, split.ways)
-        return self.compute_s(split) + reduced_s + self.problem.rounds * sync_s
+        return self._sync[split.dp]
 
     def pace_s(self, size: int, ways: int, dp: int) -> tuple[float, float]:
         """(ramp, busiest position) of one micro-batch, forward and backward."""
@@ -243,10 +253,15 @@ class OneGrid:
 
     def needed_bytes(self, split: Split) -> float:
         """Bytes of the fullest device: as many micro-batches as each stage's order holds."""
-        total = list(self._fixed_bytes(split.dp, split.ways))
+        fixed = self._fixed_bytes(split.dp, split.ways)
+        return max(map(sum, zip(fixed, self.active_bytes(split), strict=True)))
+
+    def active_bytes(self, split: Split) -> list[float]:
+        """Activations that each position holds."""
+        total = [0.0] * self.layout.positions
         for position, held, after in self._held_bytes(split.size, split.ways):
             total[position] += held * self._in_flight(split.count, after)
-        return max(total)
+        return total
 
     def least_bytes(self) -> float:
         """A bound on :meth:`needed_bytes`: one micro-batch of one sample."""
@@ -330,7 +345,7 @@ class OneGrid:
     def _unit(
         self, module: str, split: Split, sizes: Sequence[tuple[int, ...]], schedule: Schedule
     ) -> Unit:
-        place, ranks = self.layout.places[module], self._ranks(module, split)
+        place, ranks = self.layout.places[module], self.ranks(module, split)
         each = _ways(place, split.ways)
         microbatches = tuple(
             tuple(split_evenly(size, each)[way] for size in own)
@@ -351,7 +366,8 @@ class OneGrid:
             schedule=schedule,
         )
 
-    def _ranks(self, module: str, split: Split) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def ranks(self, module: str, split: Split) -> Grid:
+        """Of a module's unit."""
         place, tp, positions = self.layout.places[module], self.layout.tp, self.layout.positions
         width, each = self._tp(place), _ways(place, split.ways)
         return tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from mmplan.costs import CostModel, gradient_blocks
 from mmplan.errors import InvalidInputError
@@ -75,6 +76,8 @@ class Candidate:
         closed_form: as :attr:`Solution.closed_form`, for this plan.
         kind: of plan, where a solver has several; the first of each is always simulated.
         waves: when each unit's forward runs, where units are slices.
+        in_turn: tasks that run one after another.
+        zero: ZeRO stage of this plan, None for the workload's.
     """
 
     units: tuple[Unit, ...]
@@ -83,6 +86,8 @@ class Candidate:
     closed_form: bool = True
     kind: str = ""
     waves: tuple[Wave, ...] = ()
+    in_turn: tuple[str, ...] = ()
+    zero: Literal[0, 1] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
