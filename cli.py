@@ -424,53 +424,60 @@ def compare(
     workload: WorkloadPath,
     profile: ProfileOption,
     cluster: ClusterOption = None,
-    devices: DevicesOption = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", metavar="N,M", help="the cluster's first N; several: a sweep"),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option("--batches", metavar="B,C", help="other batches: a sweep")
+    ] = None,
     solvers: Annotated[
         str | None, typer.Option("--solvers", metavar="A,B,C", help="default: all that apply")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", metavar="NAME", help="solver that ratios refer to")
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="of each solver's searches")
+    ] = 0.5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="HTML", help="a page with pictures")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Plans of several solvers side by side, best first."""
-    from mmplan import planner
-    from mmplan.report.tables import comparison_grid
+    from mmplan.compare import compare as start
+    from mmplan.report.comparing import comparison_grids, left_out_lines
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
-    machine = None if cluster is None else load_cluster(cluster)
-    costs, loaded = load_profile(profile), load_workload(workload)
-    plans: list[Plan] = []
-    names = _names(solvers) or (*planner.SOLVERS, *planner.BASELINES)
-    left_out: list[str] = []
     with out.progress("planning") as bar:
-        for index, name in enumerate(names):
-            bar.update(index, len(names), name)
-            try:
-                plans.append(
-                    planner.solve(
-                        loaded,
-                        workload_path=workload,
-                        profile=costs,
-                        profile_path=profile,
-                        cluster=machine,
-                        devices=devices,
-                        solver=name,
-                        plan_path=workload.with_suffix(".plan.json"),
-                    )
-                )
-            except MMPlanError as error:
-                if solvers is not None and error.exit_code == 2:
-                    raise
-                left_out.append(f"{name} is left out: {error.message}")
-        bar.update(len(names), len(names))
-    for line in left_out:
+        found = start(
+            load_workload(workload),
+            workload_path=workload,
+            profile=load_profile(profile),
+            profile_path=profile,
+            cluster=None if cluster is None else load_cluster(cluster),
+            devices=_counts("--devices", devices),
+            batches=_counts("--batches", batches),
+            solvers=_names(solvers),
+            baseline=baseline,
+            budget_s=budget,
+            with_details=output is not None,
+            progress=bar.update,
+        )
+    for line in left_out_lines(found):
         out.hint(line)
-    plans.sort(key=lambda plan: -plan.predicted.samples_per_s)
-    if not plans:
-        raise InvalidInputError("no solver has a plan for this workload on these devices")
-    out.grid(comparison_grid(loaded.name, plans))
-    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
+    for grid in comparison_grids(found):
+        out.grid(grid)
+    if output is not None:
+        from mmplan.report.comparison import write_comparison
+
+        write_comparison(found, output)
+        out.text(f"wrote {output}")
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in found.plans])
 
 
 @mmplan_app.command()
@@ -763,6 +770,15 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     if not names:
         raise InvalidInputError(f"{text!r} names nothing", hint="separate names by commas")
     return names
+
+
+def _counts(option: str, text: str | None) -> tuple[int, ...]:
+    names = _names(text) or ()
+    if not all(name.isdecimal() and int(name) > 0 for name in names):
+        raise InvalidInputError(
+            f"{option} {text}: numbers from 1 on, separated by commas", hint=f"{option} 8,16"
+        )
+    return tuple(map(int, names))
 
 
 def _warn_unused(out: Output, workload: Any) -> None:

@@ -36,6 +36,18 @@ def idle_ranks(plan: Plan) -> tuple[int, ...]:
     return tuple(rank for rank in range(plan.devices) if rank not in used)
 
 
+def representatives(plan: Plan) -> list[int]:
+    """A rank of each stage's replicas: every unit's first replica, then every unit's second, ..."""
+    ranks = (
+        group[0]
+        for d in range(max(unit.dp for unit in plan.units))
+        for unit in plan.units
+        if d < unit.dp
+        for group in unit.ranks[d]
+    )
+    return list(dict.fromkeys(ranks))
+
+
 def spans(ranks: Sequence[int]) -> str:
     """Ranks as ranges: ``3, 8-15``."""
     found: list[list[int]] = []

@@ -65,6 +65,10 @@ class Costs(Protocol):
         """Useful FLOPs of the step."""
         ...
 
+    def module_flops(self) -> dict[str, float]:
+        """Each module's part of them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
@@ -120,11 +124,16 @@ class Simulation:
 
     def events(self) -> Iterator[TimedInstruction]:
         """Every instruction but STEP with its times, rank by rank in program order."""
-        for rank, row in enumerate(self.program.instructions):
-            times = zip(row, self.clocks.start[rank], self.clocks.end[rank], strict=True)
-            for position, (item, start_s, end_s) in enumerate(times):
-                if not isinstance(item, Step):
-                    yield TimedInstruction(rank, position, start_s, end_s)
+        for rank in _ranks(self.program):
+            yield from self.events_of(rank)
+
+    def events_of(self, rank: int) -> Iterator[TimedInstruction]:
+        """Every instruction of a rank but STEP with its times, in program order."""
+        row = self.program.instructions[rank]
+        times = zip(row, self.clocks.start[rank], self.clocks.end[rank], strict=True)
+        for position, (item, start_s, end_s) in enumerate(times):
+            if not isinstance(item, Step):
+                yield TimedInstruction(rank, position, start_s, end_s)
 
     def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
         """(second, bytes held from then on) of a rank, from 0 to its last change."""

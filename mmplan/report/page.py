@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
-from mmplan.report import markup
 from mmplan.report.fits import profile_section
 from mmplan.report.overview import overview_section
 from mmplan.report.scaling import scaling_pictures
@@ -22,6 +20,7 @@ from mmplan.report.sections import (
     solver_section,
     units_section,
 )
+from mmplan.report.skeleton import Part, document
 from mmplan.report.source import ReportData, load_source
 from mmplan.report.timelines import timeline_section
 from mmplan.report.topology import topology_section
@@ -63,8 +62,6 @@ SECTIONS = (
     Section(anchor="provenance", title="Where this is from", build=provenance_section),
 )
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-
 
 def write_report(source: Path, output: Path) -> None:
     """Write the page of a plan file or of a run's folder.
@@ -78,45 +75,9 @@ def write_report(source: Path, output: Path) -> None:
 
 def render(data: ReportData) -> str:
     """The whole page."""
-    sections = "".join(_section(section, data) for section in SECTIONS)
-    body = _header(data) + markup.element("main", sections) + _script()
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"{markup.text('title', f'{data.plan.name}: mmplan report')}"
-        f"<style>{_asset('page.css')}</style></head><body>{body}</body></html>\n"
-    )
-
-
-def _section(section: Section, data: ReportData) -> str:
-    heading = markup.text("h2", section.title, id=f"{section.anchor}-title")
-    return markup.element(
-        "section",
-        heading + section.build(data),
-        id=section.anchor,
-        aria_labelledby=f"{section.anchor}-title",
-    )
-
-
-def _header(data: ReportData) -> str:
+    parts = [
+        Part(anchor=section.anchor, title=section.title, content=section.build(data))
+        for section in SECTIONS
+    ]
     kind = "plan" if data.run is None else "run"
-    links = "".join(
-        markup.element("li", markup.text("a", s.title.partition(",")[0], href=f"#{s.anchor}"))
-        for s in SECTIONS
-    )
-    return markup.element(
-        "header",
-        markup.text("h1", data.plan.name)
-        + markup.text("p", f"mmplan report of a {kind}", class_="kind")
-        + markup.element("nav", markup.element("ul", links), aria_label="Sections"),
-    )
-
-
-def _script() -> str:
-    return f"<script>{_asset('timeline.js')}</script>"
-
-
-def _asset(name: str) -> str:
-    return files("mmplan.report").joinpath(name).read_text(encoding="utf-8")
+    return document(data.plan.name, f"mmplan report of a {kind}", parts)

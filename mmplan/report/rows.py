@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mmplan.report.source import Event
@@ -58,6 +58,9 @@ class Timeline:
     """One step of the ranks shown.
 
     Attributes:
+        title: heading of the rows.
+        name: its first word or two, for single bars.
+        labels: rank to what it runs.
         hidden: instructions of these rows that are not drawn.
         num_ranks: ranks that had instructions, shown or not.
     """
@@ -66,6 +69,8 @@ class Timeline:
     rows: tuple[Row, ...]
     hidden: int
     num_ranks: int
+    name: str = ""
+    labels: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @property
     def end_s(self) -> float:
@@ -74,7 +79,13 @@ class Timeline:
 
 
 def timeline(
-    title: str, events: Sequence[Event], *, ranks: Sequence[int], most_bars: int = MOST_BARS
+    title: str,
+    events: Sequence[Event],
+    *,
+    ranks: Sequence[int],
+    most_bars: int = MOST_BARS,
+    name: str = "",
+    labels: Mapping[int, str] | None = None,
 ) -> Timeline:
     """Rows of the given ranks; bars too short for any picture go first.
 
@@ -83,6 +94,8 @@ def timeline(
         events: complete slices, microseconds.
         ranks: which ones to show, in this order.
         most_bars: over all rows.
+        name: for single bars.
+        labels: rank to what it runs.
     """
     by_rank: defaultdict[int, list[Bar]] = defaultdict(list)
     for event in events:
@@ -101,6 +114,8 @@ def timeline(
         rows=rows,
         hidden=sum(b.end_s > b.start_s for b in shown) - sum(len(row.bars) for row in rows),
         num_ranks=len(by_rank),
+        name=name or title,
+        labels=labels or {},
     )
 
 

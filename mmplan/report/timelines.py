@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from mmplan.labels import representatives
 from mmplan.report import format as fmt
 from mmplan.report import markup
 from mmplan.report.rows import (
@@ -44,6 +45,8 @@ _LABELLED = "FBWSR"
 _LABEL_WIDTH = 17.0
 # Between two bars that follow each other at once.
 _GAP = 0.8
+# Characters of what a rank runs, beside its row.
+LABEL_LENGTH = 16
 
 
 def timeline_section(data: ReportData) -> str:
@@ -55,11 +58,10 @@ def timeline_section(data: ReportData) -> str:
     shown = [line for line in lines if line.rows and line.end_s > 0]
     if not shown:
         return notes or markup.note("There is no timeline to show.")
-    end_s = max(line.end_s for line in shown)
     return (
-        _legend()
+        timeline_legend()
         + notes
-        + _picture(data, shown, end_s)
+        + timeline_picture(shown, label="Timelines, predicted above measured")
         + _thinned(shown)
         + _totals(shown, data.plan)
     )
@@ -78,42 +80,45 @@ def _typical(data: ReportData, lines: Sequence[Timeline]) -> Iterator[str]:
 def _timelines(data: ReportData) -> list[Timeline]:
     pairs = (
         ("predicted", f"Predicted from {data.source_label}", data.predicted),
-        ("measured", f"{data.found_by.capitalize()}, last step", data.measured),
+        (data.found_by, f"{data.found_by.capitalize()}, last step", data.measured),
     )
     ranks = sorted({event["tid"] for _, _, events in pairs for event in events})
     num_events = sum(len(events) for *_, events in pairs)
     # Fewer rows first: a whole row says more than every row without its short bars.
     most = MOST_ROWS if num_events <= MOST_BARS else 16
-    chosen = chosen_ranks(ranks, _by_replica(data.plan), most=most)
+    chosen = chosen_ranks(ranks, representatives(data.plan), most=most)
     share = MOST_BARS // max(1, sum(bool(events) for *_, events in pairs))
     return [
-        timeline(title, events, ranks=chosen, most_bars=share)
-        for _, title, events in pairs
+        timeline(
+            title,
+            events,
+            ranks=chosen,
+            most_bars=share,
+            name=name.capitalize(),
+            labels=rank_labels(data.plan, LABEL_LENGTH),
+        )
+        for name, title, events in pairs
         if events
     ]
 
 
-def _by_replica(plan: Plan) -> list[int]:
-    """One rank of each stage: every unit's first replica, then every unit's second, ..."""
-    return [
-        group[0]
-        for d in range(max(unit.dp for unit in plan.units))
-        for unit in plan.units
-        if d < unit.dp
-        for group in unit.ranks[d]
-    ]
-
-
-def _legend() -> str:
+def timeline_legend() -> str:
+    """What the bars of a timeline are."""
     return markup.legend(
         (markup.text("span", kind if kind in _LABELLED else "", class_=f"key k{kind}"), meaning)
         for kind, meaning in KINDS.items()
     )
 
 
-def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
+def timeline_picture(lines: Sequence[Timeline], *, label: str) -> str:
+    """Timelines on one time axis, a row per rank, and what the script needs to zoom in them.
+
+    Args:
+        lines: with rows and a length; there is one such picture on a page.
+        label: what assistive technology calls it.
+    """
+    end_s = max(line.end_s for line in lines)
     height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17
-    labels = _row_labels(data.plan, 16)
     drawn: list[str] = []
     rows: list[dict[str, object]] = []
     strings: dict[str, int] = {}
@@ -122,8 +127,8 @@ def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
         heading = _heading(line, end_s, y, height)
         y += _HEADING
         for row in line.rows:
-            label = labels.get(row.rank, "")
-            drawn.append(_row(row, label, y, height, end_s, banded=len(rows) % 2 == 0))
+            place = line.labels.get(row.rank, "")
+            drawn.append(_row(row, place, y, height, end_s, banded=len(rows) % 2 == 0))
             rows.append(_row_data(line, row, y, end_s, strings))
             y += height
         # After the rows: the line that ends the step lies on top of them.
@@ -133,10 +138,10 @@ def _picture(data: ReportData, lines: Sequence[Timeline], end_s: float) -> str:
         markup.element("g", _axis(end_s, y), class_="axis") + "".join(drawn),
         width=WIDTH,
         height=y + 6,
-        label="Timelines, one row per rank; the table below gives the totals",
+        label=f"{label}, one row per rank",
         class_="timeline",
     )
-    figure = markup.figure(picture, label="Timelines, predicted above measured")
+    figure = markup.figure(picture, label=label)
     frame = markup.element("div", _CONTROLS + figure, id="timeline")
     sizes = {"end": end_s, "bottom": y, "row": height}
     return frame + markup.json_script(
@@ -164,14 +169,9 @@ def _row_data(
     """A row for the script; names of its bars are added to ``strings``."""
     return {
         "y": y,
-        "label": f"{_kind(line)}, rank {row.rank}",
+        "label": f"{line.name}, rank {row.rank}",
         "bars": [_packed(bar, end_s, strings) for bar in row.bars],
     }
-
-
-def _kind(line: Timeline) -> str:
-    """Predicted or Measured."""
-    return line.title.split()[0].strip(",")
 
 
 _BUTTONS = (
@@ -219,7 +219,7 @@ def _heading(line: Timeline, end_s: float, y: float, height: float) -> str:
     )
 
 
-def _row_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
+def rank_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
     """Rank to its units with replica and stage; cut to some ``most`` characters when given."""
     labels: defaultdict[int, list[str]] = defaultdict(list)
     for unit in plan.units:
@@ -314,7 +314,7 @@ def _thinned(lines: Sequence[Timeline]) -> str:
     if shown < ranks:
         notes.append(f"{shown} of {ranks:,} ranks are drawn: of every unit the first replicas.")
     notes += [
-        f"{_kind(line)}: the {line.hidden:,} shortest instructions "
+        f"{line.name}: the {line.hidden:,} shortest instructions "
         "of these rows are left out; where they ran the row looks empty."
         for line in lines
         if line.hidden
@@ -326,14 +326,14 @@ def _totals(lines: Sequence[Timeline], plan: Plan) -> str:
     """Where the time of every rank goes, as a table."""
     kinds = [kind for kind in KINDS if any(seconds_by_kind(r)[kind] for x in lines for r in x.rows)]
     rows: list[list[object]] = []
-    labels = _row_labels(plan)
+    labels = rank_labels(plan)
     for index, first in enumerate(lines[0].rows):
         for line in lines:
             row = line.rows[index]
             spent = seconds_by_kind(row)
             idle_s = max(0.0, line.end_s - sum(spent.values()))
             cells = [fmt.seconds(spent[kind]) for kind in kinds]
-            name = _kind(line).lower()
+            name = line.name.lower()
             where = f"rank {first.rank} ({labels.get(first.rank, 'idle')})"
             rows.append([where, name, *cells, fmt.seconds(idle_s)])
     columns = ["rank", "timeline", *(f">{KINDS[kind].partition(':')[0]}" for kind in kinds)]

@@ -1,0 +1,336 @@
+"""Every solver's plan for the same work, on one or several numbers of devices and batches.
+
+Solvers do not depend on each other: they run in processes, one per core. What each simulates
+beyond its first plans is bounded by time, so that a comparison ends in seconds; ``mmplan solve``
+has more patience and may find a better plan of the same solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mmplan import planner
+from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
+from mmplan.labels import representatives
+from mmplan.module_costs import CostModel
+from mmplan.processes import in_processes
+from mmplan.program.trace import trace_events
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload
+from mmplan.settings import with_batch
+from mmplan.symmetry import simulated
+from mmplan.utilisation import ModuleUse, module_uses
+
+# Seconds for each solver's search, and for simulating plans beyond the first of each kind.
+BUDGET_S = 0.5
+# One degree of parallelism for the whole model: what people run who have no planner.
+PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
+PLAIN_WORDS = "the fastest that gives every module the same degrees"
+# Rows of a plan's timeline.
+SHOWN_RANKS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How many devices and how many samples a step (the workload's ``batch``)."""
+
+    devices: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What pictures of a plan need.
+
+    Attributes:
+        events: Chrome trace slices of some ranks of its simulated step.
+        uses: its modules', most work first.
+    """
+
+    events: tuple[dict[str, object], ...]
+    uses: tuple[ModuleUse, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """One solver's plan at one setting."""
+
+    solver: str
+    setting: Setting
+    plan: Plan
+    details: Details | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A solver without a plan at a setting, and why."""
+
+    solver: str
+    setting: Setting
+    error: MMPlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Every solver's plans.
+
+    Attributes:
+        main: the setting that plans are compared at: the most devices, the workload's batch.
+        settings: that one, then the others as they were asked for.
+        refused: solvers without a plan.
+        impossible: batches that the workload cannot have, and why.
+        baseline: solver that ratios refer to; it has a plan at ``main``.
+        baseline_is: why that one, in words.
+    """
+
+    name: str
+    main: Setting
+    settings: tuple[Setting, ...]
+    solved: tuple[Solved, ...]
+    refused: tuple[Refused, ...]
+    impossible: tuple[str, ...]
+    baseline: str
+    baseline_is: str
+
+    def at(self, setting: Setting) -> list[Solved]:
+        """A setting's plans, most samples per second first."""
+        return _best_first(item for item in self.solved if item.setting == setting)
+
+    @property
+    def best_first(self) -> list[Solved]:
+        """The main setting's plans."""
+        return self.at(self.main)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of the main setting, then those of the others, best first in each."""
+        return [item.plan for setting in self.settings for item in self.at(setting)]
+
+    def ratio(self, plan: Plan) -> float:
+        """Samples per second over those of the baseline at the main setting."""
+        base = next(item for item in self.best_first if item.solver == self.baseline)
+        return _rate(plan) / _rate(base.plan) if _rate(base.plan) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One solver at one setting."""
+
+    solver: str
+    setting: Setting
+    workload: Workload
+    with_details: bool
+
+
+def compare(
+    workload: Workload,
+    *,
+    workload_path: Path,
+    profile: Profile,
+    profile_path: Path,
+    cluster: Cluster | None = None,
+    devices: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    solvers: Sequence[str] | None = None,
+    baseline: str | None = None,
+    budget_s: float = BUDGET_S,
+    with_details: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> Comparison:
+    """Plan the workload with every solver.
+
+    Args:
+        workload: what to train.
+        workload_path: its file.
+        profile: what it costs.
+        profile_path: its file.
+        cluster: whose devices to use, default the profile's.
+        devices: numbers of its first devices; default all. The largest is the main setting.
+        batches: others than the workload's, on the main setting's devices.
+        solvers: names; default all, without those that do not apply.
+        baseline: solver that ratios refer to; default the fastest of :data:`PLAIN`, else the
+            slowest of all.
+        budget_s: seconds of each solver for searching, and as many for simulating.
+        with_details: also what pictures of the main setting's plans need.
+        processes: that plan at the same time, default one per core.
+        progress: hears how many of how many plans are done, and of which solver one was.
+
+    Raises:
+        InvalidInputError: an unknown name, a count that the cluster does not have, a named
+            solver that is not for such a workload, or a baseline without a plan.
+        InfeasibleError: no solver has a plan at the main setting.
+        RunFailedError: a process that planned was killed.
+    """
+    names = _names(solvers, baseline)
+    machine = cluster or profile.cluster
+    counts = [machine.take(n) and n for n in devices] or [machine.num_devices]
+    main = Setting(devices=max(counts), batch=workload.batch)
+    jobs, impossible = _jobs(workload, names, main, counts, batches, with_details=with_details)
+    solve = partial(
+        _solved,
+        workload_path=workload_path,
+        profile=profile,
+        profile_path=profile_path,
+        cluster=machine,
+        budget_s=budget_s,
+    )
+    found: dict[tuple[str, Setting], Solved | Refused] = {}
+    for item in in_processes(solve, _longest_first(jobs), processes=processes):
+        asked = item.solver in (solvers or ()) and item.setting == main
+        if isinstance(item, Refused) and isinstance(item.error, InvalidInputError) and asked:
+            raise item.error
+        found[item.solver, item.setting] = item
+        progress(len(found), len(jobs), item.solver)
+    ordered = [found[job.solver, job.setting] for job in jobs]
+    solved = tuple(item for item in ordered if isinstance(item, Solved))
+    without = tuple(item for item in ordered if isinstance(item, Refused))
+    chosen, reason = _baseline(main, solved, without, baseline)
+    return Comparison(
+        name=workload.name,
+        main=main,
+        settings=tuple(dict.fromkeys(job.setting for job in jobs)),
+        solved=solved,
+        refused=without,
+        impossible=tuple(impossible),
+        baseline=chosen,
+        baseline_is=reason,
+    )
+
+
+def _names(solvers: Sequence[str] | None, baseline: str | None) -> tuple[str, ...]:
+    known = (*planner.SOLVERS, *planner.BASELINES)
+    names = tuple(dict.fromkeys(solvers or known))
+    for option, asked in (("--solvers", names), ("--baseline", (baseline,) if baseline else ())):
+        for name in asked:
+            if name not in known:
+                raise InvalidInputError(
+                    f"{option} {name}: this version has {', '.join(known)}",
+                    hint="choose among these",
+                )
+    # A ratio needs both sides.
+    return names if baseline is None else tuple(dict.fromkeys((*names, baseline)))
+
+
+def _jobs(
+    workload: Workload,
+    names: Sequence[str],
+    main: Setting,
+    counts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    with_details: bool,
+) -> tuple[list[_Job], list[str]]:
+    """The main setting's first, then other numbers of devices, then other batches."""
+    settings = {main: workload}
+    for count in dict.fromkeys(counts):
+        settings.setdefault(Setting(devices=count, batch=main.batch), workload)
+    impossible: list[str] = []
+    for batch in dict.fromkeys(batches):
+        try:
+            changed = with_batch(workload, batch)
+        except InvalidInputError as error:
+            impossible.append(error.message)
+        else:
+            settings.setdefault(Setting(devices=main.devices, batch=batch), changed)
+    return [
+        _Job(
+            solver=name,
+            setting=setting,
+            workload=changed,
+            with_details=with_details and setting == main,
+        )
+        for setting, changed in settings.items()
+        for name in names
+    ], impossible
+
+
+def _longest_first(jobs: Sequence[_Job]) -> list[_Job]:
+    """Waves take longest to be found: begun last, they would run alone."""
+    return sorted(jobs, key=lambda job: (job.setting != jobs[0].setting, job.solver != "mpsp"))
+
+
+def _solved(
+    job: _Job,
+    *,
+    workload_path: Path,
+    profile: Profile,
+    profile_path: Path,
+    cluster: Cluster,
+    budget_s: float,
+) -> Solved | Refused:
+    try:
+        plan = planner.solve(
+            job.workload,
+            workload_path=workload_path,
+            profile=profile,
+            profile_path=profile_path,
+            plan_path=workload_path.with_suffix(".plan.json"),
+            cluster=cluster,
+            devices=job.setting.devices,
+            solver=job.solver,
+            budget_s=budget_s,
+            patience_s=budget_s,
+        )
+    except MMPlanError as error:
+        return Refused(solver=job.solver, setting=job.setting, error=error)
+    details = _details(plan, profile) if job.with_details else None
+    return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
+
+
+def _details(plan: Plan, profile: Profile) -> Details:
+    simulation, twins = simulated(plan, CostModel(profile, plan.cluster, plan.training))
+    alike = dict.fromkeys(twins[rank] for rank in representatives(plan))
+    shown = sorted(list(alike)[:SHOWN_RANKS])
+    timed = (event for rank in shown for event in simulation.events_of(rank))
+    events = trace_events(simulation.program, timed, process_name=plan.solver.name)
+    return Details(
+        events=tuple(event for event in events if event["ph"] == "X" and event["dur"] > 0),
+        uses=tuple(module_uses(simulation, plan.cluster.device.peak_flops, twins)),
+    )
+
+
+def _baseline(
+    main: Setting, solved: Sequence[Solved], refused: Sequence[Refused], asked: str | None
+) -> tuple[str, str]:
+    """The solver that ratios refer to, and why that one.
+
+    Raises:
+        InvalidInputError: the one asked for has no plan.
+        InfeasibleError: none has one.
+    """
+    ordered = _best_first(item for item in solved if item.setting == main)
+    names = [item.solver for item in ordered]
+    reasons = {item.solver: item.error for item in refused if item.setting == main}
+    if not names:
+        raise _none_fits(reasons)
+    if asked is None:
+        plain = [name for name in names if name in PLAIN]
+        return (plain[0], PLAIN_WORDS) if plain else (names[-1], "the slowest of these")
+    if asked not in names:
+        raise InvalidInputError(
+            f"--baseline {asked} has no plan: {reasons[asked].message}",
+            hint=f"choose among {', '.join(names)}",
+        )
+    return asked, "as asked"
+
+
+def _none_fits(reasons: Mapping[str, MMPlanError]) -> MMPlanError:
+    short = [error for error in reasons.values() if isinstance(error, InfeasibleError)]
+    said = "; ".join(f"{solver}: {error.message}" for solver, error in reasons.items())
+    if not short:
+        return InvalidInputError(said, hint=next(iter(reasons.values())).hint)
+    return InfeasibleError(said, hint=short[-1].hint)
+
+
+def _best_first(items: Iterable[Solved]) -> list[Solved]:
+    return sorted(items, key=lambda item: -_rate(item.plan))
+
+
+def _rate(plan: Plan) -> float:
+    return plan.predicted.samples_per_s

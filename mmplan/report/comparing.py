@@ -1,0 +1,101 @@
+"""A comparison on the terminal: plans side by side, and how they scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from mmplan.compare import Comparison, Setting
+from mmplan.report import format as text
+from mmplan.report.console import Grid
+from mmplan.schema.plan import Plan
+
+COLUMNS = ("iteration", "MFU", "idle", "communication", "memory", "devices", "gap", "solved in")
+
+
+def comparison_grids(found: Comparison) -> Iterator[Grid]:
+    """The main setting's plans, then a table for each of the sweeps."""
+    yield Grid(
+        title=f"{found.name}, simulated, best first, {setting_words(found.main)}",
+        columns=("solver", ">samples/s", f">x {found.baseline}", *(f">{c}" for c in COLUMNS)),
+        rows=[comparison_row(found, item.solver, item.plan) for item in found.best_first],
+        note=baseline_words(found),
+    )
+    by_devices, by_batch = device_sweep(found), batch_sweep(found)
+    if by_devices:
+        yield _sweep_grid(found, "samples/s by devices", by_devices, lambda s: s.devices)
+    if by_batch:
+        yield _sweep_grid(found, "samples/s by batch", by_batch, lambda s: s.batch)
+
+
+def comparison_row(found: Comparison, solver: str, plan: Plan) -> tuple[str, ...]:
+    """A plan's figures, in the order of the columns."""
+    predicted = plan.predicted
+    return (
+        solver,
+        text.count(predicted.samples_per_s),
+        f"{found.ratio(plan):.3f}",
+        text.seconds(predicted.iteration_s),
+        text.percent(predicted.mfu),
+        text.percent(predicted.bubble_fraction),
+        text.percent(predicted.communication_fraction),
+        text.size(max(predicted.memory_bytes, default=0.0)),
+        f"{predicted.devices_used} of {plan.devices}",
+        text.percent(plan.solver.gap),
+        text.seconds(plan.solver.seconds),
+    )
+
+
+def baseline_words(found: Comparison) -> str:
+    """What ratios refer to, and why."""
+    return f"x {found.baseline}: samples/s over those of {found.baseline}, {found.baseline_is}"
+
+
+def setting_words(setting: Setting) -> str:
+    """Devices and batch."""
+    return f"{setting.devices} devices, batch {setting.batch}"
+
+
+def device_sweep(found: Comparison) -> list[Setting]:
+    """Settings of the main batch, fewest devices first; none where there is one only."""
+    kept = [s for s in found.settings if s.batch == found.main.batch]
+    return sorted(kept, key=lambda s: s.devices) if len(kept) > 1 else []
+
+
+def batch_sweep(found: Comparison) -> list[Setting]:
+    """Settings of the main number of devices, smallest batch first; none where there is one."""
+    kept = [s for s in found.settings if s.devices == found.main.devices]
+    return sorted(kept, key=lambda s: s.batch) if len(kept) > 1 else []
+
+
+def left_out_lines(found: Comparison) -> list[str]:
+    """Solvers and settings without a plan, each with the reason."""
+    solvers = {item.solver for item in found.solved}
+    lines = [
+        f"{item.solver} is left out: {item.error.message}"
+        for item in found.refused
+        if item.setting == found.main
+    ]
+    lines += [
+        f"{item.solver} has no plan on {setting_words(item.setting)}: {item.error.message}"
+        for item in found.refused
+        if item.setting != found.main and item.solver in solvers
+    ]
+    return [*lines, *(f"left out: {reason}" for reason in found.impossible)]
+
+
+def _sweep_grid(
+    found: Comparison, title: str, settings: Sequence[Setting], axis: Callable[[Setting], int]
+) -> Grid:
+    rates = {(o.solver, o.setting): o.plan.predicted.samples_per_s for o in found.solved}
+    solvers = dict.fromkeys(outcome.solver for outcome in found.solved)
+    return Grid(
+        title=title,
+        columns=("solver", *(f">{axis(setting)}" for setting in settings)),
+        rows=[
+            (
+                solver,
+                *(text.count(rates[solver, s]) if (solver, s) in rates else "-" for s in settings),
+            )
+            for solver in solvers
+        ],
+    )
