@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mmplan.errors import InvalidInputError
+from mmplan.links import Transfer
 from mmplan.module_costs import CostModel, gradient_blocks
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -127,10 +129,32 @@ class ProgramCosts:
             source=source, target=target, num_bytes=self.edge_bytes(edge, samples)
         )
 
+    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+        """What a message needs of nodes' interfaces; None inside a node."""
+        num_bytes = self.edge_bytes(edge, samples)
+        own = self.costs.message(source=source, target=target, num_bytes=num_bytes)
+        node = self.costs.cluster.node_of
+        loads = (outgoing(node(source)), 1.0), (incoming(node(target)), 1.0)
+        return Traffic(seconds=own.interface_s, loads=loads) if own.interface_s else None
+
     def gather_s(self, loss: Loss) -> float:
         """Seconds of gathering all features of a sync batch on every rank of the loss."""
+        return self._gather(loss).seconds
+
+    def gather_traffic(self, loss: Loss) -> Traffic | None:
+        """What a gather needs of nodes' interfaces; None inside a node."""
+        return self._exchange(self._gather(loss), loss.ranks)
+
+    def _gather(self, loss: Loss) -> Transfer:
         size = (loss.sync_batch or 0) * self._feature_bytes(loss)
-        return self.costs.all_gather_s(ranks=loss.ranks, num_bytes=size)
+        return self.costs.all_gather(ranks=loss.ranks, num_bytes=size)
+
+    def _exchange(self, transfer: Transfer, ranks: Sequence[int]) -> Traffic | None:
+        """A collective's traffic, the same in and out of each of its nodes."""
+        if not transfer.interface_s:
+            return None
+        nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
+        return Traffic(seconds=transfer.interface_s, loads=exchange(nodes))
 
     def sync_s(self, loss: Loss, batch: int = 0) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
@@ -154,30 +178,19 @@ class ProgramCosts:
         )
 
     def reduce_s(self, reduction: Reduction) -> float:
-        """Seconds of summing the gradients of a reduction over its ranks.
+        """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
 
-        The shards of a tensor-parallel module are reduced at the same time and share
-        their nodes' bandwidth; where it has several degrees, as many as the least one has,
-        since a rank with larger shards reduces their parts in turn. ZeRO-1's reduce-scatter
-        and gather move the same bytes. A loss's few parameters cost the latency only.
+        ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters cost
+        the latency only.
         """
-        return self.costs.all_reduce_s(
-            ranks=reduction.ranks,
-            num_bytes=self.reduced_bytes(reduction),
-            sharers=self._least_tp(reduction),
-        )
+        return self._reduce(reduction).seconds
 
-    def _least_tp(self, reduction: Reduction) -> int:
-        """The least degree under which a rank holds what a reduction sums."""
-        if reduction.parameters == "all":
-            return reduction.tp
-        first, end = reduction.blocks
-        degrees = (
-            stage.tp
-            for stage in self.program.stages
-            if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
-        )
-        return min(degrees, default=reduction.tp)
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        """What a reduction needs of nodes' interfaces; None inside a node."""
+        return self._exchange(self._reduce(reduction), reduction.ranks)
+
+    def _reduce(self, reduction: Reduction) -> Transfer:
+        return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction))
 
     def reduced_bytes(self, reduction: Reduction) -> float:
         """Bytes of gradient that every rank of a reduction brings; its blocks all train.

@@ -7,7 +7,7 @@ time of the samples that are in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,10 +149,7 @@ class _Clock:
         for row, places in zip(rows, self._places, strict=True):
             for position, key in places:
                 row[position] = seconds[key]
-        clocks = replay(
-            self._wiring,
-            Durations(instruction=rows, message=self._base.message, gather=self._base.gather),
-        )
+        clocks = replay(self._wiring, replace(self._base, instruction=rows))
         return max((row[-1] for row in clocks.end if row), default=0.0)
 
     def _seconds(self, key: Key, done: Mapping[tuple[str, str], Sequence[float]]) -> float:

@@ -1,12 +1,26 @@
-"""Seconds that messages and collectives take on a cluster's links.
+"""Seconds that messages and collectives take on a cluster's links when nothing else uses them.
 
-A collective over ranks of one node is the cheaper of a ring (each link carries
-``2(n-1)/n`` of the bytes, each of the ``2(n-1)`` steps costs the latency) and a tree
-(``2 log2 n`` steps, twice the bytes), as NCCL chooses. Over several nodes it is
-hierarchical: inside each node first, then between nodes, where the ranks of a node that
-take part share the node's bandwidth: the node sends its ``2(N-1)/N`` of the bytes once.
-A measured link of a collective replaces both: ``latency_s`` for the whole operation and
-its bandwidth for the ring's bytes, ``2(n-1)/n`` (all-reduce) or ``(n-1)/n`` (all-gather).
+Inside a node a collective is the cheaper of
+
+- a *ring*: ``s`` passes over ``(n-1)/n`` of the bytes, each of its ``s (n-1)`` steps costs the
+  latency (``s`` is 2 for an all-reduce, 1 for an all-gather);
+- a *tree*: ``s ceil(log2 n)`` steps; an all-reduce moves twice the bytes, an all-gather, whose
+  data differ from rank to rank, the ring's.
+
+Over N nodes of n ranks in all, up to l of them on one node, it is the cheapest of
+
+- *hierarchical*: as above inside each node, then as above between the nodes, one part after
+  the other; a node sends its share of the bytes once;
+- a flat *ring* through all ranks, several on different ranks where a node has several, so that
+  together they fill the node's bandwidth: the ring's bytes at the slower of both links, of its
+  ``s (n-1)`` steps ``s N`` go between nodes (``N - 1`` where s is 1);
+- a flat *tree*, of an all-reduce only: chains inside the nodes and a tree between them, twice
+  the bytes at the slower of both links, ``2 (l - 1)`` steps inside and ``2 ceil(log2 N)``
+  between nodes.
+
+These are the algorithms between which NCCL chooses by size, with the steps and bytes that its
+own model has for them (``src/graph/tuning.cc``). A measured link of a collective replaces all of
+it on its level: ``latency_s`` for the whole operation and its bandwidth for the ring's bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +28,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
@@ -21,18 +36,42 @@ from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
 Kind = Literal["all_reduce", "all_gather"]
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A message or a collective, alone.
+
+    Attributes:
+        seconds: that it takes.
+        interface_s: for which of them it has the network interfaces of its nodes to itself.
+    """
+
+    seconds: float
+    interface_s: float = 0.0
+
+    def times(self, factor: float) -> Transfer:
+        """The transfer with all its times scaled."""
+        return Transfer(self.seconds * factor, self.interface_s * factor)
+
+
+def message(cluster: Cluster, source: int, target: int, num_bytes: float) -> Transfer:
+    """One message; a rank gives to itself for nothing."""
+    if source == target:
+        return Transfer(0.0)
+    link = cluster.link_between(source, target)
+    carried_s = num_bytes / link.bandwidth_bytes_per_s
+    between = link is cluster.links.inter_node
+    return Transfer(link.latency_s + carried_s, carried_s if between else 0.0)
+
+
 def message_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
     """Seconds of one message; a rank gives to itself for nothing."""
-    if source == target:
-        return 0.0
-    link = cluster.link_between(source, target)
-    return link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+    return message(cluster, source, target, num_bytes).seconds
 
 
-def collective_s(
+def collective(
     cluster: Cluster, kind: Kind, ranks: Sequence[int], num_bytes: float, *, sharers: int = 1
-) -> float:
-    """Seconds of a collective.
+) -> Transfer:
+    """A collective by its cheapest algorithm.
 
     Args:
         cluster: whose links carry it.
@@ -41,31 +80,129 @@ def collective_s(
         ranks: who takes part.
         num_bytes: size of the result on each rank.
         sharers: groups on these nodes that do the same at the same time (the shards of
-            a tensor-parallel module); they share a node's bandwidth.
+            a tensor-parallel module); they share a node's bandwidth. For estimates: a
+            simulation knows who shares it.
     """
     per_node = Counter(cluster.node_of(rank) for rank in set(ranks))
-    num_local, num_nodes = max(per_node.values(), default=1), len(per_node)
+    group = _Group(
+        ranks=per_node.total(), local=max(per_node.values(), default=1), nodes=len(per_node)
+    )
     links = cluster.links
-    inter = links.inter_node or links.intra_node
-    inside = _phase_s(kind, num_local, num_bytes, links.intra_node, links.intra_node_collectives)
-    between = _phase_s(kind, num_nodes, num_bytes * sharers, inter, links.inter_node_collectives)
-    return inside + between
+    inside, between = links.intra_node, links.inter_node or links.intra_node
+    measured = [
+        _measured(kind, x) for x in (links.intra_node_collectives, links.inter_node_collectives)
+    ]
+    shared = num_bytes * sharers
+    inside_s, _ = _phase(kind, group.local, num_bytes, inside, measured[0])
+    between_s, carried_s = _phase(kind, group.nodes, shared, between, measured[1])
+    options = [Transfer(inside_s + between_s, carried_s)]
+    if group.nodes > 1 and not any(measured):
+        options += _flat(kind, group, num_bytes, inside, between, sharers)
+    best = min(options, key=lambda option: option.seconds)
+    return best if group.nodes > 1 and links.inter_node else Transfer(best.seconds)
 
 
-def _phase_s(
-    kind: Kind, num: int, num_bytes: float, link: Link, measured: CollectiveLinks | None
+def collective_s(
+    cluster: Cluster, kind: Kind, ranks: Sequence[int], num_bytes: float, *, sharers: int = 1
 ) -> float:
-    """One level of a collective among ``num`` equals."""
+    """Seconds of :func:`collective`."""
+    return collective(cluster, kind, ranks, num_bytes, sharers=sharers).seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Who takes part: ranks in all, most on one node, nodes."""
+
+    ranks: int
+    local: int
+    nodes: int
+
+
+def _measured(kind: Kind, links: CollectiveLinks | None) -> Link | None:
+    """The link of a collective where it was measured."""
+    if links is None:
+        return None
+    return links.all_reduce if kind == "all_reduce" else links.all_gather
+
+
+def _passes(kind: Kind) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _phase(
+    kind: Kind, num: int, num_bytes: float, link: Link, measured: Link | None
+) -> tuple[float, float]:
+    """One level of a collective among ``num`` equals: seconds, and those of its bytes alone."""
     if num <= 1:
-        return 0.0
-    passes = 2 if kind == "all_reduce" else 1
+        return 0.0, 0.0
+    passes = _passes(kind)
     ring_bytes = passes * (num - 1) / num * num_bytes
-    own: Link | None = None if measured is None else getattr(measured, kind)
-    if own is not None:
-        return own.latency_s + ring_bytes / own.bandwidth_bytes_per_s
-    ring = passes * (num - 1) * link.latency_s + ring_bytes / link.bandwidth_bytes_per_s
-    tree_steps = passes * math.ceil(math.log2(num))
+    if measured is not None:
+        carried_s = ring_bytes / measured.bandwidth_bytes_per_s
+        return measured.latency_s + carried_s, carried_s
     # An all-gather's data differ from rank to rank: doubling sends no byte twice.
     tree_bytes = passes * num_bytes if kind == "all_reduce" else ring_bytes
-    tree = tree_steps * link.latency_s + tree_bytes / link.bandwidth_bytes_per_s
-    return min(ring, tree)
+    steps = (passes * (num - 1), ring_bytes), (passes * math.ceil(math.log2(num)), tree_bytes)
+    return min(
+        (
+            count * link.latency_s + size / link.bandwidth_bytes_per_s,
+            size / link.bandwidth_bytes_per_s,
+        )
+        for count, size in steps
+    )
+
+
+def _flat(
+    kind: Kind, group: _Group, num_bytes: float, inside: Link, between: Link, sharers: int
+) -> list[Transfer]:
+    """Algorithms that use the links of both levels at the same time."""
+    passes, nodes = _passes(kind), group.nodes
+    steps = passes * (group.ranks - 1)
+    across = min(steps, passes * nodes if kind == "all_reduce" else nodes - 1)
+    ring_s = (steps - across) * inside.latency_s + across * between.latency_s
+    ring_bytes = passes * (group.ranks - 1) / group.ranks * num_bytes
+    options = [(ring_s, ring_bytes)]
+    if kind == "all_reduce":
+        chain, levels = group.local - 1, math.ceil(math.log2(nodes))
+        options.append((2 * (chain * inside.latency_s + levels * between.latency_s), 2 * num_bytes))
+    found: list[Transfer] = []
+    for latency_s, size in options:
+        carried_s = size * sharers / between.bandwidth_bytes_per_s
+        slower_s = max(carried_s, size / inside.bandwidth_bytes_per_s)
+        found.append(Transfer(latency_s + slower_s, carried_s))
+    return found
+
+
+class LinkCosts:
+    """What transfers between a cluster's ranks cost: a part of the cost model.
+
+    Args:
+        cluster: whose links carry them.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
+        """One message between two ranks, alone on its link."""
+        return message(self.cluster, source, target, num_bytes)
+
+    def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
+        """An all-reduce of ``num_bytes`` on each rank; see the module."""
+        return collective(self.cluster, "all_reduce", ranks, num_bytes, sharers=sharers)
+
+    def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
+        """An all-gather that leaves ``num_bytes`` on each rank."""
+        return collective(self.cluster, "all_gather", ranks, num_bytes)
+
+    def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
+        """Seconds of one message between two ranks; 0 to itself."""
+        return self.message(source=source, target=target, num_bytes=num_bytes).seconds
+
+    def all_reduce_s(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> float:
+        """Seconds of an all-reduce of ``num_bytes`` on each rank."""
+        return self.all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers).seconds
+
+    def all_gather_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds of an all-gather that leaves ``num_bytes`` on each rank."""
+        return self.all_gather(ranks=ranks, num_bytes=num_bytes).seconds

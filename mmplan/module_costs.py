@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmplan import links
 from mmplan.errors import InvalidInputError
 from mmplan.fit import fit_key, fit_loss, fit_module, tp_degrees
+from mmplan.links import LinkCosts
 from mmplan.memory import gradient_bytes, parameter_bytes
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
@@ -44,7 +44,7 @@ class _Whole:
     activation_bytes: float
 
 
-class CostModel:
+class CostModel(LinkCosts):
     """Times (seconds) and sizes (bytes) from a profile's fitted curves.
 
     Curves are the profile's own ``fits``; what they lack is fitted from its points when
@@ -63,7 +63,7 @@ class CostModel:
         training: PlannedTraining | None = None,
     ) -> None:
         self.profile = profile
-        self.cluster = cluster or profile.cluster
+        super().__init__(cluster or profile.cluster)
         self.training = training or PlannedTraining()
         self._work = sampled_work(
             profile.data, seed=self.training.seed, reordered=self.training.reorder
@@ -241,7 +241,7 @@ class CostModel:
         """Floating-point operations of a whole module's forward for one sample."""
         return self._module(task, module).profile.flops_per_sample * self._mean(task, module)
 
-    # --- links -----------------------------------------------------------------------
+    # --- cuts ------------------------------------------------------------------------
 
     def cut_bytes(self, *, task: str, module: str, after_block: int) -> float:
         """Bytes per sample that cross a cut after a block; the output after the last."""
@@ -251,18 +251,6 @@ class CostModel:
         if profile.block_boundary_bytes is not None:
             return profile.block_boundary_bytes[after_block]
         return profile.boundary_bytes_per_sample
-
-    def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
-        """Seconds of one message between two ranks; 0 to itself."""
-        return links.message_s(self.cluster, source, target, num_bytes)
-
-    def all_reduce_s(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> float:
-        """Seconds of an all-reduce of ``num_bytes`` on each rank; see :mod:`mmplan.links`."""
-        return links.collective_s(self.cluster, "all_reduce", ranks, num_bytes, sharers=sharers)
-
-    def all_gather_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds of an all-gather that leaves ``num_bytes`` on each rank."""
-        return links.collective_s(self.cluster, "all_gather", ranks, num_bytes)
 
     # --- losses ----------------------------------------------------------------------
 

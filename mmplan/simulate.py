@@ -7,18 +7,21 @@ and losses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
-from mmplan.program.replay import Clocks, Durations, replay
+from mmplan.program.network import Traffic
+from mmplan.program.replay import Clocks, Durations, Shared, replay
 from mmplan.program.trace import TimedInstruction
 from mmplan.program.wiring import Wiring, wire
 from mmplan.schema.plan import Plan, Prediction
+
+Answer = TypeVar("Answer")
 
 
 class Costs(Protocol):
@@ -37,8 +40,16 @@ class Costs(Protocol):
         """Seconds of one message."""
         ...
 
+    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
+        ...
+
     def gather_s(self, loss: Loss) -> float:
         """Seconds of a batch-sync that can be hidden: the gather of its features."""
+        ...
+
+    def gather_traffic(self, loss: Loss) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
         ...
 
     def sync_s(self, loss: Loss) -> float:
@@ -47,6 +58,10 @@ class Costs(Protocol):
 
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of a reduction."""
+        ...
+
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
         ...
 
     def activation_bytes(self, stage: Stage, samples: int) -> float:
@@ -147,20 +162,28 @@ class Simulation:
         return points
 
 
-def simulate(program: Program, costs: Costs) -> Simulation:
+def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simulation:
     """Run one step of a program that has no faults.
 
     A send returns at once and its message arrives ``message_s`` later; the messages from
     one rank to another go one after the other. A compute waits for its messages.
-    SYNC_START returns at once; the gather begins when the loss's last rank has started, and
-    SYNC_WAIT ends when it is over, every rank is there and the loss is computed.
-    Tensor-parallel computes, COUNT and REDUCE begin when their last rank is there.
+    SYNC_START returns at once; the gather begins when the loss's last rank has started and
+    the loss's gather before it is over, and SYNC_WAIT ends when it is over, every rank is
+    there and the loss is computed. Tensor-parallel computes, COUNT and REDUCE begin when
+    their last rank is there. Transfers between nodes that overlap in time share the
+    bandwidth of the nodes that they have in common (:mod:`mmplan.program.network`).
+
+    Args:
+        program: to run.
+        costs: of its instructions.
+        contention: False lets every transfer have the network to itself, to see what
+            sharing it costs.
 
     Raises:
         InvalidInputError: the program deadlocks.
     """
     wiring = wire(program)
-    durations = durations_of(program, costs, wiring)
+    durations = durations_of(program, costs, wiring, contention=contention)
     clocks = replay(wiring, durations)
     if clocks.stuck:
         rank, position = min(clocks.stuck.items())
@@ -214,14 +237,45 @@ def _ranks(program: Program) -> range:
     return range(program.num_ranks)
 
 
-def durations_of(program: Program, costs: Costs, wiring: Wiring) -> Durations:
+def durations_of(
+    program: Program, costs: Costs, wiring: Wiring, *, contention: bool = True
+) -> Durations:
     """Seconds of everything that a program does."""
     losses = [program.losses[index] for index, _ in wiring.syncs]
     return Durations(
         instruction=_instruction_seconds(program, costs),
-        message=_message_seconds(program, costs, wiring),
+        message=_of_messages(costs.message_s, program, wiring),
         gather=[costs.gather_s(loss) for loss in losses],
+        shared=_shared(program, costs, wiring) if contention else None,
     )
+
+
+def _shared(program: Program, costs: Costs, wiring: Wiring) -> Shared | None:
+    """What uses nodes' interfaces, if two things that do can do so at the same time."""
+    gathers = {
+        index: costs.gather_traffic(program.losses[index])
+        for index in dict.fromkeys(index for index, _ in wiring.syncs)
+    }
+    reductions = [costs.reduce_traffic(reduction) for reduction in program.reductions]
+    shared = Shared(
+        message=_of_messages(costs.message_traffic, program, wiring),
+        gather=[gathers[index] for index, _ in wiring.syncs],
+        gang=[None if index < 0 else reductions[index] for index in wiring.reduction],
+    )
+    users: dict[int, tuple[str, object]] = {}
+    # What follows one after the other does not overlap: messages of one pair, gathers of one
+    # loss, reductions of the same ranks.
+    users_of = (
+        (("message", pair) for pair in wiring.link),
+        (("gather", index) for index, _ in wiring.syncs),
+        (("reduction", program.reductions[i].ranks if i >= 0 else ()) for i in wiring.reduction),
+    )
+    for kind, names in zip((shared.message, shared.gather, shared.gang), users_of, strict=True):
+        for traffic, user in zip(kind, names, strict=True):
+            for interface, load in traffic.loads if traffic is not None else ():
+                if load > 1 or users.setdefault(interface, user) != user:
+                    return shared
+    return None
 
 
 def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
@@ -253,13 +307,16 @@ def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
     return rows
 
 
-def _message_seconds(program: Program, costs: Costs, wiring: Wiring) -> list[float]:
-    known: dict[tuple[int, int, int, int], float] = {}
-    result: list[float] = []
+def _of_messages(
+    ask: Callable[[int, int, Edge, int], Answer], program: Program, wiring: Wiring
+) -> list[Answer]:
+    """What ``ask`` says of every message; asked once of those that are alike."""
+    known: dict[tuple[int, int, int, int], Answer] = {}
+    result: list[Answer] = []
     for edge, _, source, target, start, stop in wiring.messages:
         key = source, target, edge, stop - start
         if key not in known:
-            known[key] = costs.message_s(source, target, program.edges[edge], stop - start)
+            known[key] = ask(source, target, program.edges[edge], stop - start)
         result.append(known[key])
     return result
 

@@ -1,12 +1,14 @@
 """Simulate a plan without simulating replicas that do the same.
 
 Replicas that exchange samples or share ranks make a *part*: a pipeline with its encoder,
-backbone and generator, say. Parts meet only in the reductions at the end of the step. Two
-parts are alike where their micro-batches have the same sizes and their ranks are spread
-over nodes in the same way; then every instruction of one has its twin in the other, at the
-same time. One part of each kind is compiled and simulated, with the costs of the whole
-plan (reductions over all ranks, optimizer state divided by all replicas), and the other
-ranks get what their twins have. A plan of 600 equal replicas so takes the time of two.
+backbone and generator, say. Parts meet in the reductions at the end of the step, and on the
+network interfaces of nodes that they share. Two parts are alike where their micro-batches
+have the same sizes and their ranks are spread over nodes in the same way (:mod:`mmplan.alike`
+says what that means where several parts are on a node); then every instruction of one has
+its twin in the other, at the same time. One part of each kind is compiled and simulated, with
+the costs of the whole plan (reductions over all ranks, optimizer state divided by all
+replicas, interfaces used by all parts of the kind), and the other ranks get what their twins
+have. A plan of 600 equal replicas so takes the time of two.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mmplan.alike import find_alike, renamed
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
 from mmplan.program.lower import Graph, lower
-from mmplan.program.model import Reduction, Stage
+from mmplan.program.model import Edge, Program, Reduction, Stage
+from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.program.samples import RangeIndex
 from mmplan.schema.plan import Plan, Prediction, Unit
 from mmplan.simulate import Simulation, prediction, simulate
@@ -35,10 +39,15 @@ class Excerpt:
     Attributes:
         plan: only the parts kept, on the ranks that they have in the whole plan.
         twin: rank of the whole plan to the rank of the excerpt that does the same.
+        node_kind: node to its kind.
+        load: rank of the excerpt to how many ranks of its node do the same at the same time,
+            divided by how many of them are in the excerpt.
     """
 
     plan: Plan
     twin: Mapping[int, int]
+    node_kind: Sequence[int]
+    load: Mapping[int, float]
 
 
 def predict(plan: Plan, costs: CostModel) -> Prediction:
@@ -75,15 +84,42 @@ def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, in
         losses=tuple(graph.losses),
         reductions=tuple(graph.reductions),
     )
-    simulation = simulate(program, _WholeCosts(whole, costs, plan))
+    simulation = simulate(program, _WholeCosts(whole, costs, plan, found))
     return _expanded(simulation, found, plan), found.twin
 
 
 class _WholeCosts(ProgramCosts):
     """Costs of a whole plan, of whose program only some rows are there.
 
-    The simulation asks with what the excerpt's program has; the answer is the whole one's.
+    The simulation asks with what the excerpt's program has; the answer is the whole one's. Of
+    all nodes of a kind there is one, and on it every rank stands for those that do the same.
     """
+
+    def __init__(self, program: Program, costs: CostModel, plan: Plan, found: Excerpt) -> None:
+        super().__init__(program, costs, plan)
+        self._found = found
+
+    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+        """What a message and its twins need of the interfaces."""
+        alone = super().message_traffic(source, target, edge, samples)
+        if alone is None:
+            return None
+        load, node, kind = self._found.load, self.costs.cluster.node_of, self._found.node_kind
+        loads = (
+            (outgoing(kind[node(source)]), load[source]),
+            (incoming(kind[node(target)]), load[target]),
+        )
+        return Traffic(seconds=alone.seconds, loads=loads)
+
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        """What a reduction over all of its ranks needs of the interfaces of each kind of node."""
+        whole = self.program.reductions[reduction.index]
+        alone = super().reduce_traffic(whole)
+        if alone is None:
+            return None
+        nodes = {self.costs.cluster.node_of(rank) for rank in whole.ranks}
+        kinds = {self._found.node_kind[node] for node in nodes}
+        return Traffic(seconds=alone.seconds, loads=exchange(kinds))
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a compute with all replicas of its stage."""
@@ -122,23 +158,47 @@ def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
     """
     if not _suited(plan):
         return None
-    kinds: defaultdict[object, list[Part]] = defaultdict(list)
-    for part in _parts(plan, graph):
-        if not all(part):
-            return None
-        kinds[_kind(plan, part)].append(part)
-    kept = [parts[0] for parts in kinds.values()]
+    parts = _parts(plan, graph)
+    if not all(all(part) for part in parts):
+        return None
+    alike = find_alike(
+        [_shape(plan, part) for part in parts],
+        [[rank // plan.cluster.devices_per_node for rank in _ranks(plan, p)] for p in parts],
+        _meetings(plan, graph),
+    )
+    kinds: defaultdict[int, list[int]] = defaultdict(list)
+    for position, kind in enumerate(alike.part_kind):
+        kinds[kind].append(position)
+    kept = [positions[0] for positions in kinds.values()]
     if len(kinds) == 1:
         kept = next(iter(kinds.values()))[:2]
-    if len(kept) == sum(map(len, kinds.values())):
+    if len(kept) == len(parts):
         return None
     twin: dict[int, int] = {}
-    for parts in kinds.values():
-        own = list(_ranks(plan, parts[0]))
-        for part in parts:
-            twin.update(zip(_ranks(plan, part), own, strict=True))
+    for positions in kinds.values():
+        own = list(_ranks(plan, parts[positions[0]]))
+        for position in positions:
+            twin.update(zip(_ranks(plan, parts[position]), own, strict=True))
     # Kept parts stand for themselves: sums over ranks do not care, rows must be there.
-    return Excerpt(plan=_cut_out(plan, kept), twin=twin)
+    copies = len(kept) // len(kinds)
+    load = {
+        rank: count / copies
+        for position in kept
+        for rank, count in zip(_ranks(plan, parts[position]), alike.loads(position), strict=True)
+    }
+    return Excerpt(
+        plan=_cut_out(plan, [parts[position] for position in kept]),
+        twin=twin,
+        node_kind=alike.node_kind,
+        load=load,
+    )
+
+
+def _meetings(plan: Plan, graph: Graph) -> list[set[int]]:
+    """The nodes of every reduction over several of them."""
+    per_node = plan.cluster.devices_per_node
+    nodes = [{rank // per_node for rank in reduction.ranks} for reduction in graph.reductions]
+    return [found for found in nodes if len(found) > 1]
 
 
 def _suited(plan: Plan) -> bool:
@@ -198,24 +258,17 @@ class _Together:
         self._parent[self.root(one)] = self.root(other)
 
 
-def _kind(plan: Plan, part: Part) -> object:
-    """Equal for parts that do the same: sizes, and ranks and nodes by first appearance.
+def _shape(plan: Plan, part: Part) -> object:
+    """Sizes of the micro-batches, and ranks by first appearance.
 
     Sizes fix the ranges that a part's micro-batches have among its own samples, and with
-    them its messages; a message's time depends on whether its ranks share a node.
+    them its messages.
     """
     sizes = tuple(
         tuple(unit.microbatches[d] for d in replicas)
         for unit, replicas in zip(plan.units, part, strict=True)
     )
-    ranks = list(_ranks(plan, part))
-    nodes = [rank // plan.cluster.devices_per_node for rank in ranks]
-    return sizes, _renamed(ranks), _renamed(nodes)
-
-
-def _renamed(names: Sequence[int]) -> tuple[int, ...]:
-    known: dict[int, int] = {}
-    return tuple(known.setdefault(name, len(known)) for name in names)
+    return sizes, renamed(list(_ranks(plan, part)))
 
 
 def _ranks(plan: Plan, part: Part) -> Iterator[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmplan.errors import MMPlanError
+from mmplan.links import Transfer
 from mmplan.module_costs import CostModel
 from mmplan.replan import solve_again
 from mmplan.schema.base import parse_document
@@ -97,18 +98,17 @@ class _Faster(CostModel):
     def backward_s(self, *, module: str, **given: Any) -> float:
         return super().backward_s(module=module, **given) * self._of(module)
 
-    def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
-        return super().message_s(source=source, target=target, num_bytes=num_bytes) * self._left(
-            MESSAGES
-        )
+    def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
+        whole = super().message(source=source, target=target, num_bytes=num_bytes)
+        return whole.times(self._left(MESSAGES))
 
-    def all_gather_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
-        return super().all_gather_s(ranks=ranks, num_bytes=num_bytes) * self._left(LOSSES)
+    def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
+        whole = super().all_gather(ranks=ranks, num_bytes=num_bytes)
+        return whole.times(self._left(LOSSES))
 
-    def all_reduce_s(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> float:
-        return super().all_reduce_s(ranks=ranks, num_bytes=num_bytes, sharers=sharers) * self._left(
-            REDUCTIONS
-        )
+    def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
+        whole = super().all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
+        return whole.times(self._left(REDUCTIONS))
 
     def loss_s(self, *, loss: str, samples: int, shards: int = 1) -> tuple[float, float]:
         forward_s, backward_s = super().loss_s(loss=loss, samples=samples, shards=shards)

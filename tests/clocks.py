@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.program.network import Traffic
 from tests.programs import loss, make_plan, unit
 
 
@@ -20,6 +21,8 @@ class FixedCosts:
 
     Attributes:
         input_share: what part of a split backward is I.
+        per_node: ranks of a node; 0 where all are on one.
+        latency: of a message between two nodes, before its ``message`` seconds.
     """
 
     forward: float = 1.0
@@ -28,6 +31,8 @@ class FixedCosts:
     by_module: dict[str, tuple[float, float]] = field(default_factory=dict)
     per_sample: bool = False
     message: float = 0.0
+    latency: float = 0.0
+    per_node: int = 0
     gather: float = 0.0
     loss: float = 0.0
     reduce: float = 0.0
@@ -42,7 +47,26 @@ class FixedCosts:
         return seconds * (samples if self.per_sample else 1)
 
     def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
-        return 0.0 if source == target else self.message * (samples if self.per_sample else 1)
+        traffic = self.message_traffic(source, target, edge, samples)
+        carried = self.message * (samples if self.per_sample else 1)
+        return 0.0 if source == target else carried + (self.latency if traffic else 0.0)
+
+    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+        if not self.per_node or source // self.per_node == target // self.per_node:
+            return None
+        loads = ((2 * (source // self.per_node), 1.0), (2 * (target // self.per_node) + 1, 1.0))
+        return Traffic(seconds=self.message * (samples if self.per_sample else 1), loads=loads)
+
+    def _exchange(self, ranks: Sequence[int], seconds: float) -> Traffic | None:
+        nodes = sorted({rank // self.per_node for rank in ranks}) if self.per_node else []
+        loads = tuple((2 * node + way, 1.0) for node in nodes for way in (0, 1))
+        return Traffic(seconds=seconds, loads=loads) if len(nodes) > 1 else None
+
+    def gather_traffic(self, loss: Loss) -> Traffic | None:
+        return self._exchange(loss.ranks, self.gather)
+
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        return self._exchange(reduction.ranks, self.reduce)
 
     def gather_s(self, loss: Loss) -> float:
         return self.gather
@@ -77,11 +101,39 @@ def tower(stages: int, k: int, rounds: int, *, kind: str = "batch-sync", **optio
     return compile_plan(plan)
 
 
+@dataclass(eq=False)
+class Flow:
+    """Something that flows: what is left of it, in seconds alone."""
+
+    traffic: Traffic
+    left: float
+    key: Any
+
+
+def levels(flows: Sequence[Flow]) -> list[float]:
+    """Max-min fair rates, by raising all that are not stopped until an interface is full."""
+    rates = [0.0] * len(flows)
+    stopped = [False] * len(flows)
+    while not all(stopped):
+        steps: list[tuple[float, int]] = []
+        for interface in {i for flow in flows for i, _ in flow.traffic.loads}:
+            load = [dict(flow.traffic.loads).get(interface, 0.0) for flow in flows]
+            used = sum(a * rate for a, rate in zip(load, rates, strict=True))
+            growing = sum(a for a, stop in zip(load, stopped, strict=True) if not stop)
+            if growing:
+                steps.append(((1.0 - used) / growing, interface))
+        step, full = min(steps)
+        rates = [rate + (0 if stop else step) for rate, stop in zip(rates, stopped, strict=True)]
+        for index, flow in enumerate(flows):
+            stopped[index] |= full in dict(flow.traffic.loads)
+    return rates
+
+
 class TinySimulator:
     """Discrete events on a heap, each rank a coroutine. Slow, obvious, nothing shared.
 
     A coroutine yields ("at", time) or ("until", key); keys get a time when something sets
-    them and wake those who wait.
+    them and wake those who wait. What flows between nodes is told anew how fast at each event.
     """
 
     def __init__(self, program: Program, costs: FixedCosts) -> None:
@@ -91,26 +143,41 @@ class TinySimulator:
         self.known: dict[Any, float] = {}
         self.waiting: defaultdict[Any, list[Generator[Any, None, None]]] = defaultdict(list)
         self.there: defaultdict[Any, list[float]] = defaultdict(list)
-        self.link: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self.lanes: defaultdict[Any, list[Any]] = defaultdict(list)
+        self.flows: list[Flow] = []
+        self.settled = 0.0
         self.ends = [0.0] * program.num_ranks
         self.ticket = 0
 
     def run(self) -> float:
         for rank in range(self.program.num_ranks):
             self._schedule(0.0, self._rank(rank))
-        while self.heap:
-            self.now, _, process = heapq.heappop(self.heap)
-            for what, value in process:
-                if what == "at":
-                    self._schedule(value, process)
-                elif value in self.known and self.known[value] <= self.now:
-                    continue
-                elif value in self.known:
-                    self._schedule(self.known[value], process)
-                else:
-                    self.waiting[value].append(process)
-                break
+        while self.heap or self.flows:
+            rates = levels(self.flows)
+            ends = [f.left / r + self.settled for f, r in zip(self.flows, rates, strict=True)]
+            self.now = min([*ends, *(time for time, *_ in self.heap[:1])])
+            for flow, rate in zip(self.flows, rates, strict=True):
+                flow.left -= rate * (self.now - self.settled)
+            self.settled = self.now
+            over = [f for f, end in zip(self.flows, ends, strict=True) if end <= self.now]
+            self.flows = [flow for flow in self.flows if flow not in over]
+            for flow in over:
+                self._set(flow.key, self.now)
+            while self.heap and self.heap[0][0] <= self.now:
+                self._continue(heapq.heappop(self.heap)[2])
         return max(self.ends)
+
+    def _continue(self, process: Generator[Any, None, None]) -> None:
+        for what, value in process:
+            if what == "at":
+                self._schedule(value, process)
+            elif value in self.known and self.known[value] <= self.now:
+                continue
+            elif value in self.known:
+                self._schedule(self.known[value], process)
+            else:
+                self.waiting[value].append(process)
+            break
 
     def _schedule(self, time: float, process: Generator[Any, None, None]) -> None:
         self.ticket += 1
@@ -121,10 +188,25 @@ class TinySimulator:
         for process in self.waiting.pop(key, []):
             self._schedule(max(time, self.now), process)
 
-    def _meet(self, key: Any, size: int, extra: float = 0.0) -> None:
+    def _meet(self, key: Any, size: int) -> None:
         self.there[key].append(self.now)
         if len(self.there[key]) == size:
-            self._set(key, max(self.there[key]) + extra)
+            self._set(key, self.now)
+
+    def _carry(
+        self, lane: Any, key: Any, seconds: float, traffic: Traffic | None
+    ) -> Generator[Any, None, None]:
+        """When what was put on the lane before is over."""
+        before = self.lanes[lane][-1:]
+        self.lanes[lane].append(key)
+        for other in before:
+            yield "until", other
+        if traffic is None:
+            yield "at", self.now + seconds
+            self._set(key, self.now)
+            return
+        yield "at", self.now + seconds - traffic.seconds
+        self.flows.append(Flow(traffic, traffic.seconds, key))
 
     def _rank(self, rank: int) -> Generator[Any, None, None]:
         inputs: defaultdict[Any, list[Any]] = defaultdict(list)
@@ -134,10 +216,13 @@ class TinySimulator:
                 if item.is_send:
                     key = (kind, item.edge, rank, item.peer, item.start, item.stop)
                     edge = self.program.edges[item.edge]
-                    taken = self.costs.message_s(rank, item.peer, edge, item.stop - item.start)
-                    free = max(self.now, self.link[rank, item.peer])
-                    self.link[rank, item.peer] = free + taken
-                    self._set(key, free + taken)
+                    given = rank, item.peer, edge, item.stop - item.start
+                    taken, traffic = (
+                        self.costs.message_s(*given),
+                        self.costs.message_traffic(*given),
+                    )
+                    carry = self._carry(("link", rank, item.peer), key, taken, traffic)
+                    self._schedule(self.now, carry)
                 else:
                     key = (kind, item.edge, item.peer, rank, item.start, item.stop)
                     inputs[kind, item.stage, item.mb].append(key)
@@ -154,10 +239,16 @@ class TinySimulator:
                 a, b = stage.microbatches[d][item.mb]
                 yield "at", self.now + self.costs.compute_s(stage, item.op, b - a)
             elif isinstance(item, Sync):
-                size = len(self.program.losses[item.loss].ranks)
+                own = self.program.losses[item.loss]
+                size = len(own.ranks)
                 if item.op is Op.SYNC_START:
-                    gather = self.costs.gather
-                    self._meet(("gather", item.loss, item.batch), size, gather)
+                    started = ("started", item.loss, item.batch)
+                    self._meet(started, size)
+                    if started in self.known:
+                        key = ("gather", item.loss, item.batch)
+                        seconds, traffic = self.costs.gather_s(own), self.costs.gather_traffic(own)
+                        carry = self._carry(("gathers", item.loss), key, seconds, traffic)
+                        self._schedule(self.now, carry)
                 else:
                     yield "until", ("gather", item.loss, item.batch)
                     self._meet(("wait", item.loss, item.batch), size)
@@ -166,7 +257,15 @@ class TinySimulator:
             elif isinstance(item, Collective):
                 reduces = item.op is Op.REDUCE
                 owner = self.program.reductions if reduces else self.program.losses
-                self._meet(item, len(owner[item.index].ranks))
-                yield "until", item
-                yield "at", self.now + (self.costs.reduce if reduces else 0.0)
+                met = ("met", item)
+                self._meet(met, len(owner[item.index].ranks))
+                yield "until", met
+                if reduces:
+                    reduction = self.program.reductions[item.index]
+                    traffic = self.costs.reduce_traffic(reduction)
+                    if not self.there["carried", item]:
+                        carry = self._carry(item, item, self.costs.reduce, traffic)
+                        self._schedule(self.now, carry)
+                    self.there["carried", item].append(self.now)
+                    yield "until", item
         self.ends[rank] = self.now

@@ -30,6 +30,7 @@ class Wiring:
         link: per message, an index of its (source, target) pair.
         gang_size: ranks that must meet.
         gate: per gang, the sync whose gather it also waits for, or -1.
+        reduction: per gang, the reduction that it is, or -1.
         sync_size: ranks that start the sync.
         sync_gang: per sync, the gang of its waits, or -1.
     """
@@ -44,6 +45,7 @@ class Wiring:
     num_links: int = 0
     gang_size: list[int] = field(default_factory=list[int])
     gate: list[int] = field(default_factory=list[int])
+    reduction: list[int] = field(default_factory=list[int])
     syncs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     sync_size: list[int] = field(default_factory=list[int])
     sync_gang: list[int] = field(default_factory=list[int])
@@ -117,7 +119,10 @@ class _Builder:
 
     def _collective(self, item: Collective) -> int:
         owner = self._program.losses if item.op is Op.COUNT else self._program.reductions
-        return self._gang((item.op, item.index), len(owner[item.index].ranks))
+        gang = self._gang((item.op, item.index), len(owner[item.index].ranks))
+        if item.op is Op.REDUCE:
+            self.wiring.reduction[gang] = item.index
+        return gang
 
     def _sync(self, item: Sync) -> tuple[int, int]:
         key = item.loss, item.batch
@@ -141,4 +146,5 @@ class _Builder:
             known = self._gang_ids[key] = len(self.wiring.gang_size)
             self.wiring.gang_size.append(size)
             self.wiring.gate.append(-1)
+            self.wiring.reduction.append(-1)
         return known
