@@ -5,13 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    Strict,
+    ValidationError,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 
@@ -34,6 +43,20 @@ class Record(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The JSON Schema, with what the docstring says of each field at that field."""
+        made = handler(core_schema)
+        schema = handler.resolve_ref_schema(made)
+        text, fields = _attributes(schema.get("description", ""))
+        if fields:
+            schema["description"] = text
+            for name, said in fields.items():
+                schema["properties"][name]["description"] = said
+        return made
+
 
 class Document(Record):
     """A whole file; ``version`` is the newest that this program reads and the one it writes."""
@@ -42,6 +65,13 @@ class Document(Record):
     readable_version: ClassVar[int] = 1
 
     version: Int = 1
+
+
+def _attributes(docstring: str) -> tuple[str, dict[str, str]]:
+    """A docstring before its ``Attributes:``, and what that section says of each name."""
+    text, _, section = docstring.partition("\n\nAttributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
+    return text, {name: " ".join(said.split()).removesuffix(".") for name, said in entries}
 
 
 DocumentT = TypeVar("DocumentT", bound=Document)

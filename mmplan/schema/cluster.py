@@ -12,7 +12,13 @@ from mmplan.schema.base import Count, Document, Positive, Record, Size, Str, loa
 
 
 class Device(Record):
-    """One accelerator, or one process on a cpu cluster."""
+    """One accelerator, or one process on a cpu cluster.
+
+    Attributes:
+        name: as its maker calls it; ``cpu...`` is taken for a CPU where ``type`` is absent.
+        memory_bytes: that a plan may fill.
+        type: absent: by the name.
+    """
 
     name: Str
     memory_bytes: Positive
@@ -34,14 +40,26 @@ class Link(Record):
 
 
 class CollectiveLinks(Record):
-    """Links as collectives see them, where they were measured apart from point to point."""
+    """Links as collectives see them, where they were measured apart from point to point.
+
+    Attributes:
+        all_reduce: sums of gradients.
+        all_gather: features of a batch-sync.
+    """
 
     all_reduce: Link | None = None
     all_gather: Link | None = None
 
 
 class Links(Record):
-    """Point-to-point links; ``inter_node`` bandwidth is a whole node's."""
+    """Point-to-point links; ``inter_node`` bandwidth is a whole node's.
+
+    Attributes:
+        intra_node: between two devices of one node.
+        inter_node: between two nodes; absent: as inside one.
+        intra_node_collectives: measured apart; absent: as point to point.
+        inter_node_collectives: likewise.
+    """
 
     intra_node: Link
     inter_node: Link | None = None
@@ -50,7 +68,13 @@ class Links(Record):
 
 
 class Cluster(Document):
-    """Nodes of equal devices; rank r sits on node ``r // devices_per_node``."""
+    """Nodes of equal devices; rank r sits on node ``r // devices_per_node``.
+
+    Attributes:
+        name: what plans and tables call it.
+        nodes: how many.
+        devices_per_node: how many; on a CPU cluster any number may be asked for.
+    """
 
     kind: ClassVar[str] = "cluster"
 

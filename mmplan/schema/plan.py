@@ -25,14 +25,26 @@ from mmplan.schema.cluster import Cluster
 
 
 class FileReference(Record):
-    """A file this plan stands on; ``path`` is relative to the plan."""
+    """A file this plan stands on.
+
+    Attributes:
+        path: relative to the plan.
+        sha256: of its bytes; a run is refused when it differs.
+    """
 
     path: Str
     sha256: Str
 
 
 class RunnerUp(Record):
-    """Another plan that was simulated, and run where ``measured_s`` is given."""
+    """Another plan that was simulated.
+
+    Attributes:
+        label: solver, degrees and micro-batches.
+        objective_s: of its solver's formula.
+        iteration_s: simulated.
+        measured_s: of a trial, where one was run.
+    """
 
     label: Str
     objective_s: Size
@@ -41,7 +53,12 @@ class RunnerUp(Record):
 
 
 class Asked(Record):
-    """What ``mmplan solve`` was told; planning for another task set tells it the same."""
+    """What ``mmplan solve`` was told; planning for another task set tells it the same.
+
+    Attributes:
+        top: how many candidates were simulated.
+        budget_s: of searches that are not exact.
+    """
 
     solver: Str
     method: Str | None = None
@@ -74,11 +91,18 @@ class ScalingCurve(Record):
 class SolverReport(Record):
     """How the plan was found and how good it is proven to be.
 
-    ``measured_s`` is the step's time in the trial that chose the plan (``solve --measure``).
-
-    ``objective_s`` is the value of the solver's own formula for this plan,
-    ``lower_bound_s`` a proven bound on that formula over every plan that the solver may
-    choose from, ``gap = objective_s / lower_bound_s - 1``.
+    Attributes:
+        seconds: that solving took.
+        objective_s: value of the solver's own formula for this plan.
+        lower_bound_s: proven for that formula over every plan that the solver may choose from.
+        gap: ``objective_s / lower_bound_s - 1``.
+        measured_s: the step's time in the trial that chose the plan (``solve --measure``).
+        notes: what else a user should know.
+        idle_ranks: that are in no unit.
+        largest_sync_batch: of each cross-sample loss, that the memory would hold.
+        runners_up: next best first.
+        curves: of every MetaOp, where tasks were planned in waves.
+        asked: to plan for other task sets in the same way.
     """
 
     name: Str
@@ -125,6 +149,13 @@ class Unit(Record):
     """A module, or a slice of its blocks, on a grid of ranks ``dp x pp x tp``.
 
     Attributes:
+        name: of the unit; the module's, or ``TASK.MODULE.SLICE``.
+        task: that it works for.
+        module: that it runs.
+        tp: ranks that share a block's matrices.
+        pp: pipeline stages.
+        vpp: chunks on each stage.
+        dp: replicas.
         ranks: ``[dp][pp][tp]``.
         blocks: ``pp * vpp`` half-open chunks; chunk c runs at pipeline position c mod pp.
         samples: per replica, of one optimizer step.
@@ -160,7 +191,12 @@ class PlanLoss(Record):
 
 
 class Slice(Record):
-    """A unit's forward in a wave; times from the step's start, of the forward pass."""
+    """A unit's forward in a wave; times from the step's start, of the forward pass.
+
+    Attributes:
+        blocks: half-open range of the module's.
+        devices: how many.
+    """
 
     unit: Str
     blocks: Range
@@ -179,7 +215,12 @@ class Wave(Record):
 
 
 class PlannedModule(Record):
-    """What compiling and simulating need to know of a module in a task."""
+    """What compiling and simulating need to know of a module in a task.
+
+    Attributes:
+        blocks: how many.
+        frozen: true, or half-open ranges of blocks.
+    """
 
     inputs: tuple[Str | None, ...]
     blocks: Count
@@ -223,7 +264,17 @@ class PlannedTraining(Record):
 
 
 class Prediction(Record):
-    """From simulating the plan's program: one optimizer step without its update."""
+    """From simulating the plan's program: one optimizer step without its update.
+
+    Attributes:
+        iteration_s: seconds of the step.
+        samples_per_s: of all tasks together.
+        mfu: the model's FLOP/s over the peak of all devices of the plan.
+        bubble_fraction: share of the used devices' time in which they wait.
+        communication_fraction: share of it in which they only communicate.
+        memory_bytes: most that each rank holds.
+        devices_used: ranks that compute something.
+    """
 
     iteration_s: Size
     samples_per_s: Size
@@ -235,7 +286,21 @@ class Prediction(Record):
 
 
 class Plan(Document):
-    """A whole plan; it names no code."""
+    """A whole plan; it names no code.
+
+    Attributes:
+        name: the workload's.
+        workload: that it was made for.
+        profile: that it was made from.
+        cluster: that it was made for.
+        training: what memory and time need to know of it.
+        tasks: as planned.
+        solver: how it was found.
+        units: every module, or slices of it, on its ranks.
+        losses: where they are computed.
+        waves: when each slice starts, where tasks were planned in waves.
+        predicted: the step, simulated.
+    """
 
     kind: ClassVar[str] = "plan"
 

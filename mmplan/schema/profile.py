@@ -24,10 +24,18 @@ from mmplan.schema.cluster import Cluster
 class Point(Record):
     """Time of ``blocks`` blocks (default: all) for one micro-batch on ``tp`` devices.
 
-    Communication inside the TP group is included; ``activation_bytes`` is what one device
-    holds for the micro-batch. ``backward_input_s`` is the part that computes input
-    gradients (absent: half of ``backward_s``). Spreads are the half-width of the middle
-    half of the repeats.
+    Communication inside the TP group is included.
+
+    Attributes:
+        tp: ranks of the group.
+        microbatch: samples.
+        blocks: how many of the module's were timed; absent: all.
+        backward_s: without recomputation, which is added where a workload asks for it.
+        backward_input_s: the part that computes input gradients; absent: half of ``backward_s``.
+        activation_bytes: what one device holds for the micro-batch.
+        forward_spread_s: half-width of the middle half of the repeats.
+        backward_spread_s: likewise.
+        repeats: that the time is the median of.
     """
 
     tp: Count = 1
@@ -43,7 +51,19 @@ class Point(Record):
 
 
 class ModuleProfile(Record):
-    """One module; per-block lists are relative weights, equal when absent."""
+    """One module; per-block lists are relative weights, equal when absent.
+
+    Attributes:
+        blocks: how many.
+        block_work: share of each block in the module's time.
+        block_parameters: share in its parameters.
+        block_activation_bytes: share in its activations.
+        parameters: how many.
+        flops_per_sample: of the forward.
+        output_bytes_per_sample: what crosses a cut after the last block.
+        boundary_bytes_per_sample: what crosses a cut between two blocks.
+        points: the times; a ``tp`` without points is not an option for the solver.
+    """
 
     blocks: Count
     block_work: tuple[Size, ...] | None = None
@@ -80,7 +100,12 @@ class ModuleProfile(Record):
 
 
 class LossPoint(Record):
-    """Time of a loss on ``samples`` samples (of a sync batch, or of a micro-batch)."""
+    """Time of a loss on ``samples`` samples (of a sync batch, or of a micro-batch).
+
+    Attributes:
+        samples: of a sync batch, or of a micro-batch.
+        activation_bytes: that it holds from its forward to its backward.
+    """
 
     samples: Count
     forward_s: Size
@@ -91,8 +116,9 @@ class LossPoint(Record):
 class LossProfile(Record):
     """One loss; points are the whole loss on one device.
 
-    ``sharded``: its work is spread evenly over the ranks that take part (DistMM section
-    5.3); False where every one of them computes all of it.
+    Attributes:
+        sharded: its work is spread evenly over the ranks that take part (DistMM section 5.3);
+            false where every one of them computes all of it.
     """
 
     sharded: Bool = True
@@ -104,6 +130,16 @@ class Curve(Record):
 
     Piece i of the size x lies between ``knots[i-1]`` and ``knots[i]``; all coefficients
     are non-negative.
+
+    Attributes:
+        alpha: fixed part.
+        knots: where the slope changes.
+        slopes: one more than knots.
+        residual_median: of the points, relative.
+        residual_p90: of the points, relative.
+        points: that it was fitted to.
+        lowest: smallest size among them.
+        highest: largest size among them.
     """
 
     alpha: Size
@@ -199,7 +235,16 @@ class DataWork(Record):
 
 
 class Profile(Document):
-    """Costs of a workload on a cluster."""
+    """Costs of a workload on a cluster.
+
+    Attributes:
+        source: measured on devices, analytic from FLOPs and bytes, or given by hand.
+        cluster: of the devices that the times are for.
+        tasks: task to module to fields that differ from ``modules`` for that task.
+        losses: one that is absent is free.
+        fits: fitted again where absent.
+        provenance: where, when and how it was made; read by people only.
+    """
 
     kind: ClassVar[str] = "profile"
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mmplan.schema.base import Bool, Count, Index, Int, Positive, Record, Size, Str
 
-Args = dict[Str, Any]
+Args = Annotated[dict[Str, Any], Field(description="keyword arguments")]
 
 
 def _numbered(value: object) -> object:
@@ -46,6 +46,10 @@ class RateSpec(Record):
 
     It rises linearly to 1 over the warmup, then falls from 1 to ``final_ratio`` until
     ``total_steps`` (linear, cosine) or stays (constant).
+
+    Attributes:
+        kind: of the fall.
+        final_ratio: factor at ``total_steps``.
     """
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
@@ -64,7 +68,11 @@ class RateSpec(Record):
 
 
 class GroupSpec(Record):
-    """Parameters with arguments of their own; a parameter is in the first group it matches."""
+    """Parameters with arguments of their own; a parameter is in the first group it matches.
+
+    Attributes:
+        optimizer_args: that replace those of ``train``.
+    """
 
     match: Str = Field(
         min_length=1, description='pattern of full parameter names with * and ?: "*.bias"'
@@ -73,7 +81,18 @@ class GroupSpec(Record):
 
 
 class TrainSpec(Record):
-    """How parameters are updated."""
+    """How parameters are updated.
+
+    Attributes:
+        seed: of weights, data order and random numbers in blocks.
+        optimizer: a class of ``torch.optim``.
+        optimizer_args: that it is called with.
+        groups: parameters with arguments of their own.
+        schedule: of all learning rates.
+        precision: bf16 is autocast; weights, gradients and optimizer state stay float32.
+        zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
+        steps: of a run without ``--steps``.
+    """
 
     seed: Int = 0
     optimizer: Str = "AdamW"

@@ -11,16 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from mmplan.errors import InvalidInputError
-from mmplan.schema.base import (
-    Bool,
-    Count,
-    Document,
-    Float,
-    Range,
-    Record,
-    Str,
-    load_document,
-)
+from mmplan.schema.base import Bool, Count, Document, Float, Range, Record, Str, load_document
 from mmplan.schema.train import Args, TaskSet, TrainSpec, task_sets
 
 Factory = Annotated[
@@ -33,7 +24,15 @@ DEFAULT_TASK = "default"
 
 
 class Pins(Record):
-    """Degrees a user fixes (a number) or limits (a list of candidates), and the backward."""
+    """Degrees a user fixes (a number) or limits (a list of candidates), and the backward.
+
+    Attributes:
+        tp: ranks that share a block's matrices.
+        pp: pipeline stages.
+        vpp: chunks of blocks on each stage (interleaved); ``convex`` and ``ratio`` plan them.
+        dp: replicas.
+        microbatch: samples that go through a stage at once.
+    """
 
     tp: Degrees | None = None
     pp: Degrees | None = None
@@ -59,7 +58,18 @@ class Pins(Record):
 
 
 class ModuleSpec(Record):
-    """One part of the model that is planned on its own."""
+    """One part of the model that is planned on its own.
+
+    Attributes:
+        factory: ``package.module:callable``; makes an ``nn.Sequential`` of blocks.
+        inputs: data fields, modules' outputs (``text``), elements of them (``text.1``), or null.
+        frozen: true, or half-open ranges of blocks that do not train.
+        init: safetensors file or folder to start from.
+        share: another module whose parameters this one uses.
+        recompute: full keeps only the inputs of blocks and runs them again in backward.
+        backbone: the LLM of a chain; default: the module with the most seconds per sample.
+        plan: degrees that the solver must or may choose.
+    """
 
     factory: Factory
     args: Args = Field(default_factory=dict)
@@ -73,7 +83,14 @@ class ModuleSpec(Record):
 
 
 class LossSpec(Record):
-    """A term of the step's loss."""
+    """A term of the step's loss.
+
+    Attributes:
+        factory: makes an ``nn.Module`` whose forward takes the inputs.
+        inputs: modules' outputs and data fields.
+        cross_sample: couples samples, so it is computed over a whole sync batch.
+        sync_batch: samples that it takes at once; default: the task's batch, which it divides.
+    """
 
     factory: Factory
     args: Args = Field(default_factory=dict)
@@ -84,14 +101,19 @@ class LossSpec(Record):
 
 
 class DataSpec(Record):
-    """Where samples come from."""
+    """Where samples come from: the factory makes a map-style dataset of dicts of tensors."""
 
     factory: Factory
     args: Args = Field(default_factory=dict)
 
 
 class TaskSpec(Record):
-    """Modules trained together on one stream of data; what is absent is the workload's."""
+    """Modules trained together on one stream of data; what is absent is the workload's.
+
+    Attributes:
+        inputs: of modules and losses, where they differ from the workload's.
+        frozen: of modules, where it differs from the workload's.
+    """
 
     modules: tuple[Str, ...] = Field(min_length=1)
     losses: tuple[Str, ...] = Field(min_length=1)
@@ -103,7 +125,11 @@ class TaskSpec(Record):
 
 
 class Workload(Document):
-    """A whole multimodal training job."""
+    """A whole multimodal training job.
+
+    Attributes:
+        tasks: default: one called ``default`` with every module and loss.
+    """
 
     kind: ClassVar[str] = "workload"
 
