@@ -327,15 +327,19 @@ class Stages:
         )
 
     def reduce_s(self, dp: int) -> float:
-        """Seconds of the slowest stage's gradient reduction, replicas side by side."""
+        """Seconds of the slowest stage's gradient reduction, replicas side by side.
+
+        All stages of a replica reduce when the step ends, and share their nodes' bandwidth.
+        """
         if dp == 1:
             return 0.0
         if dp not in self._reduce:
+            per_node = self.problem.request.cluster.devices_per_node
             self._reduce[dp] = max(
                 self.problem.costs.all_reduce_s(
                     ranks=[(d * self.pp + p) * self.tp for d in range(dp)],
                     num_bytes=self.problem.gradient_bytes(self.module, blocks, self.tp),
-                    sharers=self.tp,
+                    sharers=min(self.tp * self.pp, per_node),
                 )
                 if self.problem.trainable(self.module, blocks)
                 else 0.0
