@@ -97,8 +97,7 @@ class _Search:
         self._best: Combination | None = None
         self._limit_s = better_than_s
         self._least_bytes = np.inf
-        least = [min(o.time_s for o in own) for own in self._options]
-        self._rest_s = [sum(least[i:]) for i in range(len(least) + 1)]
+        self._rest = _Rest(self._options)
         self._rest_held = [self._least_held(i) for i in range(len(options))]
         self._rest_held.append(np.zeros(ledger.devices))
         self._rest_owned = [self._least_owned(i) for i in range(len(options) + 1)]
@@ -122,7 +121,7 @@ class _Search:
     def run(self, deadline: float) -> Found:
         """Search to the end, or until time is out."""
         self._deadline = deadline
-        bound_s = self._rest_s[0]
+        bound_s = self._rest.least_s(0, 0.0)
         try:
             self._go(0, (), {}, 0.0)
             bound_s = self._limit_s if self._best is None else self._best.time_s
@@ -132,20 +131,22 @@ class _Search:
         return Found(best=self._best, bound_s=bound_s, least_bytes=float(self._least_bytes))
 
     def _go(self, i: int, chosen: tuple[TaskOption, ...], held: Held, time_s: float) -> None:
-        if time_s + self._reduce_s(held) + self._rest_s[i] >= self._limit_s:
+        reduce_s = self._reduce_s(held)
+        if time_s + self._rest.least_s(i, reduce_s) >= self._limit_s:
             return
         needed = self._fullest_bytes(i, chosen, held)
         if needed > self._memory:
             self._least_bytes = min(self._least_bytes, needed)
             return
         if i == len(self._options):
-            self._limit_s = time_s + self._reduce_s(held)
+            self._limit_s = time_s + reduce_s
             self._best = Combination(
                 options=chosen, time_s=self._limit_s, fullest_bytes=float(needed)
             )
             return
         for option in self._options[i]:
-            if time_s + option.time_s + self._rest_s[i + 1] >= self._limit_s:
+            own_s = max(reduce_s, option.reduce_s or 0.0)
+            if time_s + option.time_s + self._rest.least_s(i + 1, own_s) >= self._limit_s:
                 continue
             if time.monotonic() > self._deadline:
                 raise _OutOfTimeError
@@ -171,6 +172,40 @@ class _Search:
                 total += least
         total += reduce(np.maximum, (o.held_bytes for o in chosen), self._rest_held[i])
         return float(total.max())
+
+
+class _Rest:
+    """What tasks i, i + 1, ... add to T at least, reductions included.
+
+    Reductions of all tasks together take no less than those of any one of them, r: where they
+    take R, every task has an option with r <= R.
+    """
+
+    def __init__(self, options: Sequence[Sequence[TaskOption]]) -> None:
+        self._reduce_R = np.unique([o.reduce_s or 0.0 for own in options for o in own] + [0.0])
+        rest_R = np.zeros(len(self._reduce_R))
+        rows = [rest_R]
+        for own in reversed(options):
+            rest_R = rest_R + self._fastest(own)
+            rows.append(rest_R)
+        self._rest_TR = rows[::-1]
+        # The best with reductions of R or more.
+        self._best_TR = [
+            np.minimum.accumulate((row + self._reduce_R)[::-1])[::-1] for row in self._rest_TR
+        ]
+
+    def _fastest(self, own: Sequence[TaskOption]) -> Floats:
+        """[R] the fastest option whose reductions take no more; infinite where there is none."""
+        ordered = sorted(own, key=lambda o: o.reduce_s or 0.0)
+        least = np.minimum.accumulate([o.time_s for o in ordered])
+        count_R = np.searchsorted([o.reduce_s or 0.0 for o in ordered], self._reduce_R, "right")
+        return np.where(count_R > 0, least[np.maximum(count_R, 1) - 1], np.inf)
+
+    def least_s(self, i: int, reduce_s: float) -> float:
+        """Of tasks from i on with all reductions, where those so far take ``reduce_s``."""
+        above = int(np.searchsorted(self._reduce_R, reduce_s, "right"))
+        now_s = float(self._rest_TR[i][above - 1]) + reduce_s
+        return min(now_s, float(self._best_TR[i][above])) if above < len(self._reduce_R) else now_s
 
 
 def joined(held: Held, option: TaskOption) -> Held:

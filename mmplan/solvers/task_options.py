@@ -6,7 +6,7 @@ know of each other: activations by device, and where parameters are held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,11 +66,11 @@ Replicas = Callable[[OneGrid], Iterable[int]]
 
 
 def halvings(grid: OneGrid) -> Iterator[int]:
-    """As many replicas as devices and samples allow; half of them, a quarter, and so on."""
+    """As many replicas as devices and samples allow; without a pipeline half of them, and so on."""
     count = grid.most
     while count:
         yield count
-        count //= 2
+        count = count // 2 if grid.layout.positions == 1 else 0
 
 
 def grid_options(
@@ -87,12 +87,15 @@ def grid_options(
         if not grid.most or not allowed(problem, layout):
             continue
         for dp in replicas(grid):
-            own = [_option(problem, ledger, grid, split) for split in grid.splits([dp])]
-            found += _undominated(own)
+            splits = list(grid.splits([dp]))
+            if splits:
+                # Layouts for all devices have no module that a TP group holds whole.
+                holdings = _holdings(problem, ledger, grid, splits[0])
+                found += _undominated(_option(grid, split, holdings) for split in splits)
     return found
 
 
-def _undominated(options: Sequence[TaskOption]) -> Iterator[TaskOption]:
+def _undominated(options: Iterable[TaskOption]) -> Iterator[TaskOption]:
     """Fastest first; what comes later holds less on its fullest device."""
     least = np.inf
     for option in sorted(options, key=lambda o: (o.time_s, o.held_bytes.max())):
@@ -101,27 +104,36 @@ def _undominated(options: Sequence[TaskOption]) -> Iterator[TaskOption]:
             yield option
 
 
-def _option(problem: Problem, ledger: Ledger, grid: OneGrid, split: Split) -> TaskOption:
-    task = problem.task.name
-    holdings = {
-        module: Holding(
-            task=task,
-            module=module,
-            owner=problem.request.workload.modules[module].share or module,
-            blocks=place.cuts,
-            ranks=grid.ranks(module, split),
-        )
-        for module, place in grid.layout.places.items()
-    }
+def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) -> TaskOption:
+    problem = grid.problem
     return TaskOption(
-        task=task,
+        task=problem.task.name,
         time_s=grid.compute_s(split) + problem.rounds * grid.sync_s(split),
         reduce_s=grid.reduce_s(split.dp, split.ways),
         held_bytes=_by_device(grid, split, problem.devices),
         communicators=_communicators(problem, grid.layout, split.dp),
-        holdings=by_owner(ledger, holdings.values()),
+        holdings=holdings,
         shape=(grid.layout.tp, grid.layout.positions, split.dp),
         make=lambda: named(grid.units(split)),
+    )
+
+
+def _holdings(
+    problem: Problem, ledger: Ledger, grid: OneGrid, split: Split
+) -> dict[str, frozenset[int]]:
+    specs = problem.request.workload.modules
+    return by_owner(
+        ledger,
+        (
+            Holding(
+                task=problem.task.name,
+                module=module,
+                owner=specs[module].share or module,
+                blocks=place.cuts,
+                ranks=grid.ranks(module, split),
+            )
+            for module, place in grid.layout.places.items()
+        ),
     )
 
 
