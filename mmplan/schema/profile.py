@@ -70,7 +70,8 @@ class ModuleProfile(Record):
     block_parameters: tuple[Size, ...] | None = None
     block_activation_bytes: tuple[Size, ...] | None = None
     block_boundary_bytes: tuple[Size, ...] | None = Field(
-        default=None, description="bytes per sample after block i; replaces boundary_bytes"
+        default=None,
+        description="bytes per sample after block i; replaces boundary_bytes_per_sample",
     )
     parameters: Size
     flops_per_sample: Size = 0

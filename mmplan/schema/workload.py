@@ -129,6 +129,7 @@ class Workload(Document):
 
     Attributes:
         tasks: default: one called ``default`` with every module and loss.
+        data: of tasks without data of their own.
     """
 
     kind: ClassVar[str] = "workload"

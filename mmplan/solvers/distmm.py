@@ -27,23 +27,25 @@ class Method:
     """The whole search, or what is left of it with a component of DistMM switched off.
 
     Attributes:
+        about: what it is, in a few words.
         choices: of every module.
         one_grid: all modules have one tp and one pp.
         same_devices: no module has more devices than another one may have.
     """
 
+    about: str = "all degrees, uneven shares"
     choices: Choices = field(default_factory=Choices)
     one_grid: bool = False
     same_devices: bool = False
 
 
 METHODS = {
-    "exact": Method(),  # all degrees, uneven shares
-    "even": Method(choices=Choices(uneven=False)),  # all replicas of a module get equal shares
-    "paper": Method(choices=Choices(preferred_only=True)),  # the partitioner's degrees
-    "one-grid": Method(one_grid=True),  # without the partitioner
-    "same-devices": Method(same_devices=True),  # without the load balancer
-    "drained": Method(choices=Choices(kinds=("gpipe",))),  # without interleaved sync batches
+    "exact": Method(),
+    "even": Method(about="equal shares for all replicas", choices=Choices(uneven=False)),
+    "paper": Method(about="the partitioner's degrees", choices=Choices(preferred_only=True)),
+    "one-grid": Method(about="without the partitioner", one_grid=True),
+    "same-devices": Method(about="without the load balancer", same_devices=True),
+    "drained": Method(about="without interleaved sync batches", choices=Choices(kinds=("gpipe",))),
 }
 
 

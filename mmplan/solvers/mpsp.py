@@ -33,7 +33,10 @@ from mmplan.solvers.mpsp_tables import Scaling, Scalings
 from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 
-_METHODS = ("search", "wavefront")
+METHODS = {
+    "search": "the best of many schedules",
+    "wavefront": "Spindle's scheduler as printed",
+}
 # Share of the budget for all that is done here; the rest is for simulating. Of what is left of it:
 # the bounds; the search with the first choice of degrees for shared modules, with each other one;
 # and placing a draft that does not fit.
@@ -61,9 +64,9 @@ def solve_mpsp(request: Request) -> Solution:
         InfeasibleError: a module fits no degrees, or no placement fits the memory.
     """
     method = request.method or "search"
-    if method not in _METHODS:
+    if method not in METHODS:
         raise InvalidInputError(
-            f"--method {method}: mpsp knows {' and '.join(_METHODS)}", hint="choose one of these"
+            f"--method {method}: mpsp knows {' and '.join(METHODS)}", hint="choose one of these"
         )
     return _Planning(request, method).run()
 

@@ -1,0 +1,86 @@
+"""The pages: the reference is what the code says, commands parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import cli
+from tests.commands import ROOT
+from tests.test_schemas import generator
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+APPS = {"mmplan": cli.mmplan_app, "mmlaunch": cli.mmlaunch_app}
+# Named where the README says what is not there yet.
+NOT_YET = {"data|slurm|k8s"}
+
+
+@cache
+def commands(program: str) -> dict[str, Any]:
+    group: Any = typer.main.get_command(APPS[program])
+    return group.commands
+
+
+def test_golden_reference() -> None:
+    assert (ROOT / "docs" / "reference.md").read_text() == generator().reference_text()
+
+
+def spans(text: str) -> list[str]:
+    """Commands as the page shows them: lines of code, and code inside sentences."""
+    joined = text.replace("\\\n", " ")
+    lines = re.findall(r"^(?:\$ |    )?((?:mmplan|mmlaunch) [a-z].*)$", joined, flags=re.MULTILINE)
+    inline = re.findall(r"`((?:mmplan|mmlaunch) [^`\n]+)`", joined)
+    return [part.strip() for line in lines + inline for part in line.split(";")]
+
+
+def words(span: str) -> list[str]:
+    return shlex.split(span.partition(" #")[0].replace("'", ""))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_named_on_a_page_exist(page: Path) -> None:
+    for span in spans(page.read_text(encoding="utf-8")):
+        program, name, *rest = words(span)
+        if program not in APPS or name in NOT_YET or not re.fullmatch(r"[a-z]+", name):
+            continue
+        assert name in commands(program), span
+        known = {o for p in commands(program)[name].params for o in p.opts} | {"-h", "--help"}
+        named = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert named <= known, span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_to_type_parse_and_their_examples_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^\$ ((?:mmplan|mmlaunch) .*)$", text, flags=re.MULTILINE):
+        program, name, *rest = words(line)
+        if "[OPTIONS]" in rest or "..." in rest:
+            continue
+        commands(program)[name].make_context(name, rest)
+        files = [word for word in rest if word.startswith("examples/")]
+        assert all((ROOT / file).is_file() for file in files), line
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {generator().anchor(title) for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), target
