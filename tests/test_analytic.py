@@ -10,9 +10,11 @@ import pytest
 
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
+from mmplan.profiling.counting import BATCH, COLUMNS, FLOPS, MOVED, Array, K, M, N
 from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
-from mmplan.profiling.roofline import LAUNCH_S, MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Roofline
+from mmplan.profiling.hardware import load_hardware
+from mmplan.profiling.roofline import Roofline
 from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
@@ -119,6 +121,8 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return {"x": torch.ones(self.tokens, WIDTH), "label": torch.tensor(index)}
 """
+LAUNCH_S = load_hardware().kernels.launch_s
+MEMORY_EFFICIENCY = load_hardware().kernels.memory_efficiency
 WIDTH, HIDDEN, TOKENS, OUT = 16, 64, 5, 8
 MLP_FLOPS = 2 * TOKENS * 2 * WIDTH * HIDDEN
 
@@ -169,17 +173,23 @@ def test_kept_activations_are_what_autograd_saves_once(folder: Path) -> None:
 
 def test_times_are_the_rooflines_of_the_kernels(folder: Path) -> None:
     """With a slow device every product is bound by its FLOPs and the rest by launches."""
-    p3 = load_cluster("p3-8")
-    slow = p3.model_copy(update={"device": p3.device.model_copy(update={"peak_flops": 1e6})})
+    slow = _cluster_of("cpu", 1e6)
     point = next(
         p for p in _profile(_workload(), folder, slow).modules["m"].points if p.microbatch == 4
     )
-    flops_per_s = 0.5 * 1e6 * MATMUL_EFFICIENCY  # fp32 at half of the bf16 peak
+    flops_per_s = 1e6 * 0.7  # a CPU's fp32 is its peak, and shapes do not matter
     forward = 4 * (3 * MLP_FLOPS + 2 * TOKENS * WIDTH * OUT) / flops_per_s
     assert point.forward_s == pytest.approx(forward + 3 * LAUNCH_S)
     # The backward computes each product twice; the inputs' gradients are half of it.
     assert point.backward_s == pytest.approx(2 * forward, rel=1e-4)
     assert point.backward_input_s == pytest.approx(forward, rel=1e-4)
+
+
+def _cluster_of(name: str, peak_flops: float) -> Cluster:
+    """Nodes like p3-8's, of other devices."""
+    p3 = load_cluster("p3-8")
+    device = p3.device.model_copy(update={"name": name, "peak_flops": peak_flops})
+    return p3.model_copy(update={"device": device})
 
 
 def test_tensor_parallel_ranks_split_products_and_sum_over_the_group(folder: Path) -> None:
@@ -298,7 +308,8 @@ def test_a_task_with_other_data_has_points_of_its_own(folder: Path) -> None:
 def test_it_says_that_it_is_analytic_and_on_what_it_stands(folder: Path) -> None:
     profile = _profile(_workload(), folder)
     assert profile.source == "analytic"
-    assert profile.provenance["matmul_efficiency"] == MATMUL_EFFICIENCY
+    assert profile.provenance["matmul_efficiency"] == 0.74
+    assert profile.provenance["constants"] == "profiles/devices.yaml"
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
@@ -316,12 +327,89 @@ def test_missing_data_and_fields_are_named(folder: Path) -> None:
         _profile(_workload(modules=modules), folder)
 
 
+def _rows(*kernels: dict[int, float]) -> Array:
+    table = np.zeros((len(kernels), COLUMNS))
+    for row, kernel in zip(table, kernels, strict=True):
+        for column, value in kernel.items():
+            row[column] = value
+    return table
+
+
+def _product(m: int, n: int, k: int, batch: int = 1) -> dict[int, float]:
+    return {FLOPS: 2.0 * batch * m * n * k, M: m, N: n, K: k, BATCH: batch}
+
+
 def test_the_roofline_takes_the_slower_of_products_and_memory() -> None:
     roofline = Roofline(load_cluster("a800-14"), "bf16")
-    peak, memory = 3.12e14 * MATMUL_EFFICIENCY, 2e12 * MEMORY_EFFICIENCY
-    kernels = np.array([[peak, memory / 2, 0.0], [peak / 4, memory, 0.0], [1.0, 1.0, 0.0]])
+    attention, memory = 3.12e14 * 0.65, 2e12 * MEMORY_EFFICIENCY
+    kernels = _rows(
+        {FLOPS: attention, MOVED: memory / 2}, {FLOPS: attention / 4, MOVED: memory}, {FLOPS: 1.0}
+    )
     assert roofline.seconds(kernels) == pytest.approx(2 + LAUNCH_S)
-    assert roofline.seconds(np.zeros((0, 3))) == 0
+    assert roofline.seconds(np.zeros((0, COLUMNS))) == 0
+
+
+def test_a_product_of_whole_rounds_of_tiles_runs_at_the_full_rate() -> None:
+    roofline = Roofline(load_cluster("a800-14"), "bf16")
+    # 9 x 24 tiles of 256 x 128: two rounds of 108 multiprocessors.
+    kernel = _product(9 * 256, 24 * 128, 4096)
+    assert roofline.seconds(_rows(kernel)) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.87))
+    # One row more is another row of tiles, of which the smallest costs least.
+    more = roofline.seconds(_rows(_product(9 * 256 + 1, 24 * 128, 4096)))
+    assert 1.05 < more / roofline.seconds(_rows(kernel)) < 1.5
+    # The same as many products at once.
+    heads = _product(256, 128, 4096, batch=9 * 24)
+    assert roofline.seconds(_rows(heads)) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.87))
+
+
+def test_one_tile_has_one_multiprocessor_and_long_sums_are_cut() -> None:
+    roofline = Roofline(load_cluster("p3-8"), "bf16")
+    rate = 1.25e14 * 0.74
+    # 64 x 64 tiles need 64 bytes for each 32 FLOPs: the cache feeds them with 32 * 3.1e12.
+    fed = min(rate, 32 * 3.1e12)
+    short = roofline.seconds(_rows(_product(64, 64, 100_000)))
+    # Cut into 8 parts, each on a multiprocessor; 8 partial sums are written and read.
+    partial_s = 2 * 8 * 4 * 64 * 64 / (9e11 * MEMORY_EFFICIENCY)
+    assert short == pytest.approx(2 * 64 * 64 * 12_500 * 80 / fed + partial_s)
+
+
+def test_efficiency_grows_with_size_up_to_the_ceiling_and_time_never_falls() -> None:
+    roofline = Roofline(load_cluster("h100-2"), "bf16")
+    sizes = [64 * 2**i for i in range(9)]
+    seconds = [roofline.seconds(_rows(_product(n, n, n))) for n in sizes]
+    efficiency = [2 * n**3 / s / 9.89e14 for n, s in zip(sizes, seconds, strict=True)]
+    assert seconds == sorted(seconds)
+    assert efficiency[0] < 0.01
+    assert efficiency[-1] == pytest.approx(0.8, rel=0.05)
+    assert max(efficiency) <= 0.8 * (1 + 1e-12)
+    rows = [roofline.seconds(_rows(_product(m, 4096, 4096))) for m in range(1, 2000, 37)]
+    assert rows == sorted(rows)
+
+
+def test_shapes_of_products_are_counted_in_both_directions(folder: Path) -> None:
+    workload = _workload(args={"blocks": 1})
+    flow = TaskFlow(workload, folder, resolve_tasks(workload)["default"])
+    mlp = flow.count_module("m", tp=1, samples=4)[0]
+    rows, products = 4 * TOKENS, mlp.forward.table[:, K] > 0
+    assert mlp.forward.table[products][:, M:].tolist() == [
+        [rows, HIDDEN, WIDTH, 1],
+        [rows, WIDTH, HIDDEN, 1],
+    ]
+    for count in (mlp.forward, mlp.backward):
+        table = count.table[count.table[:, K] > 0]
+        assert (table[:, FLOPS] == 2 * table[:, M:].prod(axis=1)).all()
+    # Inputs' gradients sum over the outputs, weights' gradients over the rows.
+    sums = mlp.backward.table[:, K]
+    assert sorted(sums[sums > 0].tolist()) == sorted([HIDDEN, WIDTH, rows, rows])
+
+
+def test_every_shipped_device_is_known_and_cpus_go_by_their_type() -> None:
+    hardware = load_hardware()
+    for name in ("p3-8", "a800", "a800-8x8", "h100", "cpu"):
+        assert hardware.known(load_cluster(name).device) is not hardware.other
+    epyc = load_cluster("cpu").device.model_copy(update={"name": "EPYC"})
+    assert hardware.known(epyc).multiprocessors is None
+    assert hardware.known(load_cluster("a800").device).multiprocessors == 108
 
 
 def test_the_grid_has_both_ends_and_two_lengths() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mmplan.errors import InvalidInputError
 from mmplan.fit import fit_profile
-from mmplan.profiling.counting import Array, BlockCount, block_parameters
+from mmplan.profiling.counting import FLOPS, Array, BlockCount, block_parameters
 from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.profiling.grid import microbatch_sizes
 from mmplan.profiling.roofline import Roofline
@@ -101,7 +101,7 @@ def _module_profile(
         block_activation_bytes=saved if any(saved) else None,
         block_boundary_bytes=tuple(outputs),
         parameters=float(sum(parameters)),
-        flops_per_sample=sum(float(c.forward.table[:, 0].sum()) for c in base) / BASE,
+        flops_per_sample=sum(float(c.forward.table[:, FLOPS].sum()) for c in base) / BASE,
         output_bytes_per_sample=flow.output_bytes(module),
         boundary_bytes_per_sample=max(outputs[:-1], default=outputs[-1]),
         points=tuple(points),
@@ -163,7 +163,7 @@ class _Growth:
         return cls(counts, counts)
 
     def tables(self, phase: str, samples: int) -> list[Array]:
-        """One table [kernels, 3] a block."""
+        """One table of kernels a block."""
         return [
             _affine(getattr(a, phase).table, getattr(b, phase).table, samples)
             for a, b in zip(self._small, self._large, strict=True)

@@ -23,6 +23,10 @@ from torch.utils.flop_counter import flop_registry
 
 Array = NDArray[np.float64]
 State = Any  # a tensor, or a tuple of tensors
+Product = tuple[int, int, int, int]
+# Columns of a table of kernels.
+COLUMNS = 7
+FLOPS, MOVED, SUMMED, M, N, K, BATCH = range(COLUMNS)
 
 # No kernel runs for these: they make a name, or memory that another kernel fills.
 _FREE = frozenset(
@@ -41,7 +45,8 @@ class Kernels:
 
     Attributes:
         names: one per kernel.
-        table: [kernels, 3], FLOPs, bytes moved, and bytes summed over the TP group.
+        table: [kernels, 7], FLOPs, bytes moved, bytes summed over the TP group; of a matrix
+            product ``[batch, m, k] x [batch, k, n]`` also m, n, k and batch, else 0.
     """
 
     names: tuple[str, ...]
@@ -69,14 +74,22 @@ class BlockCount:
 @dataclass(slots=True)
 class _Log:
     names: list[str] = field(default_factory=lambda: [])
-    rows: list[tuple[float, float, float]] = field(default_factory=lambda: [])
+    rows: list[tuple[float, ...]] = field(default_factory=lambda: [])
 
-    def add(self, name: str, *, flops: float = 0, moved: float = 0, summed: float = 0) -> None:
+    def add(
+        self,
+        name: str,
+        *,
+        flops: float = 0,
+        moved: float = 0,
+        summed: float = 0,
+        product: Product = (0, 0, 0, 0),
+    ) -> None:
         self.names.append(name)
-        self.rows.append((float(flops), float(moved), float(summed)))
+        self.rows.append((float(flops), float(moved), float(summed), *map(float, product)))
 
     def take(self) -> Kernels:
-        table = np.array(self.rows, dtype=np.float64).reshape(-1, 3)
+        table = np.array(self.rows, dtype=np.float64).reshape(-1, COLUMNS)
         kernels = Kernels(names=tuple(self.names), table=table)
         self.names.clear()
         self.rows.clear()
@@ -197,8 +210,17 @@ class _Kernels(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         moved = sum(map(_num_bytes, _tensors((args, kwargs, out))))
-        self._log.add(name, flops=flops, moved=moved)
+        self._log.add(name, flops=flops, moved=moved, product=_product(name, args))
         return out
+
+
+def _product(name: str, args: Sequence[Any]) -> Product:
+    """m, n, k and batch of a matrix product; zeros for anything else."""
+    first = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}.get(name)
+    if first is None:
+        return 0, 0, 0, 0
+    left, right = args[first], args[first + 1]
+    return left.shape[-2], right.shape[-1], left.shape[-1], left.shape[:-2].numel()
 
 
 class _Fused(TorchFunctionMode):

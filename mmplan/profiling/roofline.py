@@ -1,9 +1,21 @@
-"""Seconds of counted kernels on a device, from its data sheet and stated efficiencies.
+"""Seconds of counted kernels on a device, from its data sheet and published efficiencies.
 
-    kernel_s = max(launch_s, FLOPs / (0.7 * peak), bytes / (0.8 * memory bandwidth))
+A kernel takes the longest of three: its launch, its bytes at what memory reaches, and its
+FLOPs. Those of a matrix product are done in tiles of the result, spread over the device's
+multiprocessors in rounds:
+
+    seconds = min over tiles and splits of
+        rounds * tile FLOPs / (rate of one multiprocessor * what the tile reaches)
+    rounds = ceil(batch * splits * ceil(m / tile_m) * ceil(n / tile_n) / multiprocessors)
+
+so that small products, tiles at the edges and a last round that is not full leave the device
+idle in part. Small tiles load more bytes for each FLOP and are bound by the cache that feeds
+them; a sum cut in ``splits`` writes and reads its parts. Of a large product every round is
+full, and it reaches the device's ``matmul_efficiency``. Attention, and products whose shape
+is not known, have an efficiency of their own whatever their size.
 
 Kernels run one after another; a sum over a tensor-parallel group is an all-reduce on the
-node's link and hides behind nothing.
+node's link and hides behind nothing. All constants are in ``profiles/devices.yaml``.
 """
 
 from __future__ import annotations
@@ -11,34 +23,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mmplan.links import collective_s
-from mmplan.profiling.counting import Array
+from mmplan.profiling.counting import BATCH, FLOPS, MOVED, SUMMED, Array, K, M, N
+from mmplan.profiling.hardware import load_hardware
 from mmplan.schema.cluster import Cluster
 
-# Large GEMMs reach 70-80% of the data sheet's peak on V100, A100 and H100 (cuBLAS);
-# Megatron-LM reports 44-52% end to end, memory-bound kernels and communication included.
-MATMUL_EFFICIENCY = 0.7
-# STREAM-like kernels reach 80-90% of the data sheet's memory bandwidth.
-MEMORY_EFFICIENCY = 0.8
-# A kernel of eager PyTorch takes the host about this long to issue.
-LAUNCH_S = 4e-6
-# peak_flops is a cluster's bf16/fp16 peak. TF32 runs at half of it on A100 and H100, fp64
-# tensor cores at a sixteenth; a CPU has no faster half precision.
-PRECISION_RATE = {"bf16": 1.0, "fp32": 0.5, "fp64": 1 / 16}
-CPU_PRECISION_RATE = {"bf16": 1.0, "fp32": 1.0, "fp64": 0.5}
-# Bytes per second of device memory, from data sheets; the first name that fits counts.
-MEMORY_BYTES_PER_S = {
-    "V100": 9.0e11,
-    "A800": 2.0e12,
-    "A100": 2.0e12,
-    "H100": 3.35e12,
-    "H800": 3.35e12,
-    "H200": 4.8e12,
-    "CPU": 1.0e10,  # one core's share of a desktop's memory
-}
-# For other devices: FLOPs per byte of an A100 (312e12 / 2.0e12).
-FLOPS_PER_BYTE = 156.0
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_PARTIAL_SUM_BYTES = 4
 
 
 class Roofline:
@@ -50,33 +43,72 @@ class Roofline:
     """
 
     def __init__(self, cluster: Cluster, precision: str) -> None:
-        device = cluster.device
-        rates = CPU_PRECISION_RATE if device.is_cpu else PRECISION_RATE
-        known = (v for k, v in MEMORY_BYTES_PER_S.items() if k.lower() in device.name.lower())
-        memory = next(known, device.peak_flops / FLOPS_PER_BYTE)
+        hardware = load_hardware()
         self._cluster = cluster
-        self.flops_per_s = device.peak_flops * rates[precision] * MATMUL_EFFICIENCY
-        self.bytes_per_s = memory * MEMORY_EFFICIENCY
+        self._known = known = hardware.known(cluster.device)
+        self._kernels = hardware.kernels
+        peak = cluster.device.peak_flops * {str(k): v for k, v in known.rates.items()}[precision]
+        self._element_bytes = _ELEMENT_BYTES[precision]
+        self.launch_s = hardware.kernels.launch_s
+        self.flops_per_s = peak * known.matmul_efficiency
+        self.attention_flops_per_s = peak * known.attention_efficiency
+        self.bytes_per_s = known.memory_of(cluster.device) * hardware.kernels.memory_efficiency
 
     def seconds(self, table: Array, *, tp: int = 1) -> float:
-        """Seconds of kernels [kernels, 3]: FLOPs, bytes moved, bytes summed over the group."""
+        """Seconds of kernels [kernels, columns]; see :class:`mmplan.profiling.counting.Kernels`."""
         if not len(table):
             return 0.0
-        flops, moved, summed = table.T
-        busy = np.maximum(flops / self.flops_per_s, moved / self.bytes_per_s)
-        compute_s = float(np.maximum(busy, LAUNCH_S)[summed == 0].sum())
+        summed = table[:, SUMMED]
+        compute_s = float(self.kernel_s(table)[summed == 0].sum())
         ranks = range(tp)
         return compute_s + sum(
             collective_s(self._cluster, "all_reduce", ranks, float(b)) for b in summed if b
         )
 
+    def kernel_s(self, table: Array) -> NDArray[np.float64]:
+        """Seconds of each kernel, what is summed over a group left out."""
+        moved_s = table[:, MOVED] / self.bytes_per_s
+        is_product = table[:, K] > 0
+        flops_s = table[:, FLOPS] / np.where(
+            is_product, self.flops_per_s, self.attention_flops_per_s
+        )
+        if self._known.multiprocessors is not None and is_product.any():
+            products = table[is_product]
+            flops_s[is_product] = self._product_s(products)
+        return np.maximum(np.maximum(flops_s, moved_s), self.launch_s)
+
+    def _product_s(self, table: Array) -> NDArray[np.float64]:
+        """Seconds of matrix products by their fastest tiling; never less than at full rate."""
+        m, n, k, batch = (table[:, column] for column in (M, N, K, BATCH))
+        processors = self._known.multiprocessors or 1
+        options: list[NDArray[np.float64]] = []
+        for tile_m, tile_n in self._kernels.tiles:
+            tiles = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n)
+            per_flop_s = processors / self._tile_rate(tile_m, tile_n)
+            for splits in self._kernels.splits:
+                rounds = np.ceil(tiles * splits / processors)
+                busy_s = rounds * 2 * tile_m * tile_n * np.ceil(k / splits) * per_flop_s
+                parts = 0 if splits == 1 else 2 * splits
+                partial_s = parts * _PARTIAL_SUM_BYTES * batch * m * n / self.bytes_per_s
+                options.append(busy_s + partial_s)
+        return np.maximum(np.min(options, axis=0), table[:, FLOPS] / self.flops_per_s)
+
+    def _tile_rate(self, tile_m: int, tile_n: int) -> float:
+        """FLOPs per second of the device at tiles of a shape, as its cache can feed them."""
+        flops_per_byte = 2 * tile_m * tile_n / ((tile_m + tile_n) * self._element_bytes)
+        fed = (self._known.l2_bytes_per_s or np.inf) * flops_per_byte
+        return min(self.flops_per_s, fed)
+
     def provenance(self) -> dict[str, Any]:
         """What the times stand on, for the profile."""
         return {
-            "model": "roofline of each kernel; see mmplan.profiling.roofline",
-            "matmul_efficiency": MATMUL_EFFICIENCY,
-            "memory_efficiency": MEMORY_EFFICIENCY,
+            "model": "roofline of each kernel; see docs/simulator.md",
+            "constants": "profiles/devices.yaml",
+            "device": ", ".join(self._known.names) or "other",
+            "matmul_efficiency": self._known.matmul_efficiency,
+            "attention_efficiency": self._known.attention_efficiency,
+            "memory_efficiency": self._kernels.memory_efficiency,
             "flops_per_s": self.flops_per_s,
             "memory_bytes_per_s": self.bytes_per_s,
-            "launch_s": LAUNCH_S,
+            "launch_s": self.launch_s,
         }
