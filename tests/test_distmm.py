@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from mmplan.solvers.partitioner import cut_blocks
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import NotApplicableError, Request, Solution
 from mmplan.solvers.shares import cut, microbatch_sizes, split_evenly
-from tests.solving import module_profile, profile, workload
+from tests.solving import module_profile, profile, run_solve, workload
 
 
 def solve(
@@ -341,6 +342,30 @@ def test_drained_ends_every_sync_batch_before_the_next() -> None:
     whole, drained = (solve(job, costs, method=m).candidates[0] for m in ("exact", "drained"))
     assert (whole.objective_s, drained.objective_s) == (pytest.approx(13.5), pytest.approx(15.0))
     assert drained.units[0].schedule.kind == "gpipe"
+
+
+@pytest.mark.parametrize(("memory_bytes", "lead", "pace_s"), [(1e9, 2, 3.0), (12.0, 1, 3.75)])
+def test_a_longer_lead_hides_messages_where_memory_holds_it(
+    tmp_path: Path, memory_bytes: float, lead: int, pace_s: float
+) -> None:
+    """Four stages of f = 1 and b = 2, messages of half a second, four rounds of 8 micro-batches.
+
+    By hand: 11 f + 3 messages, 3 rounds of 8 paces, 11 b + 3 messages; stage 0 holds
+    8 + 3 lead micro-batches. With a lead of 1 four micro-batches take 4 (f + b) + 6 messages.
+    """
+    wire = {"latency_s": 0.5, "bandwidth_bytes_per_s": 1e300}
+    tower = module_profile(4, 8, blocks=4, activation_bytes=4.0)
+    costs = profile({"a": tower}, 4, memory_bytes=memory_bytes, intra=wire)
+    for point in costs.modules["a"].points:
+        # So that the first stage, which has no input gradient, costs what the others do.
+        object.__setattr__(point, "backward_input_s", 0.0)
+    job = workload({"a": {"plan": {"pp": 4, "dp": 1, "microbatch": 1}}}, batch=32, sync_batch=8)
+    plan = run_solve(tmp_path, job, costs, solver="distmm", top=1)
+    assert plan.units[0].schedule.lead == lead
+    formula_s = 11 * 1 + 3 * 0.5 + 3 * 8 * pace_s + 11 * 2 + 3 * 0.5
+    assert plan.solver.objective_s == pytest.approx(formula_s)
+    # Between rounds the first pace of a round waits for no message.
+    assert plan.predicted.iteration_s == pytest.approx(formula_s, rel=0.02)
 
 
 def test_memory_that_does_not_hold_the_optimal_order_drains_each_round() -> None:

@@ -253,8 +253,7 @@ def _candidate(
                 blocks=Stages(problem, name, option.tp, option.pp).blocks,
                 size=option.size,
                 pinned=option.pinned,
-                # Running ahead holds more than the round that a gpipe was chosen to hold.
-                schedule=Schedule(kind=option.kind, lead=0 if option.kind == "gpipe" else 1),
+                schedule=Schedule(kind=option.kind, lead=option.lead),
             )
         )
     sync_s = problem.sync_s({unit.module: last_stage_ranks(unit) for unit in units})

@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mmplan.schema.workload import Pins
 from mmplan.solvers.partitioner import degree_candidates, module_stages
 from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.shares import microbatch_sizes, replica_counts
@@ -22,6 +21,8 @@ Floats = NDArray[np.float64]
 Kind = Literal["batch-sync", "gpipe", "1f1b"]
 # Rows compared with the front at a time.
 CHUNK = 256
+# Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
+LONG_LEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class Option:
         pinned: the micro-batch size is the user's.
         count: micro-batches of the slowest replica, K.
         kind: order of its stages.
+        lead: micro-batches that a stage runs ahead of the next one.
+        pace_s: from one micro-batch to the next between two syncs.
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
         hops_s: one message over each cut between stages.
         reduce_s: gradient reduction of the slowest stage.
@@ -50,6 +53,8 @@ class Option:
     pinned: bool
     count: int
     kind: Kind
+    lead: int
+    pace_s: float
     forward_s: float
     backward_s: float
     hops_s: float
@@ -95,12 +100,12 @@ class Option:
 
     @property
     def cycle_s(self) -> float:
-        """From sync to sync: K (f + b); a gpipe drains and fills, (K + P - 1) (f + b)."""
+        """From sync to sync: K paces; a gpipe drains and fills, (K + P - 1) (f + b)."""
         if self.rounds == 1:
             return 0.0
         if self.kind == "gpipe":
             return self.first_s + self.last_s - self.reduce_s
-        return self.count * (self.forward_s + self.backward_s)
+        return self.count * self.pace_s
 
     @property
     def device_s(self) -> float:
@@ -194,18 +199,21 @@ class ModuleOptions:
         for dp in counts:
             share = -(-problem.round_samples // dp)
             for size in microbatch_sizes(share, self._pins):
-                option = self._option(stages, dp, share, size, self._pins)
-                if option is not None:
-                    yield option
+                yield from self._options(stages, dp, share, size)
 
-    def _option(self, stages: Stages, dp: int, share: int, size: int, pins: Pins) -> Option | None:
-        kind, needed = stages.order(dp, -(-share // size), size, self._choices.kinds)
-        if kind is None:
-            if self.shortage is None or needed < self.shortage.needed_bytes:
-                self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
-            return None
+    def _options(self, stages: Stages, dp: int, share: int, size: int) -> Iterator[Option]:
+        """One for each order that fits."""
+        orders, needed = stages.orders(dp, -(-share // size), size, self._choices.kinds)
+        if not orders and (self.shortage is None or needed < self.shortage.needed_bytes):
+            self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
+        for kind, lead in orders:
+            yield self._option(stages, dp, share, size, kind, lead)
+
+    def _option(
+        self, stages: Stages, dp: int, share: int, size: int, kind: Kind, lead: int
+    ) -> Option:
         times = stages.times(size, dp)
-        pinned, count = pins.microbatch is not None, -(-share // size)
+        pinned, count = self._pins.microbatch is not None, -(-share // size)
         return Option(
             tp=stages.tp,
             pp=stages.pp,
@@ -215,6 +223,8 @@ class ModuleOptions:
             pinned=pinned,
             count=count,
             kind=kind,
+            lead=lead,
+            pace_s=stages.pace_s(size, dp, lead),
             forward_s=max(f for f, _ in times),
             backward_s=max(b for _, b in times),
             hops_s=stages.hops_s(size),
@@ -239,7 +249,9 @@ class Stages:
         self._later = len(_downstream(problem, module))
         # Messages take a latency and a time in proportion to the samples.
         self._hop_s = self._hops_s(0)
-        self._hop_per_sample_s = self._hops_s(1) - self._hop_s
+        self._hop_per_sample_s = [
+            one - none for none, one in zip(self._hop_s, self._hops_s(1), strict=True)
+        ]
 
     def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
         """Forward and backward seconds of every stage for one micro-batch."""
@@ -282,49 +294,87 @@ class Stages:
         losses = (syncs > 0) + syncs if last and several else 0
         return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
 
-    def in_flight(self, kind: Kind, count: int) -> list[int]:
+    def in_flight(self, kind: Kind, count: int, lead: int = 1) -> list[int]:
         """Most micro-batches that each stage holds.
 
-        ``batch-sync``: min(G K, K + P - 1 - p); ``1f1b`` the same with K = 1; ``gpipe`` K.
-        A stage without a backward holds only the one that it computes.
+        ``batch-sync``: min(G K, K + lead (P - 1 - p)); ``1f1b`` the same with K = 1; ``gpipe``
+        K. A stage without a backward holds only the one that it computes.
         """
         total = self.problem.rounds * count
         warm_up = 1 if kind == "1f1b" else count
-        ahead = [0 if kind == "gpipe" else self.pp - 1 - p + self._later for p in range(self.pp)]
+        ahead = [
+            0 if kind == "gpipe" else lead * (self.pp - 1 - p) + self._later for p in range(self.pp)
+        ]
         return [
             min(total, warm_up + extra) if backward else 1
             for extra, backward in zip(ahead, self._backward, strict=True)
         ]
 
-    def order(
+    def orders(
         self, dp: int, count: int, size: int, kinds: Sequence[Kind]
-    ) -> tuple[Kind | None, float]:
-        """(the first of the orders that fits the memory, or None; the bytes that it needs).
+    ) -> tuple[list[tuple[Kind, int]], float]:
+        """(the orders that fit the memory, each with its lead; the bytes of the smallest).
 
-        Without a cross-sample loss there is only 1f1b.
+        The first of ``kinds`` that fits, and, where messages between sync batches would hold
+        it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
         """
-        fixed_bytes, held_bytes, needed = self.fixed(dp), self.held(size), np.inf
-        for kind in kinds if self.problem.task.sync_batches else ("1f1b",):
-            flights = self.in_flight(kind, count)
-            rows = zip(fixed_bytes, held_bytes, flights, strict=True)
-            needed = min(needed, max(fixed + held * flight for fixed, held, flight in rows))
-            if needed <= self.problem.memory_bytes:
-                return kind, float(needed)
-        return None, float(needed)
+        needed = float("inf")
+        allowed: Sequence[Kind] = kinds if self.problem.task.sync_batches else ("1f1b",)
+        for kind in allowed:
+            lead = 0 if kind == "gpipe" else 1
+            own = self._needed_bytes(dp, size, self.in_flight(kind, count, lead))
+            needed = min(needed, own)
+            if own > self.problem.memory_bytes:
+                continue
+            found: list[tuple[Kind, int]] = []
+            found.append((kind, lead))
+            if kind == "batch-sync" and self.problem.rounds > 1 and self._worst_hop_s(size) > 0:
+                longer = self._needed_bytes(dp, size, self.in_flight(kind, count, LONG_LEAD))
+                if longer <= self.problem.memory_bytes:
+                    found.append((kind, LONG_LEAD))
+            return found, needed
+        return [], needed
+
+    def _needed_bytes(self, dp: int, size: int, flights: Sequence[int]) -> float:
+        rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
+        return float(max(fixed + held * flight for fixed, held, flight in rows))
+
+    def pace_s(self, size: int, dp: int, lead: int) -> float:
+        """From one micro-batch to the next where a stage alternates backward and forward.
+
+        A gradient's way back over k cuts and the way on of what it lets go take (k + 1)(f + b)
+        and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
+        k lead + 1 micro-batches. The least pace is greatest for one cut or for all of them.
+        """
+        times = self.times(size, dp)
+        work_s = max(f for f, _ in times) + max(b for _, b in times)
+        if lead == 0 or self.pp == 1:
+            return work_s
+        one_cut_s = 2 * (work_s + self._worst_hop_s(size)) / (lead + 1)
+        cuts = self.pp - 1
+        all_cuts_s = (self.pp * work_s + 2 * self.hops_s(size)) / (cuts * lead + 1)
+        return max(work_s, one_cut_s, all_cuts_s)
+
+    def _worst_hop_s(self, size: int) -> float:
+        """The slowest of one micro-batch's messages from stage to stage."""
+        return max(
+            (a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)),
+            default=0.0,
+        )
 
     def hops_s(self, size: int) -> float:
         """Seconds of one micro-batch's messages over the cuts of one replica."""
-        return self._hop_s + size * self._hop_per_sample_s
+        return sum(self._hop_s) + size * sum(self._hop_per_sample_s)
 
-    def _hops_s(self, size: int) -> float:
-        return sum(
+    def _hops_s(self, size: int) -> list[float]:
+        return [
             self.problem.costs.message_s(
                 source=p * self.tp,
                 target=(p + 1) * self.tp,
                 num_bytes=size * self.problem.output_bytes(self.module, blocks[1] - 1),
             )
             for p, blocks in enumerate(self.blocks[:-1])
-        )
+        ]
 
     def reduce_s(self, dp: int) -> float:
         """Seconds of the slowest stage's gradient reduction, replicas side by side.

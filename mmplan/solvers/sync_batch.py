@@ -38,7 +38,7 @@ def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
     held = stages.held(size)
 
     def fits(count: int) -> bool:
-        flights = stages.in_flight(kind, count)
+        flights = stages.in_flight(kind, count, unit.schedule.lead)
         return all(h * n <= s for h, n, s in zip(held, flights, spare, strict=True))
 
     low, high = 0, 1
