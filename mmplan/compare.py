@@ -7,14 +7,15 @@ has more patience and may find a better plan of the same solver.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from mmplan import planner
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.labels import representatives
 from mmplan.module_costs import CostModel
 from mmplan.processes import in_processes
 from mmplan.program.trace import trace_events
@@ -23,6 +24,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
 from mmplan.settings import with_batch
+from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
 from mmplan.symmetry import simulated
 from mmplan.utilisation import ModuleUse, module_uses
 
@@ -31,8 +33,8 @@ BUDGET_S = 0.5
 # One degree of parallelism for the whole model: what people run who have no planner.
 PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 PLAIN_WORDS = "the fastest that gives every module the same degrees"
-# Rows of a plan's timeline.
-SHOWN_RANKS = 12
+# Most rows of a plan's timeline, and how many where fewer would show everything that ranks do.
+SHOWN_RANKS, FEWEST_RANKS = 12, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Comparison:
         main: the setting that plans are compared at: the most devices, the workload's batch.
         settings: that one, then the others as they were asked for.
         refused: solvers without a plan.
-        impossible: batches that the workload cannot have, and why.
+        omitted: solvers that were not asked and batches that the workload cannot have, and why.
         baseline: solver that ratios refer to; it has a plan at ``main``.
         baseline_is: why that one, in words.
     """
@@ -93,7 +95,7 @@ class Comparison:
     settings: tuple[Setting, ...]
     solved: tuple[Solved, ...]
     refused: tuple[Refused, ...]
-    impossible: tuple[str, ...]
+    omitted: tuple[str, ...]
     baseline: str
     baseline_is: str
 
@@ -153,7 +155,7 @@ def compare(
         cluster: whose devices to use, default the profile's.
         devices: numbers of its first devices; default all. The largest is the main setting.
         batches: others than the workload's, on the main setting's devices.
-        solvers: names; default all, without those that do not apply.
+        solvers: names; default all, of one task without those that are for several.
         baseline: solver that ratios refer to; default the fastest of :data:`PLAIN`, else the
             slowest of all.
         budget_s: seconds of each solver for searching, and as many for simulating.
@@ -167,7 +169,7 @@ def compare(
         InfeasibleError: no solver has a plan at the main setting.
         RunFailedError: a process that planned was killed.
     """
-    names = _names(solvers, baseline)
+    names, omitted = _names(workload, solvers, baseline)
     machine = cluster or profile.cluster
     counts = [machine.take(n) and n for n in devices] or [machine.num_devices]
     main = Setting(devices=max(counts), batch=workload.batch)
@@ -197,24 +199,30 @@ def compare(
         settings=tuple(dict.fromkeys(job.setting for job in jobs)),
         solved=solved,
         refused=without,
-        impossible=tuple(impossible),
+        omitted=(*omitted, *impossible),
         baseline=chosen,
         baseline_is=reason,
     )
 
 
-def _names(solvers: Sequence[str] | None, baseline: str | None) -> tuple[str, ...]:
-    known = (*planner.SOLVERS, *planner.BASELINES)
-    names = tuple(dict.fromkeys(solvers or known))
-    for option, asked in (("--solvers", names), ("--baseline", (baseline,) if baseline else ())):
+def _names(
+    workload: Workload, solvers: Sequence[str] | None, baseline: str | None
+) -> tuple[tuple[str, ...], list[str]]:
+    """The solvers to ask, and what is to be said of others."""
+    known = (*SOLVERS, *BASELINES)
+    for option, asked in (("--solvers", solvers or ()), ("--baseline", (baseline,))):
         for name in asked:
-            if name not in known:
+            if name not in (*known, None):
                 raise InvalidInputError(
                     f"{option} {name}: this version has {', '.join(known)}",
                     hint="choose among these",
                 )
+    one_task = len(workload.task_sets[0].tasks) == 1
+    fitting = (name for name in known if not (one_task and name in OF_SEVERAL_TASKS))
     # A ratio needs both sides.
-    return names if baseline is None else tuple(dict.fromkeys((*names, baseline)))
+    names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))
+    apart = [] if solvers else [name for name in known if name not in names]
+    return names, [f"{', '.join(apart)}: for several tasks unless named"] if apart else []
 
 
 def _jobs(
@@ -285,14 +293,27 @@ def _solved(
 
 def _details(plan: Plan, profile: Profile) -> Details:
     simulation, twins = simulated(plan, CostModel(profile, plan.cluster, plan.training))
-    alike = dict.fromkeys(twins[rank] for rank in representatives(plan))
-    shown = sorted(list(alike)[:SHOWN_RANKS])
+    shown = sorted({twins[rank] for rank in _shown_ranks(plan)})
     timed = (event for rank in shown for event in simulation.events_of(rank))
     events = trace_events(simulation.program, timed, process_name=plan.solver.name)
     return Details(
         events=tuple(event for event in events if event["ph"] == "X" and event["dur"] > 0),
         uses=tuple(module_uses(simulation, plan.cluster.device.peak_flops, twins)),
     )
+
+
+def _shown_ranks(plan: Plan) -> list[int]:
+    """A rank of each set of stages that some rank runs; seconds ones where these are few."""
+    stages: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    for unit in plan.units:
+        for replica in unit.ranks:
+            for p, group in enumerate(replica):
+                stages[group[0]].append((unit.name, p))
+    alike: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for rank, does in stages.items():
+        alike[tuple(does)].append(rank)
+    ordered = [rank for row in zip_longest(*alike.values()) for rank in row if rank is not None]
+    return ordered[: min(SHOWN_RANKS, max(FEWEST_RANKS, len(alike)))]
 
 
 def _baseline(

@@ -73,7 +73,8 @@ def solve(
         tasks: only these; default all, or those that train.tasks_from_step starts with.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
-        patience_s: seconds for simulating plans beyond the first of each kind, default ten budgets.
+        patience_s: seconds from now on in which plans beyond the first of each kind are simulated,
+            default ten budgets; four times as many while none fits the memory.
         trials: the least measured time among the best by simulation decides instead.
 
     Raises:
@@ -113,7 +114,8 @@ def solve(
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
     solutions, left_out = solutions_of(request, solver)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
-    tried = drafts.try_all(solutions, patience_s=patience_s)
+    left_s = patience_s - (time.monotonic() - started)
+    tried = drafts.try_all(solutions, patience_s=left_s, most_s=left_s + 3 * patience_s)
     return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
 
 
@@ -145,11 +147,13 @@ class _Drafts:
         self._without_order: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
 
-    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[Tried]:
+    def try_all(
+        self, solutions: Sequence[Solution], *, patience_s: float, most_s: float
+    ) -> list[Tried]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
         Those that do not fit the memory drop out. When patience with the others ends before
-        they do, a note says so.
+        they do (it lasts ``most_s`` while nothing fits), a note says so.
 
         Raises:
             InfeasibleError: none fits.
@@ -159,10 +163,9 @@ class _Drafts:
         tried = [item for pair in first for item in self._try(*pair)]
         # What one takes is not begun where less is left.
         each_s = (time.monotonic() - began) / max(1, len(first))
-        deadline = time.monotonic() + patience_s - each_s
+        deadline, last = (began + left - each_s for left in (patience_s, most_s))
         for position, (solution, candidate) in enumerate(others):
-            # More of it where nothing fits yet.
-            if time.monotonic() > deadline + (0 if tried else 3 * patience_s):
+            if time.monotonic() > (deadline if tried else last):
                 self._notes_on_search.append(
                     f"{len(others) - position} of {len(first) + len(others)} plans were not "
                     "simulated for lack of time; a larger --budget looks at them"
@@ -174,10 +177,8 @@ class _Drafts:
         return tried
 
     def _try(self, solution: Solution, candidate: Candidate) -> Iterator[Tried]:
-        draft, memory_bytes = (
-            self._plan(solution, candidate),
-            self._request.cluster.device.memory_bytes,
-        )
+        draft = self._plan(solution, candidate)
+        memory_bytes = self._request.cluster.device.memory_bytes
         try:
             needed = least_memory_bytes(draft, self._costs_of(draft))
             if needed <= memory_bytes:
@@ -207,7 +208,8 @@ class _Drafts:
         needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
         return InfeasibleError(
             f"the smallest of {len(self._too_large)} plans holds {needed:.3g} bytes on a device, "
-            f"a device has {memory:.3g}: {needed - memory:.3g} bytes missing",
+            f"a device has {memory:.3g}: {needed - memory:.3g} bytes missing"
+            + "".join(f"; {note}" for note in self._notes_on_search),
             hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
         )
 

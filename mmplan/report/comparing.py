@@ -80,7 +80,7 @@ def left_out_lines(found: Comparison) -> list[str]:
         for item in found.refused
         if item.setting != found.main and item.solver in solvers
     ]
-    return [*lines, *(f"left out: {reason}" for reason in found.impossible)]
+    return [*lines, *(f"left out: {reason}" for reason in found.omitted)]
 
 
 def _sweep_grid(

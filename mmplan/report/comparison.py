@@ -27,7 +27,7 @@ from mmplan.report.timelines import (
     timeline_legend,
     timeline_picture,
 )
-from mmplan.report.utilisation import utilisation_table
+from mmplan.report.utilisation import utilisation_matrix
 from mmplan.schema.base import write_text
 
 _BARS = 2 * MOST_BARS
@@ -73,7 +73,7 @@ def _plans(found: Comparison) -> str:
     cluster = best.plan.cluster
     lead = (
         f"On {setting_words(found.main)}, cluster {cluster.name} ({cluster.device.name}): "
-        f"{best.solver} has the most samples/s, {found.ratio(best.plan):.3g} times those of "
+        f"{best.solver} has the most samples/s, {found.ratio(best.plan):.2f} times those of "
         f"{found.baseline}. All figures are of simulated steps, without the update."
     )
     columns = ("solver", ">samples/s", f">× {found.baseline}", *(f">{c}" for c in COLUMNS))
@@ -104,7 +104,7 @@ def _rate_bars(found: Comparison) -> str:
     for i, (solver, plan) in enumerate(rates):
         y, length = i * height, (width - left - 150) * plan.predicted.samples_per_s / most
         base = " baseline" if solver == found.baseline else ""
-        words = f"{fmt.count(plan.predicted.samples_per_s)}/s, × {found.ratio(plan):.3g}"
+        words = f"{fmt.count(plan.predicted.samples_per_s)}/s, × {found.ratio(plan):.2f}"
         drawn += [
             markup.text("text", solver, x=left - 8, y=y + 16, text_anchor="end"),
             markup.element(
@@ -135,8 +135,8 @@ def _timelines(found: Comparison) -> str:
     return (
         markup.text(
             "p",
-            "Best first. Of every plan some ranks are drawn, one of each kind first: replicas "
-            f"that do the same look the same.{thinned}",
+            "Best first. Of every plan some ranks are drawn: one for each set of stages that ranks "
+            f"run, more where these are few.{thinned}",
         )
         + timeline_legend()
         + timeline_picture(lines, label="Timelines of the plans")
@@ -199,10 +199,8 @@ def _draw_memory(figure: Any, held: Sequence[float], capacity: float, most: floa
 
 
 def _modules(found: Comparison) -> str:
-    named = [
-        (item.solver, item.details.uses) for item in found.best_first if item.details is not None
-    ]
-    return utilisation_table(named) if named else ""
+    plans = {i.solver: i.details.uses for i in found.best_first if i.details is not None}
+    return utilisation_matrix(plans) if plans else ""
 
 
 def _devices(found: Comparison) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mmplan.report import format as fmt
 from mmplan.report import markup
@@ -12,32 +12,45 @@ _EXPLAINED = (
     "Utilisation is model FLOPs over peak FLOP/s times time: while its devices compute the module, "
     "and over the whole step, in which they also wait, communicate, and compute other modules."
 )
+_UNKNOWN = "The profile says no FLOPs: utilisation is not known."
 
 
-def utilisation_table(named: Sequence[tuple[str, Sequence[ModuleUse]]]) -> str:
-    """Modules of one or several plans.
-
-    Args:
-        named: plans' names with their modules; a single one needs no name.
-    """
+def utilisation_table(uses: Sequence[ModuleUse]) -> str:
+    """The modules of a plan."""
+    if not any(use.flops for use in uses):
+        return markup.note(_UNKNOWN)
     columns = ("module", ">devices", ">busy with it", "utilisation while busy", "of the step")
-    several = len(named) > 1
     rows = [
         (
-            *((name,) if several else ()),
             use.module,
             f"{len(use.ranks)}",
             fmt.percent(use.busy_share),
             _meter(use.while_busy),
             _meter(use.of_step),
         )
-        for name, uses in named
         for use in uses
     ]
-    if not any(use.flops for _, uses in named for use in uses):
-        return markup.note("The profile says no FLOPs: utilisation is not known.")
-    heads = ("plan", *columns) if several else columns
-    return markup.note(_EXPLAINED) + markup.table(heads, rows, label="Utilisation by module")
+    return markup.note(_EXPLAINED) + markup.table(columns, rows, label="Utilisation by module")
+
+
+def utilisation_matrix(plans: Mapping[str, Sequence[ModuleUse]]) -> str:
+    """The modules of several plans, a column for each plan."""
+    if not any(use.flops for uses in plans.values() for use in uses):
+        return markup.note(_UNKNOWN)
+    modules = dict.fromkeys(use.module for uses in plans.values() for use in uses)
+    by_name = [{use.module: use for use in uses} for uses in plans.values()]
+    rows = [(module, *(_cell(found.get(module)) for found in by_name)) for module in modules]
+    text = "Bar and first figure: while busy; second: of the step; third: devices."
+    return markup.note(f"{_EXPLAINED} {text}") + markup.table(
+        ("module", *plans), rows, label="Utilisation by module and plan"
+    )
+
+
+def _cell(use: ModuleUse | None) -> markup.Markup:
+    if use is None:
+        return markup.Markup("–")
+    below = f"{fmt.percent(use.of_step)}, {len(use.ranks)} devices"
+    return markup.Markup(_meter(use.while_busy) + markup.text("span", below, class_="below"))
 
 
 def _meter(share: float) -> markup.Markup:
