@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mmplan.costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
@@ -24,6 +25,7 @@ from mmplan.schema.plan import Plan
 from mmplan.simulate import Simulation, prediction, simulate
 from tests.clocks import FixedCosts, TinySimulator, tower
 from tests.programs import loss, make_plan, plans, unit
+from tests.solving import module_profile, profile
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -112,6 +114,91 @@ def test_a_deadlock_is_refused_with_its_place() -> None:
         simulate(broken, FixedCosts())
 
 
+# --- closed forms -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 1), (1, 5), (2, 8), (4, 4), (4, 12)])
+def test_gpipe_and_1f1b_take_a_ramp_and_their_micro_batches(stages: int, count: int) -> None:
+    for kind in ("gpipe", "1f1b"):
+        result = simulate(tower(stages, count, 1, kind=kind), FixedCosts())
+        assert result.iteration_s == (count + stages - 1) * (1 + 2)
+        assert result.bubble_fraction == pytest.approx((stages - 1) / (count + stages - 1))
+    # Each way, the ramp passes every link once; the others' messages hide behind computes.
+    late = simulate(tower(stages, count, 1, kind="gpipe"), FixedCosts(message=0.5))
+    assert late.iteration_s == (count + stages - 1) * (1 + 2) + 2 * (stages - 1) * 0.5
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 2), (4, 2), (4, 3)])
+def test_interleaving_divides_the_ramp(stages: int, chunks: int) -> None:
+    result = simulate(tower(stages, 2 * stages, 1, kind="interleaved", vpp=chunks), FixedCosts())
+    assert result.iteration_s == (2 * stages * chunks + stages - 1) * (1 + 2)
+
+
+def test_recomputing_adds_a_forward_to_every_backward() -> None:
+    def step_s(recompute: str) -> float:
+        plan = make_plan(unit("v", pp=2, k=4, kind="1f1b"), losses=[loss("l", "v")], batch=4)
+        task = plan.tasks["default"]
+        module = task.modules["v"].model_copy(update={"recompute": recompute})
+        task = task.model_copy(update={"modules": {"v": module}})
+        plan = plan.model_copy(update={"tasks": {"default": task}})
+        given = profile({"v": module_profile(1.0, 2.0, blocks=2)}, 2)
+        program = compile_plan(plan)
+        return simulate(program, ProgramCosts(program, CostModel(given), plan)).iteration_s
+
+    forward_s, backward_s = 1.0 / 2, 2.0 / 2
+    assert step_s("none") == pytest.approx((4 + 1) * (forward_s + backward_s))
+    assert step_s("full") == pytest.approx((4 + 1) * (2 * forward_s + backward_s))
+
+
+# --- the network ------------------------------------------------------------------------
+
+
+def two_pairs(per_node: int) -> Simulation:
+    """Ranks 0 and 1 send to 2 and 3, at the same time; five seconds each when alone."""
+    plan = make_plan(
+        unit("a", dp=2, kind="1f1b"),
+        unit("b", "a", dp=2, kind="1f1b"),
+        losses=[loss("l", "b")],
+        batch=2,
+    )
+    return simulate(compile_plan(plan), FixedCosts(message=5.0, per_node=per_node))
+
+
+def test_two_messages_on_one_interface_take_twice_as_long() -> None:
+    assert two_pairs(1).iteration_s == 1 + 5 + 1 + 2 + 5 + 2
+    assert two_pairs(0).iteration_s == 1 + 5 + 1 + 2 + 5 + 2
+    both = two_pairs(2)
+    assert both.iteration_s == 1 + 10 + 1 + 2 + 10 + 2
+    assert both.communication_s == (10, 10, 10, 10)
+    assert both.idle_s == (13, 13, 13, 13)
+
+
+def replicas_s(tp: int, *, latency_s: float = 0.0) -> float:
+    """A module on eight nodes of two ranks, its parameters reduced over all nodes."""
+    ranks = [[range(2 * d, 2 * d + tp)] for d in range(8)]
+    plan = make_plan(
+        unit("v", dp=8, tp=tp, kind="1f1b", ranks=ranks), losses=[loss("l", "v")], batch=8
+    )
+    given = profile(
+        {"v": module_profile(blocks=1, parameters=1000.0, tp={1: 1.0, 2: 1.0})},
+        16,
+        per_node=2,
+        inter={"latency_s": latency_s, "bandwidth_bytes_per_s": 100.0},
+    )
+    plan = plan.model_copy(update={"cluster": given.cluster, "devices": 16})
+    program = compile_plan(plan)
+    return simulate(program, ProgramCosts(program, CostModel(given), plan)).iteration_s
+
+
+def test_an_all_reduce_is_a_ring_and_shards_on_one_node_share_its_interface() -> None:
+    ring_s = 2 * 7 / 8 * 4000 / 100
+    assert replicas_s(1) == pytest.approx(3 + ring_s)
+    # Two shards of half the bytes at the same time.
+    assert replicas_s(2) == pytest.approx(3 + ring_s)
+    # Each takes its latency first, at the same time; then a tree for the loss, without bytes.
+    assert replicas_s(2, latency_s=0.25) == pytest.approx(3 + 14 * 0.25 + ring_s + 6 * 0.25)
+
+
 # --- against another simulator ----------------------------------------------------------
 
 
@@ -141,6 +228,21 @@ def test_agrees_with_a_discrete_event_simulation(plan: Plan, costs: FixedCosts) 
     ):
         assert min(busy, communication, idle) >= 0
         assert busy + communication + idle == pytest.approx(result.iteration_s)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans(), costs, st.sampled_from([0.25, 0.5, 1.0]))
+def test_shorter_times_never_lengthen_a_program_and_sharing_never_shortens_it(
+    plan: Plan, costs: FixedCosts, factor: float
+) -> None:
+    """Without sharing all waits are for the latest of some times; with it none flows faster."""
+    program = compile_plan(plan)
+    shared = simulate(program, costs).iteration_s
+    alone = simulate(program, costs, contention=False).iteration_s
+    assert shared >= alone * (1 - 1e-12)
+    for name in ("forward", "backward", "message", "latency", "gather", "loss", "reduce"):
+        faster = replace(costs, **{name: getattr(costs, name) * factor})
+        assert simulate(program, faster, contention=False).iteration_s <= alone * (1 + 1e-12)
 
 
 # --- text and traces --------------------------------------------------------------------
