@@ -27,6 +27,8 @@ from mmplan.solvers.task_options import Communicators, TaskOption, by_owner, nam
 
 # Shares of the memory that a task may be planned for, tried in turn; then finer ones of less.
 _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+# Share of the budget for the search of a task at least.
+_TASK = 0.3
 # Plans of each task among which a combination is chosen.
 _EACH = 8
 
@@ -104,7 +106,7 @@ class _Planning:
                     tasks={name: request.tasks[name]},
                     cluster=request.cluster.model_copy(update={"device": less}),
                     top=_EACH,
-                    budget_s=request.budget_s / len(request.tasks),
+                    budget_s=request.budget_s * max(1 / len(request.tasks), _TASK),
                 )
             )
         except InfeasibleError as error:
