@@ -9,6 +9,10 @@ its twin in the other, at the same time. One part of each kind is compiled and s
 the costs of the whole plan (reductions over all ranks, optimizer state divided by all
 replicas, interfaces used by all parts of the kind), and the other ranks get what their twins
 have. A plan of 600 equal replicas so takes the time of two.
+
+The ranks of a tensor-parallel group do the same too. Where all units that a rank runs have
+the same group there, its first rank is simulated for all, with times and bytes of one rank
+of the group, and what it sends counts as often as the group sends it.
 """
 
 from __future__ import annotations
@@ -40,14 +44,16 @@ class Excerpt:
         plan: only the parts kept, on the ranks that they have in the whole plan.
         twin: rank of the whole plan to the rank of the excerpt that does the same.
         node_kind: node to its kind.
-        load: rank of the excerpt to how many ranks of its node do the same at the same time,
-            divided by how many of them are in the excerpt.
+        load: rank of the excerpt to how many parts have a rank on its node that does the
+            same at the same time, divided by how many of them are in the excerpt.
+        folded: whether one rank stands for its tensor-parallel group.
     """
 
     plan: Plan
     twin: Mapping[int, int]
     node_kind: Sequence[int]
     load: Mapping[int, float]
+    folded: bool
 
 
 def predict(plan: Plan, costs: CostModel) -> Prediction:
@@ -84,7 +90,8 @@ def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, in
         losses=tuple(graph.losses),
         reductions=tuple(graph.reductions),
     )
-    simulation = simulate(program, _WholeCosts(whole, costs, plan, found))
+    matching = _matching(program.reductions, graph.reductions)
+    simulation = simulate(program, _WholeCosts(whole, costs, plan, found, matching))
     return _expanded(simulation, found, plan), found.twin
 
 
@@ -95,9 +102,17 @@ class _WholeCosts(ProgramCosts):
     all nodes of a kind there is one, and on it every rank stands for those that do the same.
     """
 
-    def __init__(self, program: Program, costs: CostModel, plan: Plan, found: Excerpt) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: CostModel,
+        plan: Plan,
+        found: Excerpt,
+        matching: Sequence[Reduction],
+    ) -> None:
         super().__init__(program, costs, plan)
         self._found = found
+        self._matching = matching
 
     def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
         """What a message and its twins need of the interfaces."""
@@ -105,21 +120,30 @@ class _WholeCosts(ProgramCosts):
         if alone is None:
             return None
         load, node, kind = self._found.load, self.costs.cluster.node_of, self._found.node_kind
+        times = self._messages(source, edge)
         loads = (
-            (outgoing(kind[node(source)]), load[source]),
-            (incoming(kind[node(target)]), load[target]),
+            (outgoing(kind[node(source)]), load[source] * times),
+            (incoming(kind[node(target)]), load[target] * times),
         )
         return Traffic(seconds=alone.seconds, loads=loads)
 
+    def _messages(self, source: int, edge: Edge) -> int:
+        """Messages that groups exchange for one of theirs: each rank that receives takes one."""
+        producer = self.program.stages[edge.producer]
+        receives = edge.consumer if producer.place(source) is not None else edge.producer
+        return self.program.stages[receives].tp if self._found.folded else 1
+
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
         """What a reduction over all of its ranks needs of the interfaces of each kind of node."""
-        whole = self.program.reductions[reduction.index]
+        whole = self._matching[reduction.index]
         alone = super().reduce_traffic(whole)
         if alone is None:
             return None
         nodes = {self.costs.cluster.node_of(rank) for rank in whole.ranks}
         kinds = {self._found.node_kind[node] for node in nodes}
-        return Traffic(seconds=alone.seconds, loads=exchange(kinds))
+        # The other shards are reduced at the same time.
+        shards = whole.tp if self._found.folded else 1
+        return Traffic(seconds=alone.seconds, loads=exchange(kinds, shards))
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a compute with all replicas of its stage."""
@@ -131,7 +155,7 @@ class _WholeCosts(ProgramCosts):
 
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of the reduction over all of its ranks."""
-        return super().reduce_s(self.program.reductions[reduction.index])
+        return super().reduce_s(self._matching[reduction.index])
 
 
 def _expanded(simulation: Simulation, found: Excerpt, plan: Plan) -> Simulation:
@@ -172,11 +196,14 @@ def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
     kept = [positions[0] for positions in kinds.values()]
     if len(kinds) == 1:
         kept = next(iter(kinds.values()))[:2]
-    if len(kept) == len(parts):
+    folds = _can_fold(plan)
+    if len(kept) == len(parts) and not folds:
         return None
+    groups = [group for unit in plan.units for stages in unit.ranks for group in stages]
+    first = {rank: group[0] if folds else rank for group in groups for rank in group}
     twin: dict[int, int] = {}
     for positions in kinds.values():
-        own = list(_ranks(plan, parts[positions[0]]))
+        own = [first[rank] for rank in _ranks(plan, parts[positions[0]])]
         for position in positions:
             twin.update(zip(_ranks(plan, parts[position]), own, strict=True))
     # Kept parts stand for themselves: sums over ranks do not care, rows must be there.
@@ -187,11 +214,35 @@ def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
         for rank, count in zip(_ranks(plan, parts[position]), alike.loads(position), strict=True)
     }
     return Excerpt(
-        plan=_cut_out(plan, [parts[position] for position in kept]),
+        plan=_cut_out(plan, [parts[position] for position in kept], folds=folds),
         twin=twin,
         node_kind=alike.node_kind,
         load=load,
+        folded=folds,
     )
+
+
+def _can_fold(plan: Plan) -> bool:
+    """Whether every rank has one tensor-parallel group, on one node, and some have others in it.
+
+    Ranks of a group may have different numbers of communicators, so these must be free.
+    """
+    if plan.cluster.device.communicator_bytes or all(unit.tp == 1 for unit in plan.units):
+        return False
+    group_of: dict[int, tuple[int, ...]] = {}
+    for unit in plan.units:
+        for group in (group for stages in unit.ranks for group in stages):
+            if len({plan.cluster.node_of(rank) for rank in group}) > 1:
+                return False
+            if any(group_of.setdefault(rank, group) != group for rank in group):
+                return False
+    return True
+
+
+def _matching(own: Sequence[Reduction], whole: Sequence[Reduction]) -> list[Reduction]:
+    """For each reduction of an excerpt the one of the whole plan that it is a part of."""
+    places = {(r.kind, r.owner, r.blocks, rank): r for r in whole for rank in r.ranks}
+    return [places[r.kind, r.owner, r.blocks, r.ranks[0]] for r in own]
 
 
 def _meetings(plan: Plan, graph: Graph) -> list[set[int]]:
@@ -278,10 +329,10 @@ def _ranks(plan: Plan, part: Part) -> Iterator[int]:
             yield from (rank for group in unit.ranks[d] for rank in group)
 
 
-def _cut_out(plan: Plan, parts: Sequence[Part]) -> Plan:
+def _cut_out(plan: Plan, parts: Sequence[Part], *, folds: bool) -> Plan:
     """The plan of some parts; samples keep their order."""
     units = tuple(
-        _some_replicas(unit, sorted(d for part in parts for d in part[u]))
+        _some_replicas(unit, sorted(d for part in parts for d in part[u]), folds=folds)
         for u, unit in enumerate(plan.units)
     )
     ((name, task),) = plan.tasks.items()
@@ -302,11 +353,13 @@ def _cut_out(plan: Plan, parts: Sequence[Part]) -> Plan:
     )
 
 
-def _some_replicas(unit: Unit, replicas: Sequence[int]) -> Unit:
+def _some_replicas(unit: Unit, replicas: Sequence[int], *, folds: bool) -> Unit:
+    taken = 1 if folds else unit.tp
     return unit.model_copy(
         update={
+            "tp": taken,
             "dp": len(replicas),
-            "ranks": tuple(unit.ranks[d] for d in replicas),
+            "ranks": tuple(tuple(group[:taken] for group in unit.ranks[d]) for d in replicas),
             "samples": tuple(unit.samples[d] for d in replicas),
             "microbatches": tuple(unit.microbatches[d] for d in replicas),
         }
