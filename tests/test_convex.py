@@ -205,7 +205,9 @@ class Oracle:
         if not numbers:
             return 0.0
         places = [d * pp * tp for d in range(dp)]
-        return self.problem.costs.all_reduce_s(ranks=places, num_bytes=numbers, sharers=tp)
+        # A replica's stages reduce together: those of one node share its bandwidth.
+        sharers = min(tp * pp, self.problem.request.cluster.devices_per_node)
+        return self.problem.costs.all_reduce_s(ranks=places, num_bytes=numbers, sharers=sharers)
 
     def _bytes(
         self,

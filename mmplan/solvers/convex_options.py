@@ -241,7 +241,10 @@ class ModuleTables:
         return scale
 
     def reduce_s(self, dp_B: Ints) -> Floats:
-        """[T, Q, B]: gradient reduction of the stage with most parameters."""
+        """[T, Q, B]: gradient reduction of the stage with most parameters.
+
+        All stages of a replica reduce when the step ends, and share their nodes' bandwidth.
+        """
         shapes, cluster = self.known, self.problem.request.cluster
         num_bytes = shapes.gradient_bytes[:, None] / self._tp
         if not shapes.gradient_bytes.any():
@@ -249,7 +252,8 @@ class ModuleTables:
         stride, node = self._tp * shapes.pp[:, None], cluster.devices_per_node
         num_local = np.minimum(dp_B, np.maximum(1, -(-node // stride)))
         num_nodes = (dp_B - 1) * stride // node + 1
-        reduced = all_reduce_s(cluster, dp_B, num_local, num_nodes, num_bytes, sharers=self._tp)
+        sharers = np.minimum(stride, node)
+        reduced = all_reduce_s(cluster, dp_B, num_local, num_nodes, num_bytes, sharers=sharers)
         return np.where(num_bytes > 0, reduced, 0.0)
 
     # --- bytes --------------------------------------------------------------------------
