@@ -15,9 +15,10 @@ from mmplan.solvers.mpsp_bounds import (
     level_bound,
     paper_value,
 )
+from mmplan.solvers.mpsp_drafts import bi_point
 from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
 from mmplan.solvers.mpsp_model import Instance, parts
-from mmplan.solvers.mpsp_schedule import Evaluator, bi_point
+from mmplan.solvers.mpsp_schedule import Evaluator
 from mmplan.solvers.mpsp_wavefront import is_tiled, wavefront
 from tests.mpsp_cases import brute_force, chain, drafts, instances, overloads
 

@@ -22,11 +22,12 @@ from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.metaops import contract
 from mmplan.solvers.mpsp_bounds import curve, level_bound, paper_value
+from mmplan.solvers.mpsp_drafts import portfolio
 from mmplan.solvers.mpsp_emit import Emitter, Sizes
 from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
 from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion, parts
 from mmplan.solvers.mpsp_placement import Placed, place
-from mmplan.solvers.mpsp_schedule import Draft, Evaluator, portfolio
+from mmplan.solvers.mpsp_schedule import Draft, Evaluator
 from mmplan.solvers.mpsp_slots import Slot
 from mmplan.solvers.mpsp_staged import staged
 from mmplan.solvers.mpsp_tables import Scaling, Scalings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mmplan.solvers.mpsp_bounds import (
     Column,
@@ -64,29 +63,21 @@ def find(instance: Instance, *, bound_s: float, limit_s: float) -> dict[str, Dra
 def _guides(
     instance: Instance, limit_s: float
 ) -> tuple[list[list[float]], list[tuple[Column, ...]]]:
-    """Spans to aim at and the configuration program's columns: level by level, and over all."""
+    """Spans to aim at, level by level and over the graph; a configuration program's columns.
+
+    The columns know no order, so there are none for several levels.
+    """
     chains, devices = instance.chains, instance.devices
     curves = [curve(c.counts, parts(c.both_s)) for c in chains]
+    if instance.levels == 1:
+        tables = [c.both_s for c in chains]
+        found = configuration_bound(chains, tables, devices, limit_s=limit_s)
+        return [[level_bound(curves, devices)] * len(chains)], [found.columns]
     by_level = [0.0] * len(chains)
-    columns: list[Column] = []
-    for level in range(instance.levels):
-        members = instance.of_level(level)
-        span_s = level_bound([curves[m] for m in members], devices)
-        own = configuration_bound(
-            [chains[m] for m in members],
-            [chains[m].both_s for m in members],
-            devices,
-            limit_s=limit_s / instance.levels,
-        )
-        for column in own.columns:
-            choices = tuple((members[m], p, k) for m, p, k in column.choices)
-            columns.append(replace(column, choices=choices))
+    for members in map(instance.of_level, range(instance.levels)):
         for m in members:
-            by_level[m] = span_s
-    targets = [by_level]
-    if instance.levels > 1:
-        targets.append(dag_bound(curves, [c.after for c in chains], devices)[1])
-    return targets, [tuple(columns)]
+            by_level[m] = level_bound([curves[i] for i in members], devices)
+    return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]], []
 
 
 def one_after_another(instance: Instance) -> Draft:

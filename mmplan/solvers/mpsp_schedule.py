@@ -1,4 +1,4 @@
-"""Schedules of slices: list scheduling, and the slices to start from.
+"""Schedules of slices by list scheduling.
 
 A draft says for each chain how its blocks are cut, on which of its counts each slice runs and
 how urgent it is. Decoding starts at every instant the most urgent slices that are ready and
@@ -8,16 +8,15 @@ ended last starts first.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
 
 import numpy as np
 
-from mmplan.solvers.mpsp_bounds import Column
-from mmplan.solvers.mpsp_model import Chain, Floats, Instance, Part, in_proportion
+from mmplan.solvers.mpsp_model import Floats, Instance, in_proportion
 
 Piece = tuple[int, int, int, float]
 """Index of the count, first block, block after the last, urgency (less is more urgent)."""
@@ -26,8 +25,6 @@ Pieces = list[list[Piece]]
 _SAME = 1e-12
 # What a piece more costs, as a share of the time: little, and more than nothing.
 _PIECE = 1e-5
-# Instants at which chains side by side are balanced.
-_BINS = 64
 # Weight of the device-seconds used: where the end does not move, what is spared may move it later.
 _AREA = 0.2
 
@@ -50,7 +47,7 @@ class Decoder:
 
     Args:
         tables: ``[K, L]`` seconds of every chain.
-        after: chains that end before each one starts.
+        after: chains that end before each one starts, all with lower indices or all with higher.
     """
 
     def __init__(
@@ -70,16 +67,27 @@ class Decoder:
         for chain, own in enumerate(after):
             for other in set(own):
                 self._then[other].append(chain)
+        # Least seconds from each block to the end of all chains that follow.
+        self._after: list[list[float]] = [[] for _ in tables]
+        upwards = all(other < chain for chain, own in enumerate(after) for other in own)
+        for chain in reversed(range(len(tables))) if upwards else range(len(tables)):
+            rest = max((self._after[other][0] for other in self._then[chain]), default=0.0)
+            fastest = tables[chain].min(axis=0)[::-1]
+            self._after[chain] = (rest + np.append(0.0, np.cumsum(fastest)))[::-1].tolist()
 
     def seconds(self, chain: int, piece: Piece) -> float:
         """Time of a piece."""
         row = self._until[chain][piece[0]]
         return row[piece[2]] - row[piece[1]]
 
-    def run(self, draft: Draft) -> tuple[float, list[list[float]]]:
-        """The end, and the start of each piece. The hot loop of the search: locals, no calls."""
+    def run(self, draft: Draft, limit_s: float = math.inf) -> tuple[float, list[list[float]]]:
+        """The end, and the start of each piece. The hot loop of the search: locals, no calls.
+
+        Args:
+            limit_s: where the end is later than this, it is infinite.
+        """
         pieces, strict = draft.pieces, draft.strict
-        counts, until, then = self._counts, self._until, self._then
+        counts, until, then, after = self._counts, self._until, self._then, self._after
         starts: list[list[float]] = [[] for _ in pieces]
         waits = list(self._waits)
         ready = sorted((own[0][3], m) for m, own in enumerate(pieces) if not waits[m])
@@ -106,7 +114,10 @@ class Decoder:
                     free -= count
                     own.append(now)
                     row = until[m][piece[0]]
-                    heappush(running, (now + row[piece[2]] - row[piece[1]], m, count))
+                    end = now + row[piece[2]] - row[piece[1]]
+                    if end + after[m][piece[2]] > limit_s:
+                        return math.inf, starts
+                    heappush(running, (end, m, count))
                 ready = left
             if not running:
                 return now, starts
@@ -168,43 +179,61 @@ class Evaluator:
             counts, [c.backward_s[:, ::-1] for c in chains], before, instance.devices
         )
         self._ratio = in_proportion(chains)
-        # Running device-seconds of the forward on each count, and that count at the end.
+        # Running device-seconds of the forward on each count.
         self._areas: list[list[list[float]]] = [
             [
-                [0.0, *(n * np.cumsum(row)).tolist(), float(n)]
+                [0.0, *(n * np.cumsum(row)).tolist()]
                 for n, row in zip(c.counts, c.forward_s, strict=True)
             ]
             for c in chains
         ]
 
-    def run(self, draft: Draft) -> Timed:
-        """Times of both phases."""
-        forward_s, starts = self._forward.run(draft)
+    def run(self, draft: Draft, limit_s: float = math.inf) -> Timed:
+        """Times of both phases; infinite where the forward ends later than a limit."""
+        forward_s, starts = self._forward.run(draft, limit_s)
+        if forward_s == math.inf:
+            return Timed(forward_s=forward_s, backward_s=forward_s, starts=starts)
         if self._ratio is not None:
             return Timed(forward_s=forward_s, backward_s=self._ratio * forward_s, starts=starts)
         backward_s, _ = self._backward.run(self._mirrored(draft, starts))
         return Timed(forward_s=forward_s, backward_s=backward_s, starts=starts)
 
-    def cost(self, draft: Draft) -> tuple[float, float, list[float]]:
-        """What counts, what guides a search towards it, and how late each chain's forward ends."""
-        timed = self.run(draft)
-        area, ends = 0.0, []
-        for chain, own, starts in zip(self._areas, draft.pieces, timed.starts, strict=True):
-            for k, a, b, _ in own:
-                row = chain[k]
-                area += row[b] - row[a]
-            k, a, b, _ = own[-1]
-            row = chain[k]
-            ends.append(starts[-1] + (row[b] - row[a]) / row[-1])
-        own_ends = list(ends)
-        # A chain before a late one is as late as that, less the time between them.
+    def area(self, chain: int, own: Sequence[Piece]) -> float:
+        """Device-seconds of a chain's forward."""
+        rows = self._areas[chain]
+        return sum(rows[k][b] - rows[k][a] for k, a, b, _ in own)
+
+    def cost(
+        self, draft: Draft, area: float, most_s: float = math.inf
+    ) -> tuple[float, float, list[list[float]]]:
+        """What counts, what guides a search towards it, and the forward's starts.
+
+        Args:
+            area: device-seconds of all chains' forwards.
+            most_s: where the guide is more than this, it may be infinite.
+        """
+        more = 1 + _PIECE * sum(map(len, draft.pieces))
+        used_s = _AREA * area / self.instance.devices
+        limit_s = (
+            most_s / more if self._ratio is None else most_s / more / (1 + self._ratio) - used_s
+        )
+        timed = self.run(draft, limit_s)
+        if timed.forward_s == math.inf:
+            return math.inf, math.inf, timed.starts
+        cost_s = timed.total_s * more
+        return cost_s, cost_s * (1 + used_s / timed.forward_s), timed.starts
+
+    def lateness(self, draft: Draft, starts: Sequence[Sequence[float]]) -> list[float]:
+        """When each chain's forward ends; one before a late one is as late as that, less the
+        time between them."""
+        ends = [
+            own[-1] + self._forward.seconds(m, draft.pieces[m][-1]) for m, own in enumerate(starts)
+        ]
+        late = list(ends)
         for m in reversed(range(len(ends))):
-            begun = timed.starts[m][0]
             for other in self._after[m]:
-                ends[other] = max(ends[other], ends[m] - (begun - own_ends[other]))
-        cost = timed.total_s * (1 + _PIECE * sum(map(len, draft.pieces)))
-        share = area / self.instance.devices / timed.forward_s
-        return cost, cost * (1 + _AREA * share), ends
+                late[other] = max(late[other], late[m] - (starts[m][0] - ends[other]))
+        return late
 
     def _mirrored(self, draft: Draft, starts: list[list[float]]) -> Draft:
         mirrored: Pieces = []
@@ -218,183 +247,3 @@ class Evaluator:
                 ][::-1]
             )
         return Draft(mirrored, draft.strict)
-
-
-# --- slices to start from ------------------------------------------------------------------
-
-
-def bi_point(
-    counts: Sequence[int], table_s: Floats, span_s: float, *, hull: bool, larger_first: bool
-) -> list[tuple[int, int, int]]:
-    """Two slices of a chain that together take the span: (count index, first, end).
-
-    A fraction of the blocks on the next larger count, the rest on the smaller one, rounded to
-    whole blocks; one slice where the span is beyond either end.
-
-    Args:
-        hull: only counts on the concave envelope of the speed.
-    """
-    total_s = table_s.sum(axis=1)
-    steps = _corners(np.array(counts, dtype=np.float64), total_s) if hull else _falling(total_s)
-    blocks = table_s.shape[1]
-    if span_s <= total_s[steps[-1]]:
-        return [(steps[-1], 0, blocks)]
-    if span_s >= total_s[steps[0]]:
-        return [(steps[0], 0, blocks)]
-    low, high = next((a, b) for a, b in pairwise(steps) if total_s[b] <= span_s <= total_s[a])
-    share = (total_s[low] - span_s) / (total_s[low] - total_s[high])
-    first, second, cut = (high, low, share) if larger_first else (low, high, 1 - share)
-    until = np.cumsum(table_s[first]) / total_s[first]
-    block = int(np.abs(np.append(0.0, until) - cut).argmin())
-    return [x for x in ((first, 0, block), (second, block, blocks)) if x[1] < x[2]]
-
-
-def _falling(total_s: Floats) -> list[int]:
-    """Counts that are faster than all smaller ones."""
-    kept = [0]
-    for k in range(1, len(total_s)):
-        if total_s[k] < total_s[kept[-1]]:
-            kept.append(k)
-    return kept
-
-
-def _corners(counts: Floats, total_s: Floats) -> list[int]:
-    """Counts on the envelope, from the most efficient to the fastest."""
-    speed, kept = 1 / total_s, [int((counts * total_s).argmin())]
-    while True:
-        k = kept[-1]
-        rise = np.where(
-            counts > counts[k], (speed - speed[k]) / np.maximum(counts - counts[k], 1), 0
-        )
-        if rise.max() <= 0:
-            return kept
-        kept.append(int(rise.argmax()))
-
-
-def from_columns(
-    instance: Instance,
-    tables: Sequence[Sequence[Part]],
-    columns: Sequence[Column],
-    *,
-    order: Sequence[int],
-) -> Pieces:
-    """The slices of a configuration program's answer, in an order of its columns.
-
-    A slice is as urgent as its column comes early; blocks are rounded so that none is lost.
-
-    Args:
-        tables: the parts of each chain.
-    """
-    own: list[list[tuple[int, float, float]]] = [[] for _ in instance.chains]
-    for place, index in enumerate(order):
-        column = columns[index]
-        for m, p, k in column.choices:
-            part = tables[m][p]
-            share = column.seconds / part.time_s[k] * part.time_s.min()
-            own[m].append((k, share, float(place)))
-    return [_rounded(chain.both_s, own[m]) for m, chain in enumerate(instance.chains)]
-
-
-def _rounded(table_s: Floats, shares: Sequence[tuple[int, float, float]]) -> list[Piece]:
-    """Whole blocks in proportion to the shares; slices without blocks drop out."""
-    until = np.append(0.0, np.cumsum(table_s.sum(axis=0)))
-    total, done, block = sum(s for _, s, _ in shares), 0.0, 0
-    pieces: list[Piece] = []
-    for position, (k, share, urgency) in enumerate(shares):
-        done += share
-        end = int(np.abs(until - done / total * until[-1]).argmin())
-        if position == len(shares) - 1:
-            end = len(until) - 1
-        if end <= block:
-            continue
-        if pieces and pieces[-1][0] == k:
-            pieces[-1] = (k, pieces[-1][1], end, pieces[-1][3])
-        else:
-            pieces.append((k, block, end, urgency))
-        block = end
-    return pieces
-
-
-def portfolio(
-    instance: Instance, targets: Sequence[Sequence[float]], stretches: Sequence[float]
-) -> Iterator[Draft]:
-    """Bi-point slices for several spans, under several rules of urgency.
-
-    Args:
-        targets: per way to set them, the seconds that each chain should take.
-        stretches: factors of all targets.
-    """
-    for stretch in stretches:
-        for target in targets:
-            for hull in (True, False):
-                first, second = (
-                    [
-                        bi_point(
-                            c.counts, c.both_s, span * stretch, hull=hull, larger_first=larger_first
-                        )
-                        for c, span in zip(instance.chains, target, strict=True)
-                    ]
-                    for larger_first in (True, False)
-                )
-                for cut in (first, second, _balanced(instance, first, second)):
-                    for pieces in _ruled(instance, cut):
-                        yield Draft(pieces)
-                        yield Draft(pieces, strict=True)
-
-
-Cut = list[list[tuple[int, int, int]]]
-
-
-def _balanced(instance: Instance, first: Cut, second: Cut) -> Cut:
-    """Each chain's larger slice first or second, so that all together need alike at all times."""
-    ways = [
-        [_needs(c, cut) for cut in pair]
-        for c, pair in zip(instance.chains, zip(first, second, strict=True), strict=True)
-    ]
-    horizon = max(float(ends[-1]) for pair in ways for ends, _ in pair)
-    at = (np.arange(_BINS) + 0.5) / _BINS * horizon
-    levels: dict[int, Floats] = {}
-    chosen: Cut = list(first)
-    for m in sorted(range(len(ways)), key=lambda m: -float(ways[m][0][1].max())):
-        level = instance.chains[m].level
-        used = levels.setdefault(level, np.zeros(_BINS))
-        options = [
-            used + np.append(counts, 0.0)[np.searchsorted(ends, at)] for ends, counts in ways[m]
-        ]
-        better = min((0, 1), key=lambda i: float((options[i] ** 2).sum()))
-        levels[level] = options[better]
-        chosen[m] = (first, second)[better][m]
-    return chosen
-
-
-def _needs(chain: Chain, cut: Sequence[tuple[int, int, int]]) -> tuple[Floats, Floats]:
-    """When each slice ends if all start at once, and the devices that it takes."""
-    seconds = [float(chain.both_s[k, a:b].sum()) for k, a, b in cut]
-    return np.cumsum(seconds), np.array([chain.counts[k] for k, _, _ in cut], dtype=np.float64)
-
-
-def _ruled(instance: Instance, cut: Sequence[Sequence[tuple[int, int, int]]]) -> Iterator[Pieces]:
-    """The slices under each rule: most time left on the way to an end, or in
-    the chain and level by level; largest; longest; most device-seconds."""
-    chains = instance.chains
-    left = [
-        [sum(float(c.both_s[k, a:b].sum()) for k, a, b in own[i:]) for i in range(len(own))]
-        for c, own in zip(chains, cut, strict=True)
-    ]
-    tail = [0.0] * len(chains)
-    for m in reversed(range(len(chains))):
-        for other in chains[m].after:
-            tail[other] = max(tail[other], tail[m] + left[m][0])
-    far = sum(own[0] for own in left)
-    rules = (
-        lambda m, i, k, a, b: -(left[m][i] + tail[m]),
-        lambda m, i, k, a, b: chains[m].level * far - left[m][i],
-        lambda m, i, k, a, b: -chains[m].counts[k] - 1e-3 * i,
-        lambda m, i, k, a, b: -float(chains[m].both_s[k, a:b].sum()),
-        lambda m, i, k, a, b: -float(chains[m].both_s[k, a:b].sum()) * chains[m].counts[k],
-    )
-    for rule in rules:
-        yield [
-            [(k, a, b, float(rule(m, i, k, a, b))) for i, (k, a, b) in enumerate(own)]
-            for m, own in enumerate(cut)
-        ]

@@ -9,15 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmplan.solvers.mpsp_bounds import Column
+from mmplan.solvers.mpsp_drafts import from_columns, portfolio
+from mmplan.solvers.mpsp_fluid import Fluid
 from mmplan.solvers.mpsp_model import Instance, parts
-from mmplan.solvers.mpsp_schedule import (
-    Draft,
-    Evaluator,
-    Piece,
-    Pieces,
-    from_columns,
-    portfolio,
-)
+from mmplan.solvers.mpsp_schedule import Draft, Evaluator, Piece, Pieces
 
 # Worse by this share of the time is taken with probability 1/e, at first and at last.
 _HOT, _COLD = 0.003, 0.0001
@@ -28,8 +23,10 @@ _ENOUGH = 1.0005
 _STRETCHES = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
 # Orders of a configuration program's columns to try.
 _SHUFFLES = 40
-# Shares of the budget: all that is drawn, each of the first drafts, the one without cuts.
-_DRAWN, _FIRST, _FIRSTS, _WHOLE = 0.5, 0.1, 3, 0.1
+# Shares of the budget: the portfolio, each configuration program's answers, fluid schedules.
+_DRAWN, _ANSWERS, _FLUID = 0.1, 0.1, 0.5
+# Of the rest: each of so many first drafts, the one without cuts.
+_FIRST, _FIRSTS, _WHOLE = 0.1, 3, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +61,18 @@ def search(
     begun = time.monotonic()
     rng = random.Random(seed)
     instance = evaluator.instance
-    drawn = [portfolio(instance, targets, _STRETCHES)]
-    drawn += [_from_answer(instance, own, rng) for own in columns if own]
-    # What is drawn takes its share of the seconds, at least one draft of each kind.
-    pools = [
-        _rated(evaluator, drafts, begun + limit_s * _DRAWN * (place + 1) / len(drawn))
-        for place, drafts in enumerate(drawn)
-    ]
-    whole = min((_Rated.of(evaluator, d) for d in _whole(pools[0])), key=lambda rated: rated.cost_s)
-    starts = [min(pool, key=lambda rated: rated.cost_s) for pool in pools] + [whole]
+    # Each kind takes its share of the seconds, at least one draft of each.
+    until = begun + limit_s * _DRAWN
+    pools = [_rated(evaluator, portfolio(instance, targets, _STRETCHES), until)]
+    for own in columns:
+        if own:
+            until += limit_s * _ANSWERS
+            pools.append(_rated(evaluator, _from_answer(instance, own, rng), until))
+    until = max(until, time.monotonic()) + limit_s * _FLUID
+    pools.append(_evolved(evaluator, Fluid(instance, targets[-1], rng), until))
+    pool = [rated for own in pools for rated in own]
+    whole = min((_Rated.of(evaluator, d) for d in _whole(pool)), key=lambda rated: rated.cost_s)
+    starts = [min(own, key=lambda rated: rated.cost_s) for own in pools] + [whole]
     left_s = max(0.0, limit_s - (time.monotonic() - begun))
     climb = _Climb(evaluator, rng, bound_s)
     ahead = sorted(starts, key=lambda rated: rated.cost_s)[:_FIRSTS]
@@ -86,14 +86,18 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
+    """A draft with its cost, what guides the search, the starts and each chain's device-seconds."""
+
     draft: Draft
     cost_s: float
     guide_s: float
-    ends: list[float]
+    starts: list[list[float]]
+    areas: list[float]
 
     @classmethod
     def of(cls, evaluator: Evaluator, draft: Draft) -> _Rated:
-        return cls(draft, *evaluator.cost(draft))
+        areas = [evaluator.area(m, own) for m, own in enumerate(draft.pieces)]
+        return cls(draft, *evaluator.cost(draft, sum(areas)), areas)
 
 
 def _rated(evaluator: Evaluator, drafts: Iterator[Draft], deadline: float) -> list[_Rated]:
@@ -102,6 +106,21 @@ def _rated(evaluator: Evaluator, drafts: Iterator[Draft], deadline: float) -> li
         rated.append(_Rated.of(evaluator, draft))
         if time.monotonic() > deadline:
             break
+    return rated
+
+
+def _evolved(evaluator: Evaluator, fluid: Fluid, deadline: float) -> list[_Rated]:
+    """Fluid schedules, each setting drawn near the best one so far."""
+    rated: list[_Rated] = []
+    first, best, least_s = fluid.first(), None, math.inf
+    while not rated or time.monotonic() < deadline:
+        setting = first.pop() if first else fluid.draw(best)
+        pieces = fluid.pieces(setting)
+        own = [_Rated.of(evaluator, Draft(pieces, strict)) for strict in (False, True)]
+        rated += own
+        cost_s = min(x.cost_s for x in own)
+        if cost_s < least_s:
+            best, least_s = setting, cost_s
     return rated
 
 
@@ -148,24 +167,40 @@ class _Climb:
         urgencies = [piece[3] for own in start.draft.pieces for piece in own]
         # Scale of urgencies, so that a new one lies among the others.
         spread = min(urgencies), max(urgencies)
-        begun = time.monotonic()
+        begun, late = time.monotonic(), self._late(start)
         while (done := (time.monotonic() - begun) / max(limit_s, 1e-9)) < 1:
             if best.cost_s <= self._bound_s * _ENOUGH:
                 break
-            draft = self._moved(current, moves, weights, spread)
-            if draft is None:
+            moved = self._moved(current, moves, weights, spread, late)
+            if moved is None:
                 continue
-            rated = _Rated.of(self._evaluator, draft)
-            heat = _HOT * (_COLD / _HOT) ** done * best.guide_s
-            worse = rated.guide_s - current.guide_s
-            if worse < 0 or rng.random() < math.exp(-worse / heat):
-                current = rated
+            heat_s = _HOT * (_COLD / _HOT) ** done * best.guide_s
+            # Worse by this much is taken: the usual rule, its random number drawn before.
+            rated = self._rated(current, *moved, heat_s * rng.expovariate(1))
             idle += 1
-            if rated.cost_s < best.cost_s:
-                best, idle = rated, 0
-            elif idle > _PATIENCE:
-                current, idle = best, 0
+            if rated is not None:
+                current, late = rated, self._late(rated)
+                if rated.cost_s < best.cost_s:
+                    best, idle = rated, 0
+            if idle > _PATIENCE:
+                current, late, idle = best, self._late(best), 0
         return best
+
+    def _late(self, rated: _Rated) -> list[float]:
+        return self._evaluator.lateness(rated.draft, rated.starts)
+
+    def _rated(
+        self, current: _Rated, draft: Draft, chains: Sequence[int], worse_s: float
+    ) -> _Rated | None:
+        """A draft that differs in some chains; None where it is worse by more than that."""
+        areas = list(current.areas)
+        for m in chains:
+            areas[m] = self._evaluator.area(m, draft.pieces[m])
+        most_s = current.guide_s + worse_s
+        cost_s, guide_s, starts = self._evaluator.cost(draft, sum(areas), most_s)
+        if guide_s > most_s:
+            return None
+        return _Rated(draft, cost_s, guide_s, starts, areas)
 
     def _moved(
         self,
@@ -173,21 +208,25 @@ class _Climb:
         moves: Sequence[Move],
         weights: Sequence[int],
         spread: tuple[float, float],
-    ) -> Draft | None:
-        """The draft after one move, sometimes two; None where the move does not exist."""
+        late: Sequence[float],
+    ) -> tuple[Draft, list[int]] | None:
+        """The draft after one move, sometimes two, and the chains that it changed; None where the
+        move does not exist."""
         rng, draft = self._rng, rated.draft
         # Other chains' pieces are shared with the draft that it comes from.
         draft = Draft(list(draft.pieces), draft.strict ^ (rng.random() < 0.02))
+        changed: list[int] = []
         for _ in range(1 if rng.random() < 0.7 else 2):
             several = [rng.randrange(len(draft.pieces)) for _ in range(rng.choice((1, 4)))]
-            m = max(several, key=lambda chain: rated.ends[chain])
+            m = max(several, key=late.__getitem__)
             i = rng.randrange(len(draft.pieces[m]))
             options = len(self._evaluator.instance.chains[m].counts)
             move = rng.choices(moves, weights=weights)[0]
             draft.pieces[m] = list(draft.pieces[m])
             if not move(draft.pieces[m], i, options, rng, spread):
                 return None
-        return draft
+            changed.append(m)
+        return draft, changed
 
 
 def _recount(

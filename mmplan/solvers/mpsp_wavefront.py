@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mmplan.solvers.mpsp_bounds import paper_value
+from mmplan.solvers.mpsp_drafts import bi_point
 from mmplan.solvers.mpsp_model import Chain, Instance
-from mmplan.solvers.mpsp_schedule import Draft, Piece, bi_point
+from mmplan.solvers.mpsp_schedule import Draft, Piece
 
 # Times that differ by less than this share are equal.
 _SAME = 1e-9
