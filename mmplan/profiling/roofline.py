@@ -49,6 +49,7 @@ class Roofline:
         self._kernels = hardware.kernels
         peak = cluster.device.peak_flops * {str(k): v for k, v in known.rates.items()}[precision]
         self._element_bytes = _ELEMENT_BYTES[precision]
+        self._seconds: dict[tuple[bytes, int], float] = {}
         self.launch_s = hardware.kernels.launch_s
         self.flops_per_s = peak * known.matmul_efficiency
         self.attention_flops_per_s = peak * known.attention_efficiency
@@ -58,12 +59,16 @@ class Roofline:
         """Seconds of kernels [kernels, columns]; see :class:`mmplan.profiling.counting.Kernels`."""
         if not len(table):
             return 0.0
-        summed = table[:, SUMMED]
-        compute_s = float(self.kernel_s(table)[summed == 0].sum())
-        ranks = range(tp)
-        return compute_s + sum(
-            collective_s(self._cluster, "all_reduce", ranks, float(b)) for b in summed if b
-        )
+        # A module's blocks are mostly alike.
+        key = table.tobytes(), tp
+        if key not in self._seconds:
+            summed = table[:, SUMMED]
+            compute_s = float(self.kernel_s(table)[summed == 0].sum())
+            sums = (
+                collective_s(self._cluster, "all_reduce", range(tp), float(b)) for b in summed if b
+            )
+            self._seconds[key] = compute_s + sum(sums)
+        return self._seconds[key]
 
     def kernel_s(self, table: Array) -> NDArray[np.float64]:
         """Seconds of each kernel, what is summed over a group left out."""
