@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmplan.arguments import counts, names
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
 from mmplan.report.console import Output
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from mmplan.program.timings import Timings
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
-    from mmplan.simulate import Simulation
     from mmplan.trials import Trials
 
 _SETTINGS: dict[str, Any] = {
@@ -131,13 +131,14 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Time the modules, losses and links of a workload, and fit their curves."""
+    from mmplan.report.showing import show_profile, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
     loaded = load_workload(workload)
-    _warn_unused(out, loaded)
+    warn_unused(out, loaded)
     if data_samples is not None and not (data and data_samples > 0):
         raise InvalidInputError(
             f"--data-samples {data_samples}: how many samples --data looks at",
@@ -161,7 +162,7 @@ def profile(
         made = _with_data(out, made, loaded, workload.parent, data_samples, state)
     save_document(made, output)
     state.unlink(missing_ok=True)
-    _show_profile(out, made)
+    show_profile(out, made)
     out.text(f"wrote {output}")
     out.data({"profile": str(output), "source": made.source, "cluster": made.cluster.name})
 
@@ -243,6 +244,7 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan import planner
+    from mmplan.report.showing import show_plan, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -250,7 +252,7 @@ def solve(
 
     out = Output(as_json=as_json)
     loaded = load_workload(workload)
-    _warn_unused(out, loaded)
+    warn_unused(out, loaded)
     trials = _trials(out, measure, workload, output) if measure else None
     plan = planner.solve(
         loaded,
@@ -261,14 +263,14 @@ def solve(
         devices=devices,
         solver=solver,
         method=method,
-        tasks=_names(tasks),
+        tasks=names(tasks),
         top=top,
         budget_s=budget,
         plan_path=output,
         trials=trials,
     )
     save_document(plan, output)
-    _show_plan(out, plan)
+    show_plan(out, plan)
     out.text(f"wrote {output}")
     later = [item for item in loaded.task_sets if item.from_step and tasks is None]
     if later:
@@ -305,6 +307,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
+    from mmplan.report.showing import show_plan, show_profile, show_timeline
     from mmplan.report.tables import workload_grids
     from mmplan.schema.load import load_any
     from mmplan.schema.plan import Plan
@@ -320,10 +323,10 @@ def show(
 
             out.text(format_program(compile_plan(document)))
         else:
-            _show_plan(out, document)
-            _show_timeline(out, document, file)
+            show_plan(out, document)
+            show_timeline(out, document, file)
     elif isinstance(document, Profile):
-        _show_profile(out, document)
+        show_profile(out, document)
     elif isinstance(document, Workload):
         for grid in workload_grids(document):
             out.grid(grid)
@@ -460,9 +463,9 @@ def compare(
             profile=load_profile(profile),
             profile_path=profile,
             cluster=None if cluster is None else load_cluster(cluster),
-            devices=_counts("--devices", devices),
-            batches=_counts("--batches", batches),
-            solvers=_names(solvers),
+            devices=counts("--devices", devices),
+            batches=counts("--batches", batches),
+            solvers=names(solvers),
             baseline=baseline,
             budget_s=budget,
             with_details=output is not None,
@@ -499,12 +502,12 @@ def explain(
     from dataclasses import asdict
 
     from mmplan.predict import costs_of, plan_profile
+    from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
-    from mmplan.report.explain import reason_grid, replan_reason
     from mmplan.schema.load import load_plan
     from mmplan.schema.workload import load_workload
     from mmplan.simulate import simulate as simulated
-    from mmplan.whatif import NUM_REPLANS, part_effects, replans
+    from mmplan.whatif import NUM_REPLANS, Replan, part_effects, replans
 
     out = Output(as_json=as_json)
     document = load_plan(plan)
@@ -515,9 +518,9 @@ def explain(
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
-        path = plan.parent / document.workload.path
+        path, found = plan.parent / document.workload.path, list[Replan]()
         with out.progress("planning again") as bar:
-            for found in replans(
+            for item in replans(
                 document,
                 plan,
                 profile=loaded,
@@ -525,8 +528,10 @@ def explain(
                 workload=load_workload(path),
                 workload_path=path,
             ):
-                changed.append(replan_reason(document, found))
-                bar.update(len(changed), NUM_REPLANS, found.change)
+                found.append(item)
+                bar.update(len(found), NUM_REPLANS, item.change)
+        found.sort(key=lambda item: item.place)
+        changed = [*(replan_reason(document, item) for item in found), best_batch(document, found)]
         out.grid(reason_grid("with other settings", changed))
     out.data(
         {
@@ -543,13 +548,23 @@ def report(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="HTML", help="where it is written")
     ] = Path("report.html"),
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan", help="also plan for a node more or less, faster links, other batches"
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """One self-contained page with pictures of a plan, or of a run."""
     from mmplan.report.page import write_report
 
     out = Output(as_json=as_json)
-    write_report(source, output)
+    if replan:
+        with out.progress("planning again") as bar:
+            write_report(source, output, progress=bar.update)
+    else:
+        write_report(source, output)
     out.text(f"wrote {output}")
     out.data({"report": str(output)})
 
@@ -636,7 +651,7 @@ def run(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
             hint="leave --save-every, --resume and --tasks out",
         )
-    chosen, emulation = _names(tasks), None
+    chosen, emulation = names(tasks), None
     if emulate:
         # Times are those of one plan: the tasks are its own, whatever comes later in the run.
         chosen, emulation = _emulation(out, plan)
@@ -761,62 +776,3 @@ def _quiet(error: MMPlanError) -> MMPlanError:
     """Mark an error whose JSON document was already written."""
     _documented.append(error)
     return error
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not names:
-        raise InvalidInputError(f"{text!r} names nothing", hint="separate names by commas")
-    return names
-
-
-def _counts(option: str, text: str | None) -> tuple[int, ...]:
-    names = _names(text) or ()
-    if not all(name.isdecimal() and int(name) > 0 for name in names):
-        raise InvalidInputError(
-            f"{option} {text}: numbers from 1 on, separated by commas", hint=f"{option} 8,16"
-        )
-    return tuple(map(int, names))
-
-
-def _warn_unused(out: Output, workload: Any) -> None:
-    from mmplan.schema.workload import unused_modules
-
-    for name in unused_modules(workload):
-        out.hint(f"module {name} is used by no task: ignored")
-
-
-def _show_profile(out: Output, profile: Any) -> None:
-    from mmplan.report.tables import profile_grids
-    from mmplan.report.work_tables import work_grids
-
-    for grid in (*profile_grids(profile), *work_grids(profile)):
-        out.grid(grid)
-
-
-def _show_plan(out: Output, plan: Plan) -> None:
-    from mmplan.report.tables import plan_grids
-
-    for grid in plan_grids(plan):
-        out.grid(grid)
-
-
-def _show_timeline(out: Output, plan: Plan, path: Path) -> None:
-    from mmplan.report.tables import timeline_lines
-
-    try:
-        simulated = _simulate(plan, path, None)
-    except InvalidInputError as error:
-        out.hint(f"no timeline: {error.message}")
-        return
-    for line in timeline_lines(simulated):
-        out.text(line)
-
-
-def _simulate(plan: Plan, path: Path, profile: Path | None) -> Simulation:
-    """The plan's program under the profile that it was made from."""
-    from mmplan.predict import simulate_plan
-
-    return simulate_plan(plan, path, profile)

@@ -28,8 +28,11 @@ from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
 from mmplan.symmetry import simulated
 from mmplan.utilisation import ModuleUse, module_uses
 
-# Seconds for each solver's search, and for simulating plans beyond the first of each kind.
+# Seconds for each solver's search, and for solving in all before only the first plan of each kind
+# is simulated.
 BUDGET_S = 0.5
+# Budgets for simulating where there are several settings.
+SWEEP_PATIENCE = 8
 # One degree of parallelism for the whole model: what people run who have no planner.
 PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 PLAIN_WORDS = "the fastest that gives every module the same degrees"
@@ -181,6 +184,8 @@ def compare(
         profile_path=profile_path,
         cluster=machine,
         budget_s=budget_s,
+        # Who asks for curves waits anyway, and a point too low would mislead.
+        patience_s=budget_s * (1 if len({job.setting for job in jobs}) == 1 else SWEEP_PATIENCE),
     )
     found: dict[tuple[str, Setting], Solved | Refused] = {}
     for item in in_processes(solve, _longest_first(jobs), processes=processes):
@@ -271,6 +276,7 @@ def _solved(
     profile_path: Path,
     cluster: Cluster,
     budget_s: float,
+    patience_s: float,
 ) -> Solved | Refused:
     try:
         plan = planner.solve(
@@ -283,7 +289,7 @@ def _solved(
             devices=job.setting.devices,
             solver=job.solver,
             budget_s=budget_s,
-            patience_s=budget_s,
+            patience_s=patience_s,
         )
     except MMPlanError as error:
         return Refused(solver=job.solver, setting=job.setting, error=error)

@@ -7,25 +7,33 @@ the planner again, with one node more, links of twice the speed, or another batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.errors import MMPlanError
+from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.links import Transfer
 from mmplan.module_costs import CostModel
+from mmplan.processes import in_processes
 from mmplan.replan import solve_again
-from mmplan.schema.base import parse_document
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
+from mmplan.settings import with_batch
 from mmplan.symmetry import predict
 
+BATCHES = {
+    "four times": Fraction(4),
+    "twice": Fraction(2),
+    "half": Fraction(1, 2),
+    "a quarter of": Fraction(1, 4),
+}
 # Settings that :func:`replans` asks about.
-NUM_REPLANS = 5
+NUM_REPLANS = 3 + len(BATCHES)
 MESSAGES, LOSSES, REDUCTIONS = "messages", "losses", "gradient reductions"
 
 
@@ -52,11 +60,15 @@ class Replan:
     """The best plan of a changed setting.
 
     Attributes:
+        place: among those that :func:`replans` asks about.
         change: what is other: ``one node more``.
+        times: the batch is so many times the plan's.
         plan: None where there is none; ``why`` then says why.
     """
 
+    place: int = 0
     change: str
+    times: Fraction = Fraction(1)
     plan: Plan | None
     why: str = ""
 
@@ -122,6 +134,24 @@ class _Faster(CostModel):
         return 0.0 if part == self._part and not self._is_module else 1.0
 
 
+def faster_links_s(plan: Plan, profile: Profile) -> float:
+    """Seconds of a step of the same plan, links having twice the speed."""
+    cluster = _faster_links(plan.cluster)
+    changed = plan.model_copy(update={"cluster": cluster})
+    return predict(changed, CostModel(profile, cluster, plan.training)).iteration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """Another cluster or batch, with its place among the others."""
+
+    place: int
+    change: str
+    cluster: Cluster
+    devices: int
+    times: Fraction = Fraction(1)
+
+
 def replans(
     plan: Plan,
     plan_path: Path,
@@ -130,8 +160,9 @@ def replans(
     profile_path: Path,
     workload: Workload,
     workload_path: Path,
+    processes: int | None = None,
 ) -> Iterator[Replan]:
-    """The best plans of a node more or less, faster links, twice and half the batch.
+    """The best plans of a node more or less, faster links, and other batches, as they are found.
 
     Each asks the solver what the plan's own solving asked. The new plans are not written.
 
@@ -142,37 +173,69 @@ def replans(
         profile_path: its file.
         workload: of the plan.
         workload_path: its file.
+        processes: that plan at the same time, default one per core.
     """
-    step = 1 if plan.cluster.device.is_cpu else plan.cluster.devices_per_node
-    node = "process" if plan.cluster.device.is_cpu else "node"
-    settings: list[tuple[str, Cluster, int, Callable[[Workload], Workload]]] = [
-        (f"one {node} more", _one_more(plan.cluster), plan.devices + step, _same),
-        (f"one {node} less", plan.cluster, plan.devices - step, _same),
-        ("links of twice the speed", _faster_links(plan.cluster), plan.devices, _same),
-        ("twice the batch", plan.cluster, plan.devices, partial(_of_batch, times=2, over=1)),
-        ("half the batch", plan.cluster, plan.devices, partial(_of_batch, times=1, over=2)),
+    ask = partial(
+        _replanned,
+        plan=plan,
+        plan_path=plan_path,
+        profile=profile,
+        profile_path=profile_path,
+        workload=workload,
+        workload_path=workload_path,
+    )
+    yield from in_processes(ask, _settings(plan), processes=processes)
+
+
+def _settings(plan: Plan) -> list[_Setting]:
+    cluster, devices = plan.cluster, plan.devices
+    step = 1 if cluster.device.is_cpu else cluster.devices_per_node
+    node = "process" if cluster.device.is_cpu else "node"
+    changes: list[tuple[str, Cluster, int, Fraction]] = [
+        (f"one {node} more", _one_more(cluster), devices + step, Fraction(1)),
+        (f"one {node} less", cluster, devices - step, Fraction(1)),
+        ("links of twice the speed", _faster_links(cluster), devices, Fraction(1)),
+        *((f"{words} the batch", cluster, devices, times) for words, times in BATCHES.items()),
     ]
-    for change, cluster, devices, changed in settings:
-        try:
-            found = solve_again(
-                plan,
-                workload=changed(workload),
-                workload_path=workload_path,
-                profile=profile,
-                profile_path=profile_path,
-                plan_path=plan_path,
-                cluster=cluster,
-                devices=devices,
-                tasks=tuple(plan.tasks),
-            )
-        except MMPlanError as error:
-            yield Replan(change=change, plan=None, why=error.message)
-        else:
-            yield Replan(change=change, plan=found)
+    return [
+        _Setting(place=i, change=change, cluster=machine, devices=count, times=times)
+        for i, (change, machine, count, times) in enumerate(changes)
+    ]
 
 
-def _same(workload: Workload) -> Workload:
-    return workload
+def _replanned(
+    setting: _Setting,
+    *,
+    plan: Plan,
+    plan_path: Path,
+    profile: Profile,
+    profile_path: Path,
+    workload: Workload,
+    workload_path: Path,
+) -> Replan:
+    found = Replan(place=setting.place, change=setting.change, times=setting.times, plan=None)
+    try:
+        solved = solve_again(
+            plan,
+            workload=_of_batch(workload, setting.times),
+            workload_path=workload_path,
+            profile=profile,
+            profile_path=profile_path,
+            plan_path=plan_path,
+            cluster=setting.cluster,
+            devices=setting.devices,
+            tasks=tuple(plan.tasks),
+        )
+    except MMPlanError as error:
+        return replace(found, why=error.message)
+    return replace(found, plan=solved)
+
+
+def _of_batch(workload: Workload, times: Fraction) -> Workload:
+    batch = workload.batch * times
+    if batch.denominator > 1:
+        raise InvalidInputError(f"a batch of {workload.batch} times {times} is no whole number")
+    return workload if times == 1 else with_batch(workload, int(batch), scale_sync=True)
 
 
 def _one_more(cluster: Cluster) -> Cluster:
@@ -205,20 +268,3 @@ def _faster_links(cluster: Cluster) -> Cluster:
             )
         }
     )
-
-
-def _of_batch(workload: Workload, *, times: int, over: int) -> Workload:
-    """The workload with every batch scaled; so are sync batches that would not divide theirs.
-
-    Raises:
-        InvalidInputError: the workload does not allow such a batch.
-    """
-    document = workload.model_dump(mode="json", exclude_unset=True)
-    batches = [document, *(t for t in document.get("tasks", {}).values() if t.get("batch"))]
-    for holder in batches:
-        holder["batch"] = holder["batch"] * times // over
-    for loss in document["losses"].values():
-        sync_batch = loss.get("sync_batch")
-        if sync_batch and any(holder["batch"] % sync_batch for holder in batches):
-            loss["sync_batch"] = sync_batch * times // over
-    return parse_document(Workload, document, source=f"the workload with {times}/{over} the batch")

@@ -9,7 +9,7 @@ import pytest
 
 from mmplan.errors import InvalidInputError
 from mmplan.predict import simulate_plan
-from mmplan.report.explain import explain, replan_reason
+from mmplan.report.explain import best_batch, explain, replan_reason
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -100,16 +100,21 @@ def test_another_setting_gets_the_plan_that_solving_it_gives(tmp_path: Path) -> 
     }
     assert len(found) == NUM_REPLANS
     seconds = {change: r.plan.predicted.iteration_s for change, r in found.items() if r.plan}
-    # 12 s a sample: 4 samples on 2 devices, then on 4, 2 again, 8 on 2, 2 on 2.
+    # 12 s a sample: 4 samples on 2 devices, then on 4, 2 again, 16, 8, 2 and 1 on 2.
     assert plan.predicted.iteration_s == pytest.approx(24)
     assert seconds == pytest.approx(
         {
             "one node more": 12,
             "links of twice the speed": 24,
+            "four times the batch": 96,
             "twice the batch": 48,
             "half the batch": 12,
+            "a quarter of the batch": 12,
         }
     )
+    # Two samples or more keep both devices busy: no batch is better than the plan's own.
+    best = best_batch(plan, list(found.values())).text
+    assert best.startswith("the plan's own batch, 0.167 samples/s, of 5 tried")
     assert found["one node less"].plan is None
     assert replan_reason(plan, found["one node less"]).text.startswith("no plan: --devices 0")
     assert "(+100.0%)" in replan_reason(plan, found["one node more"]).text

@@ -30,8 +30,10 @@ from mmplan.schema.base import file_sha256, save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.simulate import prediction, simulate
+from mmplan.whatif import NUM_REPLANS
 from tests.pages import Page, check_self_contained
 from tests.programs import loss, make_cluster, make_plan, unit
+from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
 # Names come from users: this one would be markup, an attribute's end and a script's end.
 HOSTILE = "vis<b>\"'&</script><script>alert(1)</script>"
@@ -556,3 +558,39 @@ def test_a_source_that_is_neither_plan_nor_run_is_refused(tmp_path: Path, kind: 
 def test_the_same_input_gives_the_same_page(tmp_path: Path) -> None:
     plan_file = predicted_plan(tmp_path)
     assert render(load_source(plan_file)) == render(load_source(plan_file))
+
+
+# --- other settings ------------------------------------------------------------------
+
+
+def test_what_other_settings_give_is_shown_where_asked(tmp_path: Path) -> None:
+    modules = {
+        name: module_profile(seconds, 2 * seconds, blocks=1, flops_per_sample=1.0)
+        for name, seconds in (("vision", 1.0), ("llm", 3.0))
+    }
+    chain = {"vision": {"inputs": ["x"]}, "llm": {"inputs": ["vision"]}}
+    losses = {"l": {"factory": FACTORY, "inputs": ["llm"]}}
+    task = workload(chain, batch=4, losses=losses)
+    plan = run_solve(tmp_path, task, profile(modules, 2), solver="colocated")
+    save_document(plan, tmp_path / "plan.json")
+    heard: list[str] = []
+    output = tmp_path / "report.html"
+    write_report(tmp_path / "plan.json", output, progress=lambda *said: heard.append(said[2]))
+    document = output.read_text()
+    check_self_contained(document)
+    text = Page(document).text
+    # 12 s a sample on two devices; llm is 9 of them.
+    assert "llm in half the time: 37.5% shorter" in document
+    assert "no messages" in text
+    assert "one node more0.333× 2.00012 s" in text
+    assert "one node less––––no plan: --devices 0" in text
+    assert "Best batch: the plan's own batch, 0.167 samples/s, of 5 tried" in text
+    assert len(heard) == NUM_REPLANS
+
+
+def test_other_settings_need_the_workload(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"workload\.yaml"):
+        write_report(
+            predicted_plan(tmp_path), tmp_path / "report.html", progress=lambda *said: None
+        )
+    assert not (tmp_path / "report.html").exists()

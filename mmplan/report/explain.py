@@ -66,6 +66,18 @@ def replan_reason(plan: Plan, found: Replan) -> Reason:
     )
 
 
+def best_batch(plan: Plan, found: Sequence[Replan]) -> Reason:
+    """Which of the batches that were tried gives the most samples per second."""
+    tried = [("the plan's own batch", plan.predicted)]
+    tried += [(r.change, r.plan.predicted) for r in found if r.plan is not None and r.times != 1]
+    change, best = max(tried, key=lambda pair: pair[1].samples_per_s)
+    return Reason(
+        topic="best batch",
+        text=f"{change}, {fmt.count(best.samples_per_s)} samples/s, of {len(tried)} tried; what "
+        "a batch does to learning is not said",
+    )
+
+
 def reason_grid(title: str, reasons: Sequence[Reason]) -> Grid:
     """The lines as a table."""
     return Grid(title=title, columns=("", "why"), rows=[(r.topic, r.text) for r in reasons])

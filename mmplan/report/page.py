@@ -20,11 +20,13 @@ from mmplan.report.sections import (
     solver_section,
     units_section,
 )
+from mmplan.report.sensitivity import sensitivity_section, with_replans
 from mmplan.report.skeleton import Part, document
 from mmplan.report.source import ReportData, load_source
 from mmplan.report.timelines import timeline_section
 from mmplan.report.topology import topology_section
 from mmplan.report.training import training_section
+from mmplan.report.utilisation import modules_section
 from mmplan.report.why import why_section
 from mmplan.report.work import work_section
 from mmplan.schema.base import write_text
@@ -49,6 +51,8 @@ SECTIONS = (
     Section(anchor="cluster", title="The plan on the cluster", build=topology_section),
     Section(anchor="units", title="Units", build=units_section),
     Section(anchor="why", title="Why this plan", build=why_section),
+    Section(anchor="modules", title="What each module makes of its devices", build=modules_section),
+    Section(anchor="sensitivity", title="What would change it", build=sensitivity_section),
     Section(
         anchor="solver",
         title="How the plan was found",
@@ -63,14 +67,25 @@ SECTIONS = (
 )
 
 
-def write_report(source: Path, output: Path) -> None:
+def write_report(
+    source: Path, output: Path, *, progress: Callable[[int, int, str], None] | None = None
+) -> None:
     """Write the page of a plan file or of a run's folder.
 
+    Args:
+        source: the one or the other.
+        output: its file.
+        progress: if given, other settings are planned too, and it hears how many of how many are.
+
     Raises:
-        InvalidInputError: ``source`` is neither of the two, or its plan is faulty.
+        InvalidInputError: ``source`` is neither of the two, or its plan is faulty; or the workload
+            that other settings need is gone.
         UnfitEnvironmentError: the page cannot be written.
     """
-    write_text(output, render(load_source(source)))
+    data = load_source(source)
+    if progress is not None:
+        data = with_replans(data, progress)
+    write_text(output, render(data))
 
 
 def render(data: ReportData) -> str:

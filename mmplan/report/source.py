@@ -17,7 +17,8 @@ from mmplan.schema.base import file_sha256, read_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
-from mmplan.simulate import simulate
+from mmplan.simulate import Simulation, simulate
+from mmplan.whatif import Effect, Replan, part_effects
 
 Event = dict[str, Any]
 
@@ -108,21 +109,31 @@ class ReportData:
         plan_file: the file that was read.
         profile: None when it cannot be read; ``profile_note`` then says why.
         profile_note: also says when the profile is not the one the plan was made from.
+        simulation: of the plan's step; None where it cannot be simulated.
+        simulation_note: says why not.
+        effects: of its parts; none where it cannot be simulated.
         predicted: Chrome trace events of the simulated step.
         measured: of the last measured step.
         timeline_notes: why one of the two is missing.
         hashes: (what, path as the plan names it, SHA-256 recorded, SHA-256 found or None).
+        original: the plan's file where it was solved: its paths are relative to that.
+        replans: plans of other settings, where they were asked for.
     """
 
     plan: Plan
     plan_file: Path
     profile: Profile | None
     profile_note: str
+    simulation: Simulation | None
+    simulation_note: str
+    effects: tuple[Effect, ...]
     run: Run | None
     predicted: tuple[Event, ...]
     measured: tuple[Event, ...]
     timeline_notes: tuple[str, ...]
     hashes: tuple[tuple[str, str, str, str | None], ...]
+    original: Path
+    replans: tuple[Replan, ...] = ()
 
     @property
     def found_by(self) -> str:
@@ -156,17 +167,22 @@ def load_source(source: Path) -> ReportData:
         plan, run, plan_file = load_plan(source), None, source
         original = source
     profile, note = _load_profile(plan, original)
-    predicted, measured, notes = _timelines(plan, profile, run)
+    simulation, fault = _simulated(plan, profile)
+    predicted, measured, notes = _timelines(simulation, fault, run)
     return ReportData(
         plan=plan,
         plan_file=plan_file,
         profile=profile,
         profile_note=note,
+        simulation=simulation,
+        simulation_note=fault,
+        effects=tuple(part_effects(plan, profile)) if profile and simulation else (),
         run=run,
         predicted=predicted,
         measured=measured,
         timeline_notes=notes,
         hashes=_hashes(plan, plan_file, original, run),
+        original=original,
     )
 
 
@@ -273,7 +289,7 @@ def _load_profile(plan: Plan, original: Path) -> tuple[Profile | None, str]:
 
 
 def _timelines(
-    plan: Plan, profile: Profile | None, run: Run | None
+    simulation: Simulation | None, fault: str, run: Run | None
 ) -> tuple[tuple[Event, ...], tuple[Event, ...], tuple[str, ...]]:
     notes: list[str] = []
     predicted: tuple[Event, ...] = ()
@@ -285,22 +301,24 @@ def _timelines(
         if not measured:
             reason = faults[0] if faults else "trace.json holds no measured step"
             notes.append(f"No measured timeline: {reason}.")
+    if not predicted and simulation is not None:
+        events = trace_events(simulation.program, simulation.events(), process_name="predicted")
+        predicted = tuple(event for event in events if event["ph"] == "X")
     if not predicted:
-        try:
-            predicted = _simulated(plan, profile)
-        except MMPlanError as error:
-            notes.append(f"No predicted timeline: {error.message}.")
+        notes.append(f"No predicted timeline: {fault}.")
     return predicted, measured, tuple(notes)
 
 
-def _simulated(plan: Plan, profile: Profile | None) -> tuple[Event, ...]:
+def _simulated(plan: Plan, profile: Profile | None) -> tuple[Simulation | None, str]:
+    """One step, or why there is none."""
     if profile is None:
-        raise InvalidInputError("it needs the profile, which is missing")
-    check_cluster(profile, plan.cluster)
-    costs = costs_of(plan, profile)
-    simulation = simulate(costs.program, costs)
-    events = trace_events(costs.program, simulation.events(), process_name="predicted")
-    return tuple(event for event in events if event["ph"] == "X")
+        return None, "it needs the profile, which is missing"
+    try:
+        check_cluster(profile, plan.cluster)
+        costs = costs_of(plan, profile)
+        return simulate(costs.program, costs), ""
+    except MMPlanError as error:
+        return None, error.message
 
 
 def _trace_list(document: Any) -> list[Event]:

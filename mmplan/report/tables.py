@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mmplan.program.instructions import Compute, Op
 from mmplan.report import format as text
@@ -216,43 +216,6 @@ def _unit_row(unit: Unit) -> tuple[str, ...]:
         text.repeated(unit.samples),
         sizes[0] if same else " | ".join(sizes),
         unit.schedule.kind,
-    )
-
-
-def comparison_grid(name: str, plans: Sequence[Plan]) -> Grid:
-    """Plans side by side, in the given order; the first is what the others are held against."""
-    best = plans[0].predicted.samples_per_s
-    return Grid(
-        title=f"{name}, simulated, best first",
-        columns=(
-            "solver",
-            ">samples/s",
-            ">of best",
-            ">iteration",
-            ">MFU",
-            ">idle",
-            ">communication",
-            ">memory",
-            ">devices",
-            ">gap",
-            ">solved in",
-        ),
-        rows=[
-            (
-                plan.solver.name,
-                text.count(plan.predicted.samples_per_s),
-                f"{plan.predicted.samples_per_s / best:.3f}",
-                text.seconds(plan.predicted.iteration_s),
-                text.percent(plan.predicted.mfu),
-                text.percent(plan.predicted.bubble_fraction),
-                text.percent(plan.predicted.communication_fraction),
-                text.size(max(plan.predicted.memory_bytes, default=0.0)),
-                str(plan.predicted.devices_used),
-                text.percent(plan.solver.gap),
-                text.seconds(plan.solver.seconds),
-            )
-            for plan in plans
-        ],
     )
 
 

@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 
 from mmplan.report import format as fmt
 from mmplan.report import markup
-from mmplan.utilisation import ModuleUse
+from mmplan.report.source import ReportData
+from mmplan.utilisation import ModuleUse, module_uses
 
 _EXPLAINED = (
     "Utilisation is model FLOPs over peak FLOP/s times time: while its devices compute the module, "
     "and over the whole step, in which they also wait, communicate, and compute other modules."
 )
 _UNKNOWN = "The profile says no FLOPs: utilisation is not known."
+
+
+def modules_section(data: ReportData) -> str:
+    """The plan's modules."""
+    if data.simulation is None:
+        return markup.note(f"Not known: {data.simulation_note}.")
+    return utilisation_table(module_uses(data.simulation, data.plan.cluster.device.peak_flops))
 
 
 def utilisation_table(uses: Sequence[ModuleUse]) -> str:

@@ -1,0 +1,43 @@
+"""Files on the terminal: what several commands show of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mmplan.errors import InvalidInputError
+from mmplan.predict import simulate_plan
+from mmplan.report.console import Output
+from mmplan.report.tables import plan_grids, profile_grids, timeline_lines
+from mmplan.report.work_tables import work_grids
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload, unused_modules
+
+
+def warn_unused(out: Output, workload: Workload) -> None:
+    """A line for each module that no task uses."""
+    for name in unused_modules(workload):
+        out.hint(f"module {name} is used by no task: ignored")
+
+
+def show_profile(out: Output, profile: Profile) -> None:
+    """Fits, modules, and the work of the data."""
+    for grid in (*profile_grids(profile), *work_grids(profile)):
+        out.grid(grid)
+
+
+def show_plan(out: Output, plan: Plan) -> None:
+    """Units, prediction, runners-up."""
+    for grid in plan_grids(plan):
+        out.grid(grid)
+
+
+def show_timeline(out: Output, plan: Plan, path: Path) -> None:
+    """A row of letters per rank, or why there is none."""
+    try:
+        simulated = simulate_plan(plan, path)
+    except InvalidInputError as error:
+        out.hint(f"no timeline: {error.message}")
+        return
+    for line in timeline_lines(simulated):
+        out.text(line)
