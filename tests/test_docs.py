@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 import cli
-from tests.commands import ROOT
+from tests.commands import ROOT, call
 from tests.test_schemas import generator
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -84,3 +84,37 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), target
+
+
+def examples() -> list[tuple[str, dict[str, str]]]:
+    """Complete examples: under each heading the files that stand behind their names."""
+    found: list[tuple[str, dict[str, str]]] = []
+    for page in PAGES:
+        for section in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
+            files = dict(re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```", section, re.S | re.M))
+            if "workload.yaml" in files:
+                found.append((f"{page.name}: {section.partition(chr(10))[0]}", files))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("title", "files"), examples(), ids=[title for title, _ in examples()])
+def test_examples_of_the_pages_plan_and_verify(
+    title: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    workload, profile, plan = (tmp_path / n for n in ("workload.yaml", "profile.json", "plan.json"))
+    asked = ("--analytic", "--cluster", "cpu-3", "-o", profile)
+    assert call("mmplan", "profile", workload, *asked).code == 0, title
+    assert call("mmplan", "solve", workload, "--profile", profile, "-o", plan).code == 0
+    done = call("mmlaunch", "verify", plan, "--in-process")
+    assert done.code == 0, done.err
+
+
+def test_there_are_examples_to_try() -> None:
+    assert [title for title, _ in examples()] == [
+        "README.md: Your own model",
+        "your-own-model.md: A plain PyTorch model",
+        "your-own-model.md: A Hugging Face model",
+    ]
