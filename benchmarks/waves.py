@@ -21,6 +21,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Edge
+from mmplan.program.network import Traffic
 from mmplan.schema.base import save_document
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.plan import Plan, PlanLoss, Unit, Wave
@@ -68,6 +69,9 @@ class FreeMessages(ProgramCosts):
 
     def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
         return 0.0
+
+    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+        return None
 
 
 def rows() -> Iterator[list[str]]:

@@ -15,18 +15,17 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import ScalingCurve, Unit, Wave
+from mmplan.schema.plan import Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.metaops import contract
-from mmplan.solvers.mpsp_bounds import curve, level_bound, paper_value
+from mmplan.solvers.mpsp_bounds import curve, level_bound
 from mmplan.solvers.mpsp_drafts import portfolio
 from mmplan.solvers.mpsp_emit import Emitter, Sizes
-from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
-from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion, parts
+from mmplan.solvers.mpsp_find import find, one_after_another
+from mmplan.solvers.mpsp_model import Instance, parts
 from mmplan.solvers.mpsp_placement import Placed, place
+from mmplan.solvers.mpsp_proof import Bounds, bounds_of
 from mmplan.solvers.mpsp_schedule import Draft, Evaluator
 from mmplan.solvers.mpsp_slots import Slot
 from mmplan.solvers.mpsp_staged import staged
@@ -38,10 +37,12 @@ METHODS = {
     "search": "the best of many schedules",
     "wavefront": "Spindle's scheduler as printed",
 }
-# Share of the budget for all that is done here; the rest is for simulating. Of what is left of it:
-# the bounds; the search with the first choice of degrees for shared modules, with each other one;
-# and placing a draft that does not fit.
-_SOLVING, _BOUNDS, _FIRST, _OTHER, _PLACING = 0.5, 0.2, 0.5, 0.25, 0.1
+# Shares of the budget for all that is done here, at least and at most; the rest is for simulating
+# so many plans, of so many seconds a compute (it depends on the machine, and so does the search).
+_LEAST, _MOST, _ROOM, _PLANS, _COMPUTE_S = 0.3, 0.7, 0.1, 3, 4e-5
+# Shares of what is left of it: the bounds; the search with the first choice of degrees for shared
+# modules, with each other one. Of the budget: placing a draft that does not fit.
+_BOUNDS, _FIRST, _OTHER, _PLACING = 0.2, 0.5, 0.25, 0.1
 # Degrees of shared modules that are searched, and rounds that are tried.
 _CHOICES = 4
 _MOST_ROUNDS = 4096
@@ -89,7 +90,8 @@ class _Found:
 class _Planning:
     def __init__(self, request: Request, method: str) -> None:
         self._request, self._method = request, method
-        self._until = time.monotonic() + _SOLVING * request.budget_s
+        self._begun = time.monotonic()
+        self._until = self._begun + _MOST * request.budget_s
         self._problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
@@ -103,7 +105,7 @@ class _Planning:
     def run(self) -> Solution:
         """Try rounds until a schedule fits the memory."""
         found: list[_Found] = []
-        bounds: dict[int, _Bounds] = {}
+        bounds: dict[int, Bounds] = {}
         further = 0
         for rounds in _rounds(self._problems):
             scalings = Scalings(self._ops, self._problems, rounds)
@@ -123,7 +125,9 @@ class _Planning:
             if self._method == "search" and len(hopeful) < len(choices) and not further:
                 found += self._staged(rounds)
             if hopeful or any(item.rounds == rounds for item in found):
-                bounds[rounds] = _bounds(scalings, self._request, self._left_s() * _BOUNDS)
+                bounds[rounds] = bounds_of(
+                    _instance(scalings.free(), self._request), rounds, self._left_s() * _BOUNDS
+                )
             if hopeful:
                 found += self._searched(hopeful, rounds, bounds[rounds], is_first=not found)
             if not all(item.staged for item in found) or further > _FURTHER:
@@ -139,6 +143,13 @@ class _Planning:
             )
         used = {item.rounds: bounds[item.rounds] for item in found}
         return self._solution(found, used)
+
+    def _leave_time(self, slots: Sequence[Slot], rounds: int) -> None:
+        """Searches end so that plans of such slots can be simulated within the budget."""
+        computes = 2 * rounds * sum(slot.dp * slot.messages for slot in slots)
+        budget_s = self._request.budget_s
+        share = 1 - _ROOM - _PLANS * _COMPUTE_S * computes / max(budget_s, 1e-9)
+        self._until = self._begun + budget_s * min(_MOST, max(_LEAST, share))
 
     def _left_s(self) -> float:
         """Seconds that searches still have."""
@@ -165,6 +176,7 @@ class _Planning:
         lacking = bare = float("inf")
         for draft in drafts:
             slots = emitter.slots(draft, evaluator.run(draft).starts)
+            self._leave_time(slots, rounds)
             lacking = min(lacking, self._lack(slots))
             if lacking > 0:
                 bare = min(bare, self._lack([replace(slot, held_bytes=0.0) for slot in slots]))
@@ -219,7 +231,7 @@ class _Planning:
         self,
         choices: Sequence[Sequence[Scaling]],
         rounds: int,
-        bounds: _Bounds,
+        bounds: Bounds,
         *,
         is_first: bool,
     ) -> Iterator[_Found]:
@@ -263,7 +275,7 @@ class _Planning:
 
     # --- the answer -------------------------------------------------------------------
 
-    def _solution(self, found: list[_Found], bounds: Mapping[int, _Bounds]) -> Solution:
+    def _solution(self, found: list[_Found], bounds: Mapping[int, Bounds]) -> Solution:
         found.sort(key=lambda item: item.candidate.objective_s)
         least_s, streamed = found[0].candidate.objective_s, any(item.staged for item in found)
         full = found[0].fullest_bytes > _FULL * self._memory_bytes
@@ -313,71 +325,6 @@ def _of_one_task(request: Request) -> list[Candidate]:
     return [
         replace(c, closed_form=solution.closed_form and c.closed_form) for c in solution.candidates
     ]
-
-
-# --- bounds --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bounds:
-    """What no schedule of a round beats.
-
-    Attributes:
-        total_s: forwards and backwards.
-        area_s: device-seconds by devices, where slices of one MetaOp overlap in time.
-        notes: how it came about.
-        curves: of every MetaOp on its own best degrees, for a whole step.
-    """
-
-    total_s: float
-    area_s: float
-    notes: tuple[str, ...]
-    curves: tuple[ScalingCurve, ...]
-
-
-def _bounds(scalings: Scalings, request: Request, limit_s: float) -> _Bounds:
-    instance = _instance(scalings.free(), request)
-    chains = instance.chains
-    forward_s = phase_bound(instance, [c.forward_s for c in chains], limit_s / 2)
-    ratio = in_proportion(chains)
-    if ratio is not None:
-        backward_s = ratio * forward_s
-    else:
-        tables = [c.backward_s for c in chains]
-        backward_s = phase_bound(instance, tables, limit_s / 2)
-    paper_s = sum(
-        paper_value(
-            [chains[m].counts for m in members],
-            [chains[m].both_s.sum(axis=1) for m in members],
-            request.devices,
-        )
-        for members in map(instance.of_level, range(instance.levels))
-    )
-    area_s = sum(
-        float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
-        for c in chains
-        for table in (c.forward_s, c.backward_s)
-    )
-    return _Bounds(
-        total_s=forward_s + backward_s,
-        area_s=area_s / request.devices,
-        curves=tuple(_scaling_curve(chain, scalings.rounds) for chain in chains),
-        notes=(
-            f"{len(chains)} MetaOps on {instance.levels} levels; bound {forward_s:.4g} s forward + "
-            f"{backward_s:.4g} s backward a round; Spindle's continuous optimum (Eq. 11, no bound) "
-            f"is {paper_s:.4g} s",
-        ),
-    )
-
-
-def _scaling_curve(chain: Chain, rounds: int) -> ScalingCurve:
-    seconds = rounds * chain.both_s.sum(axis=1)
-    faster = [k for k in range(len(seconds)) if k == 0 or seconds[k] < seconds[:k].min()]
-    return ScalingCurve(
-        name=chain.name,
-        devices=tuple(chain.counts[k] for k in faster),
-        seconds=tuple(float(seconds[k]) for k in faster),
-    )
 
 
 # --- schedules -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from mmplan.links import collective_s, message_s
+from mmplan.links import collective_s, message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.shares import split_evenly
 
@@ -23,13 +23,15 @@ def transfer_s(
     """Seconds until the last replica of a slice has what another slice made of its samples.
 
     Each rank takes a whole copy from one rank of every producer that holds some of its samples,
-    from all of them at the same time; what it made itself is there.
+    from all of them at the same time; what it made itself is there. Between nodes all that leaves
+    a node, or comes to it, goes over one interface.
 
     Args:
         samples: that travel together: of one micro-batch of every replica.
         sample_bytes: of one of them.
     """
     longest_s, d = 0.0, 0
+    interfaces: dict[tuple[int, bool], float] = {}
     ends = list(accumulate(split_evenly(samples, len(producers))))
     first = 0
     for consumer, stop in zip(
@@ -42,12 +44,17 @@ def transfer_s(
             part = min(stop, ends[e]) - max(first, ends[e - 1] if e else 0)
             source, target = producers[e][0], consumer[0]
             if part > 0 and source != target:
-                longest_s = max(longest_s, message_s(cluster, source, target, part * sample_bytes))
+                own = message(cluster, source, target, part * sample_bytes)
+                longest_s = max(longest_s, own.seconds)
+                if own.interface_s:
+                    for side in ((cluster.node_of(source), True), (cluster.node_of(target), False)):
+                        more_s = len(consumer) * own.interface_s
+                        interfaces[side] = interfaces.get(side, 0.0) + more_s
             if ends[e] >= stop or e + 1 == len(ends):
                 break
             e += 1
         first = stop
-    return longest_s
+    return max(longest_s, *interfaces.values(), 0.0)
 
 
 def reductions_s(

@@ -1,0 +1,80 @@
+"""What no plan of several tasks beats, as the plan reports it: bounds, curves, Spindle's value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmplan.schema.plan import ScalingCurve
+from mmplan.solvers.mpsp_bounds import paper_value
+from mmplan.solvers.mpsp_find import phase_bound
+from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What no schedule of a round beats.
+
+    Attributes:
+        total_s: forwards and backwards.
+        area_s: device-seconds by devices, where slices of one MetaOp overlap in time.
+        notes: how it came about.
+        curves: of every MetaOp on its own best degrees, for a whole step.
+    """
+
+    total_s: float
+    area_s: float
+    notes: tuple[str, ...]
+    curves: tuple[ScalingCurve, ...]
+
+
+def bounds_of(instance: Instance, rounds: int, limit_s: float) -> Bounds:
+    """Of every MetaOp on its own best degrees.
+
+    Args:
+        instance: of one round.
+        rounds: of a step.
+        limit_s: seconds for the configuration programs.
+    """
+    chains = instance.chains
+    forward_s = phase_bound(instance, [c.forward_s for c in chains], limit_s / 2)
+    ratio = in_proportion(chains)
+    if ratio is not None:
+        backward_s = ratio * forward_s
+    else:
+        tables = [c.backward_s for c in chains]
+        backward_s = phase_bound(instance, tables, limit_s / 2)
+    paper_s = sum(
+        paper_value(
+            [chains[m].counts for m in members],
+            [chains[m].both_s.sum(axis=1) for m in members],
+            instance.devices,
+        )
+        for members in map(instance.of_level, range(instance.levels))
+    )
+    area_s = sum(
+        float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
+        for c in chains
+        for table in (c.forward_s, c.backward_s)
+    )
+    return Bounds(
+        total_s=forward_s + backward_s,
+        area_s=area_s / instance.devices,
+        curves=tuple(_scaling_curve(chain, rounds) for chain in chains),
+        notes=(
+            f"{len(chains)} MetaOps on {instance.levels} levels; bound {forward_s:.4g} s forward + "
+            f"{backward_s:.4g} s backward a round; Spindle's continuous optimum (Eq. 11, no bound) "
+            f"is {paper_s:.4g} s",
+        ),
+    )
+
+
+def _scaling_curve(chain: Chain, rounds: int) -> ScalingCurve:
+    seconds = rounds * chain.both_s.sum(axis=1)
+    faster = [k for k in range(len(seconds)) if k == 0 or seconds[k] < seconds[:k].min()]
+    return ScalingCurve(
+        name=chain.name,
+        devices=tuple(chain.counts[k] for k in faster),
+        seconds=tuple(float(seconds[k]) for k in faster),
+    )
