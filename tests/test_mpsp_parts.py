@@ -126,3 +126,11 @@ def test_gradients_are_summed_one_group_after_another() -> None:
     inside, between = 2 * 0.25 + 16 / 8, 2 * 0.5 + 8 / 2
     assert reductions_s(where, holders, sizes) == pytest.approx(inside + between)
     assert reductions_s(where, {("v", 3, 1): {(6,)}}, {("v", 3, 1): 8.0}) == 0.0
+
+
+def test_sums_of_other_ranks_share_the_interfaces_of_their_nodes() -> None:
+    holders = {("v", b, 1): {(b,), (4 + b,)} for b in range(3)}
+    sizes = dict.fromkeys(holders, 800.0)
+    one_s = reductions_s(two_nodes(), dict(list(holders.items())[:1]), sizes)
+    # Bytes take three times as long, latencies do not.
+    assert reductions_s(two_nodes(), holders, sizes) == pytest.approx(3 * one_s, rel=0.01)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from mmplan.links import collective_s, message
+from mmplan.links import collective, message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.shares import split_evenly
 
@@ -64,6 +64,8 @@ def reductions_s(
 ) -> float:
     """Seconds of summing all gradients over the ranks that hold them, one sum after another.
 
+    Sums of other ranks run at the same time, but share nodes' interfaces.
+
     Args:
         holders: (owner, block, tp) to the groups of ranks that hold the block's shards.
         gradient_bytes: of each, on one rank.
@@ -73,10 +75,13 @@ def reductions_s(
         place = frozenset(groups), key[2]
         together[place] = together.get(place, 0.0) + gradient_bytes[key]
     busy: dict[int, float] = {}
+    interfaces: dict[int, float] = {}
     for (groups, tp), size in together.items():
         if len(groups) > 1 and size:
             firsts = [group[0] for group in groups]
-            seconds = collective_s(cluster, "all_reduce", firsts, size, sharers=tp)
+            own = collective(cluster, "all_reduce", firsts, size, sharers=tp)
             for rank in (rank for group in groups for rank in group):
-                busy[rank] = busy.get(rank, 0.0) + seconds
-    return max(busy.values(), default=0.0)
+                busy[rank] = busy.get(rank, 0.0) + own.seconds
+            for node in {cluster.node_of(rank) for rank in firsts}:
+                interfaces[node] = interfaces.get(node, 0.0) + own.interface_s
+    return max(*busy.values(), *interfaces.values(), 0.0, 0.0)
