@@ -5,28 +5,35 @@ K (f + b) a round, so a step takes
 
     T = sum_m (G K_m (f_m + b_m) + reduce_m) + G s.
 
-The modules choose apart from each other but for the memory that they share: their fronts
-of time against bytes are merged, which is exact.
+The modules choose apart from each other but for the memory that they share, and for the ranks
+that take part in a sync: their fronts of time against bytes are merged, those apart that reach
+other ranks, which is exact. All this on the first n devices: more of them are not always faster,
+where a node more makes the links slower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import Schedule
+from mmplan.solvers.convex_options import smallest_divisors
+from mmplan.solvers.grid_search import check_exact, tensor_degrees
 from mmplan.solvers.options import Stages
 from mmplan.solvers.placement import grid
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.shares import microbatch_sizes
-from mmplan.solvers.units import last_stage_ranks, make_unit
+from mmplan.solvers.units import make_unit
+
+# Up to so many devices all numbers of them are tried, of more whole nodes only.
+_ALL = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One module's way to share all devices."""
+    """One module's way to share the devices."""
 
     tp: int
     dp: int
@@ -38,15 +45,20 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Whole:
-    """Parts of the modules so far, and their sums."""
+    """Parts of the modules so far, and their sums.
+
+    Attributes:
+        reach: ranks of each module, where syncs depend on them.
+    """
 
     parts: tuple[_Part, ...]
+    reach: tuple[int, ...]
     time_s: float
     held_bytes: float
 
 
 def solve_colocated(request: Request) -> Solution:
-    """The best plans with every module on every device.
+    """The best plans with every module on every device, or on the first of them; exact.
 
     Raises:
         InvalidInputError: several tasks or a pinned vpp (:class:`NotApplicableError`), or a
@@ -54,117 +66,166 @@ def solve_colocated(request: Request) -> Solution:
         InfeasibleError: the modules do not fit a device's memory together, or their pins
             do not allow to share all devices.
     """
-    if request.method not in (None, "exact"):
-        raise InvalidInputError(
-            f"--method {request.method}: colocated knows exact", hint="leave --method out"
-        )
+    check_exact(request, "colocated")
     problem = Problem(request=request, task=request.only_task("colocated"))
     request.check_not_interleaved("colocated")
-    wholes = _wholes(problem)
-    least_sync_s = problem.rounds * problem.least_sync_s()
-    candidates = sorted(
-        (_candidate(problem, whole) for whole in wholes[: max(request.top, 1)]),
-        key=lambda c: c.objective_s,
-    )
-    # A plan left out is no faster without its syncs than the last one taken.
-    rest_s = [whole.time_s + least_sync_s for whole in wholes[len(candidates) :]]
-    bound_s = min([candidates[0].objective_s, *rest_s])
+    found = _Search(problem).run()[: max(request.top, 1)]
     return Solution(
         solver="colocated",
         method="exact",
-        candidates=tuple(candidates),
-        lower_bound_s=bound_s,
+        candidates=tuple(_candidate(problem, *pair) for pair in found),
+        lower_bound_s=found[0][1],
         closed_form=problem.closed_form(),
     )
 
 
-def _wholes(problem: Problem) -> list[_Whole]:
-    """Undominated plans that fit, fastest first.
+class _Search:
+    """Undominated plans on the first n devices; remembers stages and syncs."""
 
-    Modules that take each other's outputs get one tp and one micro-batch size where their
-    pins allow it: what they give each other then stays on its device.
-    """
-    parts = {name: list(_parts(problem, name)) for name in problem.task.modules}
-    if not problem.chained():
-        return _merge(problem, parts)
-    cuts = [{(part.tp, part.size) for part in own} for own in parts.values()]
-    aligned: list[_Whole] = []
-    for key in sorted(set.intersection(*cuts)):
-        same = {n: [p for p in own if (p.tp, p.size) == key] for n, own in parts.items()}
-        with suppress(InfeasibleError):
-            aligned += _merge(problem, same)
-    return sorted(aligned, key=lambda w: w.time_s) or _merge(problem, parts)
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._stages: dict[tuple[str, int], Stages] = {}
+        self._syncs: dict[tuple[int, ...], float] = {}
 
+    def run(self) -> list[tuple[_Whole, float]]:
+        """Plans that fit with the formula's value, fastest first; of equals those on more devices.
 
-def _parts(problem: Problem, module: str) -> Iterator[_Part]:
-    pins = problem.request.workload.modules[module].plan
-    if not pins.allows("pp", 1):
-        return
-    for tp in problem.costs.tp_options(task=problem.task.name, module=module):
-        dp = min(problem.devices // tp, problem.round_samples)
-        fits_node = problem.request.cluster.devices_per_node % tp == 0
-        if not dp or not fits_node or not pins.allows("tp", tp) or not pins.allows("dp", dp):
-            continue
-        stages = Stages(problem, module, tp, 1)
-        share = -(-problem.round_samples // dp)
-        for size in microbatch_sizes(share, pins):
-            yield _part(problem, stages, dp, share, size, pinned=pins.microbatch is not None)
+        Raises:
+            InfeasibleError: there is none on all devices, nor on fewer.
+        """
+        found: list[tuple[_Whole, float]] = []
+        refused: list[InfeasibleError] = []
+        for devices in self._counts():
+            try:
+                wholes = self._wholes(devices)
+            except InfeasibleError as error:
+                refused.append(error)
+            else:
+                found += [(whole, self._value_s(whole)) for whole in wholes]
+        if not found:
+            raise refused[0]
+        unique: dict[tuple[_Part, ...], tuple[_Whole, float]] = {}
+        for pair in found:
+            unique.setdefault(pair[0].parts, pair)
+        return sorted(unique.values(), key=lambda pair: pair[1])
 
+    def _counts(self) -> list[int]:
+        """Numbers of devices, all of them first, then those that may be as fast."""
+        problem, most = self._problem, self._problem.devices
+        specs = problem.request.workload.modules
+        degrees = {tp for m in problem.task.modules for tp in tensor_degrees(problem, m)}
+        # Of replicas with the same largest share the fewest, but for losses and ZeRO-1.
+        counts = {int(n) * tp for n in smallest_divisors(problem.round_samples) for tp in degrees}
+        pinned = any(specs[m].plan.dp is not None for m in problem.task.modules)
+        if pinned or problem.costs.training.zero or problem.task.sync_batches:
+            step = 1 if most <= _ALL else problem.request.cluster.devices_per_node
+            counts |= set(range(step, most, step))
+        return [most, *sorted((n for n in counts if n < most), reverse=True)]
 
-def _part(
-    problem: Problem, stages: Stages, dp: int, share: int, size: int, *, pinned: bool
-) -> _Part:
-    count = -(-share // size)
-    (forward_s, backward_s), (held,) = stages.times(size, dp)[0], stages.held(size)
-    flight = min(problem.rounds * count, count if problem.task.sync_batches else 1)
-    return _Part(
-        tp=stages.tp,
-        dp=dp,
-        size=size,
-        pinned=pinned,
-        time_s=problem.rounds * count * (forward_s + backward_s) + stages.reduce_s(dp),
-        held_bytes=stages.fixed(dp)[0] + held * flight,
-    )
+    def _wholes(self, devices: int) -> list[_Whole]:
+        """Undominated plans that fit.
 
+        Modules that take each other's outputs get one tp and one micro-batch size where their
+        pins allow it: what they give each other then stays on its device.
+        """
+        problem = self._problem
+        parts = {name: list(self._parts(name, devices)) for name in problem.task.modules}
+        if not problem.chained():
+            return self._merge(parts)
+        cuts = [{(part.tp, part.size) for part in own} for own in parts.values()]
+        aligned: list[_Whole] = []
+        for key in sorted(set.intersection(*cuts)):
+            same = {n: [p for p in own if (p.tp, p.size) == key] for n, own in parts.items()}
+            with suppress(InfeasibleError):
+                aligned += self._merge(same)
+        return aligned or self._merge(parts)
 
-def _merge(problem: Problem, parts: dict[str, list[_Part]]) -> list[_Whole]:
-    """Undominated sums of time and bytes that fit a device, fastest first."""
-    wholes: list[_Whole] = [_Whole(parts=(), time_s=0.0, held_bytes=0.0)]
-    for name, own in parts.items():
-        if not own:
-            raise InfeasibleError(
-                f"module {name}: its plan does not allow pp 1 with all {problem.devices} devices, "
-                "so it cannot share them",
-                hint=f"loosen modules.{name}.plan, or use --solver distmm",
-            )
-        grown = sorted(
-            (
+    def _parts(self, module: str, devices: int) -> Iterator[_Part]:
+        problem = self._problem
+        pins = problem.request.workload.modules[module].plan
+        if not pins.allows("pp", 1):
+            return
+        for tp in tensor_degrees(problem, module):
+            dp = min(devices // tp, problem.round_samples)
+            if dp and pins.allows("tp", tp) and pins.allows("dp", dp):
+                share = -(-problem.round_samples // dp)
+                for size in microbatch_sizes(share, pins):
+                    pinned = pins.microbatch is not None
+                    yield self._part(self._stage(module, tp), dp, share, size, pinned=pinned)
+
+    def _stage(self, module: str, tp: int) -> Stages:
+        if (module, tp) not in self._stages:
+            self._stages[module, tp] = Stages(self._problem, module, tp, 1)
+        return self._stages[module, tp]
+
+    def _part(self, stages: Stages, dp: int, share: int, size: int, *, pinned: bool) -> _Part:
+        problem, count = self._problem, -(-share // size)
+        (forward_s, backward_s), (held,) = stages.times(size, dp)[0], stages.held(size)
+        flight = min(problem.rounds * count, count if problem.task.sync_batches else 1)
+        return _Part(
+            tp=stages.tp,
+            dp=dp,
+            size=size,
+            pinned=pinned,
+            time_s=problem.rounds * count * (forward_s + backward_s) + stages.reduce_s(dp),
+            held_bytes=stages.fixed(dp)[0] + held * flight,
+        )
+
+    def _merge(self, parts: dict[str, list[_Part]]) -> list[_Whole]:
+        """Undominated sums of time and bytes that fit a device."""
+        problem = self._problem
+        wholes: list[_Whole] = [_Whole(parts=(), reach=(), time_s=0.0, held_bytes=0.0)]
+        for name, own in parts.items():
+            if not own:
+                raise InfeasibleError(
+                    f"module {name}: its plan does not allow pp 1 with all {problem.devices} "
+                    "devices, so it cannot share them",
+                    hint=f"loosen modules.{name}.plan, or use --solver distmm",
+                )
+            wholes = _undominated(
                 _Whole(
                     parts=(*whole.parts, part),
+                    reach=(*whole.reach, part.tp * part.dp) if problem.task.sync_batches else (),
                     time_s=whole.time_s + part.time_s,
                     held_bytes=whole.held_bytes + part.held_bytes,
                 )
                 for whole in wholes
                 for part in own
-            ),
-            key=lambda w: (w.time_s, w.held_bytes),
-        )
-        wholes = []
-        for whole in grown:
-            if not wholes or whole.held_bytes < wholes[-1].held_bytes:
-                wholes.append(whole)
-    fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
-    if not fitting:
-        needed, memory = wholes[-1].held_bytes, problem.memory_bytes
-        raise InfeasibleError(
-            f"all modules together need {needed:.3g} bytes on each device at best, a device has "
-            f"{memory:.3g}: {needed - memory:.3g} bytes missing",
-            hint="use --solver distmm with more devices, recompute: full, or a smaller sync_batch",
-        )
-    return fitting
+            )
+        fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
+        if not fitting:
+            needed, memory = min(w.held_bytes for w in wholes), problem.memory_bytes
+            raise InfeasibleError(
+                f"all modules together need {needed:.3g} bytes on each device at best, a device "
+                f"has {memory:.3g}: {needed - memory:.3g} bytes missing",
+                hint="use --solver distmm with more devices, recompute: full, or a smaller "
+                "sync_batch",
+            )
+        return fitting
+
+    def _value_s(self, whole: _Whole) -> float:
+        """The formula, T."""
+        problem = self._problem
+        if whole.reach not in self._syncs:
+            ranks = (tuple(range(reach)) for reach in whole.reach)
+            self._syncs[whole.reach] = problem.sync_s(
+                dict(zip(problem.task.modules, ranks, strict=False))
+            )
+        return whole.time_s + problem.rounds * self._syncs[whole.reach]
 
 
-def _candidate(problem: Problem, whole: _Whole) -> Candidate:
+def _undominated(wholes: Iterable[_Whole]) -> list[_Whole]:
+    """Of those that reach the same ranks, those that no other beats in time and bytes."""
+    kept: list[_Whole] = []
+    least: dict[tuple[int, ...], float] = {}
+    for whole in sorted(wholes, key=lambda w: (w.time_s, w.held_bytes)):
+        if whole.held_bytes < least.get(whole.reach, float("inf")):
+            least[whole.reach] = whole.held_bytes
+            kept.append(whole)
+    return kept
+
+
+def _candidate(problem: Problem, whole: _Whole, value_s: float) -> Candidate:
     units = tuple(
         make_unit(
             problem,
@@ -178,5 +239,4 @@ def _candidate(problem: Problem, whole: _Whole) -> Candidate:
         )
         for name, part in zip(problem.task.modules, whole.parts, strict=True)
     )
-    sync_s = problem.sync_s({unit.module: last_stage_ranks(unit) for unit in units})
-    return Candidate(units=units, objective_s=whole.time_s + problem.rounds * sync_s)
+    return Candidate(units=units, objective_s=value_s)

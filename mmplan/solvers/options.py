@@ -182,9 +182,11 @@ class ModuleOptions:
             if options and choices.preferred_only:
                 break
         groups: dict[Hashable, list[Option]] = {}
-        for option in options:
-            groups.setdefault(family and family.key(option), []).append(option)
         chained = problem.chained()
+        for option in options:
+            # What a chain waits for depends on whether micro-batches hold the same samples.
+            cuts = (option.count, option.even) if chained else None
+            groups.setdefault((family and family.key(option), cuts), []).append(option)
         self.options = [x for own in groups.values() for x in _undominated(own, chained=chained)]
 
     def _of_degrees(self, tp: int, pp: int) -> Iterator[Option]:
