@@ -22,7 +22,7 @@ from mmplan.report.fits import fit_panels, profile_section
 from mmplan.report.overview import overview_section, sharing_note
 from mmplan.report.page import SECTIONS, render, write_report
 from mmplan.report.plots import thinned
-from mmplan.report.sections import memory_section, provenance_section
+from mmplan.report.sections import memory_section, provenance_section, solver_section
 from mmplan.report.source import load_source
 from mmplan.report.topology import topology_section
 from mmplan.report.training import training_section
@@ -560,6 +560,37 @@ def test_the_same_input_gives_the_same_page(tmp_path: Path) -> None:
     assert render(load_source(plan_file)) == render(load_source(plan_file))
 
 
+# --- what travels ---
+
+
+def test_what_travels_is_counted_inside_and_between_nodes(tmp_path: Path) -> None:
+    modules = {
+        name: module_profile(seconds, 2 * seconds, blocks=1, output_bytes_per_sample=1e6)
+        for name, seconds in (("vision", 1.0), ("llm", 1.0))
+    }
+    chain = {"vision": {"inputs": ["x"]}, "llm": {"inputs": ["vision"]}}
+    losses = {"l": {"factory": FACTORY, "inputs": ["llm"]}}
+    task = workload(chain, batch=4, losses=losses)
+    # 4 samples of 1 MB, and their gradients back.
+    for per_node, cells in ((2, "8 MB–"), (1, "–8 MB")):
+        given = profile(modules, 2, per_node=per_node)
+        plan = run_solve(tmp_path, task, given, solver="distmm", top=1)
+        save_document(plan, tmp_path / "plan.json")
+        text = Page(topology_section(load_source(tmp_path / "plan.json"))).text
+        assert f"vision to llm{cells}" in text
+
+
+def test_other_solvers_are_drawn_where_they_were_asked(tmp_path: Path) -> None:
+    task = workload({"a": {}, "b": {}}, batch=4)
+    given = profile({name: module_profile(blocks=1) for name in ("a", "b")}, 2)
+    for solver, drawn in (("auto", True), ("distmm", False)):
+        plan = run_solve(tmp_path, task, given, solver=solver)
+        save_document(plan, tmp_path / "plan.json")
+        page = solver_section(load_source(tmp_path / "plan.json"))
+        assert ("The best plan of every solver" in page) == drawn
+        assert ("colocated: " in page) == drawn
+
+
 # --- other settings ------------------------------------------------------------------
 
 
@@ -580,7 +611,7 @@ def test_what_other_settings_give_is_shown_where_asked(tmp_path: Path) -> None:
     check_self_contained(document)
     text = Page(document).text
     # 12 s a sample on two devices; llm is 9 of them.
-    assert "llm in half the time: 37.5% shorter" in document
+    assert "llm in half the time: step 37.5% shorter" in document
     assert "no messages" in text
     assert "one node more0.333× 2.00012 s" in text
     assert "one node less––––no plan: --devices 0" in text

@@ -10,6 +10,7 @@ from typing import Any
 from mmplan.compare import Comparison, Setting, Solved
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
+from mmplan.report.bars import Amount, bars
 from mmplan.report.comparing import (
     COLUMNS,
     baseline_words,
@@ -20,6 +21,7 @@ from mmplan.report.comparing import (
     setting_words,
 )
 from mmplan.report.rows import MOST_BARS, Timeline, timeline
+from mmplan.report.sections import memory_plot
 from mmplan.report.skeleton import Part, document
 from mmplan.report.timelines import (
     LABEL_LENGTH,
@@ -96,34 +98,18 @@ def _plans(found: Comparison) -> str:
 
 
 def _rate_bars(found: Comparison) -> str:
-    """Samples per second as bars."""
-    width, left, height = 760.0, 130.0, 24
-    rates = [(item.solver, item.plan) for item in found.best_first]
-    most = max(plan.predicted.samples_per_s for _, plan in rates) or 1.0
-    drawn: list[str] = []
-    for i, (solver, plan) in enumerate(rates):
-        y, length = i * height, (width - left - 150) * plan.predicted.samples_per_s / most
-        base = " baseline" if solver == found.baseline else ""
-        words = f"{fmt.count(plan.predicted.samples_per_s)}/s, × {found.ratio(plan):.2f}"
-        drawn += [
-            markup.text("text", solver, x=left - 8, y=y + 16, text_anchor="end"),
-            markup.element(
-                "rect",
-                x=left,
-                y=y + 3,
-                width=f"{max(1.0, length):.1f}",
-                height=height - 7,
-                class_=f"bar{base}",
-            ),
-            markup.text("text", words, x=f"{left + length + 6:.1f}", y=y + 16),
-        ]
-    picture = markup.svg(
-        "".join(drawn),
-        width=width,
-        height=len(rates) * height,
-        label="Samples per second of every solver; the table below says the same",
-    )
-    return markup.figure(picture, label="Samples per second of every solver")
+    """Samples per second; the baseline's bar is grey."""
+    amounts = [
+        Amount(
+            name=item.solver,
+            value=item.plan.predicted.samples_per_s,
+            words=f"{fmt.count(item.plan.predicted.samples_per_s)}/s, "
+            f"× {found.ratio(item.plan):.2f}",
+            marked=item.solver == found.baseline,
+        )
+        for item in found.best_first
+    ]
+    return bars(amounts, label="Samples per second of every solver")
 
 
 def _timelines(found: Comparison) -> str:
@@ -173,29 +159,16 @@ def _memory(found: Comparison) -> str:
 
 def _memory_panel(item: Solved, index: int, *, capacity: float, most: float) -> str:
     held = sorted(item.plan.predicted.memory_bytes, reverse=True)
-    label = (
-        f"{item.solver}: fullest device {fmt.size(held[0])}, emptiest {fmt.size(held[-1])}, "
-        f"mean {fmt.size(sum(held) / len(held))}"
-    )
-    picture = plots.plot(
-        partial(_draw_memory, held=held, capacity=capacity, most=most),
-        width=3.6,
-        height=1.9,
-        label=label,
+    picture = memory_plot(
+        held,
+        capacity,
         prefix=f"memory{index}",
+        xlabel="devices, fullest first",
+        width=3.6,
+        most=most,
     )
     beside = markup.text("span", f" {fmt.size(held[0])} to {fmt.size(held[-1])}")
-    return markup.panel(picture, label=label, title=item.solver, beside=beside)
-
-
-def _draw_memory(figure: Any, held: Sequence[float], capacity: float, most: float) -> None:
-    axes = figure.subplots()
-    edges = range(len(held) + 1)
-    axes.stairs([value / 1e9 for value in held], edges, fill=True, color=plots.BLUE)
-    if capacity <= 20 * most:
-        axes.axhline(capacity / 1e9, color=plots.INK, linestyle="--", linewidth=1)
-        axes.set_ylim(0, 1.08 * max(capacity, most) / 1e9)
-    axes.set(xlabel="devices, fullest first", ylabel="GB", xlim=(0, len(held)))
+    return markup.panel(picture, label=f"Memory, {item.solver}", title=item.solver, beside=beside)
 
 
 def _modules(found: Comparison) -> str:

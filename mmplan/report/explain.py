@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 from mmplan.program.instructions import Compute
 from mmplan.report import format as fmt
@@ -18,6 +19,8 @@ from mmplan.whatif import Effect, Replan
 _MOST_MODULES = 5
 # Gains below this share of the step are not worth a word.
 _WORTH = 0.005
+# Characters of another plan's degrees: with many units they fill a page.
+_LABEL = 200
 # A device this full leaves nothing to choose.
 _FULL = 0.9
 
@@ -180,7 +183,8 @@ def _instead(plan: Plan) -> str:
     slower = f" (+{first.iteration_s / now_s - 1:.1%})" if now_s else ""
     return (
         f"of {len(plan.solver.runners_up)} others the best takes "
-        f"{fmt.seconds(first.iteration_s)}{slower}: {first.label}"
+        f"{fmt.seconds(first.iteration_s)}{slower}: "
+        + shorten(first.label, _LABEL, placeholder=" …")
     )
 
 

@@ -55,7 +55,7 @@ def table(
     )
     body = "".join(element("tr", _cells(row, right)) for row in rows)
     header = element("thead", element("tr", cells), class_=None if head else "unseen")
-    whole = element("table", header + element("tbody", body))
+    whole = element("table", header + element("tbody", body), class_=None if head else "facts")
     return scroller(whole, label=label, class_="table")
 
 

@@ -66,6 +66,9 @@ SECTIONS = (
     Section(anchor="provenance", title="Where this is from", build=provenance_section),
 )
 
+# Sections that a plan alone has nothing for.
+OF_RUNS = frozenset({"training"})
+
 
 def write_report(
     source: Path, output: Path, *, progress: Callable[[int, int, str], None] | None = None
@@ -93,6 +96,7 @@ def render(data: ReportData) -> str:
     parts = [
         Part(anchor=section.anchor, title=section.title, content=section.build(data))
         for section in SECTIONS
+        if data.run is not None or section.anchor not in OF_RUNS
     ]
     kind = "plan" if data.run is None else "run"
     return document(data.plan.name, f"mmplan report of a {kind}", parts)

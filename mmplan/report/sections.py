@@ -6,17 +6,21 @@ import platform
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import islice
+from textwrap import shorten
 from typing import Any
 
 from mmplan.report import format as fmt
-from mmplan.report import markup
+from mmplan.report import markup, plots
+from mmplan.report.bars import Amount, bars
 from mmplan.report.source import ReportData
 from mmplan.report.topology import unit_colour, unit_letter
 from mmplan.schema.plan import Plan, Unit
 
 _MOST_UNITS = 400
-_MOST_BARS = 64
+_MOST_BARS, _SHOWN_BARS = 24, 8
 _MOST_RUNNERS_UP = 50
+# Characters of another plan's degrees.
+_LABEL = 300
 
 
 def units_section(data: ReportData) -> str:
@@ -77,8 +81,34 @@ def solver_section(data: ReportData) -> str:
     return (
         markup.table(("", ""), facts, label="How the plan was found", head=False)
         + (markup.element("ul", notes, class_="notes") if notes else "")
+        + _other_solvers(plan)
         + _runners_up(plan)
     )
+
+
+def _other_solvers(plan: Plan) -> str:
+    """The best plan of each solver that was asked, where there are several."""
+    best_s: dict[str, float] = {plan.solver.name: plan.predicted.iteration_s}
+    for runner in plan.solver.runners_up:
+        name = runner.label.partition(":")[0]
+        best_s[name] = min(runner.iteration_s, best_s.get(name, runner.iteration_s))
+    if len(best_s) == 1:
+        return markup.note(
+            "mmplan solve with --solver auto also looks at the plans of other solvers, and "
+            "mmplan compare shows them side by side."
+        )
+    own_s = best_s[plan.solver.name]
+    amounts = [
+        Amount(
+            name=name,
+            value=seconds,
+            words=f"{fmt.seconds(seconds)}, {seconds / own_s - 1:+.1%}" if own_s else "",
+            marked=name == plan.solver.name,
+        )
+        for name, seconds in sorted(best_s.items(), key=lambda pair: pair[1])
+    ]
+    heading = markup.text("h3", "The best plan of every solver: seconds of a step")
+    return heading + bars(amounts, label="Seconds of a step by solver")
 
 
 def _runners_up(plan: Plan) -> str:
@@ -89,7 +119,7 @@ def _runners_up(plan: Plan) -> str:
     trials = plan.solver.measured_s is not None
     rows = [
         (
-            runner.label,
+            shorten(runner.label, _LABEL, placeholder=" …"),
             fmt.seconds(runner.objective_s),
             fmt.seconds(runner.iteration_s),
             *((fmt.measured(runner.measured_s),) if trials else ()),
@@ -108,7 +138,8 @@ def memory_section(data: ReportData) -> str:
     held = list(enumerate(plan.predicted.memory_bytes))
     if not held:
         return markup.note("The plan holds no prediction of memory.")
-    fullest = sorted(sorted(held, key=lambda pair: -pair[1])[:_MOST_BARS])
+    count = len(held) if len(held) <= _MOST_BARS else _SHOWN_BARS
+    fullest = sorted(sorted(held, key=lambda pair: -pair[1])[:count])
     capacity = plan.cluster.device.memory_bytes
     most = max(value for _, value in held)
     mean = sum(value for _, value in held) / len(held)
@@ -118,10 +149,52 @@ def memory_section(data: ReportData) -> str:
         f"(imbalance): weights, gradients, optimizer state, and the activations of the "
         "micro-batches in flight."
     )
-    if len(held) > _MOST_BARS:
-        caption += f" The {_MOST_BARS} fullest of {len(held):,} ranks."
     picture = _memory_bars(fullest, capacity=capacity, most=most)
-    return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
+    if count == len(held):
+        return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
+    whole = memory_plot(
+        [value for _, value in held], capacity, prefix="memory-all", xlabel="rank", width=8.0
+    )
+    caption += f" Below, the {count} fullest of {len(held):,} ranks."
+    return markup.figure(
+        whole, label="Memory of all ranks", caption=markup.esc(caption)
+    ) + markup.figure(picture, label="Memory of the fullest ranks")
+
+
+def memory_plot(
+    held: Sequence[float],
+    capacity: float,
+    *,
+    prefix: str,
+    xlabel: str,
+    width: float,
+    most: float | None = None,
+) -> str:
+    """Bytes of each device as steps, with the capacity where it is in sight.
+
+    Args:
+        held: bytes, in the order of the axis.
+        capacity: of a device, bytes.
+        prefix: of the picture's ids.
+        xlabel: what the axis counts.
+        width: inches.
+        most: upper end of the scale, bytes; default the most of these.
+    """
+    label = (
+        f"GB by {xlabel}: most {fmt.size(max(held))}, least {fmt.size(min(held))}, "
+        f"mean {fmt.size(sum(held) / len(held))}"
+    )
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.stairs([value / 1e9 for value in held], fill=True, color=plots.BLUE)
+        top = most or max(held) or 1.0
+        if capacity <= 20 * top:
+            axes.axhline(capacity / 1e9, color=plots.INK, linestyle="--", linewidth=1)
+            top = max(capacity, top)
+        axes.set(xlabel=xlabel, ylabel="GB", xlim=(0, len(held)), ylim=(0, 1.08 * top / 1e9))
+
+    return plots.plot(draw, width=width, height=1.9, label=label, prefix=prefix)
 
 
 def _memory_bars(held: Sequence[tuple[int, float]], *, capacity: float, most: float) -> str:

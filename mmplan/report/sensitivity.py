@@ -9,6 +9,7 @@ from typing import Any
 from mmplan.errors import InvalidInputError
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
+from mmplan.report.bars import Amount, bars
 from mmplan.report.explain import best_batch
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan
@@ -66,35 +67,11 @@ def _parts(plan: Plan, profile: Profile, effects: Sequence[Effect]) -> str:
     shown = sorted((pair for pair in gains if pair[1] >= _WORTH), key=lambda pair: -pair[1])
     rest = ", ".join(name for name, gain in gains if gain < _WORTH)
     nothing = markup.note(f"Would change nothing: {rest}.") if rest else ""
-    return (_gain_bars(shown) if shown else "") + nothing
-
-
-def _gain_bars(gains: Sequence[tuple[str, float]]) -> str:
-    width, left, height = 760.0, 230.0, 24
-    most = max(gain for _, gain in gains)
-    drawn: list[str] = []
-    for i, (name, gain) in enumerate(gains):
-        y, length = i * height, (width - left - 190) * gain / most
-        drawn += [
-            markup.text("text", name, x=left - 8, y=y + 16, text_anchor="end"),
-            markup.element(
-                "rect",
-                x=left,
-                y=y + 3,
-                width=f"{max(1.0, length):.1f}",
-                height=height - 7,
-                class_="bar",
-            ),
-            markup.text(
-                "text",
-                f"step {fmt.percent(gain)} shorter",
-                x=f"{left + length + 6:.1f}",
-                y=y + 16,
-            ),
-        ]
-    words = "; ".join(f"{name}: {fmt.percent(gain)} shorter" for name, gain in gains)
-    picture = markup.svg("".join(drawn), width=width, height=len(gains) * height, label=words)
-    return markup.figure(picture, label="What a faster part saves")
+    amounts = [
+        Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
+        for name, gain in shown
+    ]
+    return (bars(amounts, label="What a faster part saves") if amounts else "") + nothing
 
 
 def _others(data: ReportData) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mmplan.report import format as fmt
 from mmplan.report import markup
 from mmplan.report.source import ReportData
+from mmplan.report.traffic import traffic_table
 from mmplan.schema.plan import Plan, Unit
 
 NUM_COLOURS = 7
@@ -90,9 +91,8 @@ def topology_section(data: ReportData) -> str:
     caption = markup.esc(_links(plan))
     if shown < plan.devices:
         caption += markup.esc(f" The first {shown:,} of {plan.devices:,} devices are drawn.")
-    return _unit_legend(plan, places) + markup.figure(
-        drawn, label="Plan on the cluster, device by device", caption=caption
-    )
+    figure = markup.figure(drawn, label="Plan on the cluster, device by device", caption=caption)
+    return _unit_legend(plan, places) + figure + traffic_table(data)
 
 
 def _places(plan: Plan) -> dict[int, list[_Place]]:
