@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Unit, Wave
 from mmplan.solvers.distmm import solve_distmm
@@ -23,7 +25,8 @@ from mmplan.solvers.mpsp_bounds import curve, level_bound
 from mmplan.solvers.mpsp_drafts import portfolio
 from mmplan.solvers.mpsp_emit import Emitter, Sizes
 from mmplan.solvers.mpsp_find import find, one_after_another
-from mmplan.solvers.mpsp_model import Instance, parts
+from mmplan.solvers.mpsp_flows import spread_s
+from mmplan.solvers.mpsp_model import Chain, Instance, parts
 from mmplan.solvers.mpsp_placement import Placed, place
 from mmplan.solvers.mpsp_proof import Bounds, bounds_of
 from mmplan.solvers.mpsp_schedule import Draft, Evaluator
@@ -155,6 +158,20 @@ class _Planning:
         """Seconds that searches still have."""
         return max(0.0, self._until - time.monotonic())
 
+    def _with_cuts(self, scalings: Sequence[Scaling], rounds: int) -> Instance:
+        """The instance with what cuts cost: all but the last micro-batch travel meanwhile."""
+        request, instance = self._request, _instance(scalings, self._request)
+        chains: list[Chain] = []
+        for own, chain in zip(scalings, instance.chains, strict=True):
+            op, widest = own.op, own.allocations[-1]
+            share = -(-op.batch // rounds // widest.dp)
+            samples = op.batch / rounds / -(-share // widest.size)
+            problem = self._problems[op.task]
+            moved = [samples * problem.output_bytes(op.module, b) for b in range(chain.blocks - 1)]
+            cut_s = [spread_s(request.cluster, request.devices, size) for size in moved]
+            chains.append(replace(chain, cut_s=np.array([0.0, *cut_s])))
+        return replace(instance, chains=tuple(chains))
+
     def _lacking(self, scalings: Scalings) -> float:
         """Bytes that each device lacks for a round's activations, if all share them equally."""
         free, request = scalings.free(), self._request
@@ -237,7 +254,7 @@ class _Planning:
     ) -> Iterator[_Found]:
         request, best_s, fits = self._request, float("inf"), not is_first
         for position, chosen in enumerate(choices):
-            instance = _instance(chosen, request)
+            instance = self._with_cuts(chosen, rounds)
             curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue

@@ -57,6 +57,20 @@ def transfer_s(
     return max(longest_s, *interfaces.values(), 0.0)
 
 
+def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
+    """Seconds of moving that many bytes between slices on all devices, ranks not known yet.
+
+    Between nodes half of them is taken to stay where it is, and all interfaces to carry the rest.
+    """
+    nodes = -(-devices // cluster.devices_per_node)
+    links = cluster.links
+    if nodes == 1 or links.inter_node is None:
+        own = links.intra_node
+        return own.latency_s + num_bytes / devices / own.bandwidth_bytes_per_s
+    own = links.inter_node
+    return own.latency_s + num_bytes / 2 / nodes / own.bandwidth_bytes_per_s
+
+
 def reductions_s(
     cluster: Cluster,
     holders: Mapping[tuple[str, int, int], set[tuple[int, ...]]],

@@ -35,6 +35,8 @@ class Chain:
         after: chains that end before this one starts.
         level: chains on the longest path before it.
         group: chains of one group run together where tasks run one after another.
+        cut_s: ``[L]`` seconds that a slice which begins there waits for what comes from the slice
+            before it, an estimate for the search; none by default.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Chain:
     after: tuple[int, ...] = ()
     level: int = 0
     group: int = 0
+    cut_s: Floats | None = None
 
     @property
     def blocks(self) -> int:

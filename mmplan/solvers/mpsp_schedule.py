@@ -48,6 +48,7 @@ class Decoder:
     Args:
         tables: ``[K, L]`` seconds of every chain.
         after: chains that end before each one starts, all with lower indices or all with higher.
+        cuts: ``[L]`` of every chain, seconds that a slice waits which begins at a block.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Decoder:
         counts: Sequence[Sequence[int]],
         tables: Sequence[Floats],
         after: Sequence[Sequence[int]],
+        cuts: Sequence[Floats],
         devices: int,
     ) -> None:
+        self._cuts: list[list[float]] = [own.tolist() for own in cuts]
         self._counts = [list(own) for own in counts]
         self._until: list[list[list[float]]] = [
             np.hstack([np.zeros((len(t), 1)), np.cumsum(t, axis=1)]).tolist() for t in tables
@@ -76,9 +79,9 @@ class Decoder:
             self._after[chain] = (rest + np.append(0.0, np.cumsum(fastest)))[::-1].tolist()
 
     def seconds(self, chain: int, piece: Piece) -> float:
-        """Time of a piece."""
+        """Time of a piece, what it waits for its input included."""
         row = self._until[chain][piece[0]]
-        return row[piece[2]] - row[piece[1]]
+        return row[piece[2]] - row[piece[1]] + self._cuts[chain][piece[1]]
 
     def run(self, draft: Draft, limit_s: float = math.inf) -> tuple[float, list[list[float]]]:
         """The end, and the start of each piece. The hot loop of the search: locals, no calls.
@@ -88,6 +91,7 @@ class Decoder:
         """
         pieces, strict = draft.pieces, draft.strict
         counts, until, then, after = self._counts, self._until, self._then, self._after
+        cuts = self._cuts
         starts: list[list[float]] = [[] for _ in pieces]
         waits = list(self._waits)
         ready = sorted((own[0][3], m) for m, own in enumerate(pieces) if not waits[m])
@@ -114,7 +118,7 @@ class Decoder:
                     free -= count
                     own.append(now)
                     row = until[m][piece[0]]
-                    end = now + row[piece[2]] - row[piece[1]]
+                    end = now + row[piece[2]] - row[piece[1]] + cuts[m][piece[1]]
                     if end + after[m][piece[2]] > limit_s:
                         return math.inf, starts
                     heappush(running, (end, m, count))
@@ -174,11 +178,15 @@ class Evaluator:
                 before[other].append(m)
         self._blocks = [c.blocks for c in chains]
         self._after = after
-        self._forward = Decoder(counts, [c.forward_s for c in chains], after, instance.devices)
-        self._backward = Decoder(
-            counts, [c.backward_s[:, ::-1] for c in chains], before, instance.devices
-        )
         self._ratio = in_proportion(chains)
+        # Where the backward is a multiple of the forward, both waits together still are twice one.
+        scale = 1.0 if self._ratio is None else 2 / (1 + self._ratio)
+        cuts = [scale * c.cut_s if c.cut_s is not None else np.zeros(c.blocks) for c in chains]
+        forward, backward = [c.forward_s for c in chains], [c.backward_s[:, ::-1] for c in chains]
+        self._forward = Decoder(counts, forward, after, cuts, instance.devices)
+        # The cut before block b of L stands before block L - b in the mirror.
+        mirrored = [np.append(0.0, own[:0:-1]) for own in cuts]
+        self._backward = Decoder(counts, backward, before, mirrored, instance.devices)
         # Running device-seconds of the forward on each count.
         self._areas: list[list[list[float]]] = [
             [
