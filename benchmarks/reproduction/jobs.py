@@ -35,6 +35,8 @@ from mmplan.schema.workload import Workload, load_workload
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "examples" / "papers"
 DATA_SAMPLES = 512
+# For simulating plans beyond the first of each kind: the page is made in minutes.
+PATIENCE_S = 3.0
 T = TypeVar("T")
 
 
@@ -211,6 +213,7 @@ def _make_plan(job: Job, folder: Path) -> None:
             solver=job.solver,
             method=job.method,
             tasks=job.tasks or None,
+            patience_s=PATIENCE_S,
         )
     except MMPlanError as error:
         # Only these are an answer; another fault stops the run.
