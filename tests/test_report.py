@@ -588,7 +588,7 @@ def test_other_solvers_are_drawn_where_they_were_asked(tmp_path: Path) -> None:
         save_document(plan, tmp_path / "plan.json")
         page = solver_section(load_source(tmp_path / "plan.json"))
         assert ("The best plan of every solver" in page) == drawn
-        assert ("colocated: " in page) == drawn
+        assert ('<span class="name">colocated' in page) == drawn
 
 
 # --- other settings ------------------------------------------------------------------
@@ -611,7 +611,7 @@ def test_what_other_settings_give_is_shown_where_asked(tmp_path: Path) -> None:
     check_self_contained(document)
     text = Page(document).text
     # 12 s a sample on two devices; llm is 9 of them.
-    assert "llm in half the time: step 37.5% shorter" in document
+    assert "llm in half the timestep 37.5% shorter" in text
     assert "no messages" in text
     assert "one node more0.333× 2.00012 s" in text
     assert "one node less––––no plan: --devices 0" in text

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from mmplan.report import markup
 
-_WIDTH, _HEIGHT, _BEHIND = 760.0, 24, 170.0
-# Pixels of a letter, about.
-_LETTER = 6.6
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
@@ -28,31 +24,23 @@ class Amount:
 
 
 def bars(amounts: Sequence[Amount], *, label: str) -> str:
-    """Bars from 0 on one scale.
+    """Bars from 0 on one scale, as a list that reads well without them.
 
     Args:
         amounts: in order; none of them below 0.
-        label: what assistive technology calls them; it also hears the figures.
+        label: what assistive technology calls them.
     """
-    left = min(260.0, 16 + _LETTER * max(len(amount.name) for amount in amounts))
     most = max(amount.value for amount in amounts) or 1.0
-    drawn: list[str] = []
-    for i, amount in enumerate(amounts):
-        y, length = i * _HEIGHT, (_WIDTH - left - _BEHIND) * amount.value / most
-        drawn += [
-            markup.text("text", amount.name, x=left - 8, y=y + 16, text_anchor="end"),
-            markup.element(
-                "rect",
-                x=left,
-                y=y + 3,
-                width=f"{max(1.0, length):.1f}",
-                height=_HEIGHT - 7,
-                class_="bar baseline" if amount.marked else "bar",
-            ),
-            markup.text("text", amount.words, x=f"{left + length + 6:.1f}", y=y + 16),
-        ]
-    said = "; ".join(f"{amount.name}: {amount.words}" for amount in amounts)
-    picture = markup.svg(
-        "".join(drawn), width=_WIDTH, height=len(amounts) * _HEIGHT, label=f"{label}: {said}"
+    items = "".join(_bar(amount, most) for amount in amounts)
+    return markup.element("ul", items, class_="bars", aria_label=label)
+
+
+def _bar(amount: Amount, most: float) -> str:
+    length = markup.element("span", "", style=f"width:{100 * amount.value / most:.1f}%")
+    return markup.element(
+        "li",
+        markup.text("span", amount.name, class_="name")
+        + markup.element("span", length, class_="track")
+        + markup.text("span", amount.words, class_="words"),
+        class_="marked" if amount.marked else None,
     )
-    return markup.figure(picture, label=label)

@@ -18,7 +18,7 @@ from mmplan.schema.plan import Plan, Unit
 
 _MOST_UNITS = 400
 _MOST_BARS, _SHOWN_BARS = 24, 8
-_MOST_RUNNERS_UP = 50
+_MOST_RUNNERS_UP, _FIRST_RUNNERS_UP = 50, 8
 # Characters of another plan's degrees.
 _LABEL = 300
 
@@ -129,7 +129,15 @@ def _runners_up(plan: Plan) -> str:
     ]
     measured = (">measured in a trial",) if trials else ()
     columns = ("runner-up", ">objective", ">simulated", *measured, ">slower, simulated")
-    return markup.text("h3", "Runners-up") + markup.table(columns, rows, label="Runners-up")
+    first, others = rows[:_FIRST_RUNNERS_UP], rows[_FIRST_RUNNERS_UP:]
+    shown = markup.element(
+        "div", markup.table(columns, first, label="Runners-up"), class_="first-wide"
+    )
+    if others:
+        rest = markup.table(columns, others, label="More runners-up")
+        summary = markup.text("summary", f"{len(others)} more")
+        shown += markup.element("details", summary + rest, class_="first-wide")
+    return markup.text("h3", "Runners-up") + shown
 
 
 def memory_section(data: ReportData) -> str:
