@@ -192,4 +192,4 @@ def test_better_never_costs_more(case: str, change: str) -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("case", CASES)
 def test_better_never_costs_more_at_length(case: str, change: str) -> None:
-    check(case, change, range(20 if "mpsp" in case else 200))
+    check(case, change, range(8 if "mpsp" in case else 100))

@@ -10,8 +10,11 @@ holds it, and gradient reductions and messages in the objective.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 
+from mmplan.costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.convex_core import Found, best_plans
@@ -49,7 +52,40 @@ def solve_convex(request: Request) -> Solution:
     problem = Problem(request=request, task=next(iter(request.tasks.values())))
     if method == "cvxpy":
         return _solve_relaxed(problem)
-    return best_pipelines(problem)
+    node = request.cluster.devices_per_node
+    if request.devices <= node:
+        return best_pipelines(problem)
+    return _better(request, problem, replace(problem, request=_first(request, node)))
+
+
+def _first(request: Request, devices: int) -> Request:
+    """The request on the first devices only."""
+    cluster = request.cluster.take(devices)
+    costs = CostModel(request.costs.profile, cluster, request.costs.training)
+    return replace(request, cluster=cluster, devices=devices, costs=costs)
+
+
+def _better(request: Request, whole: Problem, node: Problem) -> Solution:
+    """The plans on all devices, and those on one node, best first.
+
+    Of several nodes the formula takes all messages between modules to cross nodes, so plans that
+    stay on one are looked for apart.
+    """
+    try:
+        found = best_pipelines(whole)
+    except InfeasibleError:
+        # What is missing is said of all devices.
+        with suppress(InfeasibleError):
+            return best_pipelines(node)
+        raise
+    with suppress(InfeasibleError):
+        inside = best_pipelines(node)
+        least_s = found.candidates[0].objective_s
+        better = [c for c in inside.candidates if c.objective_s < least_s]
+        others = [c for c in found.candidates if all(c.units != b.units for b in better)]
+        bound_s = min(found.lower_bound_s, inside.lower_bound_s)
+        return replace(found, candidates=(*better, *others), lower_bound_s=bound_s)
+    return found
 
 
 def _check_suited(request: Request) -> None:
