@@ -32,6 +32,8 @@ _WAITS, _KEEPS = (0.0, 0.1, 0.3, float("inf")), (0.0, 0.0, 0.02, 0.1)
 _MUCH, _LITTLE, _SOME = 0.3, 0.1, 0.3
 # Shares of the draws that start from the best one, and that change its way to share out.
 _FROM_BEST, _OTHER_WAY = 0.7, 0.2
+# Share of the ways to share out that are patient.
+_PATIENT = 0.2
 _HALVINGS = 14
 _DONE = 1e-9
 
@@ -43,11 +45,13 @@ class Setting:
     Attributes:
         spans: seconds that each chain is taken to need before those after it.
         waits_s: a chain with more slack than this does not start yet.
+        patient: slack is what its fastest count leaves, not its least.
         keeps: share by which the time left may grow for a chain to keep its count.
     """
 
     spans: tuple[float, ...]
     waits_s: float
+    patient: bool
     keeps: float
 
 
@@ -90,7 +94,7 @@ class Fluid:
         rng = self._rng
         if best is None or rng.random() > _FROM_BEST:
             spans = tuple(x * (1 + rng.uniform(-_MUCH, _MUCH)) for x in self._spans)
-            return self._way(Setting(spans=spans, waits_s=0.0, keeps=0.0))
+            return self._way(Setting(spans=spans, waits_s=0.0, patient=False, keeps=0.0))
         if rng.random() < 0.5:
             spans = tuple(
                 x * (1 + rng.uniform(-_MUCH, _MUCH)) if rng.random() < _SOME else x
@@ -104,12 +108,19 @@ class Fluid:
     def first(self) -> list[Setting]:
         """The bound's own seconds, with each way to wait."""
         return [
-            Setting(spans=self._spans, waits_s=share * self._scale, keeps=0.0) for share in _WAITS
+            Setting(spans=self._spans, waits_s=share * self._scale, patient=patient, keeps=0.0)
+            for patient in (True, False)
+            for share in _WAITS
         ]
 
     def _way(self, setting: Setting) -> Setting:
-        waits_s = self._rng.choice(_WAITS) * self._scale
-        return replace(setting, waits_s=waits_s, keeps=self._rng.choice(_KEEPS))
+        rng = self._rng
+        return replace(
+            setting,
+            waits_s=rng.choice(_WAITS) * self._scale,
+            patient=rng.random() < _PATIENT,
+            keeps=rng.choice(_KEEPS),
+        )
 
     def pieces(self, setting: Setting) -> Pieces:
         """The slices of a setting's schedule, each as urgent as it starts early."""
@@ -128,10 +139,10 @@ class Fluid:
 
     def _share_out(self, state: _State, setting: Setting) -> None:
         """Counts for the chains that may run now."""
-        end_s, wanted = self._least_end(state, setting.waits_s)
+        end_s, wanted = self._least_end(state, setting)
         if setting.keeps and state.chosen:
             later_s = state.now + (end_s - state.now) * (1 + setting.keeps)
-            enough = self._needs(state, later_s, setting.waits_s)
+            enough = self._needs(state, later_s, setting)
             for m, i in state.chosen.items():
                 if enough[m] <= i <= wanted[m] + 2:
                     wanted[m] = i
@@ -168,34 +179,35 @@ class Fluid:
             chosen[m], free = i, free - counts[i] + counts[i - 1]
             heapreplace(slack, (end_s - state.tails[m] - state.left[m] * self._seconds[m][i], m))
 
-    def _least_end(self, state: _State, waits_s: float) -> tuple[float, dict[int, int]]:
+    def _least_end(self, state: _State, setting: Setting) -> tuple[float, dict[int, int]]:
         """The least end for which all needs fit, and these."""
         low = high = 0.0
         for m in state.active:
             base, left = state.now + state.tails[m], state.left[m]
             low = max(low, base + left * self._seconds[m][-1])
             high = max(high, base + left * self._seconds[m][0])
-        wanted = self._needs(state, low, waits_s)
+        wanted = self._needs(state, low, setting)
         if self._fits(wanted):
             return low, wanted
-        best = self._needs(state, high, waits_s)
+        best = self._needs(state, high, setting)
         if self._fits(best):
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
-                wanted = self._needs(state, middle, waits_s)
+                wanted = self._needs(state, middle, setting)
                 if self._fits(wanted):
                     high, best = middle, wanted
                 else:
                     low = middle
         return high, best
 
-    def _needs(self, state: _State, end_s: float, waits_s: float) -> dict[int, int]:
+    def _needs(self, state: _State, end_s: float, setting: Setting) -> dict[int, int]:
         """Index of the count that each chain needs; -1 where it can wait."""
         found: dict[int, int] = {}
         for m in state.active:
             time_s = (end_s - state.now - state.tails[m]) * (1 + _DONE)
             left, speeds = state.left[m], self._speeds[m]
-            if m not in state.chosen and time_s - left * self._seconds[m][0] > waits_s:
+            slack_s = time_s - left * self._seconds[m][-1 if setting.patient else 0]
+            if m not in state.chosen and slack_s > setting.waits_s:
                 found[m] = -1
             elif time_s <= 0:
                 found[m] = len(speeds) - 1
