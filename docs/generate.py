@@ -18,9 +18,12 @@ from torch.utils.data import Dataset
 
 import cli
 import mmplan.zoo
+from mmlaunch.hooks import Hooks
+from mmlaunch.session import Session
+from mmlaunch.step_result import StepResult
 from mmplan import errors
 from mmplan.planner import BASELINES, SOLVERS
-from mmplan.schema.base import Document
+from mmplan.schema.base import Document, docstring_parts
 from mmplan.schema.cluster import Cluster, load_cluster, shipped_clusters
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -49,13 +52,23 @@ def schema_text(model: type[Document]) -> str:
 
 def reference_text() -> str:
     """The whole of docs/reference.md."""
-    parts = [HEAD, contents(), *commands(), exit_codes(), *solvers(), *files(), clusters(), *zoo()]
+    parts = [
+        HEAD,
+        contents(),
+        *commands(),
+        exit_codes(),
+        *solvers(),
+        *files(),
+        clusters(),
+        *zoo(),
+        python(),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def contents() -> str:
     """Links to the sections."""
-    titles = ["Commands", "Exit codes", "Solvers", *FILES, "Shipped clusters", "The zoo"]
+    titles = ["Commands", "Exit codes", "Solvers", *FILES, "Shipped clusters", "The zoo", "Python"]
     return "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
 
 
@@ -273,8 +286,48 @@ def returned(function: Callable[..., Any]) -> type:
 def parameters(function: Callable[..., Any]) -> str:
     """Its parameters with their defaults, without types."""
     found = inspect.signature(function).parameters.values()
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in found]
-    return ", ".join(f"`{p}`" for p in bare) or "none"
+    untyped = [p.replace(annotation=inspect.Parameter.empty) for p in found]
+    return ", ".join(f"`{p}`" for p in untyped) or "none"
+
+
+# --- Python ---
+
+
+def python() -> str:
+    """What user's own programs import."""
+    session = [
+        (f"`{name}({called(getattr(Session, name))})`", markdown(first_paragraph(method)))
+        for name, method in vars(Session).items()
+        if not name.startswith("_") and callable(getattr(Session, name))
+    ]
+    hooks = [(f"`hooks.{name}`", said) for name, said in attributes(Hooks).items()]
+    result = [(f"`{name}`", said) for name, said in attributes(StepResult).items()]
+    return "\n\n".join(
+        [
+            "## Python",
+            "`mmplan.Ragged(values, lengths)` is a field whose length differs per sample; "
+            "`mmplan.Workload` is workload.yaml as an object.",
+            "### mmlaunch.Session\n\nHooks are lists of functions; each is called with the session "
+            "and what happened.",
+            table(("method", "what it does"), session),
+            table(("hook", "when its functions are called"), hooks),
+            table(("field of a step's result", "what it is"), result),
+        ]
+    )
+
+
+def called(method: Callable[..., Any]) -> str:
+    """A method's arguments as a call shows them."""
+    found = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
+    return ", ".join(p.name if p.default is p.empty else f"{p.name}=..." for p in found)
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """What a class's docstring says under Attributes."""
+    return {
+        name: markdown(said)
+        for name, said in docstring_parts(inspect.getdoc(kind) or "")[1].items()
+    }
 
 
 # --- Markdown ---

@@ -50,7 +50,7 @@ class Record(BaseModel):
         """The JSON Schema, with what the docstring says of each field at that field."""
         made = handler(core_schema)
         schema = handler.resolve_ref_schema(made)
-        text, fields = _attributes(schema.get("description", ""))
+        text, fields = docstring_parts(schema.get("description", ""))
         if fields:
             schema["description"] = text
             for name, said in fields.items():
@@ -67,7 +67,7 @@ class Document(Record):
     version: Int = 1
 
 
-def _attributes(docstring: str) -> tuple[str, dict[str, str]]:
+def docstring_parts(docstring: str) -> tuple[str, dict[str, str]]:
     """A docstring before its ``Attributes:``, and what that section says of each name."""
     text, _, section = docstring.partition("\n\nAttributes:\n")
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, flags=re.MULTILINE)
