@@ -6,7 +6,7 @@ Every task has its options (:mod:`.task_options`); a combination of them is chos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.combine import Combination, Found, fastest
@@ -19,6 +19,8 @@ from mmplan.solvers.task_options import Replicas, TaskOption, grid_options, halv
 Options = list[list[TaskOption]]
 # Share of the budget for a search among grids that differ from task to task.
 _SEARCH = 0.2
+# Grids of all tasks that are offered too, where there are pipelines.
+_GRIDS = 3
 # What fits this share of the memory is offered too: the formula's bytes are estimates.
 _ROOM = 0.9
 
@@ -98,6 +100,16 @@ class InTurn:
         bound_s = best.time_s if best is not None else float("inf")
         return Found(best=best, bound_s=bound_s, least_bytes=least_bytes)
 
+    def _best_grids(self, memory_bytes: float) -> dict[str, Combination]:
+        """The best grids of all tasks, by what they are."""
+        found: dict[str, Combination] = {}
+        for own in _uniform(self._options):
+            tp, positions, _ = own[0][0].shape
+            grid = f"tp {tp}, {positions} positions"
+            best = self._fastest(own, memory_bytes, found.get(grid)).best
+            found |= {} if best is None else {grid: best}
+        return dict(sorted(found.items(), key=lambda pair: pair[1].time_s)[:_GRIDS])
+
     def _fastest(
         self,
         options: Options,
@@ -127,10 +139,11 @@ class InTurn:
             flat = [[o for o in own if o.shape[1] == 1] for own in self._options]
             if all(flat) and (plain := search(flat, memory_bytes).best) is not None:
                 chosen["no pipeline"] = plain
+            chosen |= self._best_grids(memory_bytes)
         if found.best.fullest_bytes > _ROOM * memory_bytes:
             roomy = search(self._options, _ROOM * memory_bytes).best
             chosen |= {} if roomy is None else {"room to spare": roomy}
-        candidates = [self._candidate(kind, item) for kind, item in chosen.items()]
+        candidates = [self._candidate(kind, item) for kind, item in _distinct(chosen).items()]
         return Solution(
             solver=self._solver,
             method="exact",
@@ -159,6 +172,14 @@ class InTurn:
             f"{needed_bytes - memory:.3g} bytes missing",
             hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
         )
+
+
+def _distinct(chosen: Mapping[str, Combination]) -> dict[str, Combination]:
+    """Without those whose options others before them have."""
+    found: dict[tuple[TaskOption, ...], str] = {}
+    for kind, item in chosen.items():
+        found.setdefault(item.options, kind)
+    return {kind: chosen[kind] for kind in found.values()}
 
 
 def _uniform(options: Options) -> Iterator[Options]:
