@@ -64,7 +64,7 @@ class Document(Record):
     kind: ClassVar[str]
     readable_version: ClassVar[int] = 1
 
-    version: Int = 1
+    version: Int = Field(default=1, description="of the file's format")
 
 
 def docstring_parts(docstring: str) -> tuple[str, dict[str, str]]:
