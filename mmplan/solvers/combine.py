@@ -98,24 +98,24 @@ class _Search:
         self._limit_s = better_than_s
         self._least_bytes = np.inf
         self._rest = _Rest(self._options)
-        self._rest_held = [self._least_held(i) for i in range(len(options))]
-        self._rest_held.append(np.zeros(ledger.devices))
-        self._rest_owned = [self._least_owned(i) for i in range(len(options) + 1)]
+        # Of the tasks from i on: [D] activations, and by owner [D] parameters, at least.
+        self._rest_held: list[Floats] = [np.zeros(ledger.devices)]
+        self._rest_owned: list[dict[str, Floats]] = [{}]
+        for own in reversed(self._options):
+            self._rest_held.insert(0, self._least_held(own))
+            self._rest_owned.insert(0, self._least_owned(own))
         self._sums: dict[frozenset[tuple[str, frozenset[int]]], float] = {}
 
-    def _least_held(self, i: int) -> Floats:
-        """[D] activations that the tasks from i on hold at least."""
-        least = [np.min([o.held_bytes for o in own], axis=0) for own in self._options[i:]]
-        return np.max(least, axis=0)
+    def _least_held(self, own: Sequence[TaskOption]) -> Floats:
+        least = np.min([o.held_bytes for o in own], axis=0)
+        return np.maximum(least, self._rest_held[0])
 
-    def _least_owned(self, i: int) -> dict[str, Floats]:
-        """By owner, [D] parameters that the tasks from i on hold at least."""
-        found: dict[str, Floats] = {}
-        for own in self._options[i:]:
-            for owner in own[0].holdings:
-                rows = {o.holdings[owner] for o in own}
-                least = np.min([self._ledger.parameters_bytes(row) for row in rows], axis=0)
-                found[owner] = np.maximum(found.get(owner, 0.0), least)
+    def _least_owned(self, own: Sequence[TaskOption]) -> dict[str, Floats]:
+        found = dict(self._rest_owned[0])
+        for owner in own[0].holdings:
+            rows = {o.holdings[owner] for o in own}
+            least = np.min([self._ledger.parameters_bytes(row) for row in rows], axis=0)
+            found[owner] = np.maximum(found.get(owner, 0.0), least)
         return found
 
     def run(self, deadline: float) -> Found:

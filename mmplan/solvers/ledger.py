@@ -54,6 +54,7 @@ class Ledger:
         self._numbers: dict[Holding, int] = {}
         self._bytes: dict[frozenset[int], Floats] = {}
         self._reduce: dict[int, Floats] = {}
+        self._blocks: dict[tuple[str, str, int], Floats] = {}
         self._parts: dict[int, tuple[Floats, NDArray[np.int64], Floats]] = {}
 
     def number(self, holding: Holding) -> int:
@@ -90,21 +91,29 @@ class Ledger:
         """
         if number not in self._parts:
             item = self._holdings[number]
-            problem, (tp, dp) = self.problems[item.task], _degrees(item)
-            shape = self.devices, problem.blocks(item.module)
+            tp, whole_L = _degrees(item)[0], self._block_bytes(item)
+            shape = self.devices, len(whole_L)
             held_DL, whole_DL = np.zeros(shape), np.zeros(shape)
             shard_DL = np.zeros(shape, dtype=np.int64)
             for chunk, (first, end) in enumerate(item.blocks):
-                groups = [replica[chunk % len(replica)] for replica in item.ranks]
-                ranks = [rank for group in groups for rank in group]
-                index = [tp + t if tp > 1 else 1 for group in groups for t in range(len(group))]
-                for block in range(first, end):
-                    own = (item.module, (block, block + 1))
-                    held_DL[ranks, block] = problem.fixed_bytes(*own, tp, dp)
-                    whole_DL[ranks, block] = problem.fixed_bytes(*own, 1, dp)
-                    shard_DL[ranks, block] = index
+                for replica in item.ranks:
+                    group, own = list(replica[chunk % len(replica)]), slice(first, end)
+                    held_DL[group, own] = whole_L[own] / tp
+                    whole_DL[group, own] = whole_L[own]
+                    shard_DL[group, own] = np.arange(tp, 2 * tp)[:, None]
             self._parts[number] = held_DL, shard_DL, whole_DL
         return self._parts[number]
+
+    def _block_bytes(self, holding: Holding) -> Floats:
+        """[L] bytes of every block, whole."""
+        key = holding.task, holding.module, len(holding.ranks)
+        if key not in self._blocks:
+            problem = self.problems[holding.task]
+            blocks = range(problem.blocks(holding.module))
+            self._blocks[key] = np.array(
+                [problem.fixed_bytes(holding.module, (b, b + 1), 1, key[2]) for b in blocks]
+            )
+        return self._blocks[key]
 
     def reduce_s(self, number: int) -> Floats:
         """[D] seconds of one holding's gradient reduction."""
