@@ -407,6 +407,20 @@ def test_one_task_is_planned_no_worse_than_by_distmm(tmp_path: Path) -> None:
         assert ours.predicted.iteration_s <= theirs.predicted.iteration_s * (1 + 1e-9)
 
 
+def test_one_task_whose_module_must_be_a_pipeline_is_planned_by_distmm(tmp_path: Path) -> None:
+    document = shared_encoders().model_dump()
+    document["tasks"] = {"VT": {"modules": ["v", "t"], "losses": ["VT_loss"]}}
+    document["modules"]["t"]["plan"] = {"pp": 2}
+    workload, profiled = Workload.model_validate(document), shared_encoder_costs(4)
+    ours = run_solve(tmp_path, workload, profiled, solver="mpsp", budget_s=BUDGET_S)
+    theirs = run_solve(tmp_path, workload, profiled, solver="distmm")
+    assert ours.solver.name == "mpsp"
+    assert ours.unit("t").pp == 2
+    assert ours.predicted.iteration_s == pytest.approx(theirs.predicted.iteration_s)
+    with pytest.raises(InfeasibleError, match="no degrees that its plan and profile allow"):
+        run_solve(tmp_path, workload, profiled, solver="mpsp", method="wavefront")
+
+
 def test_auto_plans_several_tasks(tmp_path: Path) -> None:
     plan = run_solve(tmp_path, shared_encoders(), shared_encoder_costs(3), budget_s=BUDGET_S)
     assert plan.solver.name == "mpsp"

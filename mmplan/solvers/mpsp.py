@@ -73,7 +73,13 @@ def solve_mpsp(request: Request) -> Solution:
         raise InvalidInputError(
             f"--method {method}: mpsp knows {' and '.join(METHODS)}", hint="choose one of these"
         )
-    return _Planning(request, method).run()
+    try:
+        return _Planning(request, method).run()
+    except InfeasibleError:
+        if len(request.tasks) > 1 or method != "search":
+            raise
+        # Slices do not fit, or may not be: then the plans of a single task are pipelines.
+        return replace(solve_distmm(replace(request, method=None)), solver="mpsp", method=method)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
