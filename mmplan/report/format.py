@@ -29,11 +29,20 @@ def size(value: float) -> str:
 
 def count(value: float) -> str:
     """A large number: ``1.2 B``."""
-    for unit in ("", " k", " M", " B", " T", " P"):
-        if abs(value) < 1000 or unit == " P":
+    return _scaled(value, ("", " k", " M", " B", " T", " P"))
+
+
+def flops(value: float) -> str:
+    """Operations, which are counted in giga where numbers are in billions: ``833 G``."""
+    return _scaled(value, ("", " k", " M", " G", " T", " P"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if abs(value) < 1000:
             return f"{value:.3g}{unit}"
         value /= 1000
-    return f"{value:.3g} P"
+    return f"{value:.3g}{units[-1]}"
 
 
 def percent(value: float) -> str:

@@ -129,7 +129,7 @@ def profile_grids(profile: Profile) -> Iterator[Grid]:
                 name,
                 str(module.blocks),
                 text.count(module.parameters),
-                text.count(module.flops_per_sample),
+                text.flops(module.flops_per_sample),
                 text.size(module.output_bytes_per_sample),
             )
             for name, module in profile.modules.items()
