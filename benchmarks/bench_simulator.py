@@ -27,6 +27,7 @@ from bench_quality import profiled, workload_path
 from page import conditions, table, write_section
 
 from mmplan import planner
+from mmplan.collection import rare_collections
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.program.replay import replay
@@ -107,6 +108,7 @@ def _plan(model: str, folder: Path, options: argparse.Namespace) -> tuple[Plan, 
     return plan, CostModel(profile, plan.cluster, plan.training)
 
 
+@rare_collections()
 def _entry(model: str, folder: Path, options: argparse.Namespace) -> Entry:
     print(f"MLLM-{model}: profile and plan", file=sys.stderr)
     plan, costs = _plan(model, folder, options)

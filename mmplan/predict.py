@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmplan.collection import rare_collections
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
@@ -48,6 +49,7 @@ def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) ->
     return costs_of(plan, plan_profile(plan, plan_path, profile_path))
 
 
+@rare_collections()
 def costs_of(plan: Plan, profile: Profile) -> ProgramCosts:
     """The plan's program, with times and bytes from a profile.
 

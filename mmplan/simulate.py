@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol, TypeVar
 
+from mmplan.collection import rare_collections
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
@@ -162,6 +163,7 @@ class Simulation:
         return points
 
 
+@rare_collections()
 def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simulation:
     """Run one step of a program that has no faults.
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.alike import find_alike, renamed
+from mmplan.collection import rare_collections
 from mmplan.costs import CostModel, ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
@@ -65,6 +66,7 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
     return prediction(simulated(plan, costs)[0], plan)
 
 
+@rare_collections()
 def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, int]]:
     """One step of the plan, in less time where parts of it are alike.
 
