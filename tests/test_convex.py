@@ -193,7 +193,9 @@ class Oracle:
             back = problem.stage(module, cuts[c + 1]).input_gradient
         link = self.cluster.links.intra_node if together else self.cluster.links.inter_node
         assert link is not None
-        num_bytes = size * problem.output_bytes(module, cuts[c][1] - 1)
+        # Between nodes all ranks of a TP group send over one link.
+        senders = 1 if together else tp
+        num_bytes = senders * size * problem.output_bytes(module, cuts[c][1] - 1)
         return (1 + back) * (link.latency_s + num_bytes / link.bandwidth_bytes_per_s)
 
     def _reduce_s(

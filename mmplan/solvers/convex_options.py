@@ -225,19 +225,21 @@ class ModuleTables:
         return np.stack(basis), np.stack(activation)
 
     def _link_scale(self) -> Floats:
-        """[T, Q, 8]: latencies and bandwidths of the links that the message columns use."""
+        """[T, Q, 8]: latencies and bandwidths of the links that the message columns use.
+
+        All ranks of a TP group send the same bytes; between nodes they share one link.
+        """
         cluster, shapes = self.problem.request.cluster, self.known
         one_node = self.problem.devices <= cluster.devices_per_node
         near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
         inside, between = cluster.links.intra_node, _between_nodes(cluster)
-        outer = inside if one_node else between
+        inside_byte_s = 1 / inside.bandwidth_bytes_per_s
+        between_byte_s = self._tp[:, :, 0] / between.bandwidth_bytes_per_s
         scale = np.ones((len(self.tps), len(shapes.pp), 8))
         scale[:, :, INNER] = np.where(near, inside.latency_s, between.latency_s)
-        scale[:, :, INNER_BYTES] = np.where(
-            near, 1 / inside.bandwidth_bytes_per_s, 1 / between.bandwidth_bytes_per_s
-        )
-        scale[:, :, OUTER] = outer.latency_s
-        scale[:, :, OUTER_BYTES] = 1 / outer.bandwidth_bytes_per_s
+        scale[:, :, INNER_BYTES] = np.where(near, inside_byte_s, between_byte_s)
+        scale[:, :, OUTER] = inside.latency_s if one_node else between.latency_s
+        scale[:, :, OUTER_BYTES] = inside_byte_s if one_node else between_byte_s
         return scale
 
     def reduce_s(self, dp_B: Ints) -> Floats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -40,6 +41,7 @@ class Option:
         pace_s: from one micro-batch to the next between two syncs.
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
         hops_s: one message over each cut between stages.
+        hop_s: the slowest of these.
         reduce_s: gradient reduction of the slowest stage.
         busy_s: forward and backward of one micro-batch on all stages.
         rounds: per step, G.
@@ -58,6 +60,7 @@ class Option:
     forward_s: float
     backward_s: float
     hops_s: float
+    hop_s: float
     reduce_s: float
     busy_s: float
     rounds: int
@@ -80,13 +83,13 @@ class Option:
 
     @property
     def tail_forward_s(self) -> float:
-        """The other micro-batches: (K - 1) f."""
-        return (self.count - 1) * self.forward_s
+        """The other micro-batches: (K - 1) f, or as fast as messages follow each other."""
+        return (self.count - 1) * max(self.forward_s, self.hop_s)
 
     @property
     def tail_backward_s(self) -> float:
-        """The other micro-batches: (K - 1) b."""
-        return (self.count - 1) * self.backward_s
+        """The other micro-batches: (K - 1) b, or as fast as messages follow each other."""
+        return (self.count - 1) * max(self.backward_s, self.hop_s)
 
     @property
     def first_s(self) -> float:
@@ -230,6 +233,7 @@ class ModuleOptions:
             forward_s=max(f for f, _ in times),
             backward_s=max(b for _, b in times),
             hops_s=stages.hops_s(size),
+            hop_s=max(stages.hops(size), default=0.0),
             reduce_s=stages.reduce_s(dp),
             busy_s=sum(f + b for f, b in times),
             rounds=self._problem.rounds,
@@ -249,6 +253,8 @@ class Stages:
         self._reduce: dict[int, float] = {}
         self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
         self._later = len(_downstream(problem, module))
+        nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
+        self._apart = [here != there for here, there in pairwise(nodes)]
         # Messages take a latency and a time in proportion to the samples.
         self._hop_s = self._hops_s(0)
         self._hop_per_sample_s = [
@@ -330,7 +336,7 @@ class Stages:
                 continue
             found: list[tuple[Kind, int]] = []
             found.append((kind, lead))
-            if kind == "batch-sync" and self.problem.rounds > 1 and self._worst_hop_s(size) > 0:
+            if kind == "batch-sync" and self.problem.rounds > 1 and any(self.hops(size)):
                 longer = self._needed_bytes(dp, size, self.in_flight(kind, count, LONG_LEAD))
                 if longer <= self.problem.memory_bytes:
                     found.append((kind, LONG_LEAD))
@@ -352,31 +358,37 @@ class Stages:
         work_s = max(f for f, _ in times) + max(b for _, b in times)
         if lead == 0 or self.pp == 1:
             return work_s
-        one_cut_s = 2 * (work_s + self._worst_hop_s(size)) / (lead + 1)
+        # To the next node go activations and to the last one gradients, and share the way out.
+        ways = [
+            2 * s if apart else s for s, apart in zip(self.hops(size), self._apart, strict=True)
+        ]
+        one_cut_s = 2 * (work_s + max(ways)) / (lead + 1)
         cuts = self.pp - 1
-        all_cuts_s = (self.pp * work_s + 2 * self.hops_s(size)) / (cuts * lead + 1)
-        return max(work_s, one_cut_s, all_cuts_s)
+        all_cuts_s = (self.pp * work_s + 2 * sum(ways)) / (cuts * lead + 1)
+        return max(work_s, max(ways), one_cut_s, all_cuts_s)
 
-    def _worst_hop_s(self, size: int) -> float:
-        """The slowest of one micro-batch's messages from stage to stage."""
-        return max(
-            (a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)),
-            default=0.0,
-        )
+    def hops(self, size: int) -> list[float]:
+        """Seconds of each message of one micro-batch from stage to stage, one way."""
+        return [a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)]
 
     def hops_s(self, size: int) -> float:
         """Seconds of one micro-batch's messages over the cuts of one replica."""
-        return sum(self._hop_s) + size * sum(self._hop_per_sample_s)
+        return sum(self.hops(size))
 
     def _hops_s(self, size: int) -> list[float]:
+        """Seconds of each message from stage to stage, forward or backward."""
         return [
-            self.problem.costs.message_s(
-                source=p * self.tp,
-                target=(p + 1) * self.tp,
-                num_bytes=size * self.problem.output_bytes(self.module, blocks[1] - 1),
-            )
+            self._hop(p, size * self.problem.output_bytes(self.module, blocks[1] - 1))
             for p, blocks in enumerate(self.blocks[:-1])
         ]
+
+    def _hop(self, p: int, num_bytes: float) -> float:
+        """All ranks of a TP group send the same bytes; between nodes they share one link."""
+        return self.problem.costs.message_s(
+            source=p * self.tp,
+            target=(p + 1) * self.tp,
+            num_bytes=num_bytes * (self.tp if self._apart[p] else 1),
+        )
 
     def reduce_s(self, dp: int) -> float:
         """Seconds of the slowest stage's gradient reduction, replicas side by side.
