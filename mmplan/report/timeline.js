@@ -148,7 +148,9 @@
 
   function step(by) {
     if (!focus) {
-      focus = [Math.max(0, data.rows.findIndex((row) => row.bars.length)), 0];
+      const row = Math.max(0, data.rows.findIndex((r) => r.bars.length));
+      // Where people look: the first instruction that ends in sight.
+      focus = [row, Math.max(0, data.rows[row].bars.findIndex((bar) => bar[0] + bar[1] > from))];
     } else {
       const last = data.rows[focus[0]].bars.length - 1;
       focus[1] = Math.min(last, Math.max(0, focus[1] + by));

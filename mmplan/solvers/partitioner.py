@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from mmplan.schema.workload import Pins
@@ -10,27 +11,47 @@ from mmplan.solvers.problem import Problem
 
 
 def cut_blocks(work: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
-    """Consecutive non-empty ranges of blocks whose largest sum of work is least, exactly.
+    """Consecutive non-empty ranges of blocks whose largest sum of work is least, exactly."""
+    return _cuts(tuple(work)).into(stages)
 
-    ``best[i]`` for s stages is the least largest sum of the first i blocks: O(stages * L^2).
+
+class _Cuts:
+    """Cuts of one module's blocks, which are asked for with every number of stages.
+
+    ``best[i]`` for s stages is the least largest sum of the first i blocks: O(stages * L^2), and
+    the rows of fewer stages serve all later questions.
     """
-    total = [0.0, *accumulate(work)]
-    count = len(work)
-    best = [*total]
-    cuts: list[list[int]] = []
-    for stage in range(2, stages + 1):
-        row, where = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(stage, count + 1):
+
+    def __init__(self, work: Sequence[float]) -> None:
+        self._total = [0.0, *accumulate(work)]
+        self._best = [*self._total]
+        self._cuts: list[list[int]] = []
+
+    def into(self, stages: int) -> tuple[tuple[int, int], ...]:
+        """The ranges of so many stages."""
+        while len(self._cuts) < stages - 1:
+            self._add_row(len(self._cuts) + 2)
+        ends = [len(self._total) - 1]
+        for where in reversed(self._cuts[: stages - 1]):
+            ends.append(where[ends[-1]])
+        return tuple(pairwise([0, *reversed(ends)]))
+
+    def _add_row(self, stage: int) -> None:
+        total, best = self._total, self._best
+        row, where = [float("inf")] * len(total), [0] * len(total)
+        for end in range(stage, len(total)):
             for start in range(stage - 1, end):
+                if best[start] >= row[end]:
+                    break  # it only grows from here on
                 largest = max(best[start], total[end] - total[start])
                 if largest < row[end]:
                     row[end], where[end] = largest, start
-        best = row
-        cuts.append(where)
-    ends = [count]
-    for where in reversed(cuts):
-        ends.append(where[ends[-1]])
-    return tuple(pairwise([0, *reversed(ends)]))
+        self._best = row
+        self._cuts.append(where)
+
+
+# Equal modules of several tasks, solvers and degrees ask the same.
+_cuts = lru_cache(maxsize=64)(_Cuts)
 
 
 def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, int], ...]:
