@@ -175,18 +175,18 @@ def random_part(options: argparse.Namespace) -> str:
     header = ["MetaOps, devices", "instances", "mpsp", "worst", "waves", "worst", "in turn"]
     header += ["worst", "slowest plan"]
     rows: list[list[str]] = []
-    every: list[Result] = []
+    every: dict[bool, list[Result]] = {False: [], True: []}
     for graph in (False, True):
         for chains, devices in SIZES:
             results = [
                 measure(make_instance(rng, chains, devices, graph=graph), options.seconds)
                 for _ in range(options.instances)
             ]
-            if not graph:
-                every += results
+            every[graph] += results
             rows.append(row(f"{chains}, {devices}{', graph' if graph else ''}", results))
             print(rows[-1], flush=True)
-    rows.insert(len(SIZES), row("all of one level", every))
+    rows.insert(len(SIZES), row("all of one level", every[False]))
+    rows.append(row("all graphs", every[True]))
     return (
         "## Several tasks: makespan by the proven bound\n\n"
         f"`python benchmarks/bench_mpsp.py --parts random --seconds {options.seconds:g} "

@@ -82,8 +82,8 @@ def place(
         if isinstance(found, Placed):
             return found
         missing = min(missing, found)
-    packed = pack(slots, devices, memory_bytes(cluster), deadline=deadline)
-    if packed is not None:
+    packed = limit_s > 0 and pack(slots, devices, memory_bytes(cluster), deadline=deadline)
+    if packed:
         found = _Attempt(slots, cluster, devices, _WEIGHTS[0], streamed, packed).run()
         if isinstance(found, Placed):
             return found
