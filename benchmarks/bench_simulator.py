@@ -190,10 +190,10 @@ def _verdict(entries: list[Entry]) -> str:
     longer = ", ".join(
         f"MLLM-{e.model.upper()} {100 * (e.step_s / e.step_alone_s - 1):.1f}%" for e in entries
     )
+    changes = f"by {off:.0e} at most, relatively: rounding" if off else "not by a digit"
     return (
         "CPU seconds of one process. Merging alike parts and tensor-parallel groups changes the "
-        f"step by {off:.0e} at most, relatively: rounding. Sharing the nodes' links makes it "
-        f"longer: {longer}."
+        f"step {changes}. Sharing the nodes' links makes it longer: {longer}."
     )
 
 
