@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmlaunch.session import Session
 from mmplan.costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planner import BASELINES
 from mmplan.program.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
+from mmplan.schema.base import document_text
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile, load_profile
@@ -29,8 +31,10 @@ from mmplan.solvers.distmm_mt import solve_distmm_mt
 from mmplan.solvers.megatron import solve_megatron
 from mmplan.solvers.problem import Problem, Request, Solution
 from mmplan.solvers.spindle import share_out, solve_spindle_optimus, solve_spindle_seq
+from tests.commands import call
 from tests.solving import module_profile, profile, run_solve, workload
 from tests.task_sets import job, write_files
+from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import verify_in_process
 
 OF_TASKS = ("megatron", "deepspeed", "spindle-seq", "spindle-optimus", "distmm-mt")
@@ -451,6 +455,26 @@ def test_a_baseline_of_tasks_trains_as_one_process(
             assert turns_of(plan, rank) == [name for name in order if name in turns_of(plan, rank)]
 
 
+def test_deepspeed_spreads_its_state_where_the_workload_does_not_ask(tmp_path: Path) -> None:
+    task = job(tasks_from_step={0: ["VT", "UT", "TR"]})
+    assert task.train.zero == 0
+    _, costs = write_files(tmp_path, task, 3)
+    plan = run_solve(tmp_path, task, load_profile(costs), solver="deepspeed")
+    held: list[int] = []
+
+    def count(session: Session) -> None:
+        state = session.update.optimizer.state if session.update.optimizer else {}
+        held.append(sum(own["exp_avg"].numel() for own in state.values()))
+
+    together = train_planned(plan, task, 3, after=count)
+    alone = train_alone(plan, task, 3, plain(task))
+    trained = {name: alone.weights[name] for name in together.weights}
+    assert worst_difference(together.weights, trained) < 1e-9
+    # Each rank has a third of the moments, rounded up a little.
+    total = sum(tensor.numel() for tensor in trained.values())
+    assert max(held) < 0.4 * total
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(OF_TASKS))
 def test_programs_of_random_tasks_have_no_faults(
@@ -495,6 +519,13 @@ def test_a_task_that_is_not_there_has_no_turn(tmp_path: Path) -> None:
 
     assert faults("AB", "D") == ["in_turn: there is no task 'D'"]
     assert faults("C", "C") == ["in_turn: task C stands there 2 times"]
+    (tmp_path / "plan.json").write_text(
+        document_text(plan.model_copy(update={"in_turn": ("AB", "D")}))
+    )
+    command = ("mmplan", "simulate", tmp_path / "plan.json", "--profile", tmp_path / "p.json")
+    refused = call(*command)
+    assert (refused.code, bool(refused.hint)) == (2, True)
+    assert "in_turn: there is no task 'D'" in refused.message
     waves = run_solve(tmp_path, tasks_of("AB", "C"), costs_of(2), solver="mpsp")
     mixed = waves.model_copy(update={"in_turn": ("AB", "C")})
     assert plan_faults(mixed) == [
