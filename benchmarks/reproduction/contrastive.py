@@ -26,7 +26,7 @@ COMPONENTS = {
     "same-devices": "without the load balancer: as many devices for every module",
     "drained": "without interleaving: every sync batch drains before the next begins",
 }
-ABLATED = ("clip-6.7b", "coca-6.7b", "lit-2.7b")
+ABLATED = ("clip-760m", "clip-13b", "coca-760m", "lit-6.7b")
 
 
 def _job(model: str, solver: str, *, large: bool = False, method: str | None = None) -> Job:
