@@ -121,7 +121,7 @@ class _Planning:
             method="exact",
             candidates=(
                 Candidate(
-                    units=tuple(unit for option in found.options for unit in option.make()),
+                    units=named(unit for option in found.options for unit in option.make()),
                     objective_s=found.time_s,
                     closed_form=False,
                     in_turn=tuple(self._problems),
@@ -145,7 +145,7 @@ def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOptio
         communicators=_communicators(problem, candidate.units),
         holdings=by_owner(ledger, holdings),
         shape=(0, 0, 0),
-        make=lambda: named(candidate.units),
+        make=lambda: candidate.units,
     )
 
 

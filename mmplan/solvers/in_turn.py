@@ -14,7 +14,7 @@ from mmplan.solvers.grid_search import nothing_allowed
 from mmplan.solvers.ledger import Ledger
 from mmplan.solvers.one_grid import Layout
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
-from mmplan.solvers.task_options import Replicas, TaskOption, grid_options, halvings
+from mmplan.solvers.task_options import Replicas, TaskOption, grid_options, halvings, named
 
 Options = list[list[TaskOption]]
 # Share of the budget for a search among grids that differ from task to task.
@@ -156,8 +156,9 @@ class InTurn:
         )
 
     def _candidate(self, kind: str, found: Combination) -> Candidate:
+        units = tuple(unit for option in found.options for unit in option.make())
         return Candidate(
-            units=tuple(unit for option in found.options for unit in option.make()),
+            units=named(units) if len(self._problems) > 1 else units,
             objective_s=found.time_s,
             closed_form=False,
             kind=kind,

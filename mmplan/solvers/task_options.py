@@ -44,7 +44,7 @@ class TaskOption:
         communicators: that its devices make.
         holdings: numbers in the ledger, by the owner of the parameters.
         shape: (tp, pipeline positions, dp).
-        make: its units, their names made unique by the task's.
+        make: its units.
     """
 
     task: str
@@ -114,7 +114,7 @@ def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) ->
         communicators=_communicators(problem, grid.layout, split.dp),
         holdings=holdings,
         shape=(grid.layout.tp, grid.layout.positions, split.dp),
-        make=lambda: named(grid.units(split)),
+        make=lambda: grid.units(split),
     )
 
 
