@@ -1,0 +1,59 @@
+"""What a plan holds at least, against what its simulation holds; and patience with simulating."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmplan.least_memory import least_memory_bytes
+from mmplan.module_costs import CostModel
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from tests.solving import FACTORY, module_profile, profile, run_solve, workload
+
+LOSS = {"l": {"factory": FACTORY, "inputs": ["llm"]}}
+CHAIN = {"vision": {"inputs": ["x"]}, "llm": {"inputs": ["vision"]}}
+PAIR = {"a": {}, "b": {}}
+
+
+def given(names: tuple[str, ...], devices: int, **cluster: Any) -> Profile:
+    modules = {
+        name: module_profile(s, 2 * s, blocks=4, parameters=100.0, activation_bytes=1000.0 * s)
+        for name, s in zip(names, (1.0, 3.0), strict=True)
+    }
+    return profile(modules, devices, **cluster)
+
+
+def least(plan: Plan, costs: Profile) -> float:
+    return least_memory_bytes(plan, CostModel(costs, plan.cluster, plan.training))
+
+
+@pytest.mark.parametrize("solver", ["distmm", "convex", "megatron-rigid", "ratio"])
+def test_exact_where_a_device_runs_one_stage(solver: str, tmp_path: Path) -> None:
+    task = workload(CHAIN, batch=16, losses=LOSS)
+    costs = given(("vision", "llm"), 4)
+    # With one candidate backwards stay whole.
+    plan = run_solve(tmp_path, task, costs, solver=solver, top=1)
+    ranks = [rank for unit in plan.units for rank in set(unit.all_ranks)]
+    assert len(ranks) == len(set(ranks))
+    assert least(plan, costs) == pytest.approx(max(plan.predicted.memory_bytes))
+
+
+@pytest.mark.parametrize("solver", ["colocated", "megatron", "mpsp"])
+def test_no_more_than_is_held_where_devices_run_several(solver: str, tmp_path: Path) -> None:
+    task = workload(PAIR, batch=16, sync_batch=8)
+    costs = given(("a", "b"), 4)
+    plan = run_solve(tmp_path, task, costs, solver=solver)
+    held = max(plan.predicted.memory_bytes)
+    # The parameters of both modules, and the micro-batches of one.
+    assert 0.5 * held < least(plan, costs) <= held
+
+
+def test_impatience_leaves_the_first_of_each_kind(tmp_path: Path) -> None:
+    task, costs = workload(CHAIN, batch=16, losses=LOSS), given(("vision", "llm"), 4)
+    patient = run_solve(tmp_path, task, costs, solver="convex")
+    hasty = run_solve(tmp_path, task, costs, solver="convex", patience_s=0.0)
+    assert len(hasty.solver.runners_up) < len(patient.solver.runners_up)
+    assert any("not simulated for lack of time" in note for note in hasty.solver.notes)
