@@ -47,6 +47,8 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_training.py
 	$(BIN)/python benchmarks/bench_prediction.py
 	$(BIN)/python benchmarks/bench_emulation.py
+	$(BIN)/python benchmarks/bench_simulator.py
+	$(BIN)/python benchmarks/bench_published.py
 
 reproduce: install  ## plan the papers' workloads under every system; writes docs/reproduction.md
 	$(BIN)/python benchmarks/reproduce.py
