@@ -42,7 +42,7 @@ METHODS = {
 }
 # Shares of the budget for all that is done here, at least and at most; the rest is for simulating
 # so many plans, of so many seconds a compute (it depends on the machine, and so does the search).
-_LEAST, _MOST, _ROOM, _PLANS, _COMPUTE_S = 0.3, 0.7, 0.1, 3, 4e-5
+_LEAST, _MOST, _ROOM, _PLANS, _COMPUTE_S = 0.3, 0.5, 0.1, 3, 4e-5
 # Shares of what is left of it: the bounds; the search with the first choice of degrees for shared
 # modules, with each other one. Of the budget: placing a draft that does not fit.
 _BOUNDS, _FIRST, _OTHER, _PLACING = 0.2, 0.5, 0.25, 0.1
@@ -260,15 +260,21 @@ class _Planning:
     ) -> Iterator[_Found]:
         request, best_s, fits = self._request, float("inf"), not is_first
         for position, chosen in enumerate(choices):
-            instance = self._with_cuts(chosen, rounds)
+            instance = _instance(chosen, request)
             curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
             limit_s = self._left_s() * (_FIRST if is_first and not position else _OTHER)
-            drafts = list(_drafts(instance, self._method, bounds.total_s, limit_s))
+            # What a cut costs is known once slices have ranks: it is nothing, or as estimated.
+            ways = [instance, self._with_cuts(chosen, rounds)][: 1 + (self._method == "search")]
+            drafts: list[tuple[Instance, str, Draft]] = []
+            for way in ways:
+                for label, draft in _drafts(way, self._method, bounds.total_s, limit_s / len(ways)):
+                    if all(draft != other for _, _, other in drafts):
+                        drafts.append((way, label, draft))
             emitter = Emitter(self._problems, self._sizes, chosen, instance, rounds)
-            for label, draft in drafts:
-                slots = emitter.slots(draft, Evaluator(instance).run(draft).starts)
+            for way, label, draft in drafts:
+                slots = emitter.slots(draft, Evaluator(way).run(draft).starts)
                 limit_s = request.budget_s * _PLACING
                 placed = self._place(slots, min(limit_s, self._left_s()) if fits else limit_s)
                 if isinstance(placed, Placed):
@@ -391,5 +397,4 @@ def _drafts(
             found.draft,
         )
         return
-    found = find(instance, bound_s=bound_s, limit_s=limit_s)
-    yield from found.items()
+    yield from find(instance, bound_s=bound_s, limit_s=limit_s).items()
