@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from mmplan import planner
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
@@ -59,7 +60,7 @@ class Details:
         uses: its modules', most work first.
     """
 
-    events: tuple[dict[str, object], ...]
+    events: tuple[dict[str, Any], ...]
     uses: tuple[ModuleUse, ...]
 
 
@@ -326,7 +327,16 @@ def _shown_ranks(plan: Plan) -> list[int]:
     for rank, does in stages.items():
         alike[tuple(does)].append(rank)
     ordered = [rank for row in zip_longest(*alike.values()) for rank in row if rank is not None]
-    return ordered[: min(SHOWN_RANKS, max(FEWEST_RANKS, len(alike)))]
+    if len(alike) <= SHOWN_RANKS:
+        return ordered[: max(FEWEST_RANKS, len(alike))]
+    return evenly(ordered[: len(alike)], SHOWN_RANKS)
+
+
+def evenly(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, the first and the last among them."""
+    if len(items) <= most or most < 2:
+        return list(items[:most])
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 def _baseline(

@@ -16,7 +16,7 @@ from mmplan.compare import Comparison, Setting, compare
 from mmplan.errors import InfeasibleError, InvalidInputError, RunFailedError
 from mmplan.processes import in_processes
 from mmplan.report.comparing import comparison_grids, left_out_lines
-from mmplan.report.comparison import render_comparison
+from mmplan.report.comparison import _fitting, render_comparison
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
@@ -150,6 +150,19 @@ def test_the_page_shows_everything_and_loads_nothing(swept: Comparison) -> None:
     assert "× colocated" in page.text
     assert "50.0%" in page.text
     assert len(document) < 1e6
+
+
+def test_rows_that_do_not_fit_lose_messages_then_ranks() -> None:
+    def event(rank: int, kind: str) -> dict[str, Any]:
+        return {"tid": rank, "cat": kind, "ts": 0.0, "dur": 1.0}
+
+    events = [event(rank, kind) for rank in range(10) for kind in ("F", "SEND", "B", "RECV")]
+    assert _fitting(events, 40) == (events, list(range(10)))
+    computes, ranks = _fitting(events, 20)
+    assert [e["cat"] for e in computes] == ["F", "B"] * 10
+    assert ranks == list(range(10))
+    # 20 computes, room for 6: three ranks, from end to end.
+    assert _fitting(events, 6)[1] == [0, 4, 9]
 
 
 def test_names_on_the_page_are_text(swept: Comparison) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.compare import Comparison, Setting, Solved
+from mmplan.compare import Comparison, Setting, Solved, evenly
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
 from mmplan.report.bars import Amount, bars
@@ -23,6 +23,7 @@ from mmplan.report.comparing import (
 from mmplan.report.rows import MOST_BARS, Timeline, timeline
 from mmplan.report.sections import memory_plot
 from mmplan.report.skeleton import Part, document
+from mmplan.report.source import Event
 from mmplan.report.timelines import (
     LABEL_LENGTH,
     rank_labels,
@@ -122,7 +123,7 @@ def _timelines(found: Comparison) -> str:
         markup.text(
             "p",
             "Best first. Of every plan some ranks are drawn: one for each set of stages that ranks "
-            f"run, more where these are few.{thinned}",
+            f"run, more where these are few, fewer and no messages of very long programs.{thinned}",
         )
         + timeline_legend()
         + timeline_picture(lines, label="Timelines of the plans")
@@ -132,13 +133,25 @@ def _timelines(found: Comparison) -> str:
 def _lines(found: Comparison) -> Iterator[Timeline]:
     shown = [(item, item.details) for item in found.best_first if item.details is not None]
     for item, details in shown:
+        most = _BARS // len(shown)
+        events, ranks = _fitting(details.events, most)
         yield timeline(
             item.solver,
-            details.events,
-            ranks=sorted({int(str(event["tid"])) for event in details.events}),
-            most_bars=_BARS // len(shown),
+            events,
+            ranks=ranks,
+            most_bars=most,
             labels=rank_labels(item.plan, LABEL_LENGTH),
         )
+
+
+def _fitting(events: Sequence[Event], most: int) -> tuple[Sequence[Event], list[int]]:
+    """Events of whole rows, as many as fit: first messages go, then ranks."""
+    if len(events) > most:
+        events = [event for event in events if event["cat"] not in ("SEND", "RECV")]
+    ranks = sorted({event["tid"] for event in events})
+    if len(events) > most:
+        ranks = evenly(ranks, max(2, most * len(ranks) // len(events)))
+    return events, ranks
 
 
 def _memory(found: Comparison) -> str:
