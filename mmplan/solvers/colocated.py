@@ -21,10 +21,10 @@ from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import Schedule
 from mmplan.solvers.convex_options import smallest_divisors
 from mmplan.solvers.grid_search import check_exact, tensor_degrees
-from mmplan.solvers.options import Stages
 from mmplan.solvers.placement import grid
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.shares import microbatch_sizes
+from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import make_unit
 
 # Up to so many devices all numbers of them are tried, of more whole nodes only.

@@ -16,9 +16,10 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.balancer import OptionTable, balance_best_first, make_table
 from mmplan.solvers.chains import Chain
-from mmplan.solvers.options import Choices, Family, ModuleOptions, Option, Stages
+from mmplan.solvers.options import Choices, Family, ModuleOptions, Option
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import last_stage_ranks, make_unit
 
 

@@ -21,8 +21,8 @@ from mmplan.solvers.combine import Combination, fastest
 from mmplan.solvers.distmm import solve_distmm
 from mmplan.solvers.grid_search import check_exact
 from mmplan.solvers.ledger import Floats, Holding, Ledger
-from mmplan.solvers.options import Kind, Stages
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.stages import Kind, Stages
 from mmplan.solvers.task_options import Communicators, TaskOption, by_owner, named
 
 # Shares of the memory that a task may be planned for, tried in turn; then finer ones of less.

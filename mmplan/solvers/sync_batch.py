@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmplan.schema.plan import Unit
-from mmplan.solvers.options import Kind, Stages
 from mmplan.solvers.problem import Problem
+from mmplan.solvers.stages import Kind, Stages
 
 # Far beyond any device: a unit that still fits is not limited by memory.
 UNLIMITED = 2**40

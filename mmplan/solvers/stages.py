@@ -1,0 +1,197 @@
+"""A module cut into stages: what each costs and holds, in which orders they may run.
+
+Symbols, as in DistMM: K micro-batches of a round, P stages, f and b the forward and backward
+seconds of the slowest stage on the slowest replica's largest micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from mmplan.solvers.partitioner import module_stages
+from mmplan.solvers.problem import Blocks, Problem
+
+Kind = Literal["batch-sync", "gpipe", "1f1b"]
+# Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
+LONG_LEAD = 2
+
+
+class Stages:
+    """A module cut into stages at given degrees; remembers what it was asked."""
+
+    def __init__(self, problem: Problem, module: str, tp: int, pp: int) -> None:
+        self.problem, self.module, self.tp, self.pp = problem, module, tp, pp
+        self.blocks: tuple[Blocks, ...] = module_stages(problem, module, pp)
+        self._times: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
+        self._held: dict[int, tuple[float, ...]] = {}
+        self._fixed: dict[int, tuple[float, ...]] = {}
+        self._reduce: dict[int, float] = {}
+        self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
+        self._later = len(_downstream(problem, module))
+        nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
+        self._apart = [here != there for here, there in pairwise(nodes)]
+        # Messages take a latency and a time in proportion to the samples.
+        self._hop_s = self._hops_s(0)
+        self._hop_per_sample_s = [
+            one - none for none, one in zip(self._hop_s, self._hops_s(1), strict=True)
+        ]
+
+    def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
+        """Forward and backward seconds of every stage for one micro-batch."""
+        key = size, dp if self.problem.varies else 1
+        if key not in self._times:
+            self._times[key] = tuple(
+                self.problem.stage_s(self.module, blocks, self.tp, *key) for blocks in self.blocks
+            )
+        return self._times[key]
+
+    def held(self, size: int) -> tuple[float, ...]:
+        """Bytes that each stage holds of one micro-batch."""
+        if size not in self._held:
+            self._held[size] = tuple(
+                self.problem.held_bytes(self.module, blocks, self.tp, size)
+                for blocks in self.blocks
+            )
+        return self._held[size]
+
+    def fixed(self, dp: int) -> tuple[float, ...]:
+        """Bytes of parameters, and of communicators, on each stage's devices."""
+        key = dp if self.problem.costs.training.zero or dp == 1 else 2
+        if key not in self._fixed:
+            each = self.problem.request.cluster.device.communicator_bytes
+            self._fixed[key] = tuple(
+                self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
+                + each * self._communicators(blocks, dp)
+                for blocks in self.blocks
+            )
+        return self._fixed[key]
+
+    def _communicators(self, blocks: Blocks, dp: int) -> int:
+        """One each for TP group, reduction and messages; one for losses, and each one's gather."""
+        problem, module = self.problem, self.module
+        edges = bool(problem.producers(module) or problem.consumers(module))
+        syncs = sum(module in problem.synced_modules(x) for x in problem.task.sync_batches)
+        last = blocks[1] == problem.blocks(module)
+        reduced = dp > 1 and bool(problem.trainable(module, blocks))
+        several = problem.devices > 1
+        losses = (syncs > 0) + syncs if last and several else 0
+        return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
+
+    def in_flight(self, kind: Kind, count: int, lead: int = 1) -> list[int]:
+        """Most micro-batches that each stage holds.
+
+        ``batch-sync``: min(G K, K + lead (P - 1 - p)); ``1f1b`` the same with K = 1; ``gpipe``
+        K. A stage without a backward holds only the one that it computes.
+        """
+        total = self.problem.rounds * count
+        warm_up = 1 if kind == "1f1b" else count
+        ahead = [
+            0 if kind == "gpipe" else lead * (self.pp - 1 - p) + self._later for p in range(self.pp)
+        ]
+        return [
+            min(total, warm_up + extra) if backward else 1
+            for extra, backward in zip(ahead, self._backward, strict=True)
+        ]
+
+    def orders(
+        self, dp: int, count: int, size: int, kinds: Sequence[Kind]
+    ) -> tuple[list[tuple[Kind, int]], float]:
+        """(the orders that fit the memory, each with its lead; the bytes of the smallest).
+
+        The first of ``kinds`` that fits, and, where messages between sync batches would hold
+        it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
+        """
+        needed = float("inf")
+        allowed: Sequence[Kind] = kinds if self.problem.task.sync_batches else ("1f1b",)
+        for kind in allowed:
+            lead = 0 if kind == "gpipe" else 1
+            own = self._needed_bytes(dp, size, self.in_flight(kind, count, lead))
+            needed = min(needed, own)
+            if own > self.problem.memory_bytes:
+                continue
+            found: list[tuple[Kind, int]] = []
+            found.append((kind, lead))
+            if kind == "batch-sync" and self.problem.rounds > 1 and any(self.hops(size)):
+                longer = self._needed_bytes(dp, size, self.in_flight(kind, count, LONG_LEAD))
+                if longer <= self.problem.memory_bytes:
+                    found.append((kind, LONG_LEAD))
+            return found, needed
+        return [], needed
+
+    def _needed_bytes(self, dp: int, size: int, flights: Sequence[int]) -> float:
+        rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
+        return float(max(fixed + held * flight for fixed, held, flight in rows))
+
+    def pace_s(self, size: int, dp: int, lead: int) -> float:
+        """From one micro-batch to the next where a stage alternates backward and forward.
+
+        A gradient's way back over k cuts and the way on of what it lets go take (k + 1)(f + b)
+        and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
+        k lead + 1 micro-batches. The least pace is greatest for one cut or for all of them.
+        """
+        times = self.times(size, dp)
+        work_s = max(f for f, _ in times) + max(b for _, b in times)
+        if lead == 0 or self.pp == 1:
+            return work_s
+        # To the next node go activations and to the last one gradients, and share the way out.
+        ways = [
+            2 * s if apart else s for s, apart in zip(self.hops(size), self._apart, strict=True)
+        ]
+        one_cut_s = 2 * (work_s + max(ways)) / (lead + 1)
+        cuts = self.pp - 1
+        all_cuts_s = (self.pp * work_s + 2 * sum(ways)) / (cuts * lead + 1)
+        return max(work_s, max(ways), one_cut_s, all_cuts_s)
+
+    def hops(self, size: int) -> list[float]:
+        """Seconds of each message of one micro-batch from stage to stage, one way."""
+        return [a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)]
+
+    def hops_s(self, size: int) -> float:
+        """Seconds of one micro-batch's messages over the cuts of one replica."""
+        return sum(self.hops(size))
+
+    def _hops_s(self, size: int) -> list[float]:
+        """Seconds of each message from stage to stage, forward or backward."""
+        return [
+            self._hop(p, size * self.problem.output_bytes(self.module, blocks[1] - 1))
+            for p, blocks in enumerate(self.blocks[:-1])
+        ]
+
+    def _hop(self, p: int, num_bytes: float) -> float:
+        """All ranks of a TP group send the same bytes; between nodes they share one link."""
+        return self.problem.costs.message_s(
+            source=p * self.tp,
+            target=(p + 1) * self.tp,
+            num_bytes=num_bytes * (self.tp if self._apart[p] else 1),
+        )
+
+    def reduce_s(self, dp: int) -> float:
+        """Seconds of the slowest stage's gradient reduction, replicas side by side.
+
+        All stages of a replica reduce when the step ends, and share their nodes' bandwidth.
+        """
+        if dp == 1:
+            return 0.0
+        if dp not in self._reduce:
+            per_node = self.problem.request.cluster.devices_per_node
+            self._reduce[dp] = max(
+                self.problem.costs.all_reduce_s(
+                    ranks=[(d * self.pp + p) * self.tp for d in range(dp)],
+                    num_bytes=self.problem.gradient_bytes(self.module, blocks, self.tp),
+                    sharers=min(self.tp * self.pp, per_node),
+                )
+                if self.problem.trainable(self.module, blocks)
+                else 0.0
+                for p, blocks in enumerate(self.blocks)
+            )
+        return self._reduce[dp]
+
+
+def _downstream(problem: Problem, module: str) -> set[str]:
+    """Modules that take the output, directly or not: at least one stage each comes later."""
+    found: set[str] = set()
+    for consumer in problem.consumers(module):
+        found |= {consumer} | _downstream(problem, consumer)
+    return found
