@@ -40,6 +40,10 @@ COLUMNS = (
     "reduce_s",
 )
 RAMP_F, TAIL_F, CYCLE, RAMP_B, TAIL_B, REDUCE = range(len(COLUMNS))
+# Choices that are improved before the search, and the share of its time that this may take.
+STARTS, CLIMBING = 4, 0.5
+# Rows of a module for each number of devices, and changes of two modules that are looked at.
+ROWS_EACH, MOST_CHANGES = 4, 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,9 @@ class Chain:
             known = tuple(own[id(o)] for own, o in zip(places, options, strict=True))
             self._keep(best, known, top)
         self._keep(best, self._descend(), top)
+        now = time.monotonic()
+        for _, chosen in sorted(best.values())[:STARTS]:
+            self._climb(best, chosen, top, now + CLIMBING * (deadline - now))
         heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
         ticket, unproven = itertools.count(1), float("inf")
         while heap:
@@ -162,6 +169,71 @@ class Chain:
         while len(chosen) < len(self._options):
             chosen = min(self._children(chosen))[1]
         return chosen
+
+    def _climb(self, best: Best, chosen: tuple[int, ...], top: int, deadline: float) -> None:
+        """Change two modules at a time for the better, as long as that helps.
+
+        One alone could not take the devices that another one gives up.
+        """
+        value_s = self.value_s(chosen)
+        modules = range(len(self._options))
+        pairs = list(itertools.combinations(modules, 2)) or [(0, 0)]
+        improved = True
+        while improved:
+            improved = False
+            for a, b in pairs:
+                if time.monotonic() > deadline:
+                    return
+                for other in self._changed(chosen, a, b):
+                    self._keep(best, other, top)
+                    if (now_s := self.value_s(other)) < value_s * (1 - 1e-9):
+                        chosen, value_s, improved = other, now_s, True
+
+    def _changed(self, chosen: tuple[int, ...], a: int, b: int) -> list[tuple[int, ...]]:
+        """The best choices that differ in modules ``a`` and ``b`` only, but for waits."""
+        others = sum(int(self._taken[m][o]) for m, o in enumerate(chosen) if m not in (a, b))
+        spare = self._devices - others
+        rows_a, rows_b = self._promising(chosen, a, spare), self._promising(chosen, b, spare)
+        columns = [self._times[m][o][:, None, None] for m, o in enumerate(chosen)]
+        columns[b] = self._times[b][rows_b].T[:, None, :]
+        columns[a] = self._times[a][rows_a].T[:, :, None]
+        if a == b:
+            rows_b = rows_b[:1]
+        fits = self._taken[a][rows_a][:, None] + (a != b) * self._taken[b][rows_b] <= spare
+        values = np.where(fits, self._estimate(columns), np.inf)
+        order = np.argsort(values, axis=None)[:MOST_CHANGES]
+        found: list[tuple[int, ...]] = []
+        for i, j in zip(*np.unravel_index(order, values.shape), strict=True):
+            if values[i, j] < np.inf:
+                new = list(chosen)
+                new[b], new[a] = int(rows_b[j]), int(rows_a[i])
+                found.append(tuple(new))
+        return found
+
+    def _promising(self, chosen: tuple[int, ...], m: int, spare: int) -> NDArray[np.intp]:
+        """For each number of devices that a module may have, its best rows beside the others'."""
+        columns = [self._times[i][o][:, None] for i, o in enumerate(chosen)]
+        columns[m] = self._times[m].T
+        values = np.broadcast_to(self._estimate(columns), len(self._taken[m]))
+        rows = np.flatnonzero(self._taken[m] <= spare)
+        order = rows[np.lexsort((values[rows], self._taken[m][rows]))]
+        taken = self._taken[m][order]
+        # How many rows of the same number of devices come before each.
+        before = np.arange(len(order)) - np.searchsorted(taken, taken)
+        return order[before < ROWS_EACH]
+
+    def _estimate(self, columns: Sequence[Floats]) -> Floats:
+        """The formula without the waits for cut micro-batches."""
+        forward = _longest([self._lower(path, columns, RAMP_F, TAIL_F) for path in self._paths])
+        backward = _longest(
+            [
+                self._lower(path, columns, RAMP_B, TAIL_B)
+                + _longest([columns[m][REDUCE] for m in path])
+                for path in self._paths
+            ]
+        )
+        cycle = _longest([column[CYCLE] for column in columns])
+        return forward + (self._rounds - 1) * cycle + backward
 
     def _children(self, chosen: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         """Every option of the next module that leaves enough devices, with its bound."""
