@@ -54,7 +54,7 @@ def main() -> None:
         f"{len(results)} plans; {datetime.now(UTC):%Y-%m-%d}, {minutes:.1f} minutes on "
         f"{os.cpu_count()} cores, plans already kept from before not made again."
     )
-    text = "\n\n".join([INTRODUCTION, *sections, closing])
+    text = "\n\n".join([INTRODUCTION.strip(), *sections, closing])
     if len(parts) == len(PARTS):
         write_text(PAGE, text + "\n")
         print(f"wrote {PAGE}")

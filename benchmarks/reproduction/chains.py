@@ -66,7 +66,9 @@ def section(results: Results) -> Iterator[str]:
         "position; `megatron-rigid` puts encoder and generator on positions of their own with "
         "the LLM's TP and DP (MMScale's baseline, here with the best degrees rather than TP 8 "
         "and fixed PP); `ratio` gives devices in proportion to FLOPs. MFU counts all devices, "
-        "idle ones too. *time / ours* above 1: `convex` is faster."
+        "idle ones too. *time / ours* above 1: `convex` is faster. Where another system is "
+        "better `--solver auto` takes it: MLLM-9B fits two GPUs, so that plain data parallelism "
+        "has neither ramp nor messages, and wins where there are samples enough for it."
     )
     for devices, batch in (LARGE, *SMALL):
         yield f"### {devices} GPUs, batch {batch:,}"
@@ -108,7 +110,8 @@ def section(results: Results) -> Iterator[str]:
         f"### Reordering, {SMALL[0][0]} GPUs, batch {SMALL[0][1]}\n\n"
         f"Steps of `convex`'s plans on batches drawn from {DATA_SAMPLES} samples of the "
         "workload's data (images per sample log-normal), in the order in which they are drawn and "
-        "as the runtime orders them (which sample goes to which replica, and when)."
+        "as the runtime orders them (which sample goes to which replica, and when). With one or "
+        "two replicas and a long pipeline there is little to balance."
     )
     yield table(
         ["model", "all samples alike", "as drawn", "reordered", "drawn / reordered"],

@@ -73,7 +73,10 @@ def section(results: Results) -> Iterator[str]:
         "degrees; `spindle-optimus` whole tasks side by side, devices by marginal gain; "
         "`distmm-mt` tasks one after another, each planned by distmm; `deepspeed` tasks one after "
         "another under DP with ZeRO-1. Samples per second, all tasks together; in brackets the "
-        "time over that of `mpsp`, above 1 where `mpsp` is faster."
+        "time over that of `mpsp`, above 1 where `mpsp` is faster; where another one is, "
+        "`--solver auto` takes it. `deepspeed` has ZeRO-1 here, no higher stage, so that the "
+        "QWen-VALs do not fit it. `distmm-mt` shares one second of search among its tasks; a "
+        "longer `--budget` makes it a stronger rival."
     )
     for name, (model, tasks) in WORKLOADS.items():
         yield f"### {name}"
