@@ -176,8 +176,17 @@ class ModuleOptions:
         self._problem, self._choices, self._most = problem, choices, most
         self._pins = problem.request.workload.modules[module].plan
         options: list[Option] = []
+        # Of each tp the last number of stages with which everything fitted.
+        enough: dict[int, tuple[float, float, float]] = {}
         for tp, pp in self.tried:
-            options += self._of_degrees(tp, pp)
+            stages = Stages(problem, module, tp, pp)
+            slowest = stages.slowest()
+            if family is None and tp in enough and _is_no_better(slowest, enough[tp]):
+                # More stages, none of them shorter: a longer ramp on more devices.
+                continue
+            self._is_all = True
+            options += self._of_degrees(stages)
+            enough |= {tp: slowest} if self._is_all else {}
             if options and choices.preferred_only:
                 break
         groups: dict[Hashable, list[Option]] = {}
@@ -188,9 +197,8 @@ class ModuleOptions:
             groups.setdefault((family and family.key(option), cuts), []).append(option)
         self.options = [x for own in groups.values() for x in _undominated(own, chained=chained)]
 
-    def _of_degrees(self, tp: int, pp: int) -> Iterator[Option]:
-        problem, devices = self._problem, tp * pp
-        stages = Stages(problem, self.module, tp, pp)
+    def _of_degrees(self, stages: Stages) -> Iterator[Option]:
+        problem, devices = self._problem, stages.tp * stages.pp
         counts = replica_counts(
             problem.round_samples,
             self._most // devices,
@@ -204,10 +212,12 @@ class ModuleOptions:
 
     def _options(self, stages: Stages, dp: int, share: int, size: int) -> Iterator[Option]:
         """One for each order that fits."""
-        orders, needed = stages.orders(dp, -(-share // size), size, self._choices.kinds)
-        if not orders and (self.shortage is None or needed < self.shortage.needed_bytes):
+        orders = stages.orders(dp, -(-share // size), size, self._choices.kinds)
+        self._is_all &= orders.is_all
+        needed = orders.needed_bytes
+        if not orders.found and (self.shortage is None or needed < self.shortage.needed_bytes):
             self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
-        for kind, lead in orders:
+        for kind, lead in orders.found:
             yield self._option(stages, dp, share, size, kind, lead)
 
     def _option(
@@ -235,6 +245,10 @@ class ModuleOptions:
             rounds=self._problem.rounds,
             even=count * size * dp == self._problem.round_samples,
         )
+
+
+def _is_no_better(slowest: tuple[float, float, float], known: tuple[float, float, float]) -> bool:
+    return all(now >= before * (1 - 1e-9) for now, before in zip(slowest, known, strict=True))
 
 
 def _undominated(options: Sequence[Option], *, chained: bool) -> list[Option]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.problem import Blocks, Problem
@@ -16,6 +16,19 @@ from mmplan.solvers.problem import Blocks, Problem
 Kind = Literal["batch-sync", "gpipe", "1f1b"]
 # Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
 LONG_LEAD = 2
+
+
+class Orders(NamedTuple):
+    """Orders of a module's stages that fit the memory, each with its lead.
+
+    Attributes:
+        needed_bytes: of the smallest, whether it fits or not.
+        is_all: nothing was left out for lack of memory.
+    """
+
+    found: list[tuple[Kind, int]]
+    needed_bytes: float
+    is_all: bool
 
 
 class Stages:
@@ -46,6 +59,15 @@ class Stages:
                 self.problem.stage_s(self.module, blocks, self.tp, *key) for blocks in self.blocks
             )
         return self._times[key]
+
+    def slowest(self) -> tuple[float, float, float]:
+        """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""
+        times, problem = self.times(1, 1), self.problem
+        return (
+            max(f for f, _ in times),
+            max(b for _, b in times),
+            max(problem.gradient_bytes(self.module, cut, self.tp) for cut in self.blocks),
+        )
 
     def held(self, size: int) -> tuple[float, ...]:
         """Bytes that each stage holds of one micro-batch."""
@@ -95,10 +117,8 @@ class Stages:
             for extra, backward in zip(ahead, self._backward, strict=True)
         ]
 
-    def orders(
-        self, dp: int, count: int, size: int, kinds: Sequence[Kind]
-    ) -> tuple[list[tuple[Kind, int]], float]:
-        """(the orders that fit the memory, each with its lead; the bytes of the smallest).
+    def orders(self, dp: int, count: int, size: int, kinds: Sequence[Kind]) -> Orders:
+        """The orders that fit the memory.
 
         The first of ``kinds`` that fits, and, where messages between sync batches would hold
         it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
@@ -113,12 +133,15 @@ class Stages:
                 continue
             found: list[tuple[Kind, int]] = []
             found.append((kind, lead))
+            is_all = kind == allowed[0]
             if kind == "batch-sync" and self.problem.rounds > 1 and any(self.hops(size)):
                 longer = self._needed_bytes(dp, size, self.in_flight(kind, count, LONG_LEAD))
                 if longer <= self.problem.memory_bytes:
                     found.append((kind, LONG_LEAD))
-            return found, needed
-        return [], needed
+                else:
+                    is_all = False
+            return Orders(found, needed, is_all)
+        return Orders([], needed, False)
 
     def _needed_bytes(self, dp: int, size: int, flights: Sequence[int]) -> float:
         rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
