@@ -77,7 +77,8 @@ def bars(
             )
             missing = [x for x, value in zip(places, own.values, strict=True) if value is None]
             axes.plot(missing, [0.0] * len(missing), "x", color="#b5473f", clip_on=False)
-        axes.set_xticks(range(len(groups)), groups, rotation=20 if len(groups) > 4 else 0)
+        slanted = {"rotation": 30, "ha": "right"} if max(map(len, groups)) > 3 else {}
+        axes.set_xticks(range(len(groups)), groups, **slanted)
         axes.grid(visible=False, axis="x")
         if line is not None:
             axes.axhline(line, color="#333333", linewidth=0.8)
