@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import get_context
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +21,7 @@ from mmplan import planner
 from mmplan.costs import ProgramCosts
 from mmplan.errors import InfeasibleError, MMPlanError
 from mmplan.predict import costs_of
+from mmplan.processes import in_processes
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.profiling.data import profile_data
 from mmplan.schema.base import load_document, parse_document, save_document, write_text
@@ -37,7 +35,6 @@ PAPERS = ROOT / "examples" / "papers"
 DATA_SAMPLES = 512
 # For simulating plans beyond the first of each kind: the page is made in minutes.
 PATIENCE_S = 3.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +106,7 @@ class Result:
 
 
 Results = Mapping[Job, Result]
+What = TypeVar("What", Job, Profiled)
 
 
 @cache
@@ -131,43 +129,33 @@ def _kept(what: Job | Profiled, folder: Path) -> Path:
 
 
 def run(jobs: Iterable[Job], folder: Path) -> dict[Job, Result]:
-    """Make every plan that is not there yet, two at a time.
+    """Make every plan that is not there yet, one a core at a time.
 
     Interrupted, it keeps what is done.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(dict.fromkeys(jobs))
-    workers = min(2, os.cpu_count() or 1)
-    # Threads of this process's libraries do not survive a fork.
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    with pool, Progress() as progress:
+    with Progress() as progress:
         profiles = list(dict.fromkeys(job.on for job in wanted))
-        _each(pool, progress, "profiles", _make_profile, profiles, folder)
-        _each(pool, progress, "plans", _make_plan, wanted, folder)
+        _each(progress, "profiles", _make_profile, profiles, folder)
+        # The largest first, so that all cores end together.
+        largest_first = sorted(wanted, key=lambda job: -job.devices)
+        _each(progress, "plans", _make_plan, largest_first, folder)
     return {job: _read(job, folder) for job in wanted}
 
 
 def _each(
-    pool: ProcessPoolExecutor,
     progress: Progress,
     what: str,
-    make: Any,
-    items: Sequence[Job | Profiled],
+    make: Callable[..., None],
+    items: Sequence[What],
     folder: Path,
 ) -> None:
+    """Make what is not there yet, one process a core."""
     missing = [item for item in items if not _kept(item, folder).exists()]
     bar = progress.add_task(what, total=len(items), completed=len(items) - len(missing))
-    # The largest first, so that both cores end together.
-    missing.sort(key=lambda item: -getattr(item, "devices", 0))
-    futures = [pool.submit(make, item, folder) for item in missing]
-    try:
-        for future in as_completed(futures):
-            future.result()
-            progress.advance(bar)
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
+    for _ in in_processes(partial(make, folder=folder), missing):
+        progress.advance(bar)
 
 
 def cluster_of(on: Profiled) -> Cluster:

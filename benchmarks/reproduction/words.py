@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmplan.utilisation import ModuleUse
 from reproduction.jobs import Result
 
 NONE = "does not fit"
@@ -43,10 +44,19 @@ def utilisations(result: Result) -> str:
     """Every module's useful FLOP/s over the peak of its devices."""
     if result.plan is None:
         return "-"
-    plan = result.plan
-    flops = result.costs.module_flops()
+    plan, flops = result.plan, result.costs.module_flops()
     ranks: dict[str, set[int]] = {}
     for unit in plan.units:
         ranks.setdefault(unit.module, set()).update(unit.all_ranks)
-    peak = plan.cluster.device.peak_flops * plan.predicted.iteration_s
-    return ", ".join(f"{m} {flops[m] / (len(own) * peak):.1%}" for m, own in ranks.items())
+    uses = [
+        ModuleUse(
+            module=module,
+            flops=flops[module],
+            ranks=tuple(sorted(own)),
+            busy_s=0.0,  # what it does while busy is not asked
+            iteration_s=plan.predicted.iteration_s,
+            peak_flops=plan.cluster.device.peak_flops,
+        )
+        for module, own in ranks.items()
+    ]
+    return ", ".join(f"{use.module} {use.of_step:.1%}" for use in uses)
