@@ -13,6 +13,9 @@ from mmlaunch.boxes import Box
 from mmlaunch.places import Place
 from mmlaunch.transport import Ranks, Transport
 
+# Gradients are summed so many bytes at a time: what a sum needs beside them is no larger.
+BUCKET_BYTES = 1 << 26
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -98,6 +101,7 @@ class GradientSum:
         self._ranks = ranks
         types = sorted({piece.parameter.dtype for piece in pieces}, key=str)
         self._by_type = [[p for p in pieces if p.parameter.dtype == dtype] for dtype in types]
+        self._buckets = [_buckets(pieces) for pieces in self._by_type]
         # For each type, on how many ranks each piece got a gradient.
         self._there: list[Tensor] = []
 
@@ -108,22 +112,36 @@ class GradientSum:
             transport: sums.
             made: ids of parameters that had no gradient and got one here, for an earlier piece.
         """
-        self._there = [self._sum(pieces, transport, made) for pieces in self._by_type]
+        self._there = [self._sum(buckets, transport, made) for buckets in self._buckets]
 
-    def _sum(self, pieces: Sequence[Piece], transport: Transport, made: set[int]) -> Tensor:
-        first = pieces[0].parameter
-        own = [_gradient(piece, made) for piece in pieces]
-        there = torch.tensor([grad is not None for grad in own], dtype=first.dtype)
-        flats = [
-            first.new_zeros(piece.num_elements) if grad is None else piece.flat(grad)
-            for piece, grad in zip(pieces, own, strict=True)
-        ]
-        flat = torch.cat([*flats, there.to(first.device)])
-        transport.all_reduce(flat, self._ranks)
-        *parts, there = flat.split([*(p.num_elements for p in pieces), len(pieces)])
-        for piece, part in zip(pieces, parts, strict=True):
+    def _sum(
+        self, buckets: Sequence[Sequence[Piece]], transport: Transport, made: set[int]
+    ) -> Tensor:
+        pieces = [piece for bucket in buckets for piece in bucket]
+        brought = [_gradient(piece, made) is not None for piece in pieces]
+        flags = pieces[0].parameter.new_tensor(brought)
+        for bucket in buckets[:-1]:
+            self._sum_bucket(bucket, (), transport, made)
+        # The flags travel with the last bucket, which spares a collective.
+        return self._sum_bucket(buckets[-1], (flags,), transport, made)[-1]
+
+    def _sum_bucket(
+        self,
+        bucket: Sequence[Piece],
+        others: Sequence[Tensor],
+        transport: Transport,
+        made: set[int],
+    ) -> Sequence[Tensor]:
+        """Sum the gradients of a bucket and other flat tensors; returns all sums."""
+        flats = [*(_flat_gradient(piece, made) for piece in bucket), *others]
+        sizes = [len(flat) for flat in flats]
+        total = flats[0] if len(flats) == 1 else torch.cat(flats)
+        del flats
+        transport.all_reduce(total, self._ranks)
+        sums = total.split(sizes)
+        for piece, part in zip(bucket, sums, strict=False):
             _set_gradient(piece, part, made)
-        return there
+        return sums
 
     def drop_absent(self) -> None:
         """No gradient on any rank is none, not zero: an optimizer leaves such a parameter."""
@@ -136,6 +154,26 @@ class GradientSum:
 
     def gather(self, transport: Transport) -> None:
         """Nothing: every rank updates all of its parameters."""
+
+
+def _buckets(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Neighbours together while they fit a bucket; what is larger is alone in one."""
+    found: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        size = piece.num_elements * piece.parameter.element_size()
+        if not found or size > room:
+            found.append([])
+            room = BUCKET_BYTES
+        found[-1].append(piece)
+        room -= size
+    return found
+
+
+def _flat_gradient(piece: Piece, made: set[int]) -> Tensor:
+    """What this rank adds to the sum of a piece."""
+    grad = _gradient(piece, made)
+    return piece.parameter.new_zeros(piece.num_elements) if grad is None else piece.flat(grad)
 
 
 def _gradient(piece: Piece, made: set[int]) -> Tensor | None:

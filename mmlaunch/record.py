@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,6 +65,13 @@ class RunRecord:
         }
         write_text(self._run_dir / RECORD, json.dumps(record, indent=1) + "\n")
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
+
+    def finish(self, memory_bytes: Mapping[int, int]) -> None:
+        """Add the most bytes that the steps of the last segment held, by rank."""
+        path = self._run_dir / RECORD
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["memory_bytes"] = {str(rank): held for rank, held in sorted(memory_bytes.items())}
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         """Segments that the folder's record has; none where it cannot be read."""

@@ -48,6 +48,7 @@ class RunSummary:
 
     Attributes:
         spans: rank to the (instruction index, start_s, end_s) of its last step.
+        memory_bytes: rank to the most that its steps held, of ranks whose system tells.
         stopped: whether it saved and ended early on request.
         segment: what it ended in.
     """
@@ -57,6 +58,7 @@ class RunSummary:
     steps: int
     stopped: bool
     spans: dict[int, list[tuple[int, float, float]]]
+    memory_bytes: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +79,11 @@ class Prepared:
 
 
 def prepare(options: RunOptions) -> Prepared:
-    """Check plan, workload and devices.
+    """Check plan, workload, devices and optimizer.
 
     Raises:
-        InvalidInputError: a file is wrong or has changed, or there are too few devices.
+        InvalidInputError: a file is wrong or has changed, there are too few devices, or
+            torch.optim has no such optimizer.
     """
     if not 0 < options.timeout_s < math.inf:
         raise InvalidInputError(
@@ -88,8 +91,14 @@ def prepare(options: RunOptions) -> Prepared:
         )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
+    workload = load_workload(path)
     _check_devices(plan, options)
-    return Prepared(plan=plan, workload=load_workload(path), workload_path=path)
+    if options.emulation is None:
+        from mmlaunch.optimizer import check_optimizer
+
+        cut = any(unit.tp > 1 for unit in plan.units) or bool(plan.training.zero)
+        check_optimizer(workload.train, sharded=cut)
+    return Prepared(plan=plan, workload=workload, workload_path=path)
 
 
 def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Planner) -> RunSummary:
@@ -162,12 +171,16 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
             # Nothing was trained: the folder is free for the next try.
             (run_dir / "run.json").unlink(missing_ok=True)
         raise
+    held = {r.rank: r.memory_bytes for r in results if r.memory_bytes is not None}
+    if options.emulation is None:
+        record.finish(held)
     return RunSummary(
         run_dir=run_dir,
         steps=results[0].step,
         stopped=results[0].stopped,
         segment=segments[results[0].part],
         spans={result.rank: result.spans for result in results},
+        memory_bytes=held,
     )
 
 

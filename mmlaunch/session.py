@@ -34,6 +34,7 @@ from mmlaunch.executor import Executor
 from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.hooks import Hooks
 from mmlaunch.loading import TaskData
+from mmlaunch.memory import PeakMemory
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.precision import Precision
@@ -81,6 +82,7 @@ class Session:
         meta: kept in checkpoints: hashes of plan and workload.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
+        memory: told what the model holds before anything is computed with it.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -104,6 +106,7 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        memory: PeakMemory | None = None,
     ) -> None:
         check_runnable(plan, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
@@ -141,6 +144,12 @@ class Session:
             *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
         )
         self._data.close()
+        if memory is not None:
+            memory.begin(
+                tensor
+                for named in (self.model.named_parameters(), self.model.named_buffers())
+                for _, tensor in named
+            )
         zero = max(workload.train.zero, plan.training.zero) > 0
         reductions = Reductions(self.program, self.model, transport, ties, zero=zero)
         seeds = Seeds(workload.train.seed, transport.device)
@@ -193,6 +202,7 @@ class Session:
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        memory: PeakMemory | None = None,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -206,6 +216,7 @@ class Session:
             num_workers: data loading processes of this rank.
             should_stop: asked once a step.
             emulation: compute nothing, wait for such times instead.
+            memory: told what the model holds before anything is computed with it.
 
         The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
         ``mmlaunch run`` does.
@@ -240,6 +251,7 @@ class Session:
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
+            memory=memory,
             meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
         )
         session._owns_process_group = owns

@@ -12,6 +12,7 @@ import torch
 
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.launch_worker import WorkerContext
+from mmlaunch.memory import PeakMemory
 from mmlaunch.session import Session
 from mmlaunch.step_result import StepResult
 from mmlaunch.transport import DistTransport
@@ -68,6 +69,7 @@ class TrainResult:
         stopped: whether it ended early on request.
         part: index of the part that it ended in.
         spans: (instruction index, start_s, end_s) of the last step on this rank.
+        memory_bytes: most that the part's steps held; None where the system does not tell.
     """
 
     rank: int
@@ -75,6 +77,7 @@ class TrainResult:
     stopped: bool
     part: int
     spans: list[tuple[int, float, float]]
+    memory_bytes: int | None = None
 
 
 def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
@@ -123,6 +126,7 @@ class _Trainer:
         At its end there is a checkpoint, or after the last part the weights.
         """
         ctx, job, part = self._ctx, self._job, self._job.parts[index]
+        memory = PeakMemory(ctx.device.device)
         with Session.from_plan(
             part.plan,
             workload=job.workload,
@@ -132,13 +136,14 @@ class _Trainer:
             num_workers=job.num_workers,
             should_stop=ctx.should_stop,
             emulation=job.emulation,
+            memory=memory,
         ) as session:
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
             if checkpoint is not None:
                 session.load(checkpoint)
             _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
-            stopped, spans = self._steps(session, part)
+            stopped, spans = self._steps(session, part, memory)
             if not stopped and session.step_count >= job.steps and job.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
@@ -147,16 +152,21 @@ class _Trainer:
                 stopped=stopped,
                 part=index,
                 spans=spans,
+                memory_bytes=memory.most_bytes,
             )
 
-    def _steps(self, session: Session, part: Part) -> tuple[bool, list[tuple[int, float, float]]]:
+    def _steps(
+        self, session: Session, part: Part, memory: PeakMemory
+    ) -> tuple[bool, list[tuple[int, float, float]]]:
         """Train and save; whether a stop was asked for, and the last step's times."""
         job = self._job
         if self._log is None and session.rank == 0:
             self._log = _Metrics(self._ctx, session.step_count)
         stopped, spans = False, []
+        memory.forget()
         while session.step_count < part.until and not stopped:
             result = session.step(timed=_is_timed(session, job))
+            memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
             if self._log is not None:
                 self._log.add(session, result)
@@ -167,6 +177,7 @@ class _Trainer:
             due = job.save_every and (step == job.steps or step % job.save_every == 0)
             if stopped or due or (step == part.until and step < job.steps):
                 path = session.save(self._ctx.run_dir / CHECKPOINTS)
+                memory.forget()
                 _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
         return stopped, spans
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.pieces import Part, Piece
+from mmlaunch.pieces import BUCKET_BYTES, Part, Piece
 from mmlaunch.places import flat_parts
 from mmlaunch.transport import Ranks, Transport
 
@@ -86,6 +86,7 @@ class FlatGroup:
         total = sum(piece.num_elements for piece in pieces)
         self._length = -(-total // len(ranks))
         self._low = ranks.index(rank) * self._length
+        self._chunks = self._in_chunks()
         in_boxes = any(piece.boxes is not None for piece in pieces)
         self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
         self.parts: list[Part] = []
@@ -107,6 +108,28 @@ class FlatGroup:
         for piece in self._pieces:
             yield piece, start, start + piece.num_elements
             start += piece.num_elements
+
+    def _in_chunks(self) -> list[tuple[tuple[int, int], list[tuple[Piece, slice, int, slice]]]]:
+        """The slices of all ranks, so much of each at a time as together fills a bucket.
+
+        Returns:
+            Ranges of every slice, and what is in them: elements of a piece, and which of which
+            slice's in that range they are.
+        """
+        like = self._pieces[0].parameter
+        width = max(1, BUCKET_BYTES // (like.element_size() * len(self._ranks)))
+        found: list[tuple[tuple[int, int], list[tuple[Piece, slice, int, slice]]]] = []
+        for low in range(0, max(self._length, 1), width):
+            high = min(low + width, self._length)
+            found.append(((low, high), []))
+            for piece, start, stop in self._laid_out():
+                for k in range(len(self._ranks)):
+                    first = k * self._length + low
+                    a, b = max(start, first), min(stop, first + high - low)
+                    if a < b:
+                        own = slice(a - start, b - start)
+                        found[-1][1].append((piece, own, k, slice(a - first, b - first)))
+        return found
 
     def _new(self, length: int) -> Tensor:
         like = self._pieces[0].parameter
@@ -132,22 +155,22 @@ class FlatGroup:
 
     def reduce(self, transport: Transport) -> None:
         """Sum the gradients over the ranks; each keeps those of its own slice."""
-        grads = self._new(self._length * len(self._ranks)).zero_()
-        there: list[bool] = []
-        for piece, start, stop in self._laid_out():
-            grad = piece.parameter.grad if piece.brings else None
-            if grad is not None:
-                grads[start:stop] = piece.flat(grad)
-            there.append(grad is not None)
+        there = [p.brings and p.parameter.grad is not None for p in self._pieces]
+        # This rank's slice, and behind it for every piece on how many ranks it has a gradient.
+        mine = self._new(self._length + len(there))
+        flags = mine.new_tensor(there).expand(len(self._ranks), -1)
+        for (low, high), segments in self._chunks:
+            full = mine.new_zeros(len(self._ranks), high - low)
+            for piece, own, k, where in segments:
+                if piece.brings and piece.parameter.grad is not None:
+                    full[k, where] = piece.flat(piece.parameter.grad)[own]
+            if high == self._length:
+                full, high = torch.cat([full, flags], dim=1), len(mine)
+            transport.reduce_scatter(mine[low:high], full.view(-1), self._ranks)
+        for piece in self._pieces:
             # Other parts of a larger shard are still to be summed.
             if piece.boxes is None:
                 piece.parameter.grad = None
-        # Each rank's slice, and behind it for every piece whether it has a gradient at all.
-        slices = grads.view(len(self._ranks), self._length)
-        flags = torch.tensor(there, dtype=grads.dtype).to(grads.device)
-        full = torch.cat([slices, flags.expand(len(self._ranks), -1)], dim=1).view(-1)
-        mine = self._new(self._length + len(there))
-        transport.reduce_scatter(mine, full, self._ranks)
         self._there = mine[self._length :]
         for part, offset in zip(self.parts, self._offsets, strict=True):
             grad = mine[offset : offset + part.tensor.numel()]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from mmlaunch import pieces, zero
 from mmlaunch.inprocess import InProcessWorld
 from mmlaunch.launch import launch
 from mmlaunch.session import Session
@@ -23,6 +24,13 @@ from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
 
 ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in this process take many buckets; the processes of some tests take one."""
+    for module in (pieces, zero):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 200)
 
 
 def _case(**changes: Any) -> Case:

@@ -1,0 +1,76 @@
+"""How much memory the steps of a rank really held, to stand beside what the plan predicts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# What a process writes there to let its peak begin anew (proc(5)).
+_FORGET_PEAK = "5"
+
+
+class PeakMemory:
+    """Most bytes that a rank's tensors held during its steps.
+
+    On CUDA what torch's allocator gave out. On a CPU the growth of the process's resident
+    memory, which Linux keeps the peak of: it also has in it what libraries allocate in the
+    first steps, some ten megabytes, and says nothing of models that are smaller.
+
+    Args:
+        device: the rank's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._other = 0
+        self._most: int | None = None
+        self._knows = device.type == "cuda" or (_STATUS.exists() and os.access(_CLEAR, os.W_OK))
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The peak; None where no step was noted or the system does not tell."""
+        return self._most
+
+    def begin(self, held: Iterable[Tensor]) -> None:
+        """All that is held now, but for these tensors, is none of the steps'."""
+        if self._knows:
+            self._other = self._now() - sum(_storages(held).values())
+
+    def forget(self) -> None:
+        """What was held until now (a checkpoint under way) does not count."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._knows:
+            _CLEAR.write_text(_FORGET_PEAK, encoding="ascii")
+
+    def note(self) -> None:
+        """A step is over."""
+        if self._knows:
+            self._most = max(self._most or 0, self._peak() - self._other)
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return _status("VmRSS")
+
+    def _peak(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return _status("VmHWM")
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by address: tensors may share their memory."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _status(field: str) -> int:
+    """A field of this process's status, in bytes."""
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
