@@ -34,7 +34,7 @@ test: install  ## the test suite, under ten minutes on 2 cores
 test-all: install  ## everything, many processes and minutes
 	$(BIN)/python -m pytest -q -m "not gpu"
 
-golden: install  ## rewrite golden files and docs/schemas; review them like code
+golden: install  ## rewrite golden files, docs/schemas and docs/reference.md; review them like code
 	$(BIN)/python docs/generate.py
 	MMPLAN_GOLDEN=write $(BIN)/python -m pytest -q -k golden
 

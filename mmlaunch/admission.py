@@ -7,6 +7,7 @@ from pathlib import Path
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
+from mmplan.words import counted
 
 
 def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
@@ -37,6 +38,6 @@ def check_runnable(plan: Plan, world_size: int) -> None:
     """
     if world_size != plan.devices:
         raise InvalidInputError(
-            f"the plan is for {plan.devices} ranks, {world_size} were started",
-            hint=f"start {plan.devices} ranks, or solve with --devices {world_size}",
+            f"the plan is for {counted(plan.devices, 'rank')}, {world_size} were started",
+            hint=f"start {counted(plan.devices, 'rank')}, or solve with --devices {world_size}",
         )

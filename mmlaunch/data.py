@@ -25,6 +25,7 @@ from mmlaunch.batches import slice_samples
 from mmlaunch.guard import die_with_parent
 from mmlaunch.samples import Field, Sample, check_batched, check_sample, collate_samples, field_of
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
+from mmplan.words import counted
 
 Collate = Callable[[list[Any]], dict[str, Field]]
 # Dataset indices of a step's batch and the step, to the same indices in another order.
@@ -329,7 +330,7 @@ def _as_is(batch: Any) -> Any:
 def _check_size(num_samples: int, batch: int) -> None:
     if num_samples < batch:
         raise InvalidInputError(
-            f"the dataset has {num_samples} samples, one batch takes {batch}",
+            f"the dataset has {counted(num_samples, 'sample')}, one batch takes {batch}",
             hint="lower `batch` in the workload, or give more data",
         )
 

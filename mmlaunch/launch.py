@@ -31,6 +31,7 @@ from mmlaunch.launch_agent import Agent
 from mmlaunch.launch_watch import OnEvent, Watch
 from mmlaunch.launch_worker import Entry, Job, WorkerContext, check_entry, worker_main
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
+from mmplan.words import counted
 
 __all__ = ["WorkerContext", "launch"]
 
@@ -168,11 +169,13 @@ def _check_nodes(
         )
     if not 0 <= node_rank < nnodes:
         raise InvalidInputError(
-            f"node rank {node_rank} of {nnodes} nodes", hint=f"count nodes from 0 to {nnodes - 1}"
+            f"node rank {node_rank} of {counted(nnodes, 'node')}",
+            hint=f"count nodes from 0 to {nnodes - 1}",
         )
     if per_node * nnodes < num_ranks or num_local < 1:
         raise InvalidInputError(
-            f"{num_ranks} ranks do not fill {nnodes} nodes with {per_node} ranks each",
+            f"{counted(num_ranks, 'rank')} do not fill {counted(nnodes, 'node')} with "
+            f"{counted(per_node, 'rank')} each",
             hint="change --nnodes to the number of machines that the plan uses",
         )
 

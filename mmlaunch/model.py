@@ -26,6 +26,7 @@ from mmplan.program.samples import intersect
 from mmplan.program.shards import whole_sums
 from mmplan.schema.factories import build_loss, build_module, tied_parameters
 from mmplan.schema.workload import Workload
+from mmplan.words import counted
 
 # One block of a module, by the module under whose name its parameters live.
 BlockKey = tuple[str, int]
@@ -65,7 +66,8 @@ def _mark(module: nn.Sequential, owner: str, trains: Mapping[BlockKey, bool]) ->
     planned = 1 + max(block for name, block in trains if name == owner)
     if len(module) != planned:
         raise InvalidInputError(
-            f"modules.{owner}: the factory makes {len(module)} blocks, the plan has {planned}",
+            f"modules.{owner}: the factory makes {counted(len(module), 'block')}, the plan has "
+            f"{planned}",
             hint="profile and solve the workload again",
         )
     for index, block in enumerate(module):

@@ -32,6 +32,18 @@ def build_optimizer(
         sharded: whether tensor parallelism cuts parameters anywhere in the run.
 
     Raises:
+        InvalidInputError: see :func:`check_optimizer`.
+    """
+    kind = check_optimizer(train, sharded=sharded)
+    if not parameters:
+        return None
+    return kind(_groups(train, parameters), **train.optimizer_args)
+
+
+def check_optimizer(train: TrainSpec, *, sharded: bool) -> Any:
+    """The class that a workload names, where it takes the arguments that are given.
+
+    Raises:
         InvalidInputError: no such class, wrong arguments, or one that needs whole
             parameters where they are cut.
     """
@@ -50,9 +62,7 @@ def build_optimizer(
     for index, group in enumerate(train.groups):
         arguments = {**train.optimizer_args, **group.optimizer_args}
         _try_arguments(kind, arguments, f"train.groups[{index}].optimizer_args")
-    if not parameters:
-        return None
-    return kind(_groups(train, parameters), **train.optimizer_args)
+    return kind
 
 
 def group_of(train: TrainSpec, name: str) -> int | None:

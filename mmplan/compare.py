@@ -23,7 +23,7 @@ from mmplan.program.trace import trace_events
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, check_tasks
 from mmplan.settings import with_batch
 from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
 from mmplan.symmetry import simulated
@@ -45,7 +45,7 @@ SHOWN_RANKS, FEWEST_RANKS = 12, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How many devices and how many samples a step (the workload's ``batch``)."""
+    """How many devices, and the workload's ``batch``: what each task takes goes along with it."""
 
     devices: int
     batch: int
@@ -94,10 +94,12 @@ class Comparison:
         omitted: solvers that were not asked and batches that the workload cannot have, and why.
         baseline: solver that ratios refer to; it has a plan at ``main``.
         baseline_is: why that one, in words.
+        tasks: samples of each task in a step of the main setting.
     """
 
     name: str
     main: Setting
+    tasks: Mapping[str, int]
     settings: tuple[Setting, ...]
     solved: tuple[Solved, ...]
     refused: tuple[Refused, ...]
@@ -119,6 +121,17 @@ class Comparison:
         """Those of the main setting, then those of the others, best first in each."""
         return [item.plan for setting in self.settings for item in self.at(setting)]
 
+    def batches(self, setting: Setting) -> dict[str, int]:
+        """Samples of each task in a step."""
+        return {
+            name: batch * setting.batch // self.main.batch for name, batch in self.tasks.items()
+        }
+
+    @property
+    def has_own_batches(self) -> bool:
+        """Whether tasks take other numbers of samples than the workload's batch, or are several."""
+        return [*self.tasks.values()] != [self.main.batch]
+
     def ratio(self, plan: Plan) -> float:
         """Samples per second over those of the baseline at the main setting."""
         base = next(item for item in self.best_first if item.solver == self.baseline)
@@ -132,6 +145,7 @@ class _Job:
     solver: str
     setting: Setting
     workload: Workload
+    tasks: tuple[str, ...]
     with_details: bool
 
 
@@ -145,6 +159,7 @@ def compare(
     devices: Sequence[int] = (),
     batches: Sequence[int] = (),
     solvers: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
     baseline: str | None = None,
     budget_s: float = BUDGET_S,
     with_details: bool = False,
@@ -162,6 +177,7 @@ def compare(
         devices: numbers of its first devices; default all. The largest is the main setting.
         batches: others than the workload's, on the main setting's devices.
         solvers: names; default all, of one task without those that are for several.
+        tasks: only these; default all, or those that train.tasks_from_step starts with.
         baseline: solver that ratios refer to; default the fastest of :data:`PLAIN`, else the
             slowest of all.
         budget_s: seconds of each solver for searching, and as many for simulating.
@@ -175,11 +191,14 @@ def compare(
         InfeasibleError: no solver has a plan at the main setting.
         RunFailedError: a process that planned was killed.
     """
-    names, omitted = _names(workload, solvers, baseline)
+    chosen_tasks = check_tasks(workload, workload.task_sets[0].tasks if tasks is None else tasks)
+    names, omitted = _names(len(chosen_tasks), solvers, baseline)
     machine = cluster or profile.cluster
     counts = [machine.take(n) and n for n in devices] or [machine.num_devices]
     main = Setting(devices=max(counts), batch=workload.batch)
-    jobs, impossible = _jobs(workload, names, main, counts, batches, with_details=with_details)
+    jobs, impossible = _jobs(
+        workload, tuple(chosen_tasks), names, main, counts, batches, with_details=with_details
+    )
     solve = partial(
         _solved,
         workload_path=workload_path,
@@ -204,6 +223,7 @@ def compare(
     return Comparison(
         name=workload.name,
         main=main,
+        tasks={name: view.batch for name, view in chosen_tasks.items()},
         settings=tuple(dict.fromkeys(job.setting for job in jobs)),
         solved=solved,
         refused=without,
@@ -214,7 +234,7 @@ def compare(
 
 
 def _names(
-    workload: Workload, solvers: Sequence[str] | None, baseline: str | None
+    num_tasks: int, solvers: Sequence[str] | None, baseline: str | None
 ) -> tuple[tuple[str, ...], list[str]]:
     """The solvers to ask, and what is to be said of others."""
     known = (*SOLVERS, *BASELINES)
@@ -225,8 +245,7 @@ def _names(
                     f"{option} {name}: this version has {', '.join(known)}",
                     hint="choose among these",
                 )
-    one_task = len(workload.task_sets[0].tasks) == 1
-    fitting = (name for name in known if not (one_task and name in OF_SEVERAL_TASKS))
+    fitting = (name for name in known if not (num_tasks == 1 and name in OF_SEVERAL_TASKS))
     # A ratio needs both sides.
     names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))
     apart = [] if solvers else [name for name in known if name not in names]
@@ -235,6 +254,7 @@ def _names(
 
 def _jobs(
     workload: Workload,
+    tasks: tuple[str, ...],
     names: Sequence[str],
     main: Setting,
     counts: Sequence[int],
@@ -259,6 +279,7 @@ def _jobs(
             solver=name,
             setting=setting,
             workload=changed,
+            tasks=tasks,
             with_details=with_details and setting == main,
         )
         for setting, changed in settings.items()
@@ -296,6 +317,7 @@ def _solved(
             cluster=cluster,
             devices=job.setting.devices,
             solver=job.solver,
+            tasks=job.tasks,
             budget_s=budget_s,
             patience_s=patience_s,
         )

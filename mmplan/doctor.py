@@ -249,9 +249,10 @@ def _threads() -> Finding:
     if len(quota) == 2 and quota[0] != "max":
         cores = min(cores, int(quota[0]) / int(quota[1]))
     setting = os.environ.get("OMP_NUM_THREADS", "")
-    detail = f"{cores:g} cores, OMP_NUM_THREADS is {setting or 'unset'} (one thread per rank)"
+    said = f"{cores:g} {'core' if cores == 1 else 'cores'}"
+    detail = f"{said}, OMP_NUM_THREADS is {setting or 'unset'} (one thread per rank)"
     if setting:
-        detail = f"{cores:g} cores, OMP_NUM_THREADS={setting} for each rank"
+        detail = f"{said}, OMP_NUM_THREADS={setting} for each rank"
     first = setting.partition(",")[0]
     if first and (not first.isdecimal() or int(first) > cores):
         hint = "unset OMP_NUM_THREADS, or set it to cores / ranks"

@@ -9,14 +9,16 @@ class MMPlanError(Exception):
     Args:
         message: one line: what is wrong, where, and the numbers.
         hint: an action that mends it.
+        documented: the command has written its JSON document, which says so already.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, documented: bool = False) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.documented = documented
 
 
 class RunFailedError(MMPlanError):

@@ -34,6 +34,7 @@ from mmplan.solvers.registry import solutions_of
 from mmplan.solvers.sync_batch import largest_sync_batches
 from mmplan.symmetry import predict
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
+from mmplan.words import counted
 
 # Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
@@ -167,8 +168,8 @@ class _Drafts:
         for position, (solution, candidate) in enumerate(others):
             if time.monotonic() > (deadline if tried else last):
                 self._notes_on_search.append(
-                    f"{len(others) - position} of {len(first) + len(others)} plans were not "
-                    "simulated for lack of time; a larger --budget looks at them"
+                    f"{len(others) - position} of {counted(len(first) + len(others), 'plan')} "
+                    "were not simulated for lack of time; a larger --budget looks at them"
                 )
                 break
             tried += self._try(solution, candidate)
@@ -207,8 +208,8 @@ class _Drafts:
             return self._without_order[0]
         needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
         return InfeasibleError(
-            f"the smallest of {len(self._too_large)} plans holds {needed:.3g} bytes on a device, "
-            f"a device has {memory:.3g}: {needed - memory:.3g} bytes missing"
+            f"the smallest of {counted(len(self._too_large), 'plan')} holds {needed:.3g} bytes "
+            f"on a device, a device has {memory:.3g}: {needed - memory:.3g} bytes missing"
             + "".join(f"; {note}" for note in self._notes_on_search),
             hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
         )
@@ -327,8 +328,8 @@ class _Drafts:
         ]
         if idle:
             notes.append(
-                f"{len(idle)} of {request.devices} devices stay idle (ranks {spans(idle)}): "
-                f"{best.solution.idle_because}"
+                f"{len(idle)} of {counted(request.devices, 'device')} stay idle (ranks "
+                f"{spans(idle)}): {best.solution.idle_because}"
             )
         gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
         if gpipe:
@@ -346,9 +347,11 @@ class _Drafts:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
         if self._without_order:
             count = len(self._without_order)
-            notes.append(f"{count} plans dropped out: {self._without_order[0].message}")
+            notes.append(f"{counted(count, 'plan')} dropped out: {self._without_order[0].message}")
         if self._too_large:
-            notes.append(f"{len(self._too_large)} simulated plans did not fit the memory")
+            notes.append(
+                f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
+            )
         return [*notes, *self._notes_on_search]
 
     def _largest_sync_batch(self, best: Tried) -> dict[str, int]:

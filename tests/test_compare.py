@@ -15,7 +15,7 @@ import pytest
 from mmplan.compare import Comparison, Setting, compare
 from mmplan.errors import InfeasibleError, InvalidInputError, RunFailedError
 from mmplan.processes import in_processes
-from mmplan.report.comparing import comparison_grids, left_out_lines
+from mmplan.report.comparing import comparison_grids, left_out_lines, setting_words
 from mmplan.report.comparison import _fitting, render_comparison
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
@@ -99,6 +99,55 @@ def test_sweeps_plan_anew_for_every_setting(swept: Comparison) -> None:
     tables = list(comparison_grids(swept))
     assert [table.columns[1:] for table in tables[1:]] == [(">2", ">4"), (">8", ">12", ">16")]
     assert ("colocated", "0.167", "0.333") in tables[1].rows
+
+
+TASKS = {
+    "one": {"modules": ["vision", "llm"], "losses": ["l"], "batch": 6},
+    "two": {"modules": ["vision"], "losses": ["v"], "batch": 2},
+}
+TWO_LOSSES = {**LOSS, "v": {"factory": FACTORY, "inputs": ["vision"]}}
+
+
+def two_tasks() -> Workload:
+    return workload(CHAIN, batch=8, losses=TWO_LOSSES, tasks=TASKS)
+
+
+def test_headings_say_what_each_task_takes(tmp_path: Path) -> None:
+    solvers = ["spindle-seq"]
+    found = compared(tmp_path, two_tasks(), chain(2), solvers=solvers, batches=[16])
+    tables = list(comparison_grids(found))
+    assert "best first, 2 devices, 8 samples a step (one 6, two 2)" in tables[0].title
+    assert "the workload's batch" in tables[1].title
+    larger = next(s for s in found.settings if s.batch == 16)
+    assert setting_words(found, larger) == "2 devices, 16 samples a step (one 12, two 4)"
+    (item,) = found.at(larger)
+    assert {name: task.batch for name, task in item.plan.tasks.items()} == found.batches(larger)
+    page = Page(render_comparison(found)).text
+    assert "On 2 devices, 8 samples a step (one 6, two 2), cluster" in page
+    assert "those of its tasks change in the same ratio" in page
+
+
+def test_only_some_tasks_are_compared(tmp_path: Path) -> None:
+    write(tmp_path, two_tasks(), chain(2))
+    done = call(  # pyright: ignore
+        *write(tmp_path, two_tasks(), chain(2)),
+        "--tasks",
+        "one",
+        "--solvers",
+        "colocated",
+        "--json",
+    )
+    assert [list(plan["tasks"]) for plan in done.document] == [["one"]]
+    assert "2 devices, batch 6" in done.err
+    refused = call(*write(tmp_path, two_tasks(), chain(2)), "--tasks", "three")  # pyright: ignore
+    assert refused.code == 2
+    assert refused.message == "--tasks three: the workload has one, two"
+
+
+def test_one_of_several_tasks_is_asked_of_solvers_of_one_task(tmp_path: Path) -> None:
+    found = compared(tmp_path, two_tasks(), chain(2), tasks=["one"], budget_s=0.05)
+    assert "colocated" in {item.solver for item in found.solved}
+    assert any("for several tasks unless named" in line for line in found.omitted)
 
 
 def test_utilisation_is_flops_over_peak_and_time(swept: Comparison) -> None:

@@ -168,6 +168,26 @@ def test_block_count_that_is_not_the_plans(files: Folder) -> None:
     refused(call("mmlaunch", "verify", plan, "--in-process"), "sound", "7", "4")
 
 
+@pytest.mark.parametrize(
+    ("new", "parts"),
+    [
+        ("optimizer: Adamm,", ("train.optimizer", "'Adamm'")),
+        ("optimizer: Optimizer,", ("train.optimizer_args", "Optimizer")),
+        ("optimizer: LBFGS,", ("train.optimizer", "LBFGS needs whole parameters")),
+        ("optimizer: SGD, groups: [{match: '*', optimizer_args: {rl: 1}}],", ("groups[0]", "'rl'")),
+    ],
+)
+def test_optimizer_is_refused_before_anything_starts(
+    files: Folder, new: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("mmlaunch.launch.launch")
+    edited(files.workload, "optimizer: SGD,", new)
+    plan = two_rank_plan(files.workload, files.plan)
+    refused(call("mmlaunch", "run", plan, "--run-dir", files.root / "run"), *parts)
+    refused(call("mmlaunch", "verify", plan), *parts)
+    assert not (files.root / "run").exists()
+
+
 def set_point(field: str, value: object) -> Change:
     return lambda p: p["modules"]["sound"]["points"][0].update({field: value})
 

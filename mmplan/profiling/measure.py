@@ -94,7 +94,9 @@ def measure_profile(
 
 def _choose(device: DeviceType | None, num_processes: int | None) -> tuple[DeviceType, int]:
     if num_processes is not None and num_processes < 1:
-        raise InvalidInputError(f"--nproc {num_processes}", hint="at least one process")
+        raise InvalidInputError(
+            f"--nproc {num_processes}: so many processes cannot measure", hint="give 1 or more"
+        )
     import torch
 
     chosen: DeviceType = device or ("cuda" if torch.cuda.is_available() else "cpu")

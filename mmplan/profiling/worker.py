@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
+from mmplan.words import counted
 
 Json = dict[str, Any]
 Found = Sequence[tuple[Json, Json]]  # points and their results
@@ -156,13 +157,13 @@ def point_text(point: Json) -> str:
             tp = f", tp {point['tp']}" if point["tp"] > 1 else ""
             return f"{point['module']}: micro-batch {point['microbatch']}{tp}"
         case "loss":
-            return f"{point['loss']}: {point['samples']} samples"
+            return f"{point['loss']}: {counted(point['samples'], 'sample')}"
         case "link":
             return f"{point['operation']}: {point['bytes']} bytes"
         case "machine":
             return "the devices"
         case "work":
-            return f"work of {point['samples']} samples"
+            return f"work of {counted(point['samples'], 'sample')}"
         case _:
             return f"{point['module']}: its blocks"
 
@@ -193,7 +194,7 @@ def _run(job: Json, device: str) -> Iterator[Json]:
             if code or num_results < len(job["points"]):
                 raise RunFailedError(
                     f"the measuring process ended with code {code} after {num_results} of "
-                    f"{len(job['points'])} points",
+                    f"{counted(len(job['points']), 'point')}",
                     hint="run the command again: finished points are kept",
                 )
         finally:

@@ -8,14 +8,17 @@ from mmplan.compare import Comparison, Setting
 from mmplan.report import format as text
 from mmplan.report.console import Grid
 from mmplan.schema.plan import Plan
+from mmplan.words import counted
 
+# Of more tasks their number alone is said.
+SHOWN_TASKS = 6
 COLUMNS = ("iteration", "MFU", "idle", "communication", "memory", "devices", "gap", "solved in")
 
 
 def comparison_grids(found: Comparison) -> Iterator[Grid]:
     """The main setting's plans, then a table for each of the sweeps."""
     yield Grid(
-        title=f"{found.name}, simulated, best first, {setting_words(found.main)}",
+        title=f"{found.name}, simulated, best first, {setting_words(found, found.main)}",
         columns=("solver", ">samples/s", f">x {found.baseline}", *(f">{c}" for c in COLUMNS)),
         rows=[comparison_row(found, item.solver, item.plan) for item in found.best_first],
         note=baseline_words(found),
@@ -24,7 +27,7 @@ def comparison_grids(found: Comparison) -> Iterator[Grid]:
     if by_devices:
         yield _sweep_grid(found, "samples/s by devices", by_devices, lambda s: s.devices)
     if by_batch:
-        yield _sweep_grid(found, "samples/s by batch", by_batch, lambda s: s.batch)
+        yield _sweep_grid(found, f"samples/s by {batch_axis(found)}", by_batch, lambda s: s.batch)
 
 
 def comparison_row(found: Comparison, solver: str, plan: Plan) -> tuple[str, ...]:
@@ -50,9 +53,26 @@ def baseline_words(found: Comparison) -> str:
     return f"x {found.baseline}: samples/s over those of {found.baseline}, {found.baseline_is}"
 
 
-def setting_words(setting: Setting) -> str:
+def setting_words(found: Comparison, setting: Setting) -> str:
     """Devices and batch."""
-    return f"{setting.devices} devices, batch {setting.batch}"
+    return f"{counted(setting.devices, 'device')}, {batch_words(found, setting)}"
+
+
+def batch_words(found: Comparison, setting: Setting) -> str:
+    """What a step takes: of one task its batch, of several their sum and what it is made of."""
+    batches = found.batches(setting)
+    if len(batches) == 1:
+        return f"batch {next(iter(batches.values()))}"
+    shown = ", ".join(f"{name} {batch}" for name, batch in batches.items())
+    of = shown if len(batches) <= SHOWN_TASKS else f"{len(batches)} tasks"
+    return f"{sum(batches.values()):,} samples a step ({of})"
+
+
+def batch_axis(found: Comparison) -> str:
+    """What stands along a sweep of batches."""
+    if not found.has_own_batches:
+        return "batch"
+    return "the workload's batch (those of its tasks change in the same ratio)"
 
 
 def device_sweep(found: Comparison) -> list[Setting]:
@@ -76,7 +96,7 @@ def left_out_lines(found: Comparison) -> list[str]:
         if item.setting == found.main
     ]
     lines += [
-        f"{item.solver} has no plan on {setting_words(item.setting)}: {item.error.message}"
+        f"{item.solver} has no plan on {setting_words(found, item.setting)}: {item.error.message}"
         for item in found.refused
         if item.setting != found.main and item.solver in solvers
     ]

@@ -14,7 +14,9 @@ from mmplan.report.bars import Amount, bars
 from mmplan.report.comparing import (
     COLUMNS,
     baseline_words,
+    batch_axis,
     batch_sweep,
+    batch_words,
     comparison_row,
     device_sweep,
     left_out_lines,
@@ -32,6 +34,7 @@ from mmplan.report.timelines import (
 )
 from mmplan.report.utilisation import utilisation_matrix
 from mmplan.schema.base import write_text
+from mmplan.words import counted
 
 _BARS = 2 * MOST_BARS
 # Lines differ in marker and dash too, not in colour alone.
@@ -75,7 +78,7 @@ def _plans(found: Comparison) -> str:
     best = found.best_first[0]
     cluster = best.plan.cluster
     lead = (
-        f"On {setting_words(found.main)}, cluster {cluster.name} ({cluster.device.name}): "
+        f"On {setting_words(found, found.main)}, cluster {cluster.name} ({cluster.device.name}): "
         f"{best.solver} has the most samples/s, {found.ratio(best.plan):.2f} times those of "
         f"{found.baseline}. All figures are of simulated steps, without the update."
     )
@@ -205,9 +208,10 @@ def _devices(found: Comparison) -> str:
     return (
         markup.text(
             "p",
-            f"Every solver plans anew for every number of devices, batch {found.main.batch}. The "
-            "second picture divides by the number of devices and by the solver's own first point: "
-            "1 is linear scaling.",
+            "Every solver plans anew for every number of devices, "
+            f"{batch_words(found, found.main)}. The second picture divides by the number of "
+            "devices "
+            "and by the solver's own first point: 1 is linear scaling.",
         )
         + markup.element("div", pictures, class_="grid wide")
         + _sweep_table(rates, [s.devices for s in settings], "devices")
@@ -219,11 +223,13 @@ def _batches(found: Comparison) -> str:
     if not settings:
         return ""
     rates = _rates(found, settings, lambda setting: setting.batch)
+    shares = f" Batch: {batch_axis(found)}." if found.has_own_batches else ""
     return (
         markup.text(
             "p",
-            f"Every solver plans anew for every batch, on {found.main.devices} devices. Larger "
-            "batches fill pipelines and hide reductions; what they do to learning is not said.",
+            f"Every solver plans anew for every batch, on {counted(found.main.devices, 'device')}. "
+            "Larger batches fill pipelines and hide reductions; what they do to learning is not "
+            f"said.{shares}",
         )
         + markup.element(
             "div",

@@ -88,16 +88,12 @@ class Output:
             console.print(Text(grid.note))
         _write(self._people, page.getvalue())
 
-    def error(self, error: MMPlanError, *, documented: bool = False) -> None:
-        """An error line and its hint on stderr; with ``--json`` a document on stdout too.
-
-        Args:
-            documented: the command has already written its document.
-        """
+    def error(self, error: MMPlanError) -> None:
+        """An error line and its hint on stderr; with ``--json`` a document on stdout too."""
         detail = getattr(error, "detail", "").rstrip()
         lines = [f"error: {error.message}", detail, f"hint: {error.hint}" if error.hint else ""]
         _write(sys.stderr, "".join(f"{line}\n" for line in lines if line))
-        if documented:
+        if error.documented:
             return
         self.data(
             {

@@ -14,6 +14,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.simulate import Simulation
 from mmplan.whatif import Effect, Replan
+from mmplan.words import counted
 
 # Modules that get a line each; the rest share one.
 _MOST_MODULES = 5
@@ -65,7 +66,7 @@ def replan_reason(plan: Plan, found: Replan) -> Reason:
     return Reason(
         topic=found.change,
         text=f"{fmt.count(then.samples_per_s)} samples/s{faster}, "
-        f"{fmt.seconds(then.iteration_s)} a step on {found.plan.devices} devices",
+        f"{fmt.seconds(then.iteration_s)} a step on {counted(found.plan.devices, 'device')}",
     )
 
 
@@ -88,9 +89,9 @@ def reason_grid(title: str, reasons: Sequence[Reason]) -> Grid:
 
 def _headline(plan: Plan, profile: Profile, simulation: Simulation) -> str:
     return (
-        f"{fmt.seconds(simulation.iteration_s)} a step of {simulation.samples:,} samples, "
+        f"{fmt.seconds(simulation.iteration_s)} a step of {counted(simulation.samples, 'sample')}, "
         f"{fmt.count(simulation.samples_per_s)} samples/s on {simulation.devices_used} of "
-        f"{plan.devices} devices, by a profile that is {profile.source}"
+        f"{counted(plan.devices, 'device')}, by a profile that is {profile.source}"
     )
 
 
@@ -113,7 +114,7 @@ def _module_reasons(simulation: Simulation) -> Iterator[Reason]:
         room_s = count * simulation.iteration_s or 1.0
         yield Reason(
             topic=module,
-            text=f"{count} device{'s' * (count > 1)} ({fmt.ranks(sorted(ranks[module]))}) for "
+            text=f"{counted(count, 'device')} ({fmt.ranks(sorted(ranks[module]))}) for "
             f"{fmt.percent(work_s[module] / total_s)} of the work, busy with it "
             f"{fmt.percent(work_s[module] / room_s)} of the step",
         )
@@ -182,7 +183,7 @@ def _instead(plan: Plan) -> str:
     now_s = plan.predicted.iteration_s
     slower = f" (+{first.iteration_s / now_s - 1:.1%})" if now_s else ""
     return (
-        f"of {len(plan.solver.runners_up)} others the best takes "
+        f"of {counted(len(plan.solver.runners_up), 'other')} the best takes "
         f"{fmt.seconds(first.iteration_s)}{slower}: "
         + shorten(first.label, _LABEL, placeholder=" …")
     )

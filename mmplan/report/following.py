@@ -12,6 +12,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.trace import TimedInstruction, trace_events, write_trace
 from mmplan.report.console import Output, Progress
 from mmplan.schema.plan import Plan
+from mmplan.words import counted
 
 
 def follow(out: Output, bar: Progress, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:
@@ -46,7 +47,7 @@ def follow(out: Output, bar: Progress, plan: Plan, total: int) -> Callable[[dict
                         f"predicted {1e3 * predicted_s:.1f} ms"
                     )
             case "start":
-                out.text(f"run folder {event['run_dir']}, {plan.devices} ranks")
+                out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
             case "note":
                 out.text(event["message"])
             case _:

@@ -8,6 +8,7 @@ from mmplan.report import format as fmt
 from mmplan.report import markup
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, Unit
+from mmplan.words import counted
 
 
 def overview_section(data: ReportData) -> str:
@@ -56,7 +57,9 @@ def _tiles(data: ReportData) -> str:
 
 def _what_is_planned(plan: Plan) -> str:
     tasks = ", ".join(
-        f"{name} ({task.batch} samples a step)" if len(plan.tasks) > 1 else f"{task.batch} samples"
+        f"{name} ({counted(task.batch, 'sample')} a step)"
+        if len(plan.tasks) > 1
+        else counted(task.batch, "sample")
         for name, task in plan.tasks.items()
     )
     modules = {name for task in plan.tasks.values() for name in task.modules}
@@ -64,17 +67,19 @@ def _what_is_planned(plan: Plan) -> str:
     where = f"{plan.devices} {kind} of cluster {plan.cluster.name}"
     if len(plan.tasks) > 1:
         return (
-            f"{plan.name} trains {_number(len(modules), 'module')} in {len(plan.tasks)} tasks, "
+            f"{plan.name} trains {counted(len(modules), 'module')} in "
+            f"{counted(len(plan.tasks), 'task')}, "
             f"{tasks}, on {where}."
         )
-    return f"{plan.name} trains {_number(len(modules), 'module')} on {where}, {tasks} a step."
+    return f"{plan.name} trains {counted(len(modules), 'module')} on {where}, {tasks} a step."
 
 
 def _who_runs_what(plan: Plan) -> Iterator[str]:
     for unit in plan.units[:12]:
         yield _unit_sentence(unit)
     if len(plan.units) > 12:
-        yield f"{len(plan.units) - 12} more units are in the table below."
+        more = counted(len(plan.units) - 12, "more unit is", "more units are")
+        yield f"{more} in the table below."
     for name, task in plan.tasks.items():
         prefix = f"{name}: " if len(plan.tasks) > 1 else ""
         for loss_name, loss in task.losses.items():
@@ -82,7 +87,7 @@ def _who_runs_what(plan: Plan) -> Iterator[str]:
                 r for x in plan.losses if (x.name, x.task) == (loss_name, name) for r in x.ranks
             }
             over = (
-                f"over sync batches of {loss.sync_batch} samples"
+                f"over sync batches of {counted(loss.sync_batch, 'sample')}"
                 if loss.sync_batch
                 else "micro-batch by micro-batch"
             )
@@ -93,7 +98,7 @@ def _who_runs_what(plan: Plan) -> Iterator[str]:
 
 
 def _unit_sentence(unit: Unit) -> str:
-    parts = [_number(unit.dp, "replica")]
+    parts = [counted(unit.dp, "replica")]
     if unit.pp > 1:
         parts.append(f"{unit.pp} pipeline stages each")
     if unit.tp > 1:
@@ -110,7 +115,7 @@ def _unit_sentence(unit: Unit) -> str:
 
 def _shares(unit: Unit) -> str:
     if len(set(unit.samples)) == 1:
-        return f"{unit.samples[0]} samples" + (" each" if unit.dp > 1 else "")
+        return counted(unit.samples[0], "sample") + (" each" if unit.dp > 1 else "")
     return f"{fmt.repeated(unit.samples)} samples, replica by replica,"
 
 
@@ -124,10 +129,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if len(shown) > 60:
         return f"{len(set(ranks))} ranks from {min(ranks)} to {max(ranks)}"
     return f"rank{'s' * (len(set(ranks)) != 1)} {shown}"
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _times(data: ReportData) -> str:
@@ -149,7 +150,7 @@ def _times(data: ReportData) -> str:
     return (
         f"{text} {data.found_by.capitalize()}: {fmt.seconds(measured_s)}, "
         f"{fmt.count(samples / measured_s)} samples/s, "
-        f"the median of {_number(len(run.current) - run.warm_up, 'step')}{left_out}. "
+        f"the median of {counted(len(run.current) - run.warm_up, 'step')}{left_out}. "
         f"Predicted / {data.found_by} = {ratio:.3f}: {_verdict(ratio)}."
     )
 
@@ -180,19 +181,20 @@ def sharing_note(data: ReportData) -> str:
     used = len({rank for unit in plan.units for rank in unit.all_ranks})
     if run is None or run.cores is None or not plan.cluster.device.is_cpu or used <= run.cores:
         return ""
-    cores = _number(run.cores, "core")
+    cores = counted(run.cores, "core")
     crowd = _crowd(data)
     if crowd is None:
         text = (
-            f"{used} ranks share {cores}. The prediction assumes a core for each rank, so measured "
-            f"times may be up to {used}/{run.cores} = {used / run.cores:.3g} times longer than "
-            "predicted whenever all ranks compute at once; the measured timeline shows ranks that "
-            "wait for a core as longer instructions."
+            f"{counted(used, 'rank')} share {cores}. The prediction assumes a core for each "
+            f"rank, so measured times may be up to {used}/{run.cores} = {used / run.cores:.3g} "
+            "times longer than predicted whenever all ranks compute at once; the measured "
+            "timeline shows ranks that wait for a core as longer instructions."
         )
     else:
         text = (
-            f"{used} ranks share {cores}. The profile was measured with {crowd[0]} processes busy "
-            f"at once on {_number(crowd[1], 'core')}, so its times already contain sharing a core "
+            f"{counted(used, 'rank')} share {cores}. The profile was measured with "
+            f"{counted(crowd[0], 'process', 'processes')} busy "
+            f"at once on {counted(crowd[1], 'core')}, so its times already contain sharing a core "
             f"{crowd[0]}/{crowd[1]} = {crowd[0] / crowd[1]:.3g} ways: where all ranks compute at "
             "once the prediction holds, where some of them wait the others run faster than "
             "predicted, and the order in which ranks get a core is chance."

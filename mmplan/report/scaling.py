@@ -12,6 +12,7 @@ from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, ScalingCurve
 from mmplan.solvers.mpsp_bounds import curve
 from mmplan.solvers.mpsp_model import parts
+from mmplan.words import counted
 
 # Each picture weighs some 15 kB.
 _MOST_PICTURES = 40
@@ -40,7 +41,11 @@ def scaling_pictures(data: ReportData) -> str:
             "which the bound stands on).",
         )
         + _legend()
-        + (markup.note(f"{more} more MetaOps are left out.") if more > 0 else "")
+        + (
+            markup.note(f"{counted(more, 'more MetaOp is', 'more MetaOps are')} left out.")
+            if more > 0
+            else ""
+        )
         + markup.element("div", pictures, class_="grid")
     )
 

@@ -14,6 +14,8 @@ from mmplan.simulate import Simulation
 from mmplan.solvers.metaops import contract
 
 TIMELINE_COLUMNS = 96
+# The next best say what was decided; the others are in the plan.
+MOST_RUNNERS_UP = 5
 
 
 def workload_grids(workload: Workload) -> Iterator[Grid]:
@@ -190,6 +192,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
         ],
     )
     if solver.runners_up:
+        more = len(solver.runners_up) - MOST_RUNNERS_UP
         yield Grid(
             title="runners-up",
             columns=("plan", ">objective", ">simulated", *((">measured",) if trials else ())),
@@ -200,8 +203,9 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
                     text.seconds(r.iteration_s),
                     *((text.measured(r.measured_s),) if trials else ()),
                 )
-                for r in solver.runners_up
+                for r in solver.runners_up[:MOST_RUNNERS_UP]
             ],
+            note=f"{more} more in the plan's solver.runners_up" if more > 0 else "",
         )
 
 

@@ -11,6 +11,7 @@ from mmplan.report import markup
 from mmplan.report.source import ReportData
 from mmplan.report.traffic import traffic_table
 from mmplan.schema.plan import Plan, Unit
+from mmplan.words import counted
 
 NUM_COLOURS = 7
 # Above this many devices a cell shows letters instead of names, above the next none is added.
@@ -153,7 +154,8 @@ def _drawing(plan: Plan, places: dict[int, list[_Place]], shown: int) -> str:
         _HATCH + "".join(drawn),
         width=min(across, len(nodes)) * (layout.node_width + _MARGIN),
         height=num_rows * (layout.node_height + _MARGIN),
-        label=f"{len(nodes)} nodes with {shown} devices; the table of units says the same",
+        label=f"{counted(len(nodes), 'node')} with {counted(shown, 'device')}; "
+        "the table of units says the same",
         class_="topology",
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
 from mmplan.report.source import ReportData, Run, Segment
+from mmplan.words import counted
 
 _WIDTH, _HEIGHT = 5.4, 2.9
 
@@ -122,7 +123,9 @@ def _time_picture(run: Run, segments: tuple[Segment, ...]) -> str:
     caption = "Forward, backward, communication and losses, without the update."
     if warm_up:
         since = " of the last plan" if len(segments) > 1 else ""
-        caption += f" Grey: the first {len(warm_up)} steps{since}, left out of the median."
+        caption += (
+            f" Grey: the first {counted(len(warm_up), 'step')}{since}, left out of the median."
+        )
     clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
     if clipped:
         caption += f" Above the picture: {clipped} of the points."

@@ -8,6 +8,7 @@ from mmplan.report import format as fmt
 from mmplan.report import markup
 from mmplan.report.source import ReportData
 from mmplan.utilisation import ModuleUse, module_uses
+from mmplan.words import counted
 
 _EXPLAINED = (
     "Utilisation is model FLOPs over peak FLOP/s times time: while its devices compute the module, "
@@ -57,7 +58,7 @@ def utilisation_matrix(plans: Mapping[str, Sequence[ModuleUse]]) -> str:
 def _cell(use: ModuleUse | None) -> markup.Markup:
     if use is None:
         return markup.Markup("–")
-    below = f"{fmt.percent(use.of_step)}, {len(use.ranks)} devices"
+    below = f"{fmt.percent(use.of_step)}, {counted(len(use.ranks), 'device')}"
     return markup.Markup(_meter(use.while_busy) + markup.text("span", below, class_="below"))
 
 

@@ -14,6 +14,7 @@ from mmplan.report import markup, plots
 from mmplan.report.source import ReportData
 from mmplan.report.work_tables import subset
 from mmplan.schema.profile import DataWork, Profile
+from mmplan.words import counted
 
 # Each picture weighs some 10 kB.
 MOST_PICTURES = 40
@@ -69,7 +70,11 @@ def work_section(data: ReportData) -> str:
     found = list(histograms(data))
     pictures = "".join(_picture(item, index) for index, item in enumerate(found[:MOST_PICTURES]))
     left_out = len(found) - MOST_PICTURES
-    note = markup.note(f"{left_out} more modules are left out.") if left_out > 0 else ""
+    note = (
+        markup.note(f"{counted(left_out, 'more module is', 'more modules are')} left out.")
+        if left_out > 0
+        else ""
+    )
     return (
         "".join(markup.text("p", line) for line in _facts(profile, data))
         + note

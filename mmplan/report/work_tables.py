@@ -10,6 +10,7 @@ from mmplan.draws import SampledSteps, Spread
 from mmplan.report import format as text
 from mmplan.report.console import Grid
 from mmplan.schema.profile import DataWork, Profile
+from mmplan.words import counted
 
 SOURCES = {"work": "the dataset's work(index)", "lengths": "lengths of ragged fields"}
 
@@ -65,7 +66,8 @@ def sampled_grid(sampled: SampledSteps, *, predicted_s: float) -> Grid:
     if sampled.reordered is not None:
         rows.append(row("drawn, reordered as in training", sampled.reordered))
     return Grid(
-        title=f"iteration on {sampled.draws} batches drawn from {sampled.samples} samples",
+        title=f"iteration on {counted(sampled.draws, 'batch', 'batches')} drawn from "
+        f"{counted(sampled.samples, 'sample')}",
         columns=("batches", ">mean", ">10%", ">50%", ">90%"),
         rows=rows,
     )

@@ -23,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from mmplan.words import counted
 
 # Scalars are strict ("3" is not 3); lists become tuples.
 Str = Annotated[str, Strict()]
@@ -215,7 +216,7 @@ def _explain(
     # A name spelt wrong is an unknown field and a missing one: the former says where to look.
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
     others = len(faults) - 1
-    more = f" (and {others} more fault{'s' * (others > 1)})" if others else ""
+    more = f" (and {counted(others, 'more fault')})" if others else ""
     return InvalidInputError(
         f"{source}: {_place(first)}: {_choices(first, faults) or _problem(first)}{more}",
         hint=_mend(first, faults, model),

@@ -12,6 +12,7 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
+from mmplan.words import counted
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -23,7 +24,7 @@ def load_plan(path: str | Path) -> Plan:
     plan = load_document(Plan, path)
     faults = plan_faults(plan)
     if faults:
-        more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+        more = f" (and {counted(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
         raise InvalidInputError(
             f"{path}: {faults[0]}{more}", hint=f"mmplan check {path} lists every fault"
         )

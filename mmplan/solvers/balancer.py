@@ -20,6 +20,7 @@ import numpy as np
 
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.boxes import Balance, Floats, Ints, OptionTable, lower_bound, search
+from mmplan.words import counted
 
 __all__ = ["Balance", "OptionTable", "balance", "balance_best_first", "make_table", "objective_s"]
 
@@ -164,7 +165,8 @@ def _check_feasible(tables: Sequence[OptionTable], devices: int) -> None:
     needed = [min_devices(table) for table in tables]
     if sum(needed) > devices:
         raise InfeasibleError(
-            f"{len(tables)} modules need at least {' + '.join(map(str, needed))} = {sum(needed)} "
+            f"{counted(len(tables), 'module')} together need at least "
+            f"{' + '.join(map(str, needed))} = {sum(needed)} "
             f"devices, there are {devices}",
-            hint=f"give it {sum(needed) - devices} more devices",
+            hint=f"give it {counted(sum(needed) - devices, 'more device')}",
         )

@@ -26,6 +26,7 @@ from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.shares import microbatch_sizes
 from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import make_unit
+from mmplan.words import counted
 
 # Up to so many devices all numbers of them are tried, of more whole nodes only.
 _ALL = 128
@@ -177,11 +178,7 @@ class _Search:
         wholes: list[_Whole] = [_Whole(parts=(), reach=(), time_s=0.0, held_bytes=0.0)]
         for name, own in parts.items():
             if not own:
-                raise InfeasibleError(
-                    f"module {name}: its plan does not allow pp 1 with all {problem.devices} "
-                    "devices, so it cannot share them",
-                    hint=f"loosen modules.{name}.plan, or use --solver distmm",
-                )
+                raise self._not_shared(name)
             wholes = _undominated(
                 _Whole(
                     parts=(*whole.parts, part),
@@ -202,6 +199,16 @@ class _Search:
                 "sync_batch",
             )
         return fitting
+
+    def _not_shared(self, module: str) -> InfeasibleError:
+        problem = self._problem
+        pins = str(problem.request.workload.modules[module].plan) or "no pins"
+        degrees = ", ".join(map(str, tensor_degrees(problem, module))) or "none that fits a node"
+        return InfeasibleError(
+            f"module {module}: to share all of {counted(problem.devices, 'device')} it needs pp 1 "
+            f"and a tp of the profile's ({degrees}), its plan ({pins}) allows none of these",
+            hint=f"loosen modules.{module}.plan, profile it at another tp, or use --solver distmm",
+        )
 
     def _value_s(self, whole: _Whole) -> float:
         """The formula, T."""

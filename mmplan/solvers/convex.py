@@ -25,6 +25,7 @@ from mmplan.solvers.convex_relaxation import relax
 from mmplan.solvers.placement import Grid, place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.shares import split_evenly
+from mmplan.words import counted
 
 METHODS = {
     "exact": "the integer optimum of the formula",
@@ -241,11 +242,12 @@ def _notes(pipelines: Pipelines, frame: Frame) -> Iterator[str]:
     batch, backbone = pipelines.problem.task.batch, pipelines.modules[pipelines.backbone]
     last = batch - (frame.steps - 1) * frame.samples
     yield (
-        f"{backbone} is the backbone: {frame.replicas} replicas, {frame.steps} micro-batches "
+        f"{backbone} is the backbone: {counted(frame.replicas, 'replica')}, "
+        f"{counted(frame.steps, 'micro-batch', 'micro-batches')} "
         f"of {frame.microbatch} each"
     )
     if last < frame.samples:
         yield (
-            f"the batch of {batch} is no multiple of {frame.samples} samples: the last step of "
-            f"the pipeline takes {last}"
+            f"the batch of {batch} is no multiple of {counted(frame.samples, 'sample')}: the "
+            f"last step of the pipeline takes {last}"
         )

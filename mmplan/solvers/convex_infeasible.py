@@ -13,6 +13,7 @@ from mmplan.solvers.convex_core import Found, best_plans
 from mmplan.solvers.convex_groups import Pipelines
 from mmplan.solvers.convex_options import ModuleTables
 from mmplan.solvers.problem import Problem
+from mmplan.words import counted
 
 # Nothing that is still infeasible with so many times the devices or bytes is a matter of them.
 MOST_DOUBLINGS = 12
@@ -31,7 +32,8 @@ def explain(problem: Problem) -> InfeasibleError:
         return InfeasibleError(
             f"convex gives each of {len(pipelines.modules)} modules devices of its own, there "
             f"are {problem.devices}: {missing} missing",
-            hint=f"give it {missing} more devices, or use --solver auto, which may share them",
+            hint=f"give it {counted(missing, 'more device')}, or use --solver auto, which may "
+            "share them",
         )
     devices = _least(problem.devices, lambda n: _any_plan(_with_devices(problem, n)))
     memory = _least_memory(problem)
@@ -44,7 +46,7 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
     have = problem.memory_bytes
     ways: list[str] = []
     if devices is not None:
-        ways.append(f"{devices - problem.devices} more devices")
+        ways.append(counted(devices - problem.devices, "more device"))
     if memory is not None:
         ways.append(f"{_rounded_up(memory - have)} more bytes on each device")
     modules = ", ".join(problem.task.modules)
@@ -65,7 +67,8 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
         listed = "" if devices is None else f" ({_listed(_with_devices(problem, devices))})"
         reason = (
             f"with {have:.3g} bytes on a device, a pipeline of {modules} takes "
-            f"{devices or 'more than any number of'} devices{listed}, there are {problem.devices}"
+            f"{counted(devices, 'device') if devices else 'more than any number of devices'}"
+            f"{listed}, there are {problem.devices}"
         )
     return InfeasibleError(
         f"memory is the tightest constraint: {reason}",
@@ -83,13 +86,13 @@ def _no_degrees(problem: Problem, own: ModuleTables | None) -> InfeasibleError:
     if own is None:
         return InfeasibleError(
             f"no degrees that the modules' plans allow fit a batch of {problem.task.batch} on "
-            f"{problem.devices} devices, whatever their memory",
+            f"{counted(problem.devices, 'device')}, whatever their memory",
             hint="loosen dp, pp, vpp or microbatch in the modules' plan",
         )
     degrees = problem.costs.tp_options(task=problem.task.name, module=own.module)
     return InfeasibleError(
         f"module {own.module}: no tp, pp and vpp fit its plan ({own.pins}), the profile's tp "
-        f"{', '.join(map(str, degrees))} and {problem.devices} devices",
+        f"{', '.join(map(str, degrees))} and {counted(problem.devices, 'device')}",
         hint=f"loosen modules.{own.module}.plan, or profile it at another tp",
     )
 

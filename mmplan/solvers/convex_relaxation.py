@@ -34,6 +34,7 @@ from mmplan.solvers.convex_groups import Frame, Pipelines
 from mmplan.solvers.convex_options import Pick, Table
 from mmplan.solvers.convex_stages import FIXED, LOSS, STATE, Floats, Ints
 from mmplan.solvers.problem import Problem
+from mmplan.words import counted
 
 # A quotient so little below a whole number of stages is that number.
 ROUNDING = 1e-6
@@ -334,11 +335,11 @@ def _nothing_rounds(problem: Problem, bound_s: float) -> InfeasibleError:
     if np.isfinite(bound_s):
         return InfeasibleError(
             f"no relaxation (the best takes {bound_s:.4g} s) rounds to whole stages that fit "
-            f"{problem.devices} devices and their memory",
+            f"{counted(problem.devices, 'device')} and their memory",
             hint="use --method exact",
         )
     return InfeasibleError(
-        f"the convex relaxation has no solution on {problem.devices} devices",
+        f"the convex relaxation has no solution on {counted(problem.devices, 'device')}",
         hint="use --method exact, which says what is missing",
     )
 

@@ -21,6 +21,7 @@ from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import last_stage_ranks, make_unit
+from mmplan.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,9 +285,9 @@ def check_feasible(problem: Problem, modules: dict[str, ModuleOptions]) -> None:
         largest = max(fewest, key=lambda name: fewest[name])
         listed = ", ".join(f"{name} {n}" for name, n in fewest.items())
         raise InfeasibleError(
-            f"the modules need at least {total} devices ({listed}), there are "
+            f"the modules need at least {counted(total, 'device')} ({listed}), there are "
             f"{problem.devices}: {total - problem.devices} missing, most of them for {largest}",
-            hint=f"use {total} devices or more, or --solver auto, which may share them",
+            hint=f"use {counted(total, 'device')} or more, or --solver auto, which may share them",
         )
 
 
@@ -296,13 +297,13 @@ def _no_option(problem: Problem, name: str, own: ModuleOptions) -> InfeasibleErr
         degrees = problem.costs.tp_options(task=problem.task.name, module=name)
         return InfeasibleError(
             f"module {name}: no tp and pp fit its plan ({pins}), the profile's tp "
-            f"{', '.join(map(str, degrees))} and {problem.devices} devices",
+            f"{', '.join(map(str, degrees))} and {counted(problem.devices, 'device')}",
             hint=f"loosen modules.{name}.plan, or profile it at another tp",
         )
     if own.shortage is None:
         return InfeasibleError(
             f"module {name}: no number of replicas and micro-batch allowed by its plan fits a "
-            f"round of {problem.round_samples} samples on {problem.devices} devices",
+            f"round of {problem.round_samples} samples on {counted(problem.devices, 'device')}",
             hint=f"loosen dp or microbatch in modules.{name}.plan",
         )
     needed, memory = own.shortage.needed_bytes, problem.memory_bytes

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.one_grid import Layout, OneGrid, Split
 from mmplan.solvers.problem import Candidate, Problem, Request
+from mmplan.words import counted
 
 
 def best_grids(
@@ -120,16 +121,16 @@ def nothing_allowed(problem: Problem, solver: str, layouts: Sequence[Layout]) ->
     fewest = min((layout.tp * layout.positions for layout in layouts), default=0)
     if fewest > problem.devices:
         return InfeasibleError(
-            f"{solver} needs at least {fewest} devices for one replica, there are "
+            f"{solver} needs at least {counted(fewest, 'device')} for one replica, there are "
             f"{problem.devices}: {fewest - problem.devices} missing",
-            hint=f"give it {fewest} devices or more",
+            hint=f"give it {counted(fewest, 'device')} or more",
         )
     modules = problem.task.modules
     specs = problem.request.workload.modules
     pins = {m: p for m in modules if (p := specs[m].plan.model_dump(exclude_none=True))}
     return InfeasibleError(
         f"{solver} has one grid for {', '.join(modules)}: no degrees and micro-batch fit all of "
-        f"their plans {pins} on {problem.devices} devices",
+        f"their plans {pins} on {counted(problem.devices, 'device')}",
         hint="loosen the modules' plan, or use --solver auto",
     )
 
@@ -142,7 +143,7 @@ def too_large(
     memory = problem.memory_bytes
     return InfeasibleError(
         f"{solver} needs at least {needed:.3g} bytes on a device (tp {layout.tp}, "
-        f"{layout.positions} pipeline positions), a device has {memory:.3g}: "
+        f"{counted(layout.positions, 'pipeline position')}), a device has {memory:.3g}: "
         f"{needed - memory:.3g} bytes missing",
         hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
     )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.words import counted
 
 Floats = NDArray[np.float64]
 # Shares of blocks that differ by less are one share.
@@ -66,7 +67,8 @@ class Chain:
         """
         if self.counts[0] > devices:
             raise InfeasibleError(
-                f"{self.name} needs {self.counts[0]} devices at least, there are {devices}",
+                f"{self.name} needs {counted(self.counts[0], 'device')} at least, there are "
+                f"{devices}",
                 hint="use more devices, or allow smaller degrees for its module",
             )
         kept: list[int] = []

@@ -10,6 +10,7 @@ from mmplan.schema.plan import ScalingCurve
 from mmplan.solvers.mpsp_bounds import paper_value
 from mmplan.solvers.mpsp_find import phase_bound
 from mmplan.solvers.mpsp_model import Chain, Instance, in_proportion
+from mmplan.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +46,6 @@ def bounds_of(instance: Instance, rounds: int, limit_s: float) -> Bounds:
     else:
         tables = [c.backward_s for c in chains]
         backward_s = phase_bound(instance, tables, limit_s / 2)
-    paper_s = sum(
-        paper_value(
-            [chains[m].counts for m in members],
-            [chains[m].both_s.sum(axis=1) for m in members],
-            instance.devices,
-        )
-        for members in map(instance.of_level, range(instance.levels))
-    )
     area_s = sum(
         float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
         for c in chains
@@ -63,11 +56,28 @@ def bounds_of(instance: Instance, rounds: int, limit_s: float) -> Bounds:
         area_s=area_s / instance.devices,
         curves=tuple(_scaling_curve(chain, rounds) for chain in chains),
         notes=(
-            f"{len(chains)} MetaOps on {instance.levels} levels; bound {forward_s:.4g} s forward + "
-            f"{backward_s:.4g} s backward a round; Spindle's continuous optimum (Eq. 11, no bound) "
-            f"is {paper_s:.4g} s",
+            f"{counted(len(chains), 'MetaOp')} on {counted(instance.levels, 'level')}; bound "
+            f"{forward_s:.4g} s forward + {backward_s:.4g} s backward a round"
+            + _papers_optimum(instance),
         ),
     )
+
+
+def _papers_optimum(instance: Instance) -> str:
+    """Spindle's Eq. 11, which gives every MetaOp of a level devices of its own at the same time."""
+    levels = [instance.of_level(level) for level in range(instance.levels)]
+    if max(map(len, levels)) > instance.devices:
+        return ""
+    chains = instance.chains
+    paper_s = sum(
+        paper_value(
+            [chains[m].counts for m in members],
+            [chains[m].both_s.sum(axis=1) for m in members],
+            instance.devices,
+        )
+        for members in levels
+    )
+    return f"; Spindle's continuous optimum (Eq. 11, no bound) is {paper_s:.4g} s"
 
 
 def _scaling_curve(chain: Chain, rounds: int) -> ScalingCurve:

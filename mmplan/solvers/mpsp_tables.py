@@ -23,6 +23,7 @@ from mmplan.solvers.mpsp_model import Chain, Floats, parts
 from mmplan.solvers.partitioner import degree_candidates
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.shares import replica_counts
+from mmplan.words import counted
 
 Ints = NDArray[np.int64]
 # Several degrees of one module are tried where their bound is less than this share of one's.
@@ -103,7 +104,7 @@ class Scalings:
             if not tables:
                 raise InfeasibleError(
                     f"{op.name}: no degrees that its plan and profile allow fit "
-                    f"{problems[op.task].devices} devices",
+                    f"{counted(problems[op.task].devices, 'device')}",
                     hint=f"loosen modules.{op.module}.plan, or use more devices",
                 )
 

@@ -19,6 +19,7 @@ from mmplan.solvers.convex_core import Found, Group, Options, best_plans
 from mmplan.solvers.convex_groups import Pipelines
 from mmplan.solvers.distmm import best_candidates, check_feasible, make_options
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.words import counted
 
 
 def solve_ratio(request: Request) -> Solution:
@@ -111,8 +112,9 @@ def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate]
         own.options = [option for option in own.options if option.devices <= shares[name]]
         if not own.options:
             raise InfeasibleError(
-                f"module {name} gets {shares[name]} of {problem.devices} devices by its share "
-                f"({_listed(shares)}), it needs {fewest}: {fewest - shares[name]} missing",
+                f"module {name} gets {shares[name]} of {counted(problem.devices, 'device')} by "
+                f"its share ({_listed(shares)}), it needs {fewest}: {fewest - shares[name]} "
+                "missing",
                 hint="use more devices, or --solver distmm, which chooses the shares",
             )
     return best_candidates(problem, modules)
@@ -169,13 +171,14 @@ def _shares_too_small(problem: Problem, shares: Mapping[str, int]) -> Infeasible
     free = list(candidates_of(pipelines, _best(pipelines, pipelines.groups(), 1)))
     if not free:
         return InfeasibleError(
-            f"no plan fits {problem.devices} devices, whatever the shares ({_listed(shares)})",
+            f"no plan fits {counted(problem.devices, 'device')}, whatever the shares "
+            f"({_listed(shares)})",
             hint="--solver convex says how many devices or bytes are missing",
         )
     taken = {unit.module: len(unit.all_ranks) for unit in free[0].units}
     return InfeasibleError(
-        f"the shares of {problem.devices} devices ({_listed(shares)}) hold no plan; a plan of "
-        f"free shares takes {_listed(taken)}",
+        f"the shares of {counted(problem.devices, 'device')} ({_listed(shares)}) hold no plan; a "
+        f"plan of free shares takes {_listed(taken)}",
         hint="use more devices, or --solver convex, which chooses the shares",
     )
 

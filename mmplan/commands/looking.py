@@ -1,0 +1,153 @@
+"""``mmplan show``, ``check``, ``simulate`` and ``report``: what reads files that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mmplan.commands.options import Json, PlanPath, PlansProfileOption, ReplanOption
+from mmplan.errors import InvalidInputError, RunFailedError
+from mmplan.report.console import Output
+from mmplan.words import counted
+
+
+def show(
+    file: Annotated[Path, typer.Argument(metavar="WORKLOAD|PROFILE|PLAN")],
+    program: Annotated[
+        bool, typer.Option("--program", help="a plan's program: one row of instructions per rank")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Tables of a file; for a plan a timeline as well."""
+    from mmplan.report.showing import show_plan, show_profile, show_timeline
+    from mmplan.report.tables import workload_grids
+    from mmplan.schema.load import load_any
+    from mmplan.schema.plan import Plan
+    from mmplan.schema.profile import Profile
+    from mmplan.schema.workload import Workload
+
+    out = Output(as_json=as_json)
+    document = load_any(file)
+    if isinstance(document, Plan):
+        if program:
+            from mmplan.program.compile import compile_plan
+            from mmplan.program.text import format_program
+
+            out.text(format_program(compile_plan(document)))
+        else:
+            show_plan(out, document)
+            show_timeline(out, document, file)
+    elif isinstance(document, Profile):
+        show_profile(out, document)
+    elif isinstance(document, Workload):
+        for grid in workload_grids(document):
+            out.grid(grid)
+    else:
+        out.text(document.model_dump_json(indent=1, exclude_none=True))
+    out.data(document.model_dump(mode="json", exclude_none=True))
+
+
+def check(plan: PlanPath, as_json: Json = False) -> None:
+    """Every invariant of a plan and of its program, without running it."""
+    from mmplan.program.check import check_program
+    from mmplan.program.compile import compile_plan
+    from mmplan.schema.base import load_document
+    from mmplan.schema.faults import plan_faults
+    from mmplan.schema.plan import Plan
+
+    out = Output(as_json=as_json)
+    document = load_document(Plan, plan)
+    faults = plan_faults(document)
+    if not faults:
+        try:
+            program = compile_plan(document)
+        except InvalidInputError as error:
+            faults = [error.message]
+        else:
+            faults = check_program(program)
+            count = sum(map(len, program.instructions))
+            out.text(
+                f"{plan}: {counted(count, 'instruction')} on {counted(program.num_ranks, 'rank')}"
+            )
+    for fault in faults:
+        out.text(f"fault: {fault}")
+    out.data({"plan": str(plan), "faults": faults})
+    if faults:
+        raise RunFailedError(
+            f"{plan} has {counted(len(faults), 'fault')}",
+            hint="solve the workload again",
+            documented=True,
+        )
+    out.text("no faults: complete, free of deadlocks, every sample reaches every gradient once")
+
+
+def simulate(
+    plan: PlanPath,
+    profile: PlansProfileOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="TRACE.json", help="write a Chrome/Perfetto trace"),
+    ] = None,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            "--draws", metavar="N", min=0, help="batches of a profile's data to draw, 0 for none"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predicted timeline of one step; where the profile has data, how times spread."""
+    from dataclasses import asdict
+
+    from mmplan.draws import sample_steps
+    from mmplan.predict import plan_costs
+    from mmplan.program.trace import trace_events, write_trace
+    from mmplan.report.tables import timeline_lines
+    from mmplan.report.work_tables import sampled_grid
+    from mmplan.schema.load import load_plan
+    from mmplan.simulate import prediction
+    from mmplan.simulate import simulate as start
+
+    out = Output(as_json=as_json)
+    document = load_plan(plan)
+    costs = plan_costs(document, plan, profile)
+    simulated = start(costs.program, costs)
+    found = prediction(simulated, document)
+    for line in timeline_lines(simulated):
+        out.text(line)
+    out.text(
+        f"iteration {found.iteration_s:.4g} s, {found.samples_per_s:.4g} samples/s, "
+        f"idle {100 * found.bubble_fraction:.1f}%, MFU {100 * found.mfu:.1f}%"
+    )
+    sampled = None if draws == 0 else sample_steps(costs, draws=draws)
+    if sampled is not None:
+        out.grid(sampled_grid(sampled, predicted_s=found.iteration_s))
+    if trace is not None:
+        events = trace_events(simulated.program, simulated.events(), process_name="predicted")
+        write_trace(trace, events)
+        out.text(f"wrote {trace} (open it in ui.perfetto.dev or chrome://tracing)")
+    spread = {} if sampled is None else {"sampled": asdict(sampled)}
+    out.data(found.model_dump(mode="json") | spread)
+
+
+def report(
+    source: Annotated[Path, typer.Argument(metavar="PLAN|RUN_DIR")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="HTML", help="where it is written")
+    ] = Path("report.html"),
+    replan: ReplanOption = False,
+    as_json: Json = False,
+) -> None:
+    """One self-contained page with pictures of a plan, or of a run."""
+    from mmplan.report.page import write_report
+
+    out = Output(as_json=as_json)
+    if replan:
+        with out.progress("planning again") as bar:
+            write_report(source, output, progress=bar.update)
+    else:
+        write_report(source, output)
+    out.text(f"wrote {output}")
+    out.data({"report": str(output)})

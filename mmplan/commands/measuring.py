@@ -1,0 +1,132 @@
+"""``mmplan profile`` and ``mmplan doctor``: what this machine does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mmplan.commands.options import ClusterOption, Json, WorkloadPath
+from mmplan.errors import InvalidInputError
+from mmplan.report.console import Output
+
+
+def profile(
+    workload: WorkloadPath,
+    cluster: ClusterOption = None,
+    analytic: Annotated[
+        bool, typer.Option("--analytic", help="count FLOPs on the meta device; needs --cluster")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cpu|cuda", help="default: cuda if there is")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", metavar="N", help="processes that measure together")
+    ] = None,
+    data: Annotated[
+        bool, typer.Option("--data", help="how much work the samples of the data are")
+    ] = False,
+    data_samples: Annotated[
+        int | None,
+        typer.Option("--data-samples", metavar="N", help="that --data looks at, default 512"),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE", help="where it is written")
+    ] = Path("profile.json"),
+    as_json: Json = False,
+) -> None:
+    """Time the modules, losses and links of a workload, and fit their curves."""
+    from mmplan.report.showing import show_profile, warn_unused
+    from mmplan.schema.base import save_document
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    loaded = load_workload(workload)
+    warn_unused(out, loaded)
+    if data_samples is not None and not (data and data_samples > 0):
+        raise InvalidInputError(
+            f"--data-samples {data_samples}: how many samples --data looks at",
+            hint="give 1 or more, together with --data",
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise InvalidInputError(f"--device {device}", hint="choose cpu or cuda")
+    machine = load_cluster(cluster) if cluster is not None else None
+    state = output.with_name(f".{output.name}.partial")
+    if analytic:
+        if machine is None:
+            raise InvalidInputError(
+                "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
+            )
+        from mmplan.profiling.analytic import analytic_profile
+
+        made = analytic_profile(loaded, workload.parent, machine)
+    else:
+        made = _measure(out, workload, machine, device, nproc, state)
+    if data:
+        made = _with_data(out, made, loaded, workload.parent, data_samples, state)
+    save_document(made, output)
+    state.unlink(missing_ok=True)
+    show_profile(out, made)
+    out.text(f"wrote {output}")
+    out.data({"profile": str(output), "source": made.source, "cluster": made.cluster.name})
+
+
+def _measure(
+    out: Output, workload: Path, machine: Any, device: Any, nproc: int | None, state: Path
+) -> Any:
+    from mmplan.profiling.measure import measure_profile
+
+    with out.progress("profiling") as bar:
+        return measure_profile(
+            workload,
+            cluster=machine,
+            device=device,
+            num_processes=nproc,
+            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
+            state_path=state,
+        )
+
+
+def _with_data(
+    out: Output, profile: Any, workload: Any, folder: Path, samples: int | None, state: Path
+) -> Any:
+    """The profile with the work of its data; says which tasks' samples all cost the same."""
+    from mmplan.profiling.data import SAMPLES, profile_data
+
+    with out.progress("reading data") as bar:
+        made = profile_data(
+            profile,
+            workload,
+            folder,
+            samples=samples or SAMPLES,
+            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
+            state_path=state,
+        )
+    for task in made.provenance["data"]["equal"]:
+        out.hint(
+            f"task {task}: no work(index) in its data set and no ragged fields that a module "
+            "takes; all samples count alike"
+        )
+    return made
+
+
+def doctor(as_json: Json = False) -> None:
+    """Whether this machine is fit, and what is wrong."""
+    from dataclasses import asdict
+
+    from mmplan.doctor import examine
+    from mmplan.errors import UnfitEnvironmentError
+
+    out = Output(as_json=as_json)
+    findings = examine()
+    for finding in findings:
+        mark = {True: "ok  ", False: "FAIL", None: "note"}[finding.ok]
+        out.text(f"{mark}  {finding.name}: {finding.detail}")
+        if finding.hint and not finding.ok:
+            out.text(f"      hint: {finding.hint}")
+    out.data([asdict(finding) for finding in findings])
+    unfit = [finding.name for finding in findings if finding.ok is False]
+    if unfit:
+        raise UnfitEnvironmentError(f"this machine is unfit: {', '.join(unfit)}", documented=True)

@@ -1,0 +1,238 @@
+"""``mmplan solve``, ``compare`` and ``explain``: what asks the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mmplan.arguments import counts, names
+from mmplan.commands.options import (
+    ClusterOption,
+    DevicesOption,
+    Json,
+    PlanPath,
+    PlansProfileOption,
+    ProfileOption,
+    ReplanOption,
+    TasksOption,
+    WorkloadPath,
+)
+from mmplan.report.console import Output
+
+if TYPE_CHECKING:
+    from mmplan.report.explain import Reason
+    from mmplan.schema.plan import Plan
+    from mmplan.trials import Trials
+
+    # Of a plan that may name files relative to a second path's folder, and of its workload's file:
+    # the seconds of a real step. Whoever runs the commands gives it in their context; what runs
+    # plans is above this package.
+    StepSeconds = Callable[[Plan, Path, Path], float]
+
+
+def solve(
+    context: typer.Context,
+    workload: WorkloadPath,
+    profile: ProfileOption,
+    cluster: ClusterOption = None,
+    devices: DevicesOption = None,
+    solver: Annotated[
+        str,
+        typer.Option(
+            "--solver", metavar="NAME", help="auto, distmm, convex, mpsp, colocated, megatron, ..."
+        ),
+    ] = "auto",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method", metavar="NAME", help="of the solver: exact, even, paper, cvxpy, wavefront"
+        ),
+    ] = None,
+    tasks: TasksOption = None,
+    top: Annotated[
+        int, typer.Option("--top", metavar="K", min=1, help="simulate the K best, keep the best")
+    ] = 8,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="bound of searches not exact")
+    ] = 1.0,
+    measure: Annotated[
+        int,
+        typer.Option(
+            "--measure", metavar="K", min=0, help="run a few steps of the K best, keep the fastest"
+        ),
+    ] = 0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PLAN", help="where it is written")
+    ] = Path("plan.json"),
+    as_json: Json = False,
+) -> None:
+    """Find devices, degrees, shares and schedule for every module."""
+    from mmplan import planner
+    from mmplan.report.showing import show_plan, warn_unused
+    from mmplan.schema.base import save_document
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.profile import load_profile
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    loaded = load_workload(workload)
+    warn_unused(out, loaded)
+    trials = _trials(out, context.obj, measure, workload, output) if measure else None
+    plan = planner.solve(
+        loaded,
+        workload_path=workload,
+        profile=load_profile(profile),
+        profile_path=profile,
+        cluster=None if cluster is None else load_cluster(cluster),
+        devices=devices,
+        solver=solver,
+        method=method,
+        tasks=names(tasks),
+        top=top,
+        budget_s=budget,
+        plan_path=output,
+        trials=trials,
+    )
+    save_document(plan, output)
+    show_plan(out, plan)
+    out.text(f"wrote {output}")
+    later = [item for item in loaded.task_sets if item.from_step and tasks is None]
+    if later:
+        steps = "; ".join(f"from step {s.from_step} {', '.join(s.tasks)}" for s in later)
+        out.hint(f"mmlaunch run plans for the later task sets by itself: {steps}")
+    out.hint(f"mmlaunch verify {output}; mmlaunch run {output}")
+    out.data(plan.model_dump(mode="json", exclude_none=True))
+
+
+def _trials(
+    out: Output, step_seconds: StepSeconds, count: int, workload: Path, output: Path
+) -> Trials:
+    """Real steps of the best plans on this machine."""
+    from mmplan.labels import labelled
+    from mmplan.trials import Trials
+
+    def measure(plan: Plan) -> float:
+        found = step_seconds(plan, output, workload)
+        predicted = plan.predicted.iteration_s
+        out.text(
+            f"measured {1e3 * found:.1f} ms (predicted {1e3 * predicted:.1f}): "
+            f"{plan.solver.name}, {labelled(plan)}"
+        )
+        return found
+
+    return Trials(count=count, measure=measure)
+
+
+def compare(
+    workload: WorkloadPath,
+    profile: ProfileOption,
+    cluster: ClusterOption = None,
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", metavar="N,M", help="the cluster's first N; several: a sweep"),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option("--batches", metavar="B,C", help="other batches: a sweep")
+    ] = None,
+    solvers: Annotated[
+        str | None, typer.Option("--solvers", metavar="A,B,C", help="default: all that apply")
+    ] = None,
+    tasks: TasksOption = None,
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", metavar="NAME", help="solver that ratios refer to")
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="of each solver's searches")
+    ] = 0.5,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="HTML", help="a page with pictures")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plans of several solvers side by side, best first."""
+    from mmplan.compare import compare as start
+    from mmplan.report.comparing import comparison_grids, left_out_lines
+    from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.profile import load_profile
+    from mmplan.schema.workload import load_workload
+
+    out = Output(as_json=as_json)
+    with out.progress("planning") as bar:
+        found = start(
+            load_workload(workload),
+            workload_path=workload,
+            profile=load_profile(profile),
+            profile_path=profile,
+            cluster=None if cluster is None else load_cluster(cluster),
+            devices=counts("--devices", devices),
+            batches=counts("--batches", batches),
+            solvers=names(solvers),
+            tasks=names(tasks),
+            baseline=baseline,
+            budget_s=budget,
+            with_details=output is not None,
+            progress=bar.update,
+        )
+    for line in left_out_lines(found):
+        out.hint(line)
+    for grid in comparison_grids(found):
+        out.grid(grid)
+    if output is not None:
+        from mmplan.report.comparison import write_comparison
+
+        write_comparison(found, output)
+        out.text(f"wrote {output}")
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in found.plans])
+
+
+def explain(
+    plan: PlanPath,
+    profile: PlansProfileOption = None,
+    replan: ReplanOption = False,
+    as_json: Json = False,
+) -> None:
+    """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
+    from dataclasses import asdict
+
+    from mmplan.predict import costs_of, plan_profile
+    from mmplan.report.explain import best_batch, reason_grid, replan_reason
+    from mmplan.report.explain import explain as reasons_of
+    from mmplan.schema.load import load_plan
+    from mmplan.schema.workload import load_workload
+    from mmplan.simulate import simulate as simulated
+    from mmplan.whatif import NUM_REPLANS, Replan, part_effects, replans
+
+    out = Output(as_json=as_json)
+    document = load_plan(plan)
+    loaded = plan_profile(document, plan, profile)
+    effects = part_effects(document, loaded)
+    costs = costs_of(document, loaded)
+    reasons = reasons_of(document, loaded, simulated(costs.program, costs), effects)
+    out.grid(reason_grid(document.name, reasons))
+    changed: list[Reason] = []
+    if replan:
+        path, found = plan.parent / document.workload.path, list[Replan]()
+        with out.progress("planning again") as bar:
+            for item in replans(
+                document,
+                plan,
+                profile=loaded,
+                profile_path=profile or plan.parent / document.profile.path,
+                workload=load_workload(path),
+                workload_path=path,
+            ):
+                found.append(item)
+                bar.update(len(found), NUM_REPLANS, item.change)
+        found.sort(key=lambda item: item.place)
+        changed = [*(replan_reason(document, item) for item in found), best_batch(document, found)]
+        out.grid(reason_grid("with other settings", changed))
+    out.data(
+        {
+            "reasons": [asdict(reason) for reason in reasons],
+            "effects": [asdict(effect) for effect in effects],
+            "replans": [asdict(reason) for reason in changed],
+        }
+    )
