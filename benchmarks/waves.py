@@ -20,7 +20,8 @@ from mmplan.costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.program.compile import compile_plan
-from mmplan.program.model import Edge
+from mmplan.program.instructions import Op
+from mmplan.program.model import Edge, Stage
 from mmplan.program.network import Traffic
 from mmplan.schema.base import save_document
 from mmplan.schema.cluster import load_cluster
@@ -67,11 +68,18 @@ class Planned:
 class FreeMessages(ProgramCosts):
     """Costs of a program whose messages take no time."""
 
-    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
         return 0.0
 
-    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
         return None
+
+    def shares_s(self, stage: Stage, op: Op, samples: int) -> float:
+        return 0.0
 
 
 def rows() -> Iterator[list[str]]:

@@ -36,6 +36,7 @@ from mmlaunch.payload import (
 from mmlaunch.precision import Precision, widened
 from mmlaunch.reductions import Reductions
 from mmlaunch.seeds import Seeds
+from mmlaunch.shares import Share, bring_together, share_of
 from mmlaunch.transport import Transport
 from mmlaunch.weight_gradients import WeightGradients
 from mmplan.errors import MMPlanError, RunFailedError
@@ -222,17 +223,23 @@ class Executor:
 
     def _assemble(self, stage: Stage, mb: int) -> dict[int, Any]:
         """The stage's inputs by edge, each joined from the messages that brought it."""
-        pieces: defaultdict[int, list[tuple[int, Incoming]]] = defaultdict(list)
-        for message, incoming in self._received.pop((stage.index, mb), ()):
-            pieces[message.edge].append((message.start, incoming))
+        messages = sorted(self._received.pop((stage.index, mb), ()), key=_by_samples)
+        pieces: defaultdict[int, list[Any]] = defaultdict(list)
+        trees = self._together(stage, [incoming.wait() for _, incoming in messages])
+        for (message, _), tree in zip(messages, trees, strict=True):
+            pieces[message.edge].append(tree)
         inputs: dict[int, Any] = {}
         for edge, items in pieces.items():
-            items.sort(key=lambda item: item[0])
-            tree = cat_samples([incoming.wait() for _, incoming in items])
+            tree = cat_samples(items)
             if self._program.edges[edge].carries_gradient:
                 tree = map_tensors(tree, _leaf)
             inputs[edge] = tree
         return inputs
+
+    def _together(self, stage: Stage, trees: list[Any]) -> list[Any]:
+        """What a compute takes, whole: shares are gathered by its tensor-parallel group."""
+        group = stage.ranks[self._places[stage.index][0]]
+        return bring_together(trees, self._transport, group)
 
     def _argument(
         self, source: Source, stage: Stage, inputs: Mapping[int, Any], start: int, stop: int
@@ -274,7 +281,7 @@ class Executor:
 
     def _backward(self, stage: Stage, mb: int) -> None:
         live = self._live[stage.index, mb]
-        live.messages = self._gradients.pop((stage.index, mb), [])
+        live.messages = sorted(self._gradients.pop((stage.index, mb), ()), key=_by_samples)
         roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
         grads: list[Tensor | None] = [None] * len(roots)
         for leaf, grad in self._output_gradients(stage, mb, live):
@@ -295,10 +302,9 @@ class Executor:
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
         sums: dict[int, tuple[Tensor, Tensor]] = {}
 
-        def add(tree: Any, low: int, high: int, given: Callable[[Any], Sequence[Tensor]]) -> None:
-            part = slice_samples(tree, low, high)
+        def add(tree: Any, low: int, part: Any, given: Sequence[Tensor]) -> None:
             leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, low), strict=True)
-            for (whole, cut, first_row), given_grad in zip(leaves, given(part), strict=True):
+            for (whole, cut, first_row), given_grad in zip(leaves, given, strict=True):
                 if not whole.requires_grad:
                     continue
                 grad = given_grad.to(whole.dtype)
@@ -310,13 +316,18 @@ class Executor:
                 total = sums[id(whole)][1]
                 total[first_row : first_row + len(cut)] += grad
 
-        for message, incoming in live.messages:
+        cuts: list[tuple[Any, int, Any]] = []
+        for message, _ in live.messages:
             edge = self._program.edges[message.edge]
-            tree = element_of(live.output, edge.element, stage.module)
-            add(tree, message.start - start, message.stop - start, incoming.wait)
+            tree, low = element_of(live.output, edge.element, stage.module), message.start - start
+            cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
+        waited = zip(live.messages, cuts, strict=True)
+        given = self._together(stage, [incoming.wait(cut[2]) for (_, incoming), cut in waited])
+        for cut, gradients in zip(cuts, given, strict=True):
+            add(*cut, gradients)
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
-            add(tree, low - start, high - start, lambda _, grad=grad: [grad])
+            add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
         return list(sums.values())
 
     def _message(self, message: Message) -> None:
@@ -324,17 +335,24 @@ class Executor:
         key = message.stage, message.mb
         edge = self._program.edges[message.edge]
         samples = message.stop - message.start
-        if message.op == Op.RECV_F:
-            producer = self._program.stages[edge.producer]
-            spec = element_of(self._specs[edge.producer], edge.element, producer.module)
-            incoming = Incoming(self._transport, spec, samples, message.peer, tag)
-            self._received[key].append((message, incoming))
-        elif message.op == Op.RECV_B:
-            spec = element_of(self._specs[edge.producer], edge.element, "")
-            gradient = IncomingGradient(self._transport, spec, samples, message.peer, tag)
-            self._gradients[key].append((message, gradient))
-        else:
+        if message.is_send:
             self._send(message, tag)
+            return
+        producer = self._program.stages[edge.producer]
+        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
+        share = self._share(message, self._transport.rank)
+        source = spec, samples, message.peer, tag
+        if message.op == Op.RECV_F:
+            self._received[key].append((message, Incoming(self._transport, *source, share)))
+        else:
+            gradient = IncomingGradient(self._transport, *source, share)
+            self._gradients[key].append((message, gradient))
+
+    def _share(self, message: Message, receiver: int) -> Share | None:
+        """What a rank receives of a message, None for all of it."""
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        edge = self._program.edges[message.edge]
+        return share_of(self._program, edge, receiver, backward=backward)
 
     def _send(self, message: Message, tag: int) -> None:
         live = self._live[message.stage, message.mb]
@@ -342,13 +360,14 @@ class Executor:
         edge = self._program.edges[message.edge]
         first = stage.microbatches[self._places[stage.index][0]][message.mb][0]
         low, high = message.start - first, message.stop - first
+        share = self._share(message, message.peer)
         if message.op == Op.SEND_F:
             tree = element_of(live.output, edge.element, stage.module)
-            tensors = message_tensors(slice_samples(tree, low, high))
+            tensors = message_tensors(slice_samples(tree, low, high), share)
         else:
-            tree = live.inputs[message.edge]
-            grads = map_tensors(tree, _gradient_of)
-            tensors = list(float_leaves(slice_samples(grads, low, high)))
+            grads = map_tensors(live.inputs[message.edge], _gradient_of)
+            whole = float_leaves(slice_samples(grads, low, high))
+            tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
         if len(tensors) > MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
         self._outbox.send(tensors, message.peer, tag, backward=message.op == Op.SEND_B)
@@ -396,6 +415,11 @@ class Executor:
             f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
             f"{len(self._row)}: {shown}"
         )
+
+
+def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:
+    """The order in which a group gathers its messages: the same on all ranks."""
+    return item[0].edge, item[0].start
 
 
 def _leaf(tensor: Tensor) -> Tensor:

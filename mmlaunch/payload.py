@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmlaunch.transport import Link, Transport, Work
+from mmlaunch.shares import Part, Share
+from mmlaunch.transport import Done, Link, Transport, Work
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Program
@@ -123,8 +125,10 @@ class Outbox:
         self._sent: list[tuple[Work, Tensor]] = []
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, *, backward: bool) -> None:
-        """Start sending; returns at once."""
+        """Start sending; returns at once. Nothing is sent of an empty tensor."""
         for i, tensor in enumerate(tensors):
+            if not tensor.numel():
+                continue
             whole = tensor.detach().contiguous()
             work = self._transport.isend(whole, peer, tag + i, backward=backward)
             self._sent.append((work, whole))
@@ -148,25 +152,53 @@ def message_links(program: Program) -> list[Link]:
     )
 
 
-def message_tensors(tree: Any) -> list[Tensor]:
-    """What a forward message sends, in order."""
+def message_tensors(tree: Any, share: Share | None) -> list[Tensor]:
+    """What a forward message sends, in order: all, or a share of each but of lengths."""
     if isinstance(tree, Ragged):
-        return [tree.lengths, tree.values]
+        return [tree.lengths, *message_tensors(tree.values, share)]
     if isinstance(tree, Tensor):
-        return [tree]
+        return [tree if share is None else share.of(tree)]
     if isinstance(tree, tuple):
-        return [tensor for item in tree for tensor in message_tensors(item)]
+        return [tensor for item in tree for tensor in message_tensors(item, share)]
     return []
+
+
+def _receive(
+    transport: Transport,
+    peer: int,
+    tag: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    share: Share | None,
+) -> tuple[Work, Any]:
+    """Post the receive of a tensor, or of a share of it; the buffer is a part then."""
+    size = (share.padded(prod(shape)),) if share else shape
+    buffer = torch.empty(size, dtype=dtype, device=transport.device)
+    own = buffer[: share.numbers(prod(shape))] if share else buffer
+    work = transport.irecv(own, peer, tag, backward=backward) if own.numel() else Done()
+    return work, Part(buffer, shape) if share else buffer
 
 
 class Incoming:
     """A forward message under way: buffers are posted at once, ``wait`` gives the tree.
 
-    The values of ``Ragged`` are only received when their lengths are known.
+    The values of ``Ragged`` are only received when their lengths are known. With a share the
+    tree has parts (:mod:`mmlaunch.shares`) in place of tensors, lengths excepted.
     """
 
-    def __init__(self, transport: Transport, spec: Any, samples: int, peer: int, tag: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        spec: Any,
+        samples: int,
+        peer: int,
+        tag: int,
+        share: Share | None = None,
+    ) -> None:
         self._transport, self._peer, self._next_tag = transport, peer, tag
+        self._share = share
         self._posted = self._post(spec, samples)
 
     def wait(self) -> Any:
@@ -176,21 +208,25 @@ class Incoming:
     def _post(self, spec: Any, samples: int) -> Any:
         if isinstance(spec, LeafSpec):
             if spec.ragged:
-                lengths = self._receive((samples,), torch.int64)
+                lengths = self._receive((samples,), torch.int64, None)
                 self._next_tag += 1
                 return spec, lengths, self._next_tag - 1
-            return spec, self._receive((samples, *spec.tail), spec.dtype), 0
+            return spec, self._receive((samples, *spec.tail), spec.dtype, self._share), 0
         if isinstance(spec, tuple):
             return [self._post(item, samples) for item in spec]
         return None
 
     def _receive(
-        self, shape: tuple[int, ...], dtype: torch.dtype, tag: int | None = None
-    ) -> tuple[Work, Tensor]:
-        buffer = torch.empty(shape, dtype=dtype, device=self._transport.device)
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        share: Share | None,
+        tag: int | None = None,
+    ) -> tuple[Work, Any]:
         if tag is None:
             tag, self._next_tag = self._next_tag, self._next_tag + 1
-        return self._transport.irecv(buffer, self._peer, tag, backward=False), buffer
+        source = self._transport, self._peer, tag
+        return _receive(*source, shape, dtype, backward=False, share=share)
 
     def _collect(self, posted: Any) -> Any:
         if isinstance(posted, list):
@@ -202,7 +238,7 @@ class Incoming:
         if not spec.ragged:
             return buffer
         shape = (int(buffer.sum()), *spec.tail)
-        values_work, values = self._receive(shape, spec.dtype, values_tag)
+        values_work, values = self._receive(shape, spec.dtype, self._share, values_tag)
         values_work.wait()
         return Ragged(values, buffer)
 
@@ -211,18 +247,26 @@ class IncomingGradient:
     """A backward message under way: one tensor for each floating leaf.
 
     Shapes are known from the forward output, which may not exist yet when the message is
-    posted; only dense leaves are then posted early.
+    posted; only dense leaves are then posted early. With a share they are parts.
     """
 
-    def __init__(self, transport: Transport, spec: Any, samples: int, peer: int, tag: int) -> None:
-        self._transport, self._peer, self._tag = transport, peer, tag
+    def __init__(
+        self,
+        transport: Transport,
+        spec: Any,
+        samples: int,
+        peer: int,
+        tag: int,
+        share: Share | None = None,
+    ) -> None:
+        self._transport, self._peer, self._tag, self._share = transport, peer, tag, share
         leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]
-        self._posted: list[tuple[Work, Tensor]] | None = None
+        self._posted: list[tuple[Work, Any]] | None = None
         if not any(leaf.ragged for leaf in leaves):
             shapes = [((samples, *leaf.tail), leaf.dtype) for leaf in leaves]
             self._posted = [self._post(i, *item) for i, item in enumerate(shapes)]
 
-    def wait(self, output: Any) -> list[Tensor]:
+    def wait(self, output: Any) -> list[Any]:
         """Gradients of the floating leaves of ``output``, the samples that were sent."""
         posted = self._posted
         if posted is None:
@@ -232,10 +276,9 @@ class IncomingGradient:
             work.wait()
         return [buffer for _, buffer in posted]
 
-    def _post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Work, Tensor]:
-        buffer = torch.empty(shape, dtype=dtype, device=self._transport.device)
-        tag = self._tag + index
-        return self._transport.irecv(buffer, self._peer, tag, backward=True), buffer
+    def _post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Work, Any]:
+        source = self._transport, self._peer, self._tag + index
+        return _receive(*source, shape, dtype, backward=True, share=self._share)
 
 
 def _spec_leaves(spec: Any) -> Iterator[LeafSpec]:

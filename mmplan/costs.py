@@ -55,6 +55,7 @@ class ProgramCosts:
         self._state_parts = _state_parts(program.reductions)
         self._shard_sizes: dict[Shard, float] = {}
         self._groups = _groups(program)
+        self._gathered = _gathered(program)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -76,7 +77,17 @@ class ProgramCosts:
 
     def work_s(self, stage: Stage, op: Op, samples: int, worth: float) -> float:
         """Seconds of a micro-batch that is worth so many samples of mean work."""
-        return self._module_s(stage, op, worth) + self._hosted_s(stage, op, samples)
+        own_s = self._module_s(stage, op, worth) + self._hosted_s(stage, op, samples)
+        return own_s + self.shares_s(stage, op, samples)
+
+    def shares_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of bringing together what came in shares, before a compute; see ``Edge``."""
+        backward = op is not Op.FORWARD
+        edges = self._gathered.get((stage.index, backward))
+        if edges is None or op is Op.WEIGHT:
+            return 0.0
+        num_bytes = sum(self.edge_bytes(edge, samples) for edge in edges)
+        return self.costs.gather_shares_s(ranks=stage.ranks[0], num_bytes=num_bytes)
 
     def _module_s(self, stage: Stage, op: Op, samples: float) -> float:
         if op is Op.FORWARD:
@@ -123,15 +134,24 @@ class ProgramCosts:
             task=producer.task, module=producer.module, after_block=producer.blocks[1] - 1
         )
 
-    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
-        """Seconds of one message between two ranks; 0 to itself."""
-        return self.costs.message_s(
-            source=source, target=target, num_bytes=self.edge_bytes(edge, samples)
-        )
+    def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
+        """Bytes of one message of ``samples`` samples: all, or the receiving rank's share."""
+        # A part of the program may know the edge otherwise (:mod:`mmplan.symmetry`).
+        whole = self.program.edges[edge.index]
+        return self.edge_bytes(edge, samples) / self.program.shares(whole, backward=backward)
 
-    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
+        """Seconds of one message between two ranks; 0 to itself."""
+        num_bytes = self.message_bytes(edge, samples, backward)
+        return self.costs.message_s(source=source, target=target, num_bytes=num_bytes)
+
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
         """What a message needs of nodes' interfaces; None inside a node."""
-        num_bytes = self.edge_bytes(edge, samples)
+        num_bytes = self.message_bytes(edge, samples, backward)
         own = self.costs.message(source=source, target=target, num_bytes=num_bytes)
         node = self.costs.cluster.node_of
         loads = (outgoing(node(source)), 1.0), (incoming(node(target)), 1.0)
@@ -334,6 +354,16 @@ def _groups(program: Program) -> set[frozenset[int]]:
         *(frozenset(reduction.ranks) for reduction in program.reductions),
         *(frozenset(loss.ranks) for loss in program.losses),
     }
+
+
+def _gathered(program: Program) -> dict[tuple[int, bool], list[Edge]]:
+    """(stage, in its backward) to the edges whose messages its groups gather."""
+    found: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
+    for edge in program.edges:
+        for backward in (False, True):
+            if program.shares(edge, backward=backward) > 1:
+                found[edge.producer if backward else edge.consumer, backward].append(edge)
+    return dict(found)
 
 
 def _trained_blocks(program: Program) -> dict[tuple[str, int], _Held]:

@@ -195,6 +195,10 @@ class LinkCosts:
         """An all-gather that leaves ``num_bytes`` on each rank."""
         return collective(self.cluster, "all_gather", ranks, num_bytes)
 
+    def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds in which a group brings together messages of which each rank has a share."""
+        return collective_s(self.cluster, "all_gather", ranks, num_bytes)
+
     def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
         """Seconds of one message between two ranks; 0 to itself."""
         return self.message(source=source, target=target, num_bytes=num_bytes).seconds

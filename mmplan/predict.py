@@ -72,7 +72,9 @@ def compute_timings(costs: ProgramCosts) -> Timings:
     ops = {(i.stage, i.op) for row in program.instructions for i in row if isinstance(i, Compute)}
     return Timings(
         computes={
+            # Shares of messages are brought together in such a run too.
             (index, op, samples): costs.compute_s(program.stages[index], op, samples)
+            - costs.shares_s(program.stages[index], op, samples)
             for index, samples in sizes
             for stage, op in ops
             if stage == index

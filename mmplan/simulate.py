@@ -37,11 +37,15 @@ class Costs(Protocol):
         """Seconds of a forward or backward (or a part of one), hosted losses included."""
         ...
 
-    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
-        """Seconds of one message."""
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
+        """Seconds of one message of an output, or of its gradient."""
         ...
 
-    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
         """What of them needs network interfaces of nodes, None where none does."""
         ...
 
@@ -310,15 +314,15 @@ def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
 
 
 def _of_messages(
-    ask: Callable[[int, int, Edge, int], Answer], program: Program, wiring: Wiring
+    ask: Callable[[int, int, Edge, int, bool], Answer], program: Program, wiring: Wiring
 ) -> list[Answer]:
     """What ``ask`` says of every message; asked once of those that are alike."""
-    known: dict[tuple[int, int, int, int], Answer] = {}
+    known: dict[tuple[int, int, int, int, bool], Answer] = {}
     result: list[Answer] = []
-    for edge, _, source, target, start, stop in wiring.messages:
-        key = source, target, edge, stop - start
+    for edge, backward, source, target, start, stop in wiring.messages:
+        key = source, target, edge, stop - start, backward
         if key not in known:
-            known[key] = ask(source, target, program.edges[edge], stop - start)
+            known[key] = ask(source, target, program.edges[edge], stop - start, backward)
         result.append(known[key])
     return result
 

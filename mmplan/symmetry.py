@@ -116,23 +116,24 @@ class _WholeCosts(ProgramCosts):
         self._found = found
         self._matching = matching
 
-    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
         """What a message and its twins need of the interfaces."""
-        alone = super().message_traffic(source, target, edge, samples)
+        alone = super().message_traffic(source, target, edge, samples, backward)
         if alone is None:
             return None
         load, node, kind = self._found.load, self.costs.cluster.node_of, self._found.node_kind
-        times = self._messages(source, edge)
+        times = self._messages(edge, backward)
         loads = (
             (outgoing(kind[node(source)]), load[source] * times),
             (incoming(kind[node(target)]), load[target] * times),
         )
         return Traffic(seconds=alone.seconds, loads=loads)
 
-    def _messages(self, source: int, edge: Edge) -> int:
+    def _messages(self, edge: Edge, backward: bool) -> int:
         """Messages that groups exchange for one of theirs: each rank that receives takes one."""
-        producer = self.program.stages[edge.producer]
-        receives = edge.consumer if producer.place(source) is not None else edge.producer
+        receives = edge.producer if backward else edge.consumer
         return self.program.stages[receives].tp if self._found.folded else 1
 
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:

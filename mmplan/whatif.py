@@ -114,6 +114,9 @@ class _Faster(CostModel):
         whole = super().message(source=source, target=target, num_bytes=num_bytes)
         return whole.times(self._left(MESSAGES))
 
+    def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
+        return super().gather_shares_s(ranks=ranks, num_bytes=num_bytes) * self._left(MESSAGES)
+
     def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
         whole = super().all_gather(ranks=ranks, num_bytes=num_bytes)
         return whole.times(self._left(LOSSES))

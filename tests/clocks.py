@@ -46,12 +46,16 @@ class FixedCosts:
         seconds = f if op is Op.FORWARD else b * parts.get(op, 1.0)
         return seconds * (samples if self.per_sample else 1)
 
-    def message_s(self, source: int, target: int, edge: Edge, samples: int) -> float:
-        traffic = self.message_traffic(source, target, edge, samples)
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
+        traffic = self.message_traffic(source, target, edge, samples, backward)
         carried = self.message * (samples if self.per_sample else 1)
         return 0.0 if source == target else carried + (self.latency if traffic else 0.0)
 
-    def message_traffic(self, source: int, target: int, edge: Edge, samples: int) -> Traffic | None:
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
         if not self.per_node or source // self.per_node == target // self.per_node:
             return None
         loads = ((2 * (source // self.per_node), 1.0), (2 * (target // self.per_node) + 1, 1.0))
@@ -216,7 +220,7 @@ class TinySimulator:
                 if item.is_send:
                     key = (kind, item.edge, rank, item.peer, item.start, item.stop)
                     edge = self.program.edges[item.edge]
-                    given = rank, item.peer, edge, item.stop - item.start
+                    given = rank, item.peer, edge, item.stop - item.start, kind == "B"
                     taken, traffic = (
                         self.costs.message_s(*given),
                         self.costs.message_traffic(*given),

@@ -23,6 +23,7 @@ class Case:
             "single" one rank.
         feature: a key of :data:`FEATURES`.
         backward: of every unit; "even" is split, with as much in flight on every stage.
+        per_node: ranks of a node; None where all are on one.
     """
 
     pp: int = 1
@@ -40,11 +41,13 @@ class Case:
     vpp: int = 1
     backward: Literal["whole", "split", "even"] = "whole"
     precision: Literal["fp64", "fp32"] = "fp64"
+    per_node: int | None = None
 
     def __str__(self) -> str:
         degrees = f"pp{self.pp}-dp{self.dp}-tp{self.tp}-k{self.k}-syncs{self.syncs}"
         order = f"{self.kind}-lead{self.lead}-{self.sync_lead}-vpp{self.vpp}-{self.backward}"
-        return f"{self.feature}-{self.modalities}-{degrees}-{self.others}-{order}-{self.precision}"
+        place = f"{self.others}-node{self.per_node or ''}"
+        return f"{self.feature}-{self.modalities}-{degrees}-{place}-{order}-{self.precision}"
 
     @property
     def batch(self) -> int:
@@ -54,7 +57,13 @@ class Case:
     def plan(self, devices: int | None = None) -> Plan:
         """The plan; with ``devices`` the ranks that it does not use stay idle."""
         built = FEATURES[self.feature](self)
-        return make_plan(*built.units, losses=built.losses, batch=self.batch, devices=devices)
+        return make_plan(
+            *built.units,
+            losses=built.losses,
+            batch=self.batch,
+            devices=devices,
+            per_node=self.per_node,
+        )
 
     def workload(self) -> Workload:
         """The workload that the plan is for."""

@@ -270,11 +270,10 @@ class Oracle:
                 busy[q] += stage_s
                 through[m] += stage_s
                 if i + 1 < len(cuts):
-                    back = problem.stage(m, cuts[i + 1]).input_gradient
-                    through[m] += (1 + back) * problem.costs.message_s(
-                        source=q * tp,
-                        target=(q + 1) * tp,
-                        num_bytes=own[m] * problem.output_bytes(m, cut[1] - 1),
+                    through[m] += self._message_s(
+                        (q * tp, (q + 1) * tp),
+                        own[m] * problem.output_bytes(m, cut[1] - 1),
+                        [degree[m]] * (1 + problem.stage(m, cuts[i + 1]).input_gradient),
                     )
                 fixed[q] += problem.fixed_bytes(m, cut, degree[m], dp * ways[m])
                 flight = min(steps, 1 + self._after(m, places) + len(cuts) - 1 - i)
@@ -302,14 +301,25 @@ class Oracle:
     ) -> float:
         later = [0.0]
         for c in self.problem.consumers(m):
-            message_s = self.problem.costs.message_s(
-                source=(places[m][0] + len(places[m][1]) - 1) * tp,
-                target=places[c][0] * tp,
-                num_bytes=own[m] * self.problem.output_bytes(m, self.problem.blocks(m) - 1),
+            message_s = self._message_s(
+                ((places[m][0] + len(places[m][1]) - 1) * tp, places[c][0] * tp),
+                own[m] * self.problem.output_bytes(m, self.problem.blocks(m) - 1),
+                [1 if places[x][2] else tp for x in (c, m)[: 1 + self.problem.makes_gradient(m)]],
             )
-            back = 1 + self.problem.makes_gradient(m)
-            later.append(back * message_s + self._from(c, places, through, own, tp))
+            later.append(message_s + self._from(c, places, through, own, tp))
         return through[m] + max(later)
+
+    def _message_s(self, ranks: tuple[int, int], num_bytes: float, takers: list[int]) -> float:
+        """There and, with two takers (the TP of their groups), back; gathered from other nodes."""
+        costs, node = self.problem.costs, self.problem.request.cluster.devices_per_node
+        seconds = len(takers) * costs.message_s(
+            source=ranks[0], target=ranks[1], num_bytes=num_bytes
+        )
+        if ranks[0] // node != ranks[1] // node:
+            seconds += sum(
+                costs.all_gather_s(ranks=range(tp), num_bytes=num_bytes) for tp in takers
+            )
+        return seconds
 
 
 def problem_batch(oracle: Oracle) -> int:

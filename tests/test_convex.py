@@ -193,10 +193,12 @@ class Oracle:
             back = problem.stage(module, cuts[c + 1]).input_gradient
         link = self.cluster.links.intra_node if together else self.cluster.links.inter_node
         assert link is not None
-        # Between nodes all ranks of a TP group send over one link.
-        senders = 1 if together else tp
-        num_bytes = senders * size * problem.output_bytes(module, cuts[c][1] - 1)
-        return (1 + back) * (link.latency_s + num_bytes / link.bandwidth_bytes_per_s)
+        num_bytes = size * problem.output_bytes(module, cuts[c][1] - 1)
+        message_s = link.latency_s + num_bytes / link.bandwidth_bytes_per_s
+        if not together:
+            # Between nodes the ranks of a TP group receive shares, and gather them.
+            message_s += problem.costs.all_gather_s(ranks=range(tp), num_bytes=num_bytes)
+        return (1 + back) * message_s
 
     def _reduce_s(
         self, module: str, tp: int, pp: int, dp: int, ranks: list[list[tuple[int, int]]]

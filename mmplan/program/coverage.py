@@ -8,6 +8,7 @@ of intervals of samples, each with the number of times that it is counted:
 - a cross-sample loss adds the samples of its sync batch once at SYNC_WAIT, if each of its
   features was there at SYNC_START;
 - SEND_B carries the part that its range names, and what never arrived is never added;
+- where a tensor-parallel group gathers shares, all of its ranks receive the same ranges;
 - a backward adds the sum to the gradient of its rank's parameters (of a split one, ``I``
   makes the sum and ``W`` adds it), REDUCE adds ranks.
 
@@ -123,6 +124,9 @@ class _Flow:
             tuple[int, int], defaultdict[tuple[int, int], list[tuple[int, int]]]
         ] = defaultdict(lambda: defaultdict(list))
         self._checked: set[tuple[int, int]] = set()
+        # Compute of a replica (stage, replica, micro-batch, backward) to its scattered messages.
+        self._shares: dict[tuple[int, int, int, bool], list[tuple[int, int, int]]] = {}
+        self._scattered = any(e.scattered or e.scattered_back for e in program.edges)
         self._places = [
             {s.index: p for s in program.stages if (p := s.place(rank)) is not None}
             for rank in range(program.num_ranks)
@@ -132,6 +136,8 @@ class _Flow:
         """Interpret one instruction."""
         item = self._program.instructions[rank][position]
         if isinstance(item, Compute):
+            if self._scattered and item.op is not Op.WEIGHT:
+                self._check_shares(rank, position, item)
             if item.op is Op.FORWARD:
                 self._run_forward(rank, position, item)
             elif item.op is Op.WEIGHT:
@@ -153,6 +159,20 @@ class _Flow:
 
     def _span(self, rank: int, stage: int, mb: int) -> tuple[int, int]:
         return self._program.stages[stage].microbatches[self._places[rank][stage][0]][mb]
+
+    def _check_shares(self, rank: int, position: int, item: Compute) -> None:
+        """What a group gathers is of the same messages on all of its ranks."""
+        found: list[tuple[int, int, int]] = []
+        for message in self._wiring.needs[rank].get(position, ()):
+            index, backward, _, _, start, stop = self._wiring.messages[message]
+            if self._program.shares(self._program.edges[index], backward=backward) > 1:
+                found.append((index, start, stop))
+        found.sort()
+        replica = self._places[rank][item.stage][0]
+        key = item.stage, replica, item.mb, item.is_backward
+        if self._shares.setdefault(key, found) != found:
+            at = where(self._program, rank, position)
+            self.faults.append(f"{at}: gathers shares of other messages than its group")
 
     def _run_forward(self, rank: int, position: int, item: Compute) -> None:
         stage = self._program.stages[item.stage]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
-from mmplan.program.samples import number_samples
+from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.shards import ShardSum, shard_sums
 from mmplan.program.split import can_split
 from mmplan.schema import workload as names
@@ -55,6 +55,7 @@ def lower(plan: Plan) -> Graph:
         for loss_name, loss in task.losses.items():
             _add_loss(graph, plan, name, task, loss_name, loss, last)
     _mark_gradients(graph)
+    _mark_scattered(plan, graph)
     _mark_split(plan, graph)
     graph.reductions = list(_reductions(graph))
     return graph
@@ -246,6 +247,46 @@ def _mark_gradients(graph: Graph) -> None:
         )
         for stage in graph.stages
     ]
+
+
+def _mark_scattered(plan: Plan, graph: Graph) -> None:
+    """Which messages come in shares: those to tensor-parallel groups on other nodes.
+
+    Between nodes a whole copy for every rank of a group would be so many times the bytes; in
+    a node copies are faster than a gather after each message.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
+    """
+    node_of = plan.cluster.node_of
+    for edge in graph.edges:
+        producer, consumer = graph.stages[edge.producer], graph.stages[edge.consumer]
+        forward = _gathers(consumer, node_of)
+        backward = edge.carries_gradient and _gathers(producer, node_of)
+        if (forward or backward) and _leaves_node(producer, consumer, node_of):
+            graph.edges[edge.index] = replace(edge, scattered=forward, scattered_back=backward)
+
+
+def _gathers(stage: Stage, node_of: Callable[[int], int]) -> bool:
+    """Whether all groups of a stage can bring shares together inside a node."""
+    if stage.tp == 1:
+        return False
+    return all(len({node_of(rank) for rank in group}) == 1 for group in stage.ranks)
+
+
+def _leaves_node(producer: Stage, consumer: Stage, node_of: Callable[[int], int]) -> bool:
+    """Whether samples go from a replica to one on another node."""
+    one, other = ([{node_of(r) for r in group} for group in s.ranks] for s in (producer, consumer))
+    if producer.unit == consumer.unit:
+        return one != other
+    if len(set().union(*one, *other)) == 1:
+        return False
+    index = RangeIndex(producer.microbatches)
+    return any(
+        one[d] != other[d2]
+        for d2, spans in enumerate(consumer.microbatches)
+        for span in spans
+        for _, d, _ in index.overlapping(span)
+    )
 
 
 def _mark_split(plan: Plan, graph: Graph) -> None:

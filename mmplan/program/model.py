@@ -40,6 +40,9 @@ class Edge:
         element: element of the producer's output tuple, None for all of it.
         internal: both ends are chunks of one unit (a cut between two blocks).
         carries_gradient: whether gradients travel it backwards.
+        scattered: each rank of a consumer's tensor-parallel group receives a share of the
+            output only, and the group gathers them.
+        scattered_back: each rank of a producer's group receives a share of the gradient.
     """
 
     index: int
@@ -48,6 +51,8 @@ class Edge:
     element: int | None
     internal: bool
     carries_gradient: bool
+    scattered: bool = False
+    scattered_back: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +196,11 @@ class Program:
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that a rank runs, in index order."""
         return tuple(s for s in self.stages if s.place(rank) is not None)
+
+    def shares(self, edge: Edge, *, backward: bool) -> int:
+        """Parts in which an edge's messages come, one for each rank of the group that takes them.
+
+        1 where every rank receives all of them.
+        """
+        scattered = edge.scattered_back if backward else edge.scattered
+        return self.stages[edge.producer if backward else edge.consumer].tp if scattered else 1

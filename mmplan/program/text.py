@@ -81,8 +81,12 @@ def _sizes(spans: tuple[tuple[int, int], ...]) -> str:
 
 def _edge(edge: Edge) -> str:
     element = "" if edge.element is None else f" element {edge.element}"
+    shares = ", in shares" if edge.scattered else ""
     gradient = "gradient back" if edge.carries_gradient else "no gradient"
-    return f"# edge {edge.index}: stage {edge.producer}{element} > {edge.consumer}, {gradient}"
+    gradient += " in shares" if edge.scattered_back else ""
+    return (
+        f"# edge {edge.index}: stage {edge.producer}{element} > {edge.consumer}{shares}, {gradient}"
+    )
 
 
 def _loss(loss: Loss) -> str:

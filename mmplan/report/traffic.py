@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from mmplan.costs import ProgramCosts
-from mmplan.program.instructions import Message
+from mmplan.program.instructions import Message, Op
 from mmplan.report import format as fmt
 from mmplan.report import markup
 from mmplan.report.source import ReportData
@@ -46,19 +46,21 @@ def _size(value: float) -> str:
 def _messages(simulation: Simulation, costs: ProgramCosts) -> Iterator[Row]:
     """Activations and gradients, from unit to unit, both directions in one row."""
     program, node_of = simulation.program, costs.costs.cluster.node_of
-    inside: defaultdict[int, int] = defaultdict(int)
-    between: defaultdict[int, int] = defaultdict(int)
+    inside: defaultdict[tuple[int, bool], int] = defaultdict(int)
+    between: defaultdict[tuple[int, bool], int] = defaultdict(int)
     for rank, row in enumerate(program.instructions):
         for item in row:
             if isinstance(item, Message) and item.is_send and item.peer != rank:
                 found = inside if node_of(rank) == node_of(item.peer) else between
-                found[item.edge] += item.stop - item.start
+                found[item.edge, item.op is Op.SEND_B] += item.stop - item.start
     rows: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for edge in program.edges:
         ends = program.stages[edge.producer].unit, program.stages[edge.consumer].unit
         name = f"{ends[0]}, from stage to stage" if edge.internal else " to ".join(ends)
         for i, found in enumerate((inside, between)):
-            rows[name][i] += costs.edge_bytes(edge, found[edge.index])
+            for backward in (False, True):
+                samples = found[edge.index, backward]
+                rows[name][i] += costs.message_bytes(edge, samples, backward)
     yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
 
 

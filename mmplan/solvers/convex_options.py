@@ -227,20 +227,30 @@ class ModuleTables:
     def _link_scale(self) -> Floats:
         """[T, Q, 8]: latencies and bandwidths of the links that the message columns use.
 
-        All ranks of a TP group send the same bytes; between nodes they share one link.
+        Between nodes the ranks of a TP group receive shares, over one link, and gather them.
         """
         cluster, shapes = self.problem.request.cluster, self.known
         one_node = self.problem.devices <= cluster.devices_per_node
         near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
         inside, between = cluster.links.intra_node, _between_nodes(cluster)
         inside_byte_s = 1 / inside.bandwidth_bytes_per_s
-        between_byte_s = self._tp[:, :, 0] / between.bandwidth_bytes_per_s
+        gather_s, gather_byte_s = self._gathers_s()
+        between_s = between.latency_s + gather_s
+        between_byte_s = 1 / between.bandwidth_bytes_per_s + gather_byte_s
         scale = np.ones((len(self.tps), len(shapes.pp), 8))
-        scale[:, :, INNER] = np.where(near, inside.latency_s, between.latency_s)
+        scale[:, :, INNER] = np.where(near, inside.latency_s, between_s)
         scale[:, :, INNER_BYTES] = np.where(near, inside_byte_s, between_byte_s)
-        scale[:, :, OUTER] = inside.latency_s if one_node else between.latency_s
+        scale[:, :, OUTER] = inside.latency_s if one_node else between_s
         scale[:, :, OUTER_BYTES] = inside_byte_s if one_node else between_byte_s
         return scale
+
+    def _gathers_s(self) -> tuple[Floats, Floats]:
+        """[T, 1] each: latency and seconds per byte of gathering shares in a TP group."""
+        gather_s = self.problem.costs.gather_shares_s
+        groups = [range(tp) for tp in self.tps]
+        none = np.array([gather_s(ranks=group, num_bytes=0) for group in groups])
+        one = np.array([gather_s(ranks=group, num_bytes=1) for group in groups])
+        return none[:, None], (one - none)[:, None]
 
     def reduce_s(self, dp_B: Ints) -> Floats:
         """[T, Q, B]: gradient reduction of the stage with most parameters.

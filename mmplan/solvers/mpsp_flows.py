@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from mmplan.links import collective, message
+from mmplan.links import collective, collective_s, message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.shares import split_evenly
 
@@ -22,9 +22,10 @@ def transfer_s(
 ) -> float:
     """Seconds until the last replica of a slice has what another slice made of its samples.
 
-    Each rank takes a whole copy from one rank of every producer that holds some of its samples,
-    from all of them at the same time; what it made itself is there. Between nodes all that leaves
-    a node, or comes to it, goes over one interface.
+    Each rank takes a copy from one rank of every producer that holds some of its samples, from
+    all of them at the same time; what it made itself is there. From another node each rank of a
+    group takes a share, which the group gathers. Between nodes all that leaves a node, or comes
+    to it, goes over one interface.
 
     Args:
         samples: that travel together: of one micro-batch of every replica.
@@ -44,12 +45,15 @@ def transfer_s(
             part = min(stop, ends[e]) - max(first, ends[e - 1] if e else 0)
             source, target = producers[e][0], consumer[0]
             if part > 0 and source != target:
-                own = message(cluster, source, target, part * sample_bytes)
-                longest_s = max(longest_s, own.seconds)
+                num_bytes = part * sample_bytes
+                own = message(cluster, source, target, num_bytes)
+                gather_s = 0.0
                 if own.interface_s:
+                    if len(consumer) > 1:
+                        gather_s = collective_s(cluster, "all_gather", consumer, num_bytes)
                     for side in ((cluster.node_of(source), True), (cluster.node_of(target), False)):
-                        more_s = len(consumer) * own.interface_s
-                        interfaces[side] = interfaces.get(side, 0.0) + more_s
+                        interfaces[side] = interfaces.get(side, 0.0) + own.interface_s
+                longest_s = max(longest_s, own.seconds + gather_s)
             if ends[e] >= stop or e + 1 == len(ends):
                 break
             e += 1

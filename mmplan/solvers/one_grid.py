@@ -208,24 +208,30 @@ class OneGrid:
             return 0.0
         back = self.problem.stage(module, place.cuts[i + 1]).input_gradient
         num_bytes = size * self.problem.output_bytes(module, place.cuts[i][1] - 1)
-        return self._message_s(place.first + i, place.first + i + 1, num_bytes, back)
+        here = place.first + i, self._tp(place)
+        return self._message_s(here, (here[0] + 1, here[1]), num_bytes, back)
 
     def _between_s(self, producer: str, consumer: str, size: int, ways: int) -> float:
         source, target = self.layout.places[producer], self.layout.places[consumer]
         per_sample = self.problem.output_bytes(producer, self.problem.blocks(producer) - 1)
         return self._message_s(
-            source.first + len(source.cuts) - 1,
-            target.first,
+            (source.first + len(source.cuts) - 1, self._tp(source)),
+            (target.first, self._tp(target)),
             _own(source, size, ways) * per_sample,
             self.problem.makes_gradient(producer),
         )
 
-    def _message_s(self, source: int, target: int, num_bytes: float, back: bool) -> float:
-        tp = self.layout.tp
-        once_s = self.problem.costs.message_s(
-            source=source * tp, target=target * tp, num_bytes=num_bytes
-        )
-        return (1 + back) * once_s
+    def _message_s(
+        self, source: tuple[int, int], target: tuple[int, int], num_bytes: float, back: bool
+    ) -> float:
+        """Between two (position, TP degree); shares of what comes from another node are gathered."""
+        costs, node_of = self.problem.costs, self.problem.request.cluster.node_of
+        first, second = (position * self.layout.tp for position, _ in (source, target))
+        total_s = (1 + back) * costs.message_s(source=first, target=second, num_bytes=num_bytes)
+        if node_of(first) != node_of(second):
+            for tp in (target[1], *([source[1]] if back else [])):
+                total_s += costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes)
+        return total_s
 
     def reduce_s(self, dp: int, ways: int) -> float:
         """Gradient reductions of the position where they take longest."""

@@ -50,15 +50,39 @@ class Stages:
         self._hop_per_sample_s = [
             one - none for none, one in zip(self._hop_s, self._hops_s(1), strict=True)
         ]
+        self._gathered: dict[int, list[tuple[float, float]]] = {}
 
     def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
         """Forward and backward seconds of every stage for one micro-batch."""
         key = size, dp if self.problem.varies else 1
         if key not in self._times:
             self._times[key] = tuple(
-                self.problem.stage_s(self.module, blocks, self.tp, *key) for blocks in self.blocks
+                (forward_s + own[0], backward_s + own[1])
+                for (forward_s, backward_s), own in zip(
+                    (self.problem.stage_s(self.module, cut, self.tp, *key) for cut in self.blocks),
+                    self._gathers_s(size),
+                    strict=True,
+                )
             )
         return self._times[key]
+
+    def _gathers_s(self, size: int) -> list[tuple[float, float]]:
+        """Forward and backward, of every stage: bringing together what came in shares."""
+        if size not in self._gathered:
+            cuts = [0.0] * (self.pp + 1)
+            for p in range(self.pp - 1 if self.tp > 1 else 0):
+                if self._apart[p]:
+                    cuts[p + 1] = self.problem.costs.gather_shares_s(
+                        ranks=range(p * self.tp, (p + 1) * self.tp),
+                        num_bytes=size * self._cut_bytes(p),
+                    )
+            backs = [self._backward[p] * cut for p, cut in enumerate(cuts[1:])]
+            self._gathered[size] = list(zip(cuts[:-1], backs, strict=True))
+        return self._gathered[size]
+
+    def _cut_bytes(self, p: int) -> float:
+        """Per sample, after a stage."""
+        return self.problem.output_bytes(self.module, self.blocks[p][1] - 1)
 
     def slowest(self) -> tuple[float, float, float]:
         """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""
@@ -177,18 +201,15 @@ class Stages:
 
     def _hops_s(self, size: int) -> list[float]:
         """Seconds of each message from stage to stage, forward or backward."""
+        # Between nodes each rank of a TP group sends a share, and all share one link.
         return [
-            self._hop(p, size * self.problem.output_bytes(self.module, blocks[1] - 1))
-            for p, blocks in enumerate(self.blocks[:-1])
+            self.problem.costs.message_s(
+                source=p * self.tp,
+                target=(p + 1) * self.tp,
+                num_bytes=size * self._cut_bytes(p),
+            )
+            for p in range(self.pp - 1)
         ]
-
-    def _hop(self, p: int, num_bytes: float) -> float:
-        """All ranks of a TP group send the same bytes; between nodes they share one link."""
-        return self.problem.costs.message_s(
-            source=p * self.tp,
-            target=(p + 1) * self.tp,
-            num_bytes=num_bytes * (self.tp if self._apart[p] else 1),
-        )
 
     def reduce_s(self, dp: int) -> float:
         """Seconds of the slowest stage's gradient reduction, replicas side by side.

@@ -1,0 +1,312 @@
+"""Messages to tensor-parallel groups on other nodes: a share for each rank, gathered there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from mmlaunch.inprocess import InProcessTransport
+from mmlaunch.shares import Part, Share, bring_together
+from mmplan.program.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Message
+from mmplan.program.lower import lower
+from mmplan.program.model import Program
+from mmplan.program.text import format_program
+from mmplan.ragged import Ragged
+from mmplan.schema.plan import Plan
+from tests.plants import with_rows
+from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
+from tests.verification import make_workload, verify_in_process
+
+FORWARD, BACK = "forward", "back"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Units on nodes of so many ranks, and which edges come in shares."""
+
+    units: list[UnitSpec]
+    losses: list[LossSpec]
+    per_node: int
+    batch: int = 12
+    shares: tuple[str, ...] = (FORWARD, BACK)
+    factories: dict[str, str] = field(default_factory=dict)
+    args: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        return make_plan(*self.units, losses=self.losses, batch=self.batch, per_node=self.per_node)
+
+    def verify(self, **more: Any) -> None:
+        workload = make_workload(
+            self.units, self.losses, batch=self.batch, factories=self.factories, args=self.args
+        )
+        verdict = verify_in_process(self.plan(), workload, **more)
+        assert not verdict.differences, verdict.differences[:5]
+        assert verdict.worst <= 1e-12
+        assert verdict.compared > len(self.units)
+
+
+def two(one: int, other: int, **more: Any) -> list[UnitSpec]:
+    """v into t, with these tp degrees, each on a node of four."""
+    ranks = list(range(one)), list(range(4, 4 + other))
+    return [
+        unit("v", "a", tp=one, ranks=[[ranks[0]]], k=2, **more),
+        unit("t", "v", "b", tp=other, ranks=[[ranks[1]]], k=3, **more),
+    ]
+
+
+def regression(module: str = "t") -> list[LossSpec]:
+    return [loss("regression", module, "target")]
+
+
+CASES: dict[str, Case] = {
+    "2 to 2": Case(units=two(2, 2), losses=regression(), per_node=4),
+    "2 to 1": Case(units=two(2, 1), losses=regression(), per_node=4, shares=(BACK,)),
+    "1 to 2": Case(units=two(1, 2), losses=regression(), per_node=4, shares=(FORWARD,)),
+    "4 to 2": Case(units=two(4, 2), losses=regression(), per_node=4),
+    "2 to 4": Case(units=two(2, 4), losses=regression(), per_node=4),
+    "split": Case(units=two(2, 4, split=True), losses=regression(), per_node=4),
+    "stages, batch-sync": Case(
+        units=[
+            unit("v", "a", pp=3, tp=2, k=2, blocks=4, lead=2),
+            unit("t", "b", dp=2, k=2),
+        ],
+        losses=[loss("contrastive", "v", "t", sync_batch=6)],
+        per_node=2,
+    ),
+    "stages, interleaved": Case(
+        units=[unit("v", "a", pp=2, vpp=2, tp=2, k=4, kind="interleaved")],
+        losses=regression("v"),
+        per_node=2,
+    ),
+    "three replicas to two, of other groups": Case(
+        units=[
+            unit("v", "a", dp=3, tp=2, k=2, ranks=[[[1, 0]], [[4, 5]], [[2, 3]]]),
+            unit("t", "v", "b", dp=2, tp=2, k=1, ranks=[[[3, 2]], [[7, 6]]]),
+        ],
+        losses=[loss("contrastive", "t", "v", sync_batch=12)],
+        per_node=2,
+    ),
+    "a group in another order": Case(
+        units=[
+            unit("v", "a", tp=4, ranks=[[[2, 0, 3, 1]]], k=2),
+            unit("t", "v", tp=4, ranks=[[[7, 4, 6, 5]]]),
+        ],
+        losses=regression(),
+        per_node=4,
+    ),
+    "ragged": Case(
+        units=[
+            unit("v", "rows", tp=2, pp=2, k=3, ranks=[[[0, 1], [4, 5]]]),
+            unit("t", "v", "b", tp=4, k=2, ranks=[[[8, 9, 10, 11]]]),
+        ],
+        losses=regression(),
+        per_node=4,
+        factories={"v": "ragged", "t": "reader"},
+    ),
+    "integers, fewer than shares": Case(
+        units=[
+            unit("v", "a", tp=2, k=6, blocks=3),
+            unit("t", "v", "b", tp=4, k=12, blocks=2, ranks=[[[4, 5, 6, 7]]]),
+        ],
+        losses=regression(),
+        per_node=4,
+        factories={"v": "with_ids", "t": "id_reader"},
+    ),
+    "one element, to a block and to a loss": Case(
+        units=[
+            unit("v", "a", tp=2, ranks=[[[0, 1]]], blocks=2),
+            unit("t", "v.1", "b", tp=2, ranks=[[[2, 3]]], k=2),
+        ],
+        losses=[loss("mse", "v.0", "t")],
+        per_node=2,
+        args={"v": {"tuple_output": True}},
+        factories={"mse": "mmplan.zoo.losses:mse"},
+    ),
+    "frozen": Case(
+        units=[unit("v", "a", tp=2, k=2, frozen=True), unit("t", "v", tp=2, k=3)],
+        losses=regression(),
+        per_node=2,
+        shares=(FORWARD,),
+    ),
+}
+# Nothing leaves its node, or the group that would gather is on two.
+WHOLE: dict[str, Case] = {
+    "one node": Case(units=two(2, 4), losses=regression(), per_node=8),
+    "replicas in a node each": Case(
+        units=[
+            unit("v", "a", dp=2, tp=2, ranks=[[[0, 1]], [[4, 5]]]),
+            unit("t", "v", dp=2, tp=2, ranks=[[[2, 3]], [[6, 7]]]),
+        ],
+        losses=regression(),
+        per_node=4,
+    ),
+    "groups over two nodes": Case(
+        units=[unit("v", "a", tp=2, ranks=[[[0, 2]]]), unit("t", "v", tp=2, ranks=[[[1, 3]]])],
+        losses=regression(),
+        per_node=2,
+    ),
+    "no tensor parallelism": Case(units=two(1, 1), losses=regression(), per_node=4),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_gradients_equal_one_process(name: str) -> None:
+    case = CASES[name]
+    program = compile_plan(case.plan())
+    assert check_program(program) == []
+    assert any(e.scattered for e in program.edges) == (FORWARD in case.shares)
+    assert any(e.scattered_back for e in program.edges) == (BACK in case.shares)
+    assert ("in shares" in format_program(program)) == bool(case.shares)
+    case.verify()
+
+
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_what_stays_in_its_node_comes_whole(name: str) -> None:
+    edges = lower(WHOLE[name].plan()).edges
+    assert edges
+    assert not any(e.scattered or e.scattered_back for e in edges)
+    WHOLE[name].verify()
+
+
+def sent_bytes(case: Case) -> Counter[tuple[int, int, bool]]:
+    """Bytes of a step's messages between two ranks, each direction."""
+    sent: Counter[tuple[int, int, bool]] = Counter()
+    isend = InProcessTransport.isend
+
+    def counted(
+        self: InProcessTransport, tensor: torch.Tensor, peer: int, tag: int, *, backward: bool
+    ) -> Any:
+        sent[self.rank, peer, backward] += tensor.nbytes
+        return isend(self, tensor, peer, tag, backward=backward)
+
+    with patch.object(InProcessTransport, "isend", counted):
+        case.verify()
+    return sent
+
+
+@pytest.mark.parametrize(("one", "other"), [(2, 2), (2, 4), (4, 2), (1, 4), (4, 1)])
+def test_between_nodes_every_byte_travels_once(one: int, other: int) -> None:
+    # 12 samples of 8 numbers in float64.
+    whole = 12 * 8 * 8
+    units, losses = two(one, other), regression()
+    apart = sent_bytes(Case(units=units, losses=losses, per_node=4))
+    near = sent_bytes(Case(units=units, losses=losses, per_node=8))
+    for back, takers in ((False, other), (True, one)):
+        assert sum(n for (*_, b), n in apart.items() if b is back) == whole
+        assert sum(n for (*_, b), n in near.items() if b is back) == takers * whole
+        assert {n for (*_, b), n in near.items() if b is back} == {whole}
+        assert {n for (*_, b), n in apart.items() if b is back} == {whole // takers}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("shape", [(0,), (1,), (4, 3), (7,), (5, 1, 2)])
+def test_shares_are_all_of_a_tensor(count: int, shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(shape, dtype=torch.float64)
+    shares = [Share(index, count) for index in range(count)]
+    assert torch.equal(torch.cat([share.of(tensor) for share in shares]), tensor.reshape(-1))
+    for share in shares:
+        own = share.of(tensor)
+        assert len(own) == share.numbers(tensor.numel()) <= share.padded(tensor.numel())
+
+
+def test_one_gather_brings_tensors_of_all_types_together() -> None:
+    """Odd numbers of bytes lie between numbers of eight: none may be read askew."""
+    whole = [
+        torch.tensor([True, False, True]),
+        torch.randn(3, 3, dtype=torch.float64),
+        torch.arange(5, dtype=torch.int64),
+        torch.randn(7, dtype=torch.bfloat16),
+    ]
+    trees = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
+    group, calls = (5, 3, 9), [0]
+
+    def part(tensor: torch.Tensor, rank: int) -> Part:
+        share = Share(group.index(rank), len(group))
+        own = share.of(tensor)
+        padded = torch.zeros(share.padded(tensor.numel()), dtype=tensor.dtype)
+        padded[: len(own)] = own
+        return Part(padded, tuple(tensor.shape))
+
+    def parts(rank: int) -> list[Any]:
+        one, two, three, four = (part(tensor, rank) for tensor in whole)
+        return [(one, None, two), [Ragged(three, trees[1][0].lengths), four]]  # pyright: ignore
+
+    class Ranks:
+        def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
+            assert ranks == (3, 5, 9)
+            calls[0] += 1
+            rows: list[torch.Tensor] = []
+            bring = Recorder(rows)
+            for rank in ranks:
+                bring_together(parts(rank), bring, group)  # pyright: ignore
+            full.copy_(torch.cat(rows))
+
+    class Recorder:
+        def __init__(self, rows: list[torch.Tensor]) -> None:
+            self.rows = rows
+
+        def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
+            self.rows.append(mine.clone())
+
+    found = bring_together(parts(5), Ranks(), group)  # pyright: ignore
+    assert calls == [1]
+    assert torch.equal(found[0][0], whole[0])
+    assert found[0][1] is None
+    assert torch.equal(found[0][2], whole[1])
+    assert isinstance(found[1][0], Ragged)
+    assert torch.equal(found[1][0].values, whole[2])
+    assert torch.equal(found[1][1], whole[3])
+
+
+def test_a_rank_that_gathers_other_messages_than_its_group_is_a_fault() -> None:
+    case = CASES["2 to 2"]
+    program = compile_plan(case.plan())
+    assert check_program(program) == []
+    cut = _cut_in_two(program)
+    # Whole messages may be cut otherwise for each rank of a group: nothing is gathered.
+    near = Case(units=case.units, losses=case.losses, per_node=8)
+    assert check_program(_cut_in_two(compile_plan(near.plan()))) == []
+    faults = check_program(cut)
+    assert faults
+    assert all("gathers shares of other messages than its group" in fault for fault in faults)
+
+
+def _cut_in_two(program: Program) -> Program:
+    """Rank 0's first forward message to rank 4 becomes two."""
+    first = next(
+        item for item in program.instructions[0] if isinstance(item, Message) and item.is_send
+    )
+    assert first.peer == 4
+    middle = first.start + 1
+
+    def changed(rank: int) -> tuple[Any, ...]:
+        row: list[Any] = []
+        for item in program.instructions[rank]:
+            ends = {(0, 4), (4, 0)}
+            same = isinstance(item, Message) and (rank, item.peer) in ends
+            if (
+                same
+                and (item.edge, item.start, item.stop)
+                == (
+                    first.edge,
+                    first.start,
+                    first.stop,
+                )
+                and item.op.value.endswith("F")
+            ):
+                row += [
+                    Message(item.op, item.stage, item.mb, item.edge, item.peer, a, b)
+                    for a, b in ((item.start, middle), (middle, item.stop))
+                ]
+            else:
+                row.append(item)
+        return tuple(row)
+
+    return with_rows(program, {rank: changed(rank) for rank in (0, 4)})
