@@ -144,12 +144,6 @@ class Session:
             *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
         )
         self._data.close()
-        if memory is not None:
-            memory.begin(
-                tensor
-                for named in (self.model.named_parameters(), self.model.named_buffers())
-                for _, tensor in named
-            )
         zero = max(workload.train.zero, plan.training.zero) > 0
         reductions = Reductions(self.program, self.model, transport, ties, zero=zero)
         seeds = Seeds(workload.train.seed, transport.device)
@@ -183,6 +177,13 @@ class Session:
             elsewhere=trained_elsewhere(self._absent, self.model),
         )
         self.notes = self._gather_notes()
+        if memory is not None:
+            # Now, because optimizers too import what is larger than small models.
+            memory.begin(
+                tensor
+                for named in (self.model.named_parameters(), self.model.named_buffers())
+                for _, tensor in named
+            )
 
     def _gather_notes(self) -> list[str]:
         """What the user should know of how this run works, the same on all ranks."""
