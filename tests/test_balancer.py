@@ -185,7 +185,7 @@ def test_too_few_devices_says_how_many_are_missing() -> None:
     tables = [make_table([2, 4], [2.0, 1.0]), make_table([3], [1.0])]
     with pytest.raises(InfeasibleError, match=r"2 \+ 3 = 5 devices, there are 4") as error:
         balance(tables, devices=4, rounds=1)
-    assert error.value.hint == "give it 1 more devices"
+    assert error.value.hint == "give it 1 more device"
 
 
 def test_a_module_without_options_is_infeasible() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -152,6 +153,17 @@ def test_siglip_equals_the_model(pooled: bool) -> None:
     ragged = tower(Ragged(image, lengths))
     torch.testing.assert_close(ragged.values, expected, rtol=1e-12, atol=1e-12)
     assert ragged.lengths is lengths
+
+
+def test_siglip_warns_of_no_text_tower(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    hf.siglip_vision(SIGLIP)
+    assert not caplog.records
+    # The text tower's defaults do warn, so that this would be seen.
+    transformers.SiglipConfig(**SIGLIP)
+    assert caplog.records
 
 
 @pytest.mark.parametrize("pooled", [False, True])

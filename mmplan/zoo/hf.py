@@ -120,7 +120,9 @@ def siglip_vision(
         InvalidInputError: a configuration that transformers refuses.
         UnfitEnvironmentError: transformers is missing or broken.
     """
-    sizes = _checked_config("SiglipConfig", config).vision_config
+    # The whole configuration would warn of a text tower that nobody asked for.
+    given = (config or {}).get("vision_config") or {}
+    sizes = _checked_config("SiglipVisionConfig", given)
     sizes.vision_use_head = pooled
     sizes._attn_implementation = "sdpa"
 
@@ -300,7 +302,7 @@ def _config(config: Mapping[str, Any] | None, tower: str) -> Any:
 
 
 def _checked_config(name: str, config: Mapping[str, Any] | None) -> Any:
-    """A configuration of two towers."""
+    """A configuration of one tower or of two."""
     kind = name.removesuffix("Config")
     build = _transformers(name)
     return _checked(f"{kind} configuration", lambda: build(**(config or {})))
