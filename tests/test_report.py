@@ -470,6 +470,22 @@ def test_one_line_of_metrics_is_enough(tmp_path: Path) -> None:
     assert "the median of 1 step." in overview_section(data)
 
 
+def test_measured_memory_stands_beside_the_predicted(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    before = memory_section(load_source(run))
+    assert "measured" not in before
+    record = json.loads((run / "run.json").read_text())
+    predicted = load_source(run).plan.predicted.memory_bytes
+    held = {"0": predicted[0] / 2, "1": predicted[1] / 4, "99": 1.0, "x": 1.0, "2": None}
+    (run / "run.json").write_text(json.dumps(record | {"memory_bytes": held}))
+    text = memory_section(load_source(run))
+    assert "predicted / measured is 2.00 to 4.00" in text
+    assert text.count('class="measured"') == 2
+    for wrong in ([1.0], "much", {"0": "much"}):
+        (run / "run.json").write_text(json.dumps(record | {"memory_bytes": wrong}))
+        assert memory_section(load_source(run)) == before
+
+
 def test_a_change_of_tasks_is_marked_and_medians_are_of_the_last_plan(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=60)
     before = training_section(load_source(run))

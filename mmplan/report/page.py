@@ -60,7 +60,7 @@ SECTIONS = (
     ),
     Section(anchor="timelines", title="One step, predicted above measured", build=timeline_section),
     Section(anchor="training", title="Loss and iteration time", build=training_section),
-    Section(anchor="memory", title="Memory per rank, predicted", build=memory_section),
+    Section(anchor="memory", title="Memory per rank", build=memory_section),
     Section(anchor="profile", title="Profile and its fits", build=profile_section),
     Section(anchor="work", title="Work of the data", build=work_section),
     Section(anchor="provenance", title="Where this is from", build=provenance_section),

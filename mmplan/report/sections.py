@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import islice
 from textwrap import shorten
@@ -157,7 +157,9 @@ def memory_section(data: ReportData) -> str:
         f"(imbalance): weights, gradients, optimizer state, and the activations of the "
         "micro-batches in flight."
     )
-    picture = _memory_bars(fullest, capacity=capacity, most=most)
+    measured = data.run.memory_bytes if data.run else {}
+    caption += _measured_memory(dict(held), measured, is_cpu=plan.cluster.device.is_cpu)
+    picture = _memory_bars(fullest, measured, capacity=capacity, most=most)
     if count == len(held):
         return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
     whole = memory_plot(
@@ -167,6 +169,28 @@ def memory_section(data: ReportData) -> str:
     return markup.figure(
         whole, label="Memory of all ranks", caption=markup.esc(caption)
     ) + markup.figure(picture, label="Memory of the fullest ranks")
+
+
+def _measured_memory(
+    held: Mapping[int, float], measured: Mapping[int, float], *, is_cpu: bool
+) -> str:
+    """What the run's ranks held, in a sentence or three; nothing where none was measured."""
+    both = sorted(set(held) & set(measured))
+    if not both:
+        return ""
+    ratios = [held[rank] / measured[rank] for rank in both if measured[rank]]
+    text = (
+        f" The run's steps held {fmt.size(max(measured[rank] for rank in both))} on their fullest "
+        "rank (short lines)"
+    )
+    if ratios:
+        text += f"; predicted / measured is {min(ratios):.2f} to {max(ratios):.2f}"
+    if is_cpu:
+        text += (
+            ". On a CPU this is the growth of resident memory, with what libraries and malloc "
+            "keep for themselves"
+        )
+    return text + "."
 
 
 def memory_plot(
@@ -205,8 +229,15 @@ def memory_plot(
     return plots.plot(draw, width=width, height=1.9, label=label, prefix=prefix)
 
 
-def _memory_bars(held: Sequence[tuple[int, float]], *, capacity: float, most: float) -> str:
+def _memory_bars(
+    held: Sequence[tuple[int, float]],
+    measured: Mapping[int, float],
+    *,
+    capacity: float,
+    most: float,
+) -> str:
     width, left, height = 720.0, 70.0, 22
+    most = max([most, *(measured.get(rank, 0.0) for rank, _ in held)])
     # A capacity far off the scale would make every bar a hair.
     on_scale = most >= 0.05 * capacity
     scale = (width - left - 90) / (max(capacity, most) if on_scale else most or 1.0)
@@ -227,10 +258,13 @@ def _memory_bars(held: Sequence[tuple[int, float]], *, capacity: float, most: fl
             + markup.text(
                 "text",
                 fmt.size(value) + (" does not fit" if full else ""),
-                x=f"{left + value * scale + 6:.1f}",
+                x=f"{left + max(value, measured.get(rank, 0.0)) * scale + 6:.1f}",
                 y=y + 14,
             )
         )
+        if rank in measured:
+            x = left + measured[rank] * scale
+            drawn.append(markup.element("path", d=f"M{x:.1f} {y}v{height - 2}", class_="measured"))
     bottom = 22 + len(held) * height
     if on_scale:
         x = left + capacity * scale

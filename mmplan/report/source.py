@@ -95,6 +95,14 @@ class Run:
         return "emulated" if self.is_emulated else "measured"
 
     @property
+    def memory_bytes(self) -> dict[int, float]:
+        """Most bytes that each rank's steps held; no ranks where none was measured."""
+        found = self.record.get("memory_bytes")
+        held = found.items() if isinstance(found, dict) else ()
+        sizes = {rank: _finite(value) for rank, value in held}
+        return {int(r): v for r, v in sizes.items() if str(r).isdecimal() and v is not None}
+
+    @property
     def cores(self) -> int | None:
         """Processor cores of the machine of the run."""
         cores = self.record.get("cores")
