@@ -163,7 +163,7 @@ def run(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
             hint="leave --save-every, --resume and --tasks out",
         )
-    chosen, emulation = names(tasks), None
+    chosen, emulation = names("--tasks", tasks), None
     if emulate:
         # Times are those of one plan: the tasks are its own, whatever comes later in the run.
         chosen, emulation = _emulation(out, plan)

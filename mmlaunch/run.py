@@ -136,6 +136,9 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
     record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
     record.write(segments[0])
     on_event({"kind": "start", "run_dir": str(run_dir)})
+    if options.resume and options.node_rank == 0 and not any((run_dir / CHECKPOINTS).glob("*")):
+        note = f"--resume: {run_dir} holds no checkpoint, so the run begins at step 0"
+        on_event({"kind": "note", "message": note})
 
     def on_worker_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "part":
@@ -263,7 +266,9 @@ def _holds_run(path: Path) -> bool:
 
 
 def _claimed(path: Path, options: RunOptions) -> Path:
-    """The folder, unless it holds another run."""
+    """The folder, unless it holds another run or is a file."""
+    if path.exists() and not path.is_dir():
+        raise InvalidInputError(f"--run-dir {path}: is a file", hint="name a folder")
     if not _holds_run(path):
         return path
     if not options.resume:

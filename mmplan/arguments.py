@@ -1,11 +1,14 @@
-"""Lists on the command line."""
+"""Lists and files on the command line."""
 
 from __future__ import annotations
 
-from mmplan.errors import InvalidInputError
+import os
+from pathlib import Path
+
+from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 
 
-def names(text: str | None) -> tuple[str, ...] | None:
+def names(option: str, text: str | None) -> tuple[str, ...] | None:
     """Names between commas, None where nothing was given.
 
     Raises:
@@ -15,7 +18,7 @@ def names(text: str | None) -> tuple[str, ...] | None:
         return None
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if not found:
-        raise InvalidInputError(f"{text!r} names nothing", hint="separate names by commas")
+        raise InvalidInputError(f"{option} {text!r} names nothing", hint="separate names by commas")
     return found
 
 
@@ -25,9 +28,30 @@ def counts(option: str, text: str | None) -> tuple[int, ...]:
     Raises:
         InvalidInputError: something else is in it.
     """
-    parts = names(text) or ()
+    parts = names(option, text) or ()
     if not all(name.isdecimal() and int(name) > 0 for name in parts):
         raise InvalidInputError(
             f"{option} {text}: numbers from 1 on, separated by commas", hint=f"{option} 8,16"
         )
     return tuple(map(int, parts))
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Look before the work whether a file can be written after it.
+
+    Raises:
+        InvalidInputError: it is a folder.
+        UnfitEnvironmentError: its folder is none, or is read-only.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InvalidInputError(f"{option} {path}: is a folder", hint="name a file")
+    # Folders that are missing will be made.
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UnfitEnvironmentError(
+            f"{path}: cannot be written: "
+            + (f"{above} is read-only" if above.is_dir() else f"{above} is no folder"),
+            hint="choose another folder",
+        )

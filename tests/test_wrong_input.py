@@ -368,6 +368,37 @@ def test_options_of_solve(files: Folder, args: tuple[str, ...], parts: tuple[str
     refused(files.solve(*args), *parts)
 
 
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("solve", "WORKLOAD", "--profile", "PROFILE", "-o"), 2, "--output FOLDER: is a folder"),
+        (("compare", "WORKLOAD", "--profile", "PROFILE", "-o"), 2, "--output FOLDER: is a folder"),
+        (("profile", "WORKLOAD", "-o"), 2, "--output FOLDER: is a folder"),
+        (("report", "PLAN", "-o"), 2, "--output FOLDER: is a folder"),
+        (("simulate", "PLAN", "--profile", "PROFILE", "--trace"), 2, "--trace FOLDER: is a folder"),
+        (("run", "PLAN", "--run-dir"), 2, "--run-dir FOLDER: is a file"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_the_work(
+    files: Folder, args: tuple[str, ...], code: int, said: str
+) -> None:
+    folder = files.root / "plans"
+    if args[0] == "run":
+        folder = files.plan
+    named = {"WORKLOAD": files.workload, "PROFILE": files.profile, "PLAN": files.plan}
+    program = "mmlaunch" if args[0] == "run" else "mmplan"
+    done = call(program, *(named.get(word, word) for word in args), folder)
+    refused(done, said.replace("FOLDER", str(folder)), code=code)
+    assert "planning:" not in done.err
+
+
+def test_a_resumed_run_that_is_none_says_so(files: Folder) -> None:
+    where = ("--run-dir", files.root / "run", "--steps", 1)
+    done = call("mmlaunch", "run", files.plan, "--resume", *where)
+    assert done.code == 0, done.err
+    assert "holds no checkpoint, so the run begins at step 0" in done.out
+
+
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     with tiny_disk(tmp_path / "tiny", size="16k"):

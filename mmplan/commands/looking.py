@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mmplan.arguments import check_output
 from mmplan.commands.options import Json, PlanPath, PlansProfileOption, ReplanOption
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.report.console import Output
@@ -111,6 +112,7 @@ def simulate(
     from mmplan.simulate import simulate as start
 
     out = Output(as_json=as_json)
+    check_output("--trace", trace)
     document = load_plan(plan)
     costs = plan_costs(document, plan, profile)
     simulated = start(costs.program, costs)
@@ -124,6 +126,8 @@ def simulate(
     sampled = None if draws == 0 else sample_steps(costs, draws=draws)
     if sampled is not None:
         out.grid(sampled_grid(sampled, predicted_s=found.iteration_s))
+    elif draws:
+        out.hint("--draws: the profile knows no data; mmplan profile --data looks at it")
     if trace is not None:
         events = trace_events(simulated.program, simulated.events(), process_name="predicted")
         write_trace(trace, events)
@@ -144,6 +148,7 @@ def report(
     from mmplan.report.page import write_report
 
     out = Output(as_json=as_json)
+    check_output("--output", output)
     if replan:
         with out.progress("planning again") as bar:
             write_report(source, output, progress=bar.update)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mmplan.arguments import check_output
 from mmplan.commands.options import ClusterOption, Json, WorkloadPath
 from mmplan.errors import InvalidInputError
 from mmplan.report.console import Output
@@ -43,6 +44,7 @@ def profile(
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
+    check_output("--output", output)
     loaded = load_workload(workload)
     warn_unused(out, loaded)
     if data_samples is not None and not (data and data_samples > 0):
@@ -51,7 +53,7 @@ def profile(
             hint="give 1 or more, together with --data",
         )
     if device not in (None, "cpu", "cuda"):
-        raise InvalidInputError(f"--device {device}", hint="choose cpu or cuda")
+        raise InvalidInputError(f"--device {device}: no kind of device", hint="choose cpu or cuda")
     machine = load_cluster(cluster) if cluster is not None else None
     state = output.with_name(f".{output.name}.partial")
     if analytic:

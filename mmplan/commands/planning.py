@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmplan.arguments import counts, names
+from mmplan.arguments import check_output, counts, names
 from mmplan.commands.options import (
     ClusterOption,
     DevicesOption,
@@ -78,6 +78,7 @@ def solve(
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
+    check_output("--output", output)
     loaded = load_workload(workload)
     warn_unused(out, loaded)
     trials = _trials(out, context.obj, measure, workload, output) if measure else None
@@ -90,7 +91,7 @@ def solve(
         devices=devices,
         solver=solver,
         method=method,
-        tasks=names(tasks),
+        tasks=names("--tasks", tasks),
         top=top,
         budget_s=budget,
         plan_path=output,
@@ -160,6 +161,7 @@ def compare(
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
+    check_output("--output", output)
     with out.progress("planning") as bar:
         found = start(
             load_workload(workload),
@@ -169,8 +171,8 @@ def compare(
             cluster=None if cluster is None else load_cluster(cluster),
             devices=counts("--devices", devices),
             batches=counts("--batches", batches),
-            solvers=names(solvers),
-            tasks=names(tasks),
+            solvers=names("--solvers", solvers),
+            tasks=names("--tasks", tasks),
             baseline=baseline,
             budget_s=budget,
             with_details=output is not None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mmplan.errors import InvalidInputError, RunFailedError
+from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.fit import fit_profile
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.machine import measured_cluster, provenance
@@ -100,6 +100,11 @@ def _choose(device: DeviceType | None, num_processes: int | None) -> tuple[Devic
     import torch
 
     chosen: DeviceType = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen == "cuda" and not torch.cuda.is_available():
+        raise UnfitEnvironmentError(
+            "--device cuda: torch finds no CUDA device here",
+            hint="--device cpu, or install the torch for your CUDA; mmplan doctor says more",
+        )
     if chosen == "cuda":
         return chosen, num_processes or max(1, torch.cuda.device_count())
     return chosen, num_processes or min(2, num_cores())
