@@ -392,6 +392,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
     assert "planning:" not in done.err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_none_says_so(files: Folder) -> None:
     where = ("--run-dir", files.root / "run", "--steps", 1)
     done = call("mmlaunch", "run", files.plan, "--resume", *where)
