@@ -31,7 +31,7 @@ from tests.mllm_cases import MllmCase
 from tests.verification import HERE
 
 CASES: dict[str, Any] = {
-    "towers": Case(pp=2, dp=2, tp=2, k=2, syncs=2, samples=12),
+    "towers": Case(pp=2, dp=2, tp=2, k=2, syncs=2, samples=12, per_node=2),
     "split": Case(pp=3, dp=1, k=4, samples=12, backward="split"),
     "per sample": Case(pp=2, k=2, samples=12, feature="counted"),
     "tied": Case(dp=3, samples=12, feature="tied"),

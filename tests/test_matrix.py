@@ -51,6 +51,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "sync_lead": (0, 1),
     "vpp": (1, 2),
     "backward": ("whole", "split", "even"),
+    "per_node": (None, 2, 4),
 }
 PAIRWISE = [Case(**row) for row in pairwise_rows(FACTORS)]
 
