@@ -24,7 +24,15 @@ def compile_plan(plan: Plan) -> Program:
         InvalidInputError: the plan's schedules wait for each other, or see
             :func:`mmplan.program.lower.lower`.
     """
-    graph = lower(plan)
+    return compile_graph(plan, lower(plan))
+
+
+def compile_graph(plan: Plan, graph: Graph) -> Program:
+    """The program of a graph that a plan lowers to, or of some of the replicas in it.
+
+    Raises:
+        InvalidInputError: as :func:`compile_plan`.
+    """
     batches = {name: task.batch for name, task in plan.tasks.items()}
     links = [edge_links(graph.stages, edge) for edge in graph.edges]
     timeline = Timeline(

@@ -119,7 +119,7 @@ def _sync_frontier(stage: Stage, own: Sequence[Sequence[int]], size: int) -> lis
     """Per sync batch, the samples forwarded on any replica before the first of its backwards."""
     batch = max(spans[-1][1] for spans in stage.microbatches)
     # A replica that holds nothing of a sync batch has forwarded what comes before it.
-    reached = [(g + 1) * size for g in range(batch // size)]
+    reached = [(g + 1) * size for g in range(-(-batch // size))]
     for spans, row in zip(stage.microbatches, own, strict=True):
         for m, (start, stop) in enumerate(spans):
             for g in range(start // size, -(-stop // size)):
