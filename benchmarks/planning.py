@@ -53,11 +53,21 @@ def profiled_file(
 
 
 def solved(name: str, profile: Path, *, devices: int, solver: str) -> tuple[Path, Plan]:
-    """Plan a workload, as ``mmplan solve --devices N --solver NAME``."""
-    path = profile.with_name(f"{name}-{devices}-{solver}.plan.json")
+    """Plan a shipped workload, as ``mmplan solve --devices N --solver NAME``."""
+    return planned(workload_path(name), profile, devices=devices, solver=solver)
+
+
+def planned(workload: Path, profile: Path, *, devices: int, solver: str) -> tuple[Path, Plan]:
+    """The same for any workload's file; the plan goes beside the profile.
+
+    Raises:
+        InfeasibleError: the solver has no plan.
+        InvalidInputError: it is not for such a workload.
+    """
+    path = profile.with_suffix(f".{devices}-{solver}.plan.json")
     plan = planner.solve(
-        load_workload(workload_path(name)),
-        workload_path=workload_path(name),
+        load_workload(workload),
+        workload_path=workload,
         profile=load_profile(profile),
         profile_path=profile,
         plan_path=path,
