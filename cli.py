@@ -7,6 +7,7 @@ imported before a command needs it: ``--help`` answers at once.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -256,24 +257,33 @@ def verify(
     out.data(
         {
             "compared": verdict.compared,
-            "worst": min(verdict.worst, 1e308),
+            "worst": _number(verdict.worst),
             "tolerance": verdict.tolerance,
-            "loss": verdict.loss,
-            "reference_loss": verdict.reference_loss,
-            "differences": [[d.name, d.rank, min(d.error, 1e308)] for d in verdict.differences],
+            "loss": _number(verdict.loss),
+            "reference_loss": _number(verdict.reference_loss),
+            "differences": [[d.name, d.rank, _number(d.error)] for d in verdict.differences],
         }
     )
+    if not math.isfinite(verdict.reference_loss):
+        raise RunFailedError(
+            f"one process's own loss is {verdict.reference_loss:g}: no gradient can be compared",
+            hint="look for bad samples in the first batch, or a division by zero in a module",
+            documented=True,
+        )
     if verdict.differences:
         raise RunFailedError(
             f"{len(verdict.differences)} of {counted(verdict.compared, 'gradient')} differ from "
-            "one "
-            f"process's by up to {verdict.worst:.3g} (allowed {verdict.tolerance:g})",
+            f"one process's by up to {verdict.worst:.3g} (allowed {verdict.tolerance:g})",
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
     out.text(
         f"{counted(verdict.compared, 'gradient')} on {counted(prepared.plan.devices, 'rank')} "
-        "equal one process's: "
-        f"worst difference {verdict.worst:.2g} of the largest gradient "
+        f"equal one process's: worst difference {verdict.worst:.2g} of the largest gradient "
         f"(allowed {verdict.tolerance:g})"
     )
+
+
+def _number(value: float) -> float | None:
+    """As JSON has it: no infinity, and null for what is no number."""
+    return None if math.isnan(value) else max(-1e308, min(value, 1e308))

@@ -13,7 +13,7 @@ from typing import Any
 from mmlaunch.admission import find_workload
 from mmlaunch.record import RunRecord
 from mmlaunch.segments import Planner, Segment, first_step, make_segments, sets_of_run
-from mmplan.errors import InvalidInputError
+from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.program.timings import Timings
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
@@ -169,8 +169,9 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
             rdzv_endpoint=options.rdzv_endpoint,
             on_event=on_worker_event,
         )
-    except InvalidInputError:
-        if not options.resume and not (run_dir / "metrics.jsonl").exists():
+    except MMPlanError:
+        kept = (run_dir / "metrics.jsonl").exists() or any((run_dir / CHECKPOINTS).glob("*"))
+        if not options.resume and not kept:
             # Nothing was trained: the folder is free for the next try.
             (run_dir / "run.json").unlink(missing_ok=True)
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def infer_shapes(
                 task = f"task {stage.task}, " if len(program.batches) > 1 else ""
                 where = f"{task}{stage.module} blocks {list(stage.blocks)}"
                 answer = RunFailedError(
-                    f"{where}: {type(error).__name__}: {error} ({_own_line(error)})",
+                    f"{where}: {type(error).__name__}: {error}{_own_line(error)}",
                     hint="run the blocks on a batch of two samples to see where",
                 )
         answer = transport.broadcast_object(answer, leader)
@@ -74,10 +75,14 @@ def infer_shapes(
 
 
 def _own_line(error: Exception) -> str:
-    """file:line of the innermost frame that is not an installed package's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}"
+    """(file:line) of the innermost frame that is neither an installed package's nor mmlaunch's."""
+    ours = str(Path(__file__).parent)
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith(ours)
+    ]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def _infer(

@@ -162,6 +162,27 @@ def test_factory_that_raises_in_a_worker(files: Folder) -> None:
     assert not (files.root / "run" / "run.json").exists()
 
 
+@pytest.mark.slow
+def test_a_run_that_trained_nothing_leaves_its_folder_to_the_next(files: Folder) -> None:
+    towers = files.workload.parent / "birds" / "towers.py"
+    right = towers.read_text()
+    towers.write_text(right.replace("self.lift(spectrogram)", "self.lift(spectrogram[..., 1:])"))
+    where = ("--run-dir", files.root / "run", "--steps", 1)
+    done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
+    refused(done, "sound blocks", "RuntimeError", "shapes", f"({towers}:17)", code=1)
+    towers.write_text(right)
+    assert run("mmlaunch", "run", files.plan, *where, cwd=files.root).code == 0
+
+
+def test_a_loss_that_is_no_number_is_no_difference(files: Folder) -> None:
+    data = files.workload.parent / "birds" / "data.py"
+    data.write_text(data.read_text().replace("0.3 * noise", "float('nan') * noise"))
+    done = call("mmlaunch", "verify", files.plan, "--in-process", "--json")
+    assert done.code == 1
+    assert "one process's own loss is nan" in done.message
+    assert done.document["reference_loss"] is None
+
+
 def test_block_count_that_is_not_the_plans(files: Folder) -> None:
     edited(files.workload, "{layers: 2, width: 12}", "{layers: 5, width: 12}")
     plan = two_rank_plan(files.workload, files.plan)
