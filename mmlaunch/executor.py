@@ -20,6 +20,7 @@ from mmlaunch.batch_sync import BatchSync
 from mmlaunch.batches import cat_samples, slice_samples
 from mmlaunch.blocks import Blocks, switched_off
 from mmlaunch.data import StepData
+from mmlaunch.gradients import GradientSums, gradient_of, leaf_of
 from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import (
@@ -29,7 +30,6 @@ from mmlaunch.payload import (
     Outbox,
     element_of,
     float_leaves,
-    float_rows,
     map_tensors,
     message_tensors,
 )
@@ -232,7 +232,7 @@ class Executor:
         for edge, items in pieces.items():
             tree = cat_samples(items)
             if self._program.edges[edge].carries_gradient:
-                tree = map_tensors(tree, _leaf)
+                tree = map_tensors(tree, leaf_of)
             inputs[edge] = tree
         return inputs
 
@@ -300,22 +300,7 @@ class Executor:
     def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> list[tuple[Tensor, Tensor]]:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def add(tree: Any, low: int, part: Any, given: Sequence[Tensor]) -> None:
-            leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, low), strict=True)
-            for (whole, cut, first_row), given_grad in zip(leaves, given, strict=True):
-                if not whole.requires_grad:
-                    continue
-                grad = given_grad.to(whole.dtype)
-                if id(whole) not in sums and len(cut) == len(whole):
-                    sums[id(whole)] = whole, grad
-                    continue
-                if id(whole) not in sums:
-                    sums[id(whole)] = whole, torch.zeros_like(whole)
-                total = sums[id(whole)][1]
-                total[first_row : first_row + len(cut)] += grad
-
+        sums = GradientSums()
         cuts: list[tuple[Any, int, Any]] = []
         for message, _ in live.messages:
             edge = self._program.edges[message.edge]
@@ -324,11 +309,11 @@ class Executor:
         waited = zip(live.messages, cuts, strict=True)
         given = self._together(stage, [incoming.wait(cut[2]) for (_, incoming), cut in waited])
         for cut, gradients in zip(cuts, given, strict=True):
-            add(*cut, gradients)
+            sums.add(*cut, gradients)
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
-            add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
-        return list(sums.values())
+            sums.add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
+        return sums.pairs()
 
     def _message(self, message: Message) -> None:
         tag = self._tag(message)
@@ -365,7 +350,7 @@ class Executor:
             tree = element_of(live.output, edge.element, stage.module)
             tensors = message_tensors(slice_samples(tree, low, high), share)
         else:
-            grads = map_tensors(live.inputs[message.edge], _gradient_of)
+            grads = map_tensors(live.inputs[message.edge], gradient_of)
             whole = float_leaves(slice_samples(grads, low, high))
             tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
         if len(tensors) > MOST_TENSORS:
@@ -420,15 +405,3 @@ class Executor:
 def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:
     """The order in which a group gathers its messages: the same on all ranks."""
     return item[0].edge, item[0].start
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """A tensor that collects its gradient, where it can have one."""
-    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def _gradient_of(tensor: Tensor) -> Tensor:
-    """Its gradient, zeros where none reached it; other tensors as they are."""
-    if not tensor.is_floating_point():
-        return tensor
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from mmplan.errors import InvalidInputError
 from mmplan.links import Transfer
 from mmplan.module_costs import CostModel, gradient_blocks
+from mmplan.program.facts import (
+    StatePart,
+    collective_groups,
+    gathered_edges,
+    state_parts,
+    trained_blocks,
+)
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
@@ -19,16 +25,6 @@ from mmplan.schema.profile import Profile
 __all__ = ["CostModel", "ProgramCosts", "check_cluster", "gradient_blocks"]
 
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
-# First and end in shards of a tp, that tp, and the ranks that sum this part of a block.
-StatePart = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """A block's shard on some rank, and the stage through which its costs are asked."""
-
-    stage: Stage
-    trainable: bool
 
 
 class ProgramCosts:
@@ -51,11 +47,11 @@ class ProgramCosts:
         self._rounds = {name: task.period for name, task in plan.tasks.items()}
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
-        self._blocks = _trained_blocks(program)
-        self._state_parts = _state_parts(program.reductions)
+        self._blocks = trained_blocks(program)
+        self._state_parts = state_parts(program.reductions)
         self._shard_sizes: dict[Shard, float] = {}
-        self._groups = _groups(program)
-        self._gathered = _gathered(program)
+        self._groups = collective_groups(program)
+        self._gathered = gathered_edges(program)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -345,49 +341,6 @@ class ProgramCosts:
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
-
-
-def _groups(program: Program) -> set[frozenset[int]]:
-    """Ranks of every collective."""
-    return {
-        *(frozenset(group) for stage in program.stages for group in stage.ranks),
-        *(frozenset(reduction.ranks) for reduction in program.reductions),
-        *(frozenset(loss.ranks) for loss in program.losses),
-    }
-
-
-def _gathered(program: Program) -> dict[tuple[int, bool], list[Edge]]:
-    """(stage, in its backward) to the edges whose messages its groups gather."""
-    found: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
-    for edge in program.edges:
-        for backward in (False, True):
-            if program.shares(edge, backward=backward) > 1:
-                found[edge.producer if backward else edge.consumer, backward].append(edge)
-    return dict(found)
-
-
-def _trained_blocks(program: Program) -> dict[tuple[str, int], _Held]:
-    """Every block that is run, by owner; it trains where any task trains it."""
-    blocks: dict[tuple[str, int], _Held] = {}
-    for stage in program.stages:
-        for block in range(*stage.blocks):
-            trains = any(a <= block < b for a, b in stage.trainable)
-            known = blocks.get((stage.owner, block))
-            blocks[stage.owner, block] = _Held(
-                stage=known.stage if known else stage,
-                trainable=trains or (known is not None and known.trainable),
-            )
-    return blocks
-
-
-def _state_parts(reductions: Iterable[Reduction]) -> dict[tuple[str, int], list[StatePart]]:
-    """Of each block, its parts and over how many ranks their optimizer state may be spread."""
-    found: defaultdict[tuple[str, int], list[StatePart]] = defaultdict(list)
-    for item in reductions:
-        if item.kind == "blocks" and item.parameters != "whole":
-            for block in range(*item.blocks):
-                found[item.owner, block].append((*item.shards, item.tp, len(item.ranks)))
-    return dict(found)
 
 
 def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
