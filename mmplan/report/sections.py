@@ -152,7 +152,7 @@ def memory_section(data: ReportData) -> str:
     most = max(value for _, value in held)
     mean = sum(value for _, value in held) / len(held)
     caption = (
-        f"The fullest rank holds {fmt.size(most)}, {fmt.percent(most / capacity)} of a device's "
+        f"The fullest rank is predicted to hold {fmt.size(most)}, {fmt.percent(most / capacity)} of a device's "
         f"{fmt.size(capacity)}, and {most / mean if mean else 1:.2f} times the mean of all ranks "
         f"(imbalance): weights, gradients, optimizer state, and the activations of the "
         "micro-batches in flight."
