@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmplan.costs import CostModel
+from mmplan.errors import InvalidInputError
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import (
     FileReference,
@@ -29,7 +30,11 @@ def file_reference(path: str | Path, folder: Path) -> FileReference:
 
 
 def planned_tasks(request: Request) -> dict[str, PlannedTask]:
-    """The tasks with what compiling and simulating need of the workload."""
+    """The tasks with what compiling and simulating need of the workload.
+
+    Raises:
+        InvalidInputError: blocks are frozen that a module does not have.
+    """
     return {name: _planned_task(request, task) for name, task in request.tasks.items()}
 
 
@@ -44,7 +49,7 @@ def _planned_task(request: Request, task: TaskView) -> PlannedTask:
             name: PlannedModule(
                 inputs=changed.get(name, workload.modules[name].inputs),
                 blocks=request.costs.num_blocks(task=task.name, module=name),
-                frozen=task.frozen[name],
+                frozen=_frozen(request, task, name),
                 share=workload.modules[name].share,
                 recompute=workload.modules[name].recompute,
                 backbone=bool(workload.modules[name].backbone),
@@ -60,6 +65,20 @@ def _planned_task(request: Request, task: TaskView) -> PlannedTask:
             for name in task.loss_inputs
         },
     )
+
+
+def _frozen(request: Request, task: TaskView, module: str) -> bool | tuple[tuple[int, int], ...]:
+    """What does not train of a module; only the profile knows how many blocks there are."""
+    frozen = task.frozen[module]
+    blocks = request.costs.num_blocks(task=task.name, module=module)
+    for a, b in () if isinstance(frozen, bool) else frozen:
+        if b > blocks:
+            raise InvalidInputError(
+                f"modules.{module}.frozen: [{a}, {b}] ends beyond its {blocks} blocks",
+                hint=f"blocks count from 0, the last range may end at {blocks}; if the module has "
+                "changed, profile it again",
+            )
+    return frozen
 
 
 def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:

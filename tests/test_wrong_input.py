@@ -104,6 +104,11 @@ def test_workload(files: Folder, old: str, new: str, parts: tuple[str, ...]) -> 
     assert not (files.root / "new.json").exists()
 
 
+def test_frozen_blocks_that_a_module_does_not_have(files: Folder) -> None:
+    edited(files.workload, "inputs: [spectrogram]", "inputs: [spectrogram]\n    frozen: [[0, 9]]")
+    refused(files.solve(), "modules.sound.frozen: [0, 9]", "blocks")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "parts"),
     [
