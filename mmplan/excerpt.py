@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.alike import Alike, find_alike, renamed
-from mmplan.program.lower import Graph
+from mmplan.program.lower import Graph, lower
 from mmplan.program.model import Stage
+from mmplan.program.orders import Orders, order_stages
 from mmplan.program.samples import RangeIndex
 from mmplan.schema.plan import Plan
 
@@ -43,6 +44,38 @@ class Excerpt:
     node_kind: Sequence[int]
     load: Mapping[int, float]
     folded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What simulating a plan begins with.
+
+    Attributes:
+        graph: of the whole plan.
+        found: what is enough of it, None where that is all.
+        orders: of the stages in that.
+    """
+
+    graph: Graph
+    found: Excerpt | None
+    orders: Orders
+
+    @property
+    def enough(self) -> Graph:
+        """The graph of the excerpt, or the whole one."""
+        return self.graph if self.found is None else self.found.graph
+
+
+def outline(plan: Plan) -> Outline:
+    """Lower a plan, leave out what does the same as something else, and order the rest.
+
+    Raises:
+        InvalidInputError: see :func:`mmplan.program.lower.lower`.
+    """
+    graph = lower(plan)
+    found = excerpt(plan, graph)
+    enough = graph if found is None else found.graph
+    return Outline(graph=graph, found=found, orders=order_stages(plan, enough))
 
 
 def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from mmplan.costs import CostModel, ProgramCosts
-from mmplan.program.lower import lower
-from mmplan.program.model import Program, Stage
-from mmplan.program.orders import order_stages
+from mmplan.excerpt import Outline, outline
+from mmplan.program.model import Program, SampleRange, Stage
 from mmplan.schema.plan import Plan
 
 
-def least_memory_bytes(plan: Plan, costs: CostModel) -> float:
+def least_memory_bytes(plan: Plan, costs: CostModel, drawn: Outline | None = None) -> float:
     """Bytes that some device holds at least: its fixed ones, and the most of one of its stages.
 
     Exact where devices run one stage each and backwards are whole. Takes a fraction of what
-    simulating takes.
+    simulating takes; an outline that is there already is used.
     """
-    graph = lower(plan)
+    drawn = outline(plan) if drawn is None else drawn
+    graph = drawn.graph
     program = Program(
         name=plan.name,
         batches={name: task.batch for name, task in plan.tasks.items()},
@@ -28,23 +29,27 @@ def least_memory_bytes(plan: Plan, costs: CostModel) -> float:
         instructions=tuple(() for _ in range(plan.devices)),
     )
     found = ProgramCosts(program, costs, plan)
-    fixed = {rank: found.static_bytes(rank) for rank in _first_ranks(program)}
-    before = order_stages(plan, graph).forwards_before
+    kept = drawn.enough.stages
+    fixed = {rank: found.static_bytes(rank) for rank in _first_ranks(kept)}
+    before = drawn.orders.forwards_before
     return max(
-        fixed[ranks[0]] + _held_bytes(stage, d, before[stage.index][d], found)
-        for stage in graph.stages
-        for d, ranks in enumerate(stage.ranks)
+        fixed[ranks[0]]
+        + _held_bytes(graph.stages[stage.index], spans, before[stage.index][d], found)
+        for stage in kept
+        for d, (ranks, spans) in enumerate(zip(stage.ranks, stage.microbatches, strict=True))
     )
 
 
-def _first_ranks(program: Program) -> set[int]:
-    return {group[0] for stage in program.stages for group in stage.ranks}
+def _first_ranks(stages: Sequence[Stage]) -> set[int]:
+    return {group[0] for stage in stages for group in stage.ranks}
 
 
-def _held_bytes(stage: Stage, d: int, before: list[int], costs: ProgramCosts) -> float:
+def _held_bytes(
+    stage: Stage, spans: Sequence[SampleRange], before: Sequence[int], costs: ProgramCosts
+) -> float:
     """Most bytes of micro-batches between forward and backward; ``before`` as in ``Orders``."""
     if not stage.has_backward:
         return 0.0
-    sizes = (stop - start for start, stop in stage.microbatches[d])
+    sizes = (stop - start for start, stop in spans)
     upto = list(accumulate((costs.activation_bytes(stage, n) for n in sizes), initial=0.0))
     return max((upto[count] - upto[m] for m, count in enumerate(before)), default=0.0)

@@ -21,23 +21,30 @@ from mmplan.draft import (
     straggler_note,
 )
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.excerpt import Outline, outline
 from mmplan.labels import idle_ranks, spans
 from mmplan.least_memory import least_memory_bytes
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
+from mmplan.simulate import prediction
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
 from mmplan.solvers.registry import solutions_of
 from mmplan.solvers.sync_batch import largest_sync_batches
-from mmplan.symmetry import predict
+from mmplan.symmetry import simulated
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 from mmplan.words import counted
 
 # Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
+# Instructions that a quiet core compiles and simulates in a second, and as how many each plan
+# counts beside its own. Patience is counted in them, so that a busy machine finds the same plans.
+INSTRUCTIONS_PER_S, EACH_PLAN = 100_000, 1_000
+# As many times as long while none fits the memory; and on the clock of a slow machine at most.
+NOT_YET, LAST_RESORT = 4, 5
 
 
 @rare_collections()
@@ -74,8 +81,9 @@ def solve(
         tasks: only these; default all, or those that train.tasks_from_step starts with.
         top: candidates to simulate; with 1 the plan is the formula's optimum.
         budget_s: seconds for searches that are not exact.
-        patience_s: seconds from now on in which plans beyond the first of each kind are simulated,
-            default ten budgets; four times as many while none fits the memory.
+        patience_s: seconds of a quiet core for simulating plans beyond the first of each kind,
+            counted in instructions; default ten budgets; four times as many while none fits the
+            memory.
         trials: the least measured time among the best by simulation decides instead.
 
     Raises:
@@ -115,8 +123,7 @@ def solve(
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
     solutions, left_out = solutions_of(request, solver)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
-    left_s = patience_s - (time.monotonic() - started)
-    tried = drafts.try_all(solutions, patience_s=left_s, most_s=left_s + 3 * patience_s)
+    tried = drafts.try_all(solutions, patience_s=patience_s)
     return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
 
 
@@ -147,26 +154,30 @@ class _Drafts:
         self._too_large: list[float] = []
         self._without_order: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
+        # What was looked at so far, in instructions.
+        self._work = 0
 
-    def try_all(
-        self, solutions: Sequence[Solution], *, patience_s: float, most_s: float
-    ) -> list[Tried]:
+    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[Tried]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
         Those that do not fit the memory drop out. When patience with the others ends before
-        they do (it lasts ``most_s`` while nothing fits), a note says so.
+        they do (it lasts longer while nothing fits), a note says so.
 
         Raises:
             InfeasibleError: none fits.
         """
         first, others = first_of_each_kind(solutions)
-        began = time.monotonic()
         tried = [item for pair in first for item in self._try(*pair)]
         # What one takes is not begun where less is left.
-        each_s = (time.monotonic() - began) / max(1, len(first))
-        deadline, last = (began + left - each_s for left in (patience_s, most_s))
+        each = self._work / max(1, len(first))
+        begun, began = self._work, time.monotonic()
         for position, (solution, candidate) in enumerate(others):
-            if time.monotonic() > (deadline if tried else last):
+            left_s = patience_s if tried else NOT_YET * patience_s
+            spent = self._work - begun + each
+            if (
+                spent > left_s * INSTRUCTIONS_PER_S
+                or time.monotonic() - began > LAST_RESORT * left_s
+            ):
                 self._notes_on_search.append(
                     f"{len(others) - position} of {counted(len(first) + len(others), 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"
@@ -181,9 +192,11 @@ class _Drafts:
         draft = self._plan(solution, candidate)
         memory_bytes = self._request.cluster.device.memory_bytes
         try:
-            needed = least_memory_bytes(draft, self._costs_of(draft))
+            drawn = outline(draft)
+            self._work += EACH_PLAN + sum(sum(stage.rounds) for stage in drawn.enough.stages)
+            needed = least_memory_bytes(draft, self._costs_of(draft), drawn)
             if needed <= memory_bytes:
-                draft = self._simulated(draft)
+                draft = self._simulated(draft, drawn)
                 needed = max(draft.predicted.memory_bytes, default=0.0)
         except InvalidInputError as error:
             # Orders of a chain may wait for each other; the other candidates need not.
@@ -309,8 +322,10 @@ class _Drafts:
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
-    def _simulated(self, plan: Plan) -> Plan:
-        return plan.model_copy(update={"predicted": predict(plan, self._costs_of(plan))})
+    def _simulated(self, plan: Plan, drawn: Outline | None = None) -> Plan:
+        step, _ = simulated(plan, self._costs_of(plan), drawn)
+        self._work += sum(map(len, step.program.instructions))
+        return plan.model_copy(update={"predicted": prediction(step, plan)})
 
     def _costs_of(self, plan: Plan) -> CostModel:
         """The costs under a plan's own training."""

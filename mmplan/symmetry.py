@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from mmplan.collection import rare_collections
 from mmplan.costs import CostModel, ProgramCosts
-from mmplan.excerpt import Excerpt, excerpt
+from mmplan.excerpt import Excerpt, Outline, outline
 from mmplan.program.compile import compile_graph
 from mmplan.program.instructions import Op
-from mmplan.program.lower import Graph, lower
+from mmplan.program.lower import Graph
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.schema.plan import Plan, Prediction
@@ -38,8 +38,15 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
 
 
 @rare_collections()
-def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, int]]:
+def simulated(
+    plan: Plan, costs: CostModel, drawn: Outline | None = None
+) -> tuple[Simulation, Mapping[int, int]]:
     """One step of the plan, in less time where parts of it are alike.
+
+    Args:
+        plan: the plan.
+        costs: of its modules.
+        drawn: its outline, where it is there already.
 
     Returns:
         The simulation, whose program has rows of some ranks only, and for every rank that is
@@ -48,14 +55,12 @@ def simulated(plan: Plan, costs: CostModel) -> tuple[Simulation, Mapping[int, in
     Raises:
         InvalidInputError: the plan's schedules wait for each other.
     """
-    graph = lower(plan)
-    found = excerpt(plan, graph)
+    drawn = outline(plan) if drawn is None else drawn
+    program, found = compile_graph(plan, drawn.enough, drawn.orders), drawn.found
     if found is None:
-        program = compile_graph(plan, graph)
         whole_step = simulate(program, ProgramCosts(program, costs, plan))
         return whole_step, {r: r for r in range(plan.devices) if whole_step.used[r]}
-    program = compile_graph(plan, found.graph)
-    simulation = simulate(program, _WholeCosts(_whole(program, graph), costs, plan, found))
+    simulation = simulate(program, _WholeCosts(_whole(program, drawn.graph), costs, plan, found))
     return _expanded(simulation, found, plan), found.twin
 
 

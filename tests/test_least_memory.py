@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mmplan import planner
 from mmplan.least_memory import least_memory_bytes
 from mmplan.module_costs import CostModel
 from mmplan.schema.plan import Plan
@@ -57,3 +60,21 @@ def test_impatience_leaves_the_first_of_each_kind(tmp_path: Path) -> None:
     hasty = run_solve(tmp_path, task, costs, solver="convex", patience_s=0.0)
     assert len(hasty.solver.runners_up) < len(patient.solver.runners_up)
     assert any("not simulated for lack of time" in note for note in hasty.solver.notes)
+
+
+def test_a_busy_machine_looks_at_the_same_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, costs = workload(CHAIN, batch=16, losses=LOSS), given(("vision", "llm"), 4)
+
+    def seen(patience_s: float) -> tuple[str, ...]:
+        plan = run_solve(tmp_path, task, costs, solver="convex", patience_s=patience_s)
+        return tuple(item.label for item in plan.solver.runners_up)
+
+    some = 0.04
+    quiet = seen(some)
+    assert len(seen(0.0)) < len(quiet) < len(seen(1.0))
+    # Every look at the clock finds half of the patience gone.
+    clock = itertools.count(step=some / 2)
+    monkeypatch.setattr(planner, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert seen(some) == quiet

@@ -9,7 +9,7 @@ from mmplan.program.instructions import Collective, Compute, Instruction, Messag
 from mmplan.program.lower import Graph, lower
 from mmplan.program.match import match_receives
 from mmplan.program.model import Program, Stage
-from mmplan.program.orders import order_stages
+from mmplan.program.orders import Orders, order_stages
 from mmplan.program.timeline import Event, Link, Timeline, edge_links
 from mmplan.schema.plan import Plan
 
@@ -24,11 +24,17 @@ def compile_plan(plan: Plan) -> Program:
         InvalidInputError: the plan's schedules wait for each other, or see
             :func:`mmplan.program.lower.lower`.
     """
-    return compile_graph(plan, lower(plan))
+    graph = lower(plan)
+    return compile_graph(plan, graph, order_stages(plan, graph))
 
 
-def compile_graph(plan: Plan, graph: Graph) -> Program:
+def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     """The program of a graph that a plan lowers to, or of some of the replicas in it.
+
+    Args:
+        plan: the plan.
+        graph: its graph.
+        orders: of the graph's stages.
 
     Raises:
         InvalidInputError: as :func:`compile_plan`.
@@ -41,7 +47,7 @@ def compile_graph(plan: Plan, graph: Graph) -> Program:
         losses=graph.losses,
         reductions=graph.reductions,
         batches=batches,
-        orders=order_stages(plan, graph),
+        orders=orders,
         links=links,
     )
     projection = _Projection(graph, links, plan.devices)
