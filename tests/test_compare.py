@@ -117,7 +117,7 @@ def test_headings_say_what_each_task_takes(tmp_path: Path) -> None:
     found = compared(tmp_path, two_tasks(), chain(2), solvers=solvers, batches=[16])
     tables = list(comparison_grids(found))
     assert "best first, 2 devices, 8 samples a step (one 6, two 2)" in tables[0].title
-    assert "the workload's batch" in tables[1].title
+    assert "batch: the workload's; those of its tasks" in tables[1].note
     larger = next(s for s in found.settings if s.batch == 16)
     assert setting_words(found, larger) == "2 devices, 16 samples a step (one 12, two 4)"
     (item,) = found.at(larger)
@@ -125,6 +125,18 @@ def test_headings_say_what_each_task_takes(tmp_path: Path) -> None:
     page = Page(render_comparison(found)).text
     assert "On 2 devices, 8 samples a step (one 6, two 2), cluster" in page
     assert "those of its tasks change in the same ratio" in page
+
+
+def test_solvers_without_a_plan_for_one_reason_are_one_line(tmp_path: Path) -> None:
+    found = compared(tmp_path, two_tasks(), chain(2), devices=[1, 2], budget_s=0.05)
+    several, *others = left_out_lines(found)
+    assert several.startswith(
+        "distmm, convex, colocated, megatron-rigid, ratio are left out: each "
+    )
+    assert several.endswith(" plans one task, this workload has one, two")
+    assert not any("plans one task" in line for line in others)
+    (smaller,) = (line for line in others if "spindle-optimus" in line)
+    assert smaller.startswith("spindle-optimus has no plan on 1 device: it gives each of 2 tasks ")
 
 
 def test_only_some_tasks_are_compared(tmp_path: Path) -> None:

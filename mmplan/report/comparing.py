@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
-from mmplan.compare import Comparison, Setting
+from mmplan.compare import Comparison, Refused, Setting
 from mmplan.report import format as text
 from mmplan.report.console import Grid
 from mmplan.schema.plan import Plan
@@ -27,7 +29,8 @@ def comparison_grids(found: Comparison) -> Iterator[Grid]:
     if by_devices:
         yield _sweep_grid(found, "samples/s by devices", by_devices, lambda s: s.devices)
     if by_batch:
-        yield _sweep_grid(found, f"samples/s by {batch_axis(found)}", by_batch, lambda s: s.batch)
+        grid = _sweep_grid(found, "samples/s by batch", by_batch, lambda s: s.batch)
+        yield replace(grid, note=batch_axis(found))
 
 
 def comparison_row(found: Comparison, solver: str, plan: Plan) -> tuple[str, ...]:
@@ -69,10 +72,10 @@ def batch_words(found: Comparison, setting: Setting) -> str:
 
 
 def batch_axis(found: Comparison) -> str:
-    """What stands along a sweep of batches."""
+    """What stands along a sweep of batches, where that is not clear."""
     if not found.has_own_batches:
-        return "batch"
-    return "the workload's batch (those of its tasks change in the same ratio)"
+        return ""
+    return "batch: the workload's; those of its tasks change in the same ratio"
 
 
 def device_sweep(found: Comparison) -> list[Setting]:
@@ -90,17 +93,36 @@ def batch_sweep(found: Comparison) -> list[Setting]:
 def left_out_lines(found: Comparison) -> list[str]:
     """Solvers and settings without a plan, each with the reason."""
     solvers = {item.solver for item in found.solved}
+    alike: defaultdict[str, list[Refused]] = defaultdict(list)
+    for item in found.refused:
+        if item.setting == found.main:
+            alike[_reason(item, "each")].append(item)
     lines = [
-        f"{item.solver} is left out: {item.error.message}"
-        for item in found.refused
-        if item.setting == found.main
+        f"{same[0].solver} is left out: {_reason(same[0], 'it')}"
+        if len(same) == 1
+        else f"{', '.join(item.solver for item in same)} are left out: {reason}"
+        for reason, same in alike.items()
     ]
     lines += [
-        f"{item.solver} has no plan on {setting_words(found, item.setting)}: {item.error.message}"
+        f"{item.solver} has no plan {_other_words(found, item.setting)}: {_reason(item, 'it')}"
         for item in found.refused
         if item.setting != found.main and item.solver in solvers
     ]
     return [*lines, *(f"left out: {reason}" for reason in found.omitted)]
+
+
+def _reason(refused: Refused, pronoun: str) -> str:
+    """Why there is no plan; a sentence that begins with the solver's name gets a pronoun."""
+    said = refused.error.message
+    rest = said.removeprefix(f"{refused.solver} ")
+    return said if rest == said else f"{pronoun} {rest}"
+
+
+def _other_words(found: Comparison, setting: Setting) -> str:
+    """What sets it apart from the main setting."""
+    if setting.batch == found.main.batch:
+        return f"on {counted(setting.devices, 'device')}"
+    return f"with {batch_words(found, setting)}"
 
 
 def _sweep_grid(

@@ -23,7 +23,7 @@ from mmplan.report.comparing import (
     setting_words,
 )
 from mmplan.report.rows import MOST_BARS, Timeline, timeline
-from mmplan.report.sections import memory_plot
+from mmplan.report.sections import in_sight, memory_plot
 from mmplan.report.skeleton import Part, document
 from mmplan.report.source import Event
 from mmplan.report.timelines import (
@@ -36,6 +36,8 @@ from mmplan.report.utilisation import utilisation_matrix
 from mmplan.schema.base import write_text
 from mmplan.words import counted
 
+# Rates that differ by less have ticks between powers of two.
+FEW_POWERS = 8
 _BARS = 2 * MOST_BARS
 # Lines differ in marker and dash too, not in colour alone.
 _COLOURS = (plots.BLUE, plots.RED, plots.GREEN, plots.INK, plots.GREY)
@@ -166,10 +168,8 @@ def _memory(found: Comparison) -> str:
     pictures = "".join(
         _memory_panel(item, i, capacity=capacity, most=most) for i, item in enumerate(shown)
     )
-    text = (
-        f"Most bytes that each device holds, fullest first; dashed: the {fmt.size(capacity)} that "
-        "it has."
-    )
+    has = "dashed: the {} that it has" if in_sight(capacity, most) else "it has {}"
+    text = f"Most bytes that each device holds, fullest first; {has.format(fmt.size(capacity))}."
     return markup.text("p", text) + markup.element("div", pictures, class_="grid")
 
 
@@ -203,7 +203,7 @@ def _devices(found: Comparison) -> str:
         if row[0][1]
     }
     pictures = _curves(rates, "devices", "samples/s", "rate-devices", log=True) + _curves(
-        efficiency, "devices", "samples/s per device, first point 1", "efficiency", log=False
+        efficiency, "devices", "samples/s per device (first = 1)", "efficiency", log=False
     )
     return (
         markup.text(
@@ -223,13 +223,13 @@ def _batches(found: Comparison) -> str:
     if not settings:
         return ""
     rates = _rates(found, settings, lambda setting: setting.batch)
-    shares = f" Batch: {batch_axis(found)}." if found.has_own_batches else ""
+    told = batch_axis(found)
     return (
         markup.text(
             "p",
             f"Every solver plans anew for every batch, on {counted(found.main.devices, 'device')}. "
             "Larger batches fill pipelines and hide reductions; what they do to learning is not "
-            f"said.{shares}",
+            f"said{f' ({told})' if told else ''}.",
         )
         + markup.element(
             "div",
@@ -285,7 +285,13 @@ def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: boo
     axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
     axes.minorticks_off()
     if log:
+        from matplotlib.ticker import MaxNLocator
+
         axes.set_yscale("log", base=2)
+        rates = [y for row in curves.values() for _, y in row]
+        if max(rates) < FEW_POWERS * min(rates):
+            # Powers of two would leave such an axis with a tick or two.
+            axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(lambda value, _: fmt.count(value))
     else:
         axes.set_ylim(bottom=0)

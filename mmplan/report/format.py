@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
+
 
 def seconds(value: float) -> str:
     """Seconds with the unit that fits: ``12.3 ms``."""
@@ -20,7 +22,7 @@ def measured(value: float | None) -> str:
 
 def size(value: float) -> str:
     """Bytes with the unit that fits, powers of 1000: ``16 GB``."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
+    for unit in SIZE_UNITS:
         if abs(value) < 1000 or unit == "TB":
             return f"{value:.3g} {unit}"
         value /= 1000

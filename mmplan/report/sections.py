@@ -152,7 +152,8 @@ def memory_section(data: ReportData) -> str:
     most = max(value for _, value in held)
     mean = sum(value for _, value in held) / len(held)
     caption = (
-        f"The fullest rank is predicted to hold {fmt.size(most)}, {fmt.percent(most / capacity)} of a device's "
+        f"The fullest rank is predicted to hold {fmt.size(most)}, {fmt.percent(most / capacity)} "
+        "of a device's "
         f"{fmt.size(capacity)}, and {most / mean if mean else 1:.2f} times the mean of all ranks "
         f"(imbalance): weights, gradients, optimizer state, and the activations of the "
         "micro-batches in flight."
@@ -212,21 +213,29 @@ def memory_plot(
         width: inches.
         most: upper end of the scale, bytes; default the most of these.
     """
+    top = most or max(held) or 1.0
+    unit = fmt.size(top).split()[1]
+    scale = 1000 ** fmt.SIZE_UNITS.index(unit)
     label = (
-        f"GB by {xlabel}: most {fmt.size(max(held))}, least {fmt.size(min(held))}, "
+        f"{unit} by {xlabel}: most {fmt.size(max(held))}, least {fmt.size(min(held))}, "
         f"mean {fmt.size(sum(held) / len(held))}"
     )
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.stairs([value / 1e9 for value in held], fill=True, color=plots.BLUE)
-        top = most or max(held) or 1.0
-        if capacity <= 20 * top:
-            axes.axhline(capacity / 1e9, color=plots.INK, linestyle="--", linewidth=1)
-            top = max(capacity, top)
-        axes.set(xlabel=xlabel, ylabel="GB", xlim=(0, len(held)), ylim=(0, 1.08 * top / 1e9))
+        axes.stairs([value / scale for value in held], fill=True, color=plots.BLUE)
+        shown = top
+        if in_sight(capacity, top):
+            axes.axhline(capacity / scale, color=plots.INK, linestyle="--", linewidth=1)
+            shown = max(capacity, top)
+        axes.set(xlabel=xlabel, ylabel=unit, xlim=(0, len(held)), ylim=(0, 1.08 * shown / scale))
 
     return plots.plot(draw, width=width, height=1.9, label=label, prefix=prefix)
+
+
+def in_sight(capacity: float, most: float) -> bool:
+    """Whether a capacity is drawn: far off the scale it would make everything else a hair."""
+    return capacity <= 20 * most
 
 
 def _memory_bars(
