@@ -343,8 +343,9 @@ class _Drafts:
         ]
         if idle:
             notes.append(
-                f"{len(idle)} of {counted(request.devices, 'device')} stay idle (ranks "
-                f"{spans(idle)}): {best.solution.idle_because}"
+                f"{len(idle)} of {counted(request.devices, 'device')} stay idle "
+                f"({'rank' if len(idle) == 1 else 'ranks'} {spans(idle)}): "
+                f"{best.solution.idle_because}"
             )
         gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
         if gpipe:

@@ -170,7 +170,8 @@ def _bound(plan: Plan) -> str:
     solver = plan.solver
     text = (
         f"{solver.name} ({solver.method}): its formula gives {fmt.seconds(solver.objective_s)}, "
-        f"no plan of its has less than {fmt.seconds(solver.lower_bound_s)} (gap {solver.gap:.2%})"
+        f"none of its plans has less than {fmt.seconds(solver.lower_bound_s)} "
+        f"(gap {solver.gap:.2%})"
     )
     limits = [f"{loss} up to {samples:,}" for loss, samples in solver.largest_sync_batch.items()]
     return text + (f"; sync batches that fit: {', '.join(limits)}" if limits else "")
@@ -193,5 +194,5 @@ def _left_over(plan: Plan) -> Iterator[Reason]:
     if plan.solver.idle_ranks:
         yield Reason(
             topic="left over",
-            text=f"ranks {fmt.ranks(plan.solver.idle_ranks)}: no degrees that use them are faster",
+            text=f"{fmt.ranks_words(plan.solver.idle_ranks)}: no degrees that use more are faster",
         )

@@ -64,6 +64,11 @@ def ranks(values: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
+def ranks_words(values: Sequence[int]) -> str:
+    """Ranks in a sentence: ``rank 3``, ``ranks 0-3,8``."""
+    return f"{'rank' if len(set(values)) == 1 else 'ranks'} {ranks(values)}"
+
+
 def repeated(values: Sequence[int]) -> str:
     """Sizes with repeats joined: ``4x16+2``."""
     parts: list[tuple[int, int]] = []

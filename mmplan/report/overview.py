@@ -128,7 +128,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     shown = fmt.ranks(ranks)
     if len(shown) > 60:
         return f"{len(set(ranks))} ranks from {min(ranks)} to {max(ranks)}"
-    return f"rank{'s' * (len(set(ranks)) != 1)} {shown}"
+    return fmt.ranks_words(ranks)
 
 
 def _times(data: ReportData) -> str:

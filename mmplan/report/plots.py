@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mmplan.report import format as fmt
+
 # matplotlib draws with these colours; the page's style then decides what they look like.
 INK, DIM, GRID, GROUND = "#010203", "#040506", "#070809", "#0a0b0c"
 BLUE, RED, GREEN, GREY = "#0d0e0f", "#101112", "#131415", "#161718"
@@ -87,6 +89,18 @@ def _inline(document: str, *, label: str, prefix: str) -> str:
         body = body.replace(colour, f"var({variable})")
     body = re.sub(r"\s*\n\s*", "\n", body)
     return body.replace("<svg", f'<svg class="plot" role="img" aria-label="{esc(label)}"', 1)
+
+
+def whole_ticks(axis: Any) -> None:
+    """Ticks at whole numbers: there is no step 0.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def count_ticks(axis: Any) -> None:
+    """Large numbers as tables have them."""
+    axis.set_major_formatter(lambda value, _: fmt.count(value))
 
 
 def time_unit(values: Sequence[float]) -> tuple[float, str]:

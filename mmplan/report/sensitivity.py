@@ -146,12 +146,15 @@ def _draw_batches(figure: Any, points: Sequence[tuple[int, float]], own: int) ->
         "as planned",
         (own, dict(points)[own]),
         textcoords="offset points",
-        xytext=(0, -16),
+        xytext=(0, 9),
         ha="center",
         color=plots.INK,
     )
     axes.set_xscale("log", base=2)
     axes.set_xticks([x for x, _ in points], [f"{x:,}" for x, _ in points])
     axes.minorticks_off()
+    # Room for the words above a point that is the highest.
+    axes.margins(y=0.2)
     axes.set_ylim(bottom=0)
+    plots.count_ticks(axes.yaxis)
     axes.set(xlabel="samples a step", ylabel="samples/s")

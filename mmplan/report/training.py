@@ -69,8 +69,7 @@ def _changes(segments: tuple[Segment, ...]) -> str:
     if len(segments) < 2:
         return ""
     changes = "; ".join(
-        f"from step {s.from_step} {', '.join(s.tasks)} on {s.devices} "
-        f"{'rank' if s.devices == 1 else 'ranks'}"
+        f"from step {s.from_step} {', '.join(s.tasks)} on {counted(s.devices, 'rank')}"
         for s in segments[1:]
     )
     return f" Dotted: {changes}."
@@ -87,6 +86,7 @@ def _loss_picture(run: Run, segments: tuple[Segment, ...]) -> str:
         axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
         _draw_changes(axes, segments)
         axes.set(xlabel="step", ylabel="loss")
+        plots.whole_ticks(axes.xaxis)
 
     label = f"Loss by step: {pairs[0][1]:.4g} at first, {pairs[-1][1]:.4g} at last"
     picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="loss")
@@ -115,6 +115,7 @@ def _time_picture(run: Run, segments: tuple[Segment, ...]) -> str:
         if warm_up and len(pairs) > 1:
             axes.axvspan(warm_up[0], warm_up[-1] + 0.5, color=plots.GREY, alpha=0.25, linewidth=0)
         axes.set(xlabel="step", ylabel=f"iteration ({unit})")
+        plots.whole_ticks(axes.xaxis)
         axes.set_ylim(bottom=0, top=_top(ys, predicted_s * factor))
         axes.legend(loc="best")
 
@@ -146,6 +147,8 @@ def _throughput_picture(run: Run, segments: tuple[Segment, ...]) -> str:
         _draw_predicted(axes, run, segments, [s.samples_per_s for s in segments])
         _draw_changes(axes, segments)
         axes.set(xlabel="step", ylabel="samples/s")
+        plots.whole_ticks(axes.xaxis)
+        plots.count_ticks(axes.yaxis)
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
 
