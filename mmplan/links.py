@@ -29,7 +29,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
 
@@ -83,10 +83,19 @@ def collective(
             a tensor-parallel module); they share a node's bandwidth. For estimates: a
             simulation knows who shares it.
     """
-    per_node = Counter(cluster.node_of(rank) for rank in set(ranks))
-    group = _Group(
-        ranks=per_node.total(), local=max(per_node.values(), default=1), nodes=len(per_node)
-    )
+    return _of_group(cluster, kind, _group(cluster, ranks), num_bytes, sharers)
+
+
+def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+    """Who takes part. Asked very often."""
+    each = cluster.devices_per_node
+    per_node = Counter([rank // each for rank in set(ranks)])
+    return _Group(sum(per_node.values()), max(per_node.values(), default=1), len(per_node))
+
+
+def _of_group(
+    cluster: Cluster, kind: Kind, group: _Group, num_bytes: float, sharers: int
+) -> Transfer:
     links = cluster.links
     inside, between = links.intra_node, links.inter_node or links.intra_node
     measured = [
@@ -109,8 +118,7 @@ def collective_s(
     return collective(cluster, kind, ranks, num_bytes, sharers=sharers).seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class _Group(NamedTuple):
     """Who takes part: ranks in all, most on one node, nodes."""
 
     ranks: int
@@ -182,6 +190,7 @@ class LinkCosts:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self._collectives: dict[tuple[Kind, _Group, float, int], Transfer] = {}
 
     def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
         """One message between two ranks, alone on its link."""
@@ -189,15 +198,24 @@ class LinkCosts:
 
     def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
         """An all-reduce of ``num_bytes`` on each rank; see the module."""
-        return collective(self.cluster, "all_reduce", ranks, num_bytes, sharers=sharers)
+        return self._collective("all_reduce", ranks, num_bytes, sharers)
 
     def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
         """An all-gather that leaves ``num_bytes`` on each rank."""
-        return collective(self.cluster, "all_gather", ranks, num_bytes)
+        return self._collective("all_gather", ranks, num_bytes)
+
+    def _collective(
+        self, kind: Kind, ranks: Sequence[int], num_bytes: float, sharers: int = 1
+    ) -> Transfer:
+        """:func:`collective`; remembered, for solvers ask the same thing often."""
+        key = kind, _group(self.cluster, ranks), num_bytes, sharers
+        if key not in self._collectives:
+            self._collectives[key] = _of_group(self.cluster, *key)
+        return self._collectives[key]
 
     def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
         """Seconds in which a group brings together messages of which each rank has a share."""
-        return collective_s(self.cluster, "all_gather", ranks, num_bytes)
+        return self._collective("all_gather", ranks, num_bytes).seconds
 
     def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
         """Seconds of one message between two ranks; 0 to itself."""

@@ -74,6 +74,7 @@ class CostModel(LinkCosts):
         self._whole: dict[tuple[str, str, int, float], _Whole] = {}
         self._loss_fits: dict[str, LossFit | None] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
+        self._inputs: dict[tuple[str, str], list[float]] = {}
 
     # --- modules ---------------------------------------------------------------------
 
@@ -187,9 +188,18 @@ class CostModel(LinkCosts):
         )
         if recompute != "full":
             return full
-        cut = self.cut_bytes
-        inputs = (cut(task=task, module=module, after_block=max(b - 1, 0)) for b in range(*blocks))
-        return min(full, samples * sum(inputs))
+        inputs = self._input_bytes(task, module)
+        return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]))
+
+    def _input_bytes(self, task: str, module: str) -> list[float]:
+        """Running sums of the bytes per sample that the blocks take in."""
+        key = task, module
+        if key not in self._inputs:
+            blocks = range(self.num_blocks(task=task, module=module))
+            cut = self.cut_bytes
+            sizes = (cut(task=task, module=module, after_block=max(b - 1, 0)) for b in blocks)
+            self._inputs[key] = list(itertools.accumulate(sizes, initial=0.0))
+        return self._inputs[key]
 
     def parameters(self, *, task: str, module: str, blocks: Blocks | None = None) -> float:
         """Number of parameters of a range of blocks (default: all)."""

@@ -223,7 +223,7 @@ class ModuleOptions:
     def _option(
         self, stages: Stages, dp: int, share: int, size: int, kind: Kind, lead: int
     ) -> Option:
-        times = stages.times(size, dp)
+        work, hops = stages.work(size, dp), stages.hops(size)
         pinned, count = self._pins.microbatch is not None, -(-share // size)
         return Option(
             tp=stages.tp,
@@ -236,12 +236,12 @@ class ModuleOptions:
             kind=kind,
             lead=lead,
             pace_s=stages.pace_s(size, dp, lead),
-            forward_s=max(f for f, _ in times),
-            backward_s=max(b for _, b in times),
-            hops_s=stages.hops_s(size),
-            hop_s=max(stages.hops(size), default=0.0),
+            forward_s=work.forward_s,
+            backward_s=work.backward_s,
+            hops_s=sum(hops),
+            hop_s=max(hops, default=0.0),
             reduce_s=stages.reduce_s(dp),
-            busy_s=sum(f + b for f, b in times),
+            busy_s=work.busy_s,
             rounds=self._problem.rounds,
             even=count * size * dp == self._problem.round_samples,
         )

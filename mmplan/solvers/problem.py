@@ -156,6 +156,9 @@ class Problem:
     _facts: dict[tuple[str, Blocks], StageFacts] = field(
         default_factory=dict, repr=False, compare=False
     )
+    _seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def costs(self) -> CostModel:
@@ -276,6 +279,14 @@ class Problem:
 
         Of the busiest of its dp replicas, where the profile knows how samples differ.
         """
+        key = module, blocks, tp, samples, dp
+        if key not in self._seconds:
+            self._seconds[key] = self._stage_s(*key)
+        return self._seconds[key]
+
+    def _stage_s(
+        self, module: str, blocks: Blocks, tp: int, samples: int, dp: int
+    ) -> tuple[float, float]:
         task, facts = self.task.name, self.stage(module, blocks)
         worth = samples * self.straggler(module, dp)
         forward = self.costs.forward_s(

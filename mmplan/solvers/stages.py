@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.problem import Blocks, Problem
 
+Floats = NDArray[np.float64]
 Kind = Literal["batch-sync", "gpipe", "1f1b"]
 # Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
 LONG_LEAD = 2
@@ -31,6 +35,19 @@ class Orders(NamedTuple):
     is_all: bool
 
 
+class Work(NamedTuple):
+    """Seconds of one micro-batch.
+
+    Attributes:
+        forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
+        busy_s: of all stages.
+    """
+
+    forward_s: float
+    backward_s: float
+    busy_s: float
+
+
 class Stages:
     """A module cut into stages at given degrees; remembers what it was asked."""
 
@@ -41,6 +58,13 @@ class Stages:
         self._held: dict[int, tuple[float, ...]] = {}
         self._fixed: dict[int, tuple[float, ...]] = {}
         self._reduce: dict[int, float] = {}
+        self._work: dict[tuple[int, int], Work] = {}
+        self._hops: dict[int, list[float]] = {}
+        self._pace: dict[tuple[int, int, int], float] = {}
+        # The same as arrays, one number for each stage.
+        self._held_P: dict[int, Floats] = {}
+        self._fixed_P: dict[int, Floats] = {}
+        self._flights_P: dict[tuple[Kind, int, int], Floats] = {}
         self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
         self._later = len(_downstream(problem, module))
         nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
@@ -51,6 +75,11 @@ class Stages:
             one - none for none, one in zip(self._hop_s, self._hops_s(1), strict=True)
         ]
         self._gathered: dict[int, list[tuple[float, float]]] = {}
+        # Bytes of gradients to sum, None where a stage has none.
+        self._summed = [
+            problem.gradient_bytes(module, cut, tp) if problem.trainable(module, cut) else None
+            for cut in self.blocks
+        ]
 
     def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
         """Forward and backward seconds of every stage for one micro-batch."""
@@ -65,6 +94,16 @@ class Stages:
                 )
             )
         return self._times[key]
+
+    def work(self, size: int, dp: int) -> Work:
+        """Most and all seconds of any stage for one micro-batch."""
+        key = size, dp if self.problem.varies else 1
+        if key not in self._work:
+            times = self.times(*key)
+            self._work[key] = Work(
+                max(f for f, _ in times), max(b for _, b in times), sum(f + b for f, b in times)
+            )
+        return self._work[key]
 
     def _gathers_s(self, size: int) -> list[tuple[float, float]]:
         """Forward and backward, of every stage: bringing together what came in shares."""
@@ -109,7 +148,7 @@ class Stages:
             each = self.problem.request.cluster.device.communicator_bytes
             self._fixed[key] = tuple(
                 self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
-                + each * self._communicators(blocks, dp)
+                + (each * self._communicators(blocks, dp) if each else 0.0)
                 for blocks in self.blocks
             )
         return self._fixed[key]
@@ -151,7 +190,7 @@ class Stages:
         allowed: Sequence[Kind] = kinds if self.problem.task.sync_batches else ("1f1b",)
         for kind in allowed:
             lead = 0 if kind == "gpipe" else 1
-            own = self._needed_bytes(dp, size, self.in_flight(kind, count, lead))
+            own = self._needed_bytes(dp, size, (kind, count, lead))
             needed = min(needed, own)
             if own > self.problem.memory_bytes:
                 continue
@@ -159,7 +198,7 @@ class Stages:
             found.append((kind, lead))
             is_all = kind == allowed[0]
             if kind == "batch-sync" and self.problem.rounds > 1 and any(self.hops(size)):
-                longer = self._needed_bytes(dp, size, self.in_flight(kind, count, LONG_LEAD))
+                longer = self._needed_bytes(dp, size, (kind, count, LONG_LEAD))
                 if longer <= self.problem.memory_bytes:
                     found.append((kind, LONG_LEAD))
                 else:
@@ -167,9 +206,16 @@ class Stages:
             return Orders(found, needed, is_all)
         return Orders([], needed, False)
 
-    def _needed_bytes(self, dp: int, size: int, flights: Sequence[int]) -> float:
-        rows = zip(self.fixed(dp), self.held(size), flights, strict=True)
-        return float(max(fixed + held * flight for fixed, held, flight in rows))
+    def _needed_bytes(self, dp: int, size: int, order: tuple[Kind, int, int]) -> float:
+        """Of the fullest stage in an order (:meth:`in_flight`). Asked very often."""
+        if dp not in self._fixed_P:
+            self._fixed_P[dp] = np.array(self.fixed(dp))
+        if size not in self._held_P:
+            self._held_P[size] = np.array(self.held(size))
+        if order not in self._flights_P:
+            self._flights_P[order] = np.array(self.in_flight(*order), dtype=np.float64)
+        needed_P = self._fixed_P[dp] + self._held_P[size] * self._flights_P[order]
+        return float(needed_P.max())
 
     def pace_s(self, size: int, dp: int, lead: int) -> float:
         """From one micro-batch to the next where a stage alternates backward and forward.
@@ -178,8 +224,13 @@ class Stages:
         and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
         k lead + 1 micro-batches. The least pace is greatest for one cut or for all of them.
         """
-        times = self.times(size, dp)
-        work_s = max(f for f, _ in times) + max(b for _, b in times)
+        key = size, dp if self.problem.varies else 1, lead
+        if key not in self._pace:
+            self._pace[key] = self._pace_s(*key)
+        return self._pace[key]
+
+    def _pace_s(self, size: int, dp: int, lead: int) -> float:
+        work_s = self.work(size, dp).forward_s + self.work(size, dp).backward_s
         if lead == 0 or self.pp == 1:
             return work_s
         # To the next node go activations and to the last one gradients, and share the way out.
@@ -193,11 +244,11 @@ class Stages:
 
     def hops(self, size: int) -> list[float]:
         """Seconds of each message of one micro-batch from stage to stage, one way."""
-        return [a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)]
-
-    def hops_s(self, size: int) -> float:
-        """Seconds of one micro-batch's messages over the cuts of one replica."""
-        return sum(self.hops(size))
+        if size not in self._hops:
+            self._hops[size] = [
+                a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)
+            ]
+        return self._hops[size]
 
     def _hops_s(self, size: int) -> list[float]:
         """Seconds of each message from stage to stage, forward or backward."""
@@ -220,15 +271,22 @@ class Stages:
             return 0.0
         if dp not in self._reduce:
             per_node = self.problem.request.cluster.devices_per_node
+            # Of stages in the same place of their nodes the one with most to sum takes longest.
+            most: dict[int, tuple[float, int]] = {}
+            for p, own in enumerate(self._summed):
+                place = p * self.tp % per_node
+                if own is not None:
+                    most[place] = max((own, p), most.get(place, (0.0, p)))
             self._reduce[dp] = max(
-                self.problem.costs.all_reduce_s(
-                    ranks=[(d * self.pp + p) * self.tp for d in range(dp)],
-                    num_bytes=self.problem.gradient_bytes(self.module, blocks, self.tp),
-                    sharers=min(self.tp * self.pp, per_node),
-                )
-                if self.problem.trainable(self.module, blocks)
-                else 0.0
-                for p, blocks in enumerate(self.blocks)
+                (
+                    self.problem.costs.all_reduce_s(
+                        ranks=range(p * self.tp, dp * self.pp * self.tp, self.pp * self.tp),
+                        num_bytes=own,
+                        sharers=min(self.tp * self.pp, per_node),
+                    )
+                    for own, p in most.values()
+                ),
+                default=0.0,
             )
         return self._reduce[dp]
 
