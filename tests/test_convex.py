@@ -170,7 +170,9 @@ class Oracle:
             devices=tp * pp * dp,
             warm_s=ramp + sum(messages),
             stage_s=stage,
-            reduce_s=self._reduce_s(module, tp, pp, dp, [[cuts[c] for c in own] for own in ranks]),
+            reduce_s=self._reduce_s(
+                module, tp, pp, dp, [[cuts[c] for c in own] for own in ranks], size
+            ),
             depth=2 * pp + self._slack(module, pp) if vpp > 1 else pp,
             needed=tuple(self._bytes(module, cuts, list(own), tp, dp, size, pp) for own in ranks),
         )
@@ -201,7 +203,7 @@ class Oracle:
         return (1 + back) * message_s
 
     def _reduce_s(
-        self, module: str, tp: int, pp: int, dp: int, ranks: list[list[tuple[int, int]]]
+        self, module: str, tp: int, pp: int, dp: int, ranks: list[list[tuple[int, int]]], size: int
     ) -> float:
         numbers = max(
             sum(self.problem.gradient_bytes(module, cut, tp) for cut in own) for own in ranks
@@ -209,9 +211,26 @@ class Oracle:
         if not numbers:
             return 0.0
         places = [d * pp * tp for d in range(dp)]
-        # A replica's stages reduce together: those of one node share its bandwidth.
+        # A replica's stages on one node share its bandwidth; each ends a backward after the next.
         sharers = min(tp * pp, self.problem.request.cluster.devices_per_node)
-        return self.problem.costs.all_reduce_s(ranks=places, num_bytes=numbers, sharers=sharers)
+        alone_s, together_s = (
+            self.problem.costs.all_reduce_s(ranks=places, num_bytes=numbers, sharers=n)
+            for n in (tp, sharers)
+        )
+        cuts = [cut for own in ranks for cut in own]
+        backward_s = 0.0
+        for cut in cuts:
+            facts = self.problem.stage(module, cut)
+            backward_s += self.problem.costs.backward_s(
+                task="default",
+                module=module,
+                tp=tp,
+                samples=size,
+                blocks=cut,
+                trainable=facts.trainable,
+                input_gradient=facts.input_gradient,
+            )
+        return max(alone_s, together_s - (sharers // tp - 1) * backward_s / len(cuts))
 
     def _bytes(
         self,

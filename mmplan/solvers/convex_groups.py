@@ -252,7 +252,7 @@ class _Bounds:
             for added in self._added:
                 added_s = np.interp(rate, self._rate, added)
                 least = np.maximum(least, weight * steady + added_s)
-        value = warm + own.reduce_s(dp_G) + least
+        value = warm + own.reduce_s(dp_G, size_G) + least
         whole_G = np.array([frame.interleaved for frame in frames])
         fits &= (shapes.vpp == 1)[:, None] | whole_G & (steps_G % shapes.pp[:, None] == 0)
         return np.where(fits, value, np.inf).min(axis=(0, 1))

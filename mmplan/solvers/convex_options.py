@@ -19,6 +19,7 @@ from mmplan.solvers.convex_stages import (
     HOSTED,
     INNER,
     INNER_BYTES,
+    INPUT,
     INPUTS,
     INPUTS_AHEAD,
     LOSS,
@@ -27,6 +28,7 @@ from mmplan.solvers.convex_stages import (
     REDUCED,
     STATE,
     UNLIMITED,
+    WEIGHT,
     Floats,
     Ints,
     Shapes,
@@ -40,6 +42,8 @@ ROUNDING = 1e-9
 VPP = (1, 2, 4)
 # Micro-batches up to this size have their curves computed once.
 REMEMBERED = 2048
+# Columns of the seconds of a backward.
+BACKWARD = slice(INPUT, WEIGHT + 1)
 # Less than any activation: bytes divided by it are more than any room.
 TINY = 1e-12
 
@@ -149,7 +153,7 @@ class ModuleTables:
                 devices=devices.ravel(),
                 warm_s=warm.ravel(),
                 stage_s=stage.ravel(),
-                reduce_s=self.reduce_s(dp_B).ravel(),
+                reduce_s=self.reduce_s(dp_B, size_B).ravel(),
                 depth=shapes.depth[shape],
                 room=room.ravel(),
             ),
@@ -252,10 +256,12 @@ class ModuleTables:
         one = np.array([gather_s(ranks=group, num_bytes=1) for group in groups])
         return none[:, None], (one - none)[:, None]
 
-    def reduce_s(self, dp_B: Ints) -> Floats:
+    def reduce_s(self, dp_B: Ints, size_B: Ints) -> Floats:
         """[T, Q, B]: gradient reduction of the stage with most parameters.
 
-        All stages of a replica reduce when the step ends, and share their nodes' bandwidth.
+        The stages of a replica on one node share its bandwidth, but end their last micro-batch
+        one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
+        after the last stage.
         """
         shapes, cluster = self.known, self.problem.request.cluster
         num_bytes = shapes.gradient_bytes[:, None] / self._tp
@@ -264,9 +270,14 @@ class ModuleTables:
         stride, node = self._tp * shapes.pp[:, None], cluster.devices_per_node
         num_local = np.minimum(dp_B, np.maximum(1, -(-node // stride)))
         num_nodes = (dp_B - 1) * stride // node + 1
+        group = cluster, dp_B, num_local, num_nodes, num_bytes
         sharers = np.minimum(stride, node)
-        reduced = all_reduce_s(cluster, dp_B, num_local, num_nodes, num_bytes, sharers=sharers)
-        return np.where(num_bytes > 0, reduced, 0.0)
+        alone_s = all_reduce_s(*group, sharers=self._tp)
+        together_s = all_reduce_s(*group, sharers=sharers)
+        stages = shapes.pp * shapes.vpp
+        backward_s = self._total[:, :, BACKWARD] @ self.basis(size_B)[:, BACKWARD]
+        apart_s = (sharers // self._tp - 1) * backward_s / stages[:, None]
+        return np.where(num_bytes > 0, np.maximum(alone_s, together_s - apart_s), 0.0)
 
     # --- bytes --------------------------------------------------------------------------
 
