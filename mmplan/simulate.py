@@ -345,7 +345,8 @@ def _seconds(
 
 
 def _fixed_bytes(costs: Costs, rank: int) -> float:
-    return costs.static_bytes(rank) + costs.communicators(rank) * costs.communicator_bytes
+    each = costs.communicator_bytes
+    return costs.static_bytes(rank) + (each * costs.communicators(rank) if each else 0.0)
 
 
 def _peak_bytes(program: Program, costs: Costs, rank: int) -> float:

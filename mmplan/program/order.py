@@ -58,9 +58,9 @@ def order_stage(
             before = _whole_rounds(len(spans), stage.rounds[d])
         for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
             needed = _needed_by(spans, consumer, others, consumer_before, lead)
-            before = [max(pair) for pair in zip(before, needed, strict=True)]
+            before = list(map(max, before, needed))
         for needed in reaching:
-            before = [max(pair) for pair in zip(before, needed[d], strict=True)]
+            before = list(map(max, before, needed[d]))
         result.append(_settle(before, schedule.in_flight))
     return result
 
@@ -108,7 +108,7 @@ def sample_frontier(
         others = RangeIndex(consumer.microbatches)
         for spans, row in zip(stage.microbatches, result, strict=True):
             reached = _frontier_of(spans, others, frontier)
-            row[:] = [max(pair) for pair in zip(row, reached, strict=True)]
+            row[:] = map(max, row, reached)
     # A sample leaves this stage with its whole micro-batch, on whichever replica that is.
     pieces = sorted(span for spans in stage.microbatches for span in spans)
     starts = [start for start, _ in pieces]

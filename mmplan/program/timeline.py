@@ -115,9 +115,7 @@ class Timeline:
         self._weights: list[Event] = []
         # Per sequence, those that nothing in it waits for.
         self._left_over: list[list[Event]] = []
-        split = {stage.index for stage in stages if stage.split}
-        for sequence, room in zip(orders.sequences, self._rooms(orders.sequences), strict=True):
-            parts = split_sequence(sequence, split, self._work, room)
+        for parts in self._split(orders.sequences):
             self._sequences.append(self._events(parts))
         for first, second in orders.precedences:
             self._computes[second].after(self._computes[first])
@@ -127,6 +125,15 @@ class Timeline:
             self._add_syncs(loss)
         self._take_turns(orders.following)
         self._reductions = [self._reduction(r) for r in reductions]
+
+    def _split(self, sequences: Sequence[list[Item]]) -> Iterator[SplitSequence]:
+        """The sequences, backwards in two parts where stages have them so."""
+        split = {stage.index for stage in self._stages if stage.split}
+        if not split:
+            yield from map(SplitSequence, sequences)
+            return
+        for sequence, room in zip(sequences, self._rooms(sequences), strict=True):
+            yield split_sequence(sequence, split, self._work, room)
 
     def _rooms(self, sequences: Sequence[Sequence[Item]]) -> list[Room]:
         """What each sequence may hold while weight gradients wait."""
