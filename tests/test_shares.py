@@ -23,9 +23,11 @@ from mmplan.program.lower import lower
 from mmplan.program.model import Program
 from mmplan.program.text import format_program
 from mmplan.ragged import Ragged
+from mmplan.report import traffic
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
+from mmplan.simulate import simulate
 from mmplan.solvers.mpsp_flows import transfer_s
 from tests.gloo_entries import gradients
 from tests.plants import with_rows
@@ -392,6 +394,13 @@ def test_emulated_computes_leave_out_the_gathers_that_such_a_run_does(tmp_path: 
             assert timings[stage.index, op, 1] == pytest.approx(own[op])
             extra_s = costs.compute_s(stage, op, 1) - own[op]
             assert extra_s == pytest.approx(GATHER_S if op is gathers else 0.0)
+
+
+def test_the_reports_traffic_counts_shares_and_what_gathers_hand_on(tmp_path: Path) -> None:
+    costs = plan_costs(two_stages(tmp_path, samples=3, solver="distmm"), tmp_path / "plan.json")
+    whole = 3 * SIZE
+    (row,) = traffic._messages(simulate(costs.program, costs), costs)
+    assert row == ("v, from stage to stage", 2 * whole, 2 * whole)
 
 
 def test_slices_on_another_node_get_shares() -> None:

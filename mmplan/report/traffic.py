@@ -59,8 +59,10 @@ def _messages(simulation: Simulation, costs: ProgramCosts) -> Iterator[Row]:
         name = f"{ends[0]}, from stage to stage" if edge.internal else " to ".join(ends)
         for i, found in enumerate((inside, between)):
             for backward in (False, True):
-                samples = found[edge.index, backward]
-                rows[name][i] += costs.message_bytes(edge, samples, backward)
+                size = costs.message_bytes(edge, found[edge.index, backward], backward)
+                rows[name][i] += size
+                # A group hands each share on to its other ranks, inside its node.
+                rows[name][0] += size * (program.shares(edge, backward=backward) - 1)
     yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
 from mmplan.solvers.convex_core import Options
+from mmplan.solvers.convex_links import all_reduce_s, between_nodes
 from mmplan.solvers.convex_stages import (
     FIXED,
     GROUPS,
@@ -236,7 +236,7 @@ class ModuleTables:
         cluster, shapes = self.problem.request.cluster, self.known
         one_node = self.problem.devices <= cluster.devices_per_node
         near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
-        inside, between = cluster.links.intra_node, _between_nodes(cluster)
+        inside, between = cluster.links.intra_node, between_nodes(cluster)
         inside_byte_s = 1 / inside.bandwidth_bytes_per_s
         gather_s, gather_byte_s = self._gathers_s()
         between_s = between.latency_s + gather_s
@@ -357,61 +357,6 @@ def smallest_divisors(samples: int) -> Ints:
     few = np.arange(1, root + 1, dtype=np.int64)
     size = np.concatenate([-(-samples // few), few])
     return np.unique(-(-samples // size[size <= samples]))
-
-
-def all_reduce_s(
-    cluster: Cluster,
-    num: Ints,
-    num_local: Ints,
-    num_nodes: Ints,
-    num_bytes: Floats,
-    *,
-    sharers: int | Ints,
-) -> Floats:
-    """:func:`mmplan.links.collective_s` for many groups of ranks at once.
-
-    Args:
-        cluster: whose links carry it.
-        num: ranks of a group.
-        num_local: most of them on one node.
-        num_nodes: nodes on which they are.
-        num_bytes: on every rank.
-        sharers: groups that share a node's bandwidth.
-    """
-    links, between = cluster.links, _between_nodes(cluster)
-    inside_s = _phase_s(num_local, num_bytes, links.intra_node, links.intra_node_collectives)
-    between_s = _phase_s(num_nodes, num_bytes * sharers, between, links.inter_node_collectives)
-    levels = links.intra_node_collectives, links.inter_node_collectives
-    if any(own is not None and own.all_reduce is not None for own in levels):
-        return inside_s + between_s
-    inside = links.intra_node
-    byte_s = np.maximum(1 / inside.bandwidth_bytes_per_s, sharers / between.bandwidth_bytes_per_s)
-    across = 2 * np.minimum(num - 1, num_nodes)
-    ring_s = (2 * (num - 1) - across) * inside.latency_s + across * between.latency_s
-    ring_s = ring_s + 2 * (num - 1) / num * num_bytes * byte_s
-    steps = np.ceil(np.log2(np.maximum(num_nodes, 1)))
-    tree_s = 2 * ((num_local - 1) * inside.latency_s + steps * between.latency_s)
-    tree_s = tree_s + 2 * num_bytes * byte_s
-    flat_s = np.minimum(ring_s, tree_s)
-    return np.where(num_nodes > 1, np.minimum(inside_s + between_s, flat_s), inside_s)
-
-
-def _phase_s(num: Ints, num_bytes: Floats, link: Link, measured: CollectiveLinks | None) -> Floats:
-    ring_bytes = 2 * (num - 1) / num * num_bytes
-    if measured is not None and measured.all_reduce is not None:
-        own = measured.all_reduce
-        seconds = own.latency_s + ring_bytes / own.bandwidth_bytes_per_s
-    else:
-        ring = 2 * (num - 1) * link.latency_s + ring_bytes / link.bandwidth_bytes_per_s
-        steps = 2 * np.ceil(np.log2(np.maximum(num, 1)))
-        seconds = np.minimum(
-            ring, steps * link.latency_s + 2 * num_bytes / link.bandwidth_bytes_per_s
-        )
-    return np.where(num > 1, seconds, 0.0)
-
-
-def _between_nodes(cluster: Cluster) -> Link:
-    return cluster.links.inter_node or cluster.links.intra_node
 
 
 def _tensor_degrees(problem: Problem, module: str) -> list[int]:
