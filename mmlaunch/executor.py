@@ -7,6 +7,7 @@ what an instruction names. State lives for one call of ``run``.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -48,6 +49,11 @@ MicroBatch = tuple[int, int]  # (stage, micro-batch)
 
 class ExecutionError(RunFailedError):
     """An instruction failed; the message shows it between its neighbours."""
+
+    @property
+    def detail(self) -> str:
+        """The traceback of what was raised in it."""
+        return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
 
 
 @dataclass(slots=True)

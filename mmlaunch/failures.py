@@ -60,6 +60,7 @@ class FailureRecord:
         is_network: the other side was gone or late, so somebody else is to blame.
         exit_code: of an error that is meant for the user (a wrong file, a full disk), else None.
         hint: what mends such an error.
+        detail: what is shown below such an error: the traceback of a user's block or loss.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class FailureRecord:
     is_network: bool
     exit_code: int | None = None
     hint: str | None = None
+    detail: str = ""
 
     @property
     def where(self) -> Where:
@@ -144,6 +146,7 @@ def write_record(
         is_network=is_network_error(error),
         exit_code=error.exit_code if isinstance(error, MMPlanError) else None,
         hint=error.hint if isinstance(error, MMPlanError) else None,
+        detail=getattr(error, "detail", ""),
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"attempt-{attempt}-rank-{rank}.json"
@@ -200,9 +203,13 @@ def blame_death(
 def _raised(record: FailureRecord) -> Verdict:
     first_line = record.message.strip().partition("\n")[0]
     if record.exit_code is not None:
-        # Worded for the user already: a traceback would only hide what to mend.
+        # Worded for the user already: our own frames would only hide what to mend.
         return Verdict(
-            rank=record.rank, line=first_line, hint=record.hint, exit_code=record.exit_code
+            rank=record.rank,
+            line=first_line,
+            hint=record.hint,
+            detail=record.detail,
+            exit_code=record.exit_code,
         )
     said = f"{record.kind}: {first_line}" if first_line else record.kind
     return Verdict(

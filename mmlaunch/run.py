@@ -170,8 +170,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
             on_event=on_worker_event,
         )
     except MMPlanError:
-        kept = (run_dir / "metrics.jsonl").exists() or any((run_dir / CHECKPOINTS).glob("*"))
-        if not options.resume and not kept:
+        if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
             (run_dir / "run.json").unlink(missing_ok=True)
         raise
@@ -260,6 +259,12 @@ def _run_dir(options: RunOptions, plan: Plan) -> Path:
             )
         return _claimed(used[-1], options)
     return next(path for path in taken if path not in used)
+
+
+def _holds_steps(path: Path, checkpoints: str) -> bool:
+    metrics = path / "metrics.jsonl"
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or any((path / checkpoints).glob("*"))
 
 
 def _holds_run(path: Path) -> bool:

@@ -108,6 +108,7 @@ def test_a_block_that_fails_in_a_step_is_placed_and_its_error_kept() -> None:
     assert ">1F0<" in text
     assert "ValueError: three samples are too many" in text
     assert isinstance(caught.value.__cause__, ValueError)
+    assert 'raise ValueError("three samples are too many")' in caught.value.detail
 
 
 def test_a_block_that_always_fails_is_named_before_the_first_step() -> None:

@@ -175,7 +175,19 @@ def test_a_run_that_trained_nothing_leaves_its_folder_to_the_next(files: Folder)
     where = ("--run-dir", files.root / "run", "--steps", 1)
     done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
     refused(done, "sound blocks", "RuntimeError", "shapes", f"({towers}:17)", code=1)
+    # In the first step the user's own lines are shown as well.
+    losses = files.workload.parent / "birds" / "losses.py"
     towers.write_text(right)
+    intact = losses.read_text()
+    losses.write_text(
+        intact.replace("        return", "        raise ValueError('odd')\n        return")
+    )
+    done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
+    assert done.code == 1
+    assert "step 0, instruction " in done.message
+    assert "ValueError: odd" in done.message
+    assert f'File "{losses}", line ' in done.err
+    losses.write_text(intact)
     assert run("mmlaunch", "run", files.plan, *where, cwd=files.root).code == 0
 
 

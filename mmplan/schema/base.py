@@ -217,8 +217,10 @@ def _explain(
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
     others = len(faults) - 1
     more = f" (and {counted(others, 'more fault')})" if others else ""
+    # A fault of the whole file names its field itself.
+    where = ": ".join(filter(None, [source, _place(first)]))
     return InvalidInputError(
-        f"{source}: {_place(first)}: {_choices(first, faults) or _problem(first)}{more}",
+        f"{where}: {_choices(first, faults) or _problem(first)}{more}",
         hint=_mend(first, faults, model),
     )
 
@@ -251,7 +253,7 @@ def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]
 def _place(fault: ErrorDetails) -> str:
     # Union branches show up in the location as type names with brackets or lower-case tags.
     parts = [p for p in fault["loc"] if isinstance(p, int) or not _is_branch_tag(p)]
-    return ".".join(str(part) for part in parts) or "the file"
+    return ".".join(str(part) for part in parts)
 
 
 def _is_branch_tag(part: str) -> bool:
