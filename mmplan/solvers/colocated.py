@@ -168,7 +168,7 @@ class _Search:
             dp=dp,
             size=size,
             pinned=pinned,
-            time_s=problem.rounds * count * (forward_s + backward_s) + stages.reduce_s(dp),
+            time_s=problem.rounds * count * (forward_s + backward_s) + stages.reduce_s(dp, size),
             held_bytes=stages.fixed(dp)[0] + held * flight,
         )
 

@@ -38,7 +38,7 @@ class Option:
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
         hops_s: one message over each cut between stages.
         hop_s: the slowest of these.
-        reduce_s: gradient reduction of the slowest stage.
+        reduce_s: gradient reductions after the last stage to end.
         busy_s: forward and backward of one micro-batch on all stages.
         rounds: per step, G.
     """
@@ -240,7 +240,7 @@ class ModuleOptions:
             backward_s=work.backward_s,
             hops_s=sum(hops),
             hop_s=max(hops, default=0.0),
-            reduce_s=stages.reduce_s(dp),
+            reduce_s=stages.reduce_s(dp, size),
             busy_s=work.busy_s,
             rounds=self._problem.rounds,
             even=count * size * dp == self._problem.round_samples,

@@ -41,11 +41,13 @@ class Work(NamedTuple):
     Attributes:
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
         busy_s: of all stages.
+        backwards_s: of all stages, their backwards only.
     """
 
     forward_s: float
     backward_s: float
     busy_s: float
+    backwards_s: float
 
 
 class Stages:
@@ -57,7 +59,7 @@ class Stages:
         self._times: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
         self._held: dict[int, tuple[float, ...]] = {}
         self._fixed: dict[int, tuple[float, ...]] = {}
-        self._reduce: dict[int, float] = {}
+        self._reduce: dict[int, tuple[float, float]] = {}
         self._work: dict[tuple[int, int], Work] = {}
         self._hops: dict[int, list[float]] = {}
         self._pace: dict[tuple[int, int, int], float] = {}
@@ -101,7 +103,10 @@ class Stages:
         if key not in self._work:
             times = self.times(*key)
             self._work[key] = Work(
-                max(f for f, _ in times), max(b for _, b in times), sum(f + b for f, b in times)
+                max(f for f, _ in times),
+                max(b for _, b in times),
+                sum(f + b for f, b in times),
+                sum(b for _, b in times),
             )
         return self._work[key]
 
@@ -262,33 +267,37 @@ class Stages:
             for p in range(self.pp - 1)
         ]
 
-    def reduce_s(self, dp: int) -> float:
-        """Seconds of the slowest stage's gradient reduction, replicas side by side.
+    def reduce_s(self, dp: int, size: int) -> float:
+        """Seconds of gradient reduction after the last stage to end, replicas side by side.
 
-        All stages of a replica reduce when the step ends, and share their nodes' bandwidth.
+        The stages of a replica on one node share its bandwidth, but end their last micro-batch
+        one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
+        after the last stage.
         """
         if dp == 1:
             return 0.0
+        per_node = self.problem.request.cluster.devices_per_node
+        sharers = min(self.tp * self.pp, per_node)
         if dp not in self._reduce:
-            per_node = self.problem.request.cluster.devices_per_node
             # Of stages in the same place of their nodes the one with most to sum takes longest.
             most: dict[int, tuple[float, int]] = {}
             for p, own in enumerate(self._summed):
                 place = p * self.tp % per_node
                 if own is not None:
                     most[place] = max((own, p), most.get(place, (0.0, p)))
-            self._reduce[dp] = max(
-                (
-                    self.problem.costs.all_reduce_s(
-                        ranks=range(p * self.tp, dp * self.pp * self.tp, self.pp * self.tp),
-                        num_bytes=own,
-                        sharers=min(self.tp * self.pp, per_node),
-                    )
-                    for own, p in most.values()
-                ),
-                default=0.0,
+            alone_s, together_s = (
+                max((self._sum_s(dp, p, own, n) for own, p in most.values()), default=0.0)
+                for n in (self.tp, sharers)
             )
-        return self._reduce[dp]
+            self._reduce[dp] = alone_s, together_s
+        alone_s, together_s = self._reduce[dp]
+        backward_s = self.work(size, dp).backwards_s / self.pp
+        return max(alone_s, together_s - (sharers // self.tp - 1) * backward_s)
+
+    def _sum_s(self, dp: int, p: int, num_bytes: float, sharers: int) -> float:
+        """Seconds of one stage's gradient reduction."""
+        ranks = range(p * self.tp, dp * self.pp * self.tp, self.pp * self.tp)
+        return self.problem.costs.all_reduce_s(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
 
 
 def _downstream(problem: Problem, module: str) -> set[str]:
