@@ -166,11 +166,11 @@ class InTurn:
         )
 
     def _too_large(self, needed_bytes: float) -> InfeasibleError:
-        memory = self._request.cluster.device.memory_bytes
+        memory, tasks = self._request.cluster.device.memory_bytes, list(self._problems)
+        what = f" for {', '.join(tasks)} one after another" if len(tasks) > 1 else ""
         return InfeasibleError(
-            f"{self._solver} needs at least {needed_bytes:.3g} bytes on a device for "
-            f"{', '.join(self._problems)} one after another, a device has {memory:.3g}: "
-            f"{needed_bytes - memory:.3g} bytes missing",
+            f"{self._solver} needs at least {needed_bytes:.3g} bytes on a device{what}, a device "
+            f"has {memory:.3g}: {needed_bytes - memory:.3g} bytes missing",
             hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
         )
 
