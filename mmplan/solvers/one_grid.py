@@ -224,7 +224,7 @@ class OneGrid:
     def _message_s(
         self, source: tuple[int, int], target: tuple[int, int], num_bytes: float, back: bool
     ) -> float:
-        """Between two (position, TP degree); shares of what comes from another node are gathered."""
+        """Between two (position, TP degree); what comes from another node is gathered."""
         costs, node_of = self.problem.costs, self.problem.request.cluster.node_of
         first, second = (position * self.layout.tp for position, _ in (source, target))
         total_s = (1 + back) * costs.message_s(source=first, target=second, num_bytes=num_bytes)
