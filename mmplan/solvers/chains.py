@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmplan.solvers.effort import Effort
 from mmplan.solvers.options import Option
 
 Floats = NDArray[np.float64]
@@ -44,6 +44,8 @@ RAMP_F, TAIL_F, CYCLE, RAMP_B, TAIL_B, REDUCE = range(len(COLUMNS))
 STARTS, CLIMBING = 4, 0.5
 # Rows of a module for each number of devices, and changes of two modules that are looked at.
 ROWS_EACH, MOST_CHANGES = 4, 48
+# Seconds of a look at the options of a module, of each of them, and of changing two modules.
+LOOK_S, ROW_S, CHANGE_S = 1e-4, 3e-6, 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +89,15 @@ class Chain:
         self._limits = [self._limits_from(m) for m in range(1, len(options))]
 
     def best_first(
-        self, *, top: int, deadline: float, first: Sequence[Sequence[Option]] = ()
+        self, *, top: int, effort: Effort, first: Sequence[Sequence[Option]] = ()
     ) -> list[Found]:
-        """The ``top`` best choices that differ in degrees, until the deadline.
+        """The ``top`` best choices that differ in degrees, as far as the effort goes.
 
         A first, greedy descent always ends, so there is at least one.
 
         Args:
             top: how many, at least 1.
-            deadline: of ``time.monotonic``.
+            effort: for the search.
             first: choices to begin with; the less good ones are then never looked at.
         """
         best: Best = {}
@@ -104,9 +106,9 @@ class Chain:
             known = tuple(own[id(o)] for own, o in zip(places, options, strict=True))
             self._keep(best, known, top)
         self._keep(best, self._descend(), top)
-        now = time.monotonic()
+        kept_s = effort.left_s * (1 - CLIMBING)
         for _, chosen in sorted(best.values())[:STARTS]:
-            self._climb(best, chosen, top, now + CLIMBING * (deadline - now))
+            self._climb(best, chosen, top, effort, kept_s)
         heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
         ticket, unproven = itertools.count(1), float("inf")
         while heap:
@@ -114,10 +116,12 @@ class Chain:
             if bound >= self._worst(best, top):
                 break
             # The first look at all modules gives a bound worth the name.
-            if chosen and time.monotonic() > deadline:
+            if chosen and effort.is_over:
                 unproven = bound
                 break
-            for child_bound, child in sorted(self._children(chosen)):
+            children = sorted(self._children(chosen))
+            effort.spend(LOOK_S + ROW_S * len(children))
+            for child_bound, child in children:
                 if child_bound >= self._worst(best, top):
                     break
                 if len(child) == len(self._options):
@@ -170,7 +174,9 @@ class Chain:
             chosen = min(self._children(chosen))[1]
         return chosen
 
-    def _climb(self, best: Best, chosen: tuple[int, ...], top: int, deadline: float) -> None:
+    def _climb(
+        self, best: Best, chosen: tuple[int, ...], top: int, effort: Effort, kept_s: float
+    ) -> None:
         """Change two modules at a time for the better, as long as that helps.
 
         One alone could not take the devices that another one gives up.
@@ -182,8 +188,9 @@ class Chain:
         while improved:
             improved = False
             for a, b in pairs:
-                if time.monotonic() > deadline:
+                if effort.left_s <= kept_s:
                     return
+                effort.spend(CHANGE_S)
                 for other in self._changed(chosen, a, b):
                     self._keep(best, other, top)
                     if (now_s := self.value_s(other)) < value_s * (1 - 1e-9):

@@ -12,16 +12,18 @@ ends where the least that the other tasks can add is too slow or too large.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 
+from mmplan.solvers.effort import Effort
 from mmplan.solvers.ledger import Floats, Ledger
 from mmplan.solvers.task_options import TaskOption
 
+# Seconds of a look at one option of a task after those of others.
+_VISIT_S = 1e-4
 Held = Mapping[str, frozenset[int]]
 
 
@@ -72,10 +74,11 @@ def fastest(
         memory_bytes: of a device.
         communicator_bytes: of a device, for each communicator.
         better_than_s: others are not looked for.
-        limit_s: seconds for the search; where they do not suffice ``bound_s`` is less than T.
+        limit_s: of a quiet core for the search; where they do not suffice ``bound_s`` is less
+            than T.
     """
     search = _Search(ledger, options, memory_bytes, communicator_bytes, better_than_s)
-    return search.run(time.monotonic() + limit_s)
+    return search.run(Effort(limit_s))
 
 
 class _OutOfTimeError(Exception):
@@ -118,9 +121,9 @@ class _Search:
             found[owner] = np.maximum(found.get(owner, 0.0), least)
         return found
 
-    def run(self, deadline: float) -> Found:
-        """Search to the end, or until time is out."""
-        self._deadline = deadline
+    def run(self, effort: Effort) -> Found:
+        """Search to the end, or as far as the effort goes."""
+        self._effort = effort
         bound_s = self._rest.least_s(0, 0.0)
         try:
             self._go(0, (), {}, 0.0)
@@ -148,8 +151,9 @@ class _Search:
             own_s = max(reduce_s, option.reduce_s or 0.0)
             if time_s + option.time_s + self._rest.least_s(i + 1, own_s) >= self._limit_s:
                 continue
-            if time.monotonic() > self._deadline:
+            if self._effort.is_over:
                 raise _OutOfTimeError
+            self._effort.spend(_VISIT_S)
             self._go(i + 1, (*chosen, option), joined(held, option), time_s + option.time_s)
 
     def _reduce_s(self, held: Held) -> float:

@@ -6,7 +6,6 @@ modules that take each other's outputs, of :mod:`.chains`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import merge
@@ -16,12 +15,16 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.balancer import OptionTable, balance_best_first, make_table
 from mmplan.solvers.chains import Chain
+from mmplan.solvers.effort import Effort
 from mmplan.solvers.options import Choices, Family, ModuleOptions, Option
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import last_stage_ranks, make_unit
 from mmplan.words import counted
+
+# Seconds of choosing and placing a plan of modules that take nothing from each other.
+_PLACE_S = 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,18 +129,19 @@ def best_candidates(
     The search knows a bound on the syncs only (they depend on all ranks together), so it
     goes on until no later choice can come before the ones found.
     """
-    request, deadline = problem.request, time.monotonic() + problem.request.budget_s
+    request, effort = problem.request, Effort(problem.request.budget_s)
     least_sync_s = problem.rounds * problem.least_sync_s()
     found: list[Candidate] = []
     bound_s = float("inf")
-    for choice in _choices(problem, modules, deadline):
+    for choice in _choices(problem, modules, effort):
         bound_s = choice.bound_s + least_sync_s
         known = sorted(c.objective_s for c in found)
         if len(found) >= request.top and bound_s >= known[request.top - 1]:
             break
         # Of chains only the best were searched for, and they are all there by now.
-        if found and not problem.chained() and time.monotonic() > deadline:
+        if found and not problem.chained() and effort.is_over:
             break
+        effort.spend(_PLACE_S)
         candidate = _candidate(problem, modules, choice)
         if candidate is not None:
             found.append(candidate)
@@ -154,7 +158,7 @@ def best_candidates(
 
 
 def _choices(
-    problem: Problem, modules: dict[str, ModuleOptions], deadline: float
+    problem: Problem, modules: dict[str, ModuleOptions], effort: Effort
 ) -> Iterator[Choice]:
     """Choices of the whole search space, best first."""
     parts = [
@@ -164,7 +168,7 @@ def _choices(
                 [own.options[i] for i in rows]
                 for own, rows in zip(modules.values(), selection, strict=True)
             ],
-            deadline,
+            effort,
         )
         for selection in _selections(modules)
     ]
@@ -194,7 +198,7 @@ def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
 
 
 def _search(
-    problem: Problem, options: Sequence[Sequence[Option]], deadline: float
+    problem: Problem, options: Sequence[Sequence[Option]], effort: Effort
 ) -> Iterator[Choice]:
     fewest = sum(min(o.devices for o in own) for own in options)
     if fewest > problem.devices:
@@ -217,7 +221,7 @@ def _search(
     chain = Chain(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
     # What is best without the ways between modules is near the best with them.
     first = [choice.options for choice in islice(choices, top)]
-    for found in chain.best_first(top=top, deadline=deadline, first=first):
+    for found in chain.best_first(top=top, effort=effort, first=first):
         yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
 
 
