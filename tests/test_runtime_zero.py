@@ -174,9 +174,9 @@ def test_a_checkpoint_of_slices_goes_on_bit_for_bit_without_them(tmp_path: Path)
     case = _case(dp=3, tp=2, feature="regression")
     path = _save_after(case.plan(), _workload(case), 2, tmp_path / "checkpoints")
     unbroken = train_planned(case.plan(), _workload(case), 4)
-    for zero in (0, 1):
+    for stage in (0, 1):
         went_on = train_planned(
-            case.plan(), _workload(case, zero=zero), 4, before=lambda s: s.load(path)
+            case.plan(), _workload(case, zero=stage), 4, before=lambda s: s.load(path)
         )
         assert went_on.losses == unbroken.losses[2:]
         assert worst_difference(went_on.weights, unbroken.weights) == 0.0
