@@ -148,4 +148,9 @@ def _write(out: IO[str], line: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is said. Torch's threads, some of which are not joined, now and then abort a process that
+    # ends in the usual way, after all its points.
+    os._exit(code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -313,7 +314,7 @@ def _checked(what: str, build: Callable[[], Any]) -> Any:
         return build()
     except Exception as error:  # strict dataclasses raise types of their own
         raise InvalidInputError(
-            f"transformers refuses this {what}: {' '.join(str(error).split())}",
+            f"transformers refuses this {what}: {shorten(str(error), 300, placeholder=' ...')}",
             hint="give the content of such a model's config.json",
         ) from error
 
