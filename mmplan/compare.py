@@ -26,7 +26,7 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks
 from mmplan.settings import with_batch
 from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
-from mmplan.symmetry import simulated
+from mmplan.symmetry import BestSteps, simulated
 from mmplan.utilisation import ModuleUse, module_uses
 
 # Seconds for each solver's search, and for solving in all before only the first plan of each kind
@@ -307,6 +307,7 @@ def _solved(
     budget_s: float,
     patience_s: float,
 ) -> Solved | Refused:
+    steps = BestSteps() if job.with_details else None
     try:
         plan = planner.solve(
             job.workload,
@@ -320,15 +321,19 @@ def _solved(
             tasks=job.tasks,
             budget_s=budget_s,
             patience_s=patience_s,
+            steps=steps,
         )
     except MMPlanError as error:
         return Refused(solver=job.solver, setting=job.setting, error=error)
-    details = _details(plan, profile) if job.with_details else None
+    details = None if steps is None else _details(plan, profile, steps)
     return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
 
 
-def _details(plan: Plan, profile: Profile) -> Details:
-    simulation, twins = simulated(plan, CostModel(profile, plan.cluster, plan.training))
+def _details(plan: Plan, profile: Profile, steps: BestSteps) -> Details:
+    known = steps.of(plan)
+    if known is None:
+        known = simulated(plan, CostModel(profile, plan.cluster, plan.training))
+    simulation, twins = known
     shown = sorted({twins[rank] for rank in _shown_ranks(plan)})
     timed = (event for rank in shown for event in simulation.events_of(rank))
     events = trace_events(simulation.program, timed, process_name=plan.solver.name)

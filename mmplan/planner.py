@@ -34,7 +34,7 @@ from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
 from mmplan.solvers.registry import solutions_of
 from mmplan.solvers.sync_batch import largest_sync_batches
-from mmplan.symmetry import simulated
+from mmplan.symmetry import BestSteps, simulated
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 from mmplan.words import counted
 
@@ -64,6 +64,7 @@ def solve(
     budget_s: float = 1.0,
     patience_s: float | None = None,
     trials: Trials | None = None,
+    steps: BestSteps | None = None,
 ) -> Plan:
     """The plan with the least simulated iteration time among a solver's best few.
 
@@ -85,6 +86,7 @@ def solve(
             counted in instructions; default ten budgets; four times as many while none fits the
             memory.
         trials: the least measured time among the best by simulation decides instead.
+        steps: keeps the shortest steps that are simulated and fit the memory.
 
     Raises:
         InvalidInputError: an unknown name, a count below 1, or files that contradict.
@@ -120,7 +122,7 @@ def solve(
         budget_s=budget_s,
     )
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
-    drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked)
+    drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked, steps)
     solutions, left_out = solutions_of(request, solver)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
     tried = drafts.try_all(solutions, patience_s=patience_s)
@@ -142,10 +144,12 @@ class _Drafts:
         plan_path: str | Path,
         training: PlannedTraining,
         asked: Asked,
+        steps: BestSteps | None,
     ) -> None:
         self._request = request
         self._training = training
         self._asked = asked
+        self._steps = steps
         folder = Path(plan_path).resolve().parent
         self._workload = file_reference(workload_path, folder)
         self._profile = file_reference(profile_path, folder)
@@ -323,9 +327,13 @@ class _Drafts:
         )
 
     def _simulated(self, plan: Plan, drawn: Outline | None = None) -> Plan:
-        step, _ = simulated(plan, self._costs_of(plan), drawn)
-        self._work += sum(map(len, step.program.instructions))
-        return plan.model_copy(update={"predicted": prediction(step, plan)})
+        found = simulated(plan, self._costs_of(plan), drawn)
+        self._work += sum(map(len, found[0].program.instructions))
+        predicted = prediction(found[0], plan)
+        memory_bytes = self._request.cluster.device.memory_bytes
+        if self._steps is not None and max(predicted.memory_bytes, default=0.0) <= memory_bytes:
+            self._steps.keep(predicted, found)
+        return plan.model_copy(update={"predicted": predicted})
 
     def _costs_of(self, plan: Plan) -> CostModel:
         """The costs under a plan's own training."""

@@ -37,20 +37,39 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
     return prediction(simulated(plan, costs)[0], plan)
 
 
+# A step, whose program has rows of some ranks only, and for every rank that is used the one of
+# them that does the same.
+Simulated = tuple[Simulation, Mapping[int, int]]
+
+
+class BestSteps:
+    """The shortest steps that a planner simulated, for whoever shows the plan that it chose."""
+
+    _KEPT = 2
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, Prediction, Simulated]] = []
+
+    def keep(self, predicted: Prediction, step: Simulated) -> None:
+        """One more step, with what is predicted by it."""
+        self._steps.append((predicted.iteration_s, predicted, step))
+        self._steps.sort(key=lambda item: item[0])
+        del self._steps[self._KEPT :]
+
+    def of(self, plan: Plan) -> Simulated | None:
+        """The step that the plan's prediction is of; None where it was not kept."""
+        found = (step for _, predicted, step in self._steps if predicted is plan.predicted)
+        return next(found, None)
+
+
 @rare_collections()
-def simulated(
-    plan: Plan, costs: CostModel, drawn: Outline | None = None
-) -> tuple[Simulation, Mapping[int, int]]:
+def simulated(plan: Plan, costs: CostModel, drawn: Outline | None = None) -> Simulated:
     """One step of the plan, in less time where parts of it are alike.
 
     Args:
         plan: the plan.
         costs: of its modules.
         drawn: its outline, where it is there already.
-
-    Returns:
-        The simulation, whose program has rows of some ranks only, and for every rank that is
-        used the one of them that does the same.
 
     Raises:
         InvalidInputError: the plan's schedules wait for each other.
