@@ -7,27 +7,22 @@ has more patience and may find a better plan of the same solver.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from mmplan import planner
+from mmplan.details import Details, details_of
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.module_costs import CostModel
 from mmplan.processes import in_processes
-from mmplan.program.trace import trace_events
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks
 from mmplan.settings import with_batch
 from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
-from mmplan.symmetry import BestSteps, simulated
-from mmplan.utilisation import ModuleUse, module_uses
+from mmplan.symmetry import BestSteps
 
 # Seconds for each solver's search, and for solving in all before only the first plan of each kind
 # is simulated.
@@ -39,8 +34,6 @@ SWEEP_PATIENCE = 8
 # One degree of parallelism for the whole model: what people run who have no planner.
 PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 PLAIN_WORDS = "the fastest that gives every module the same degrees"
-# Most rows of a plan's timeline, and how many where fewer would show everything that ranks do.
-SHOWN_RANKS, FEWEST_RANKS = 12, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +42,6 @@ class Setting:
 
     devices: int
     batch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Details:
-    """What pictures of a plan need.
-
-    Attributes:
-        events: Chrome trace slices of some ranks of its simulated step.
-        uses: its modules', most work first.
-    """
-
-    events: tuple[dict[str, Any], ...]
-    uses: tuple[ModuleUse, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,45 +305,8 @@ def _solved(
         )
     except MMPlanError as error:
         return Refused(solver=job.solver, setting=job.setting, error=error)
-    details = None if steps is None else _details(plan, profile, steps)
+    details = None if steps is None else details_of(plan, profile, steps)
     return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
-
-
-def _details(plan: Plan, profile: Profile, steps: BestSteps) -> Details:
-    known = steps.of(plan)
-    if known is None:
-        known = simulated(plan, CostModel(profile, plan.cluster, plan.training))
-    simulation, twins = known
-    shown = sorted({twins[rank] for rank in _shown_ranks(plan)})
-    timed = (event for rank in shown for event in simulation.events_of(rank))
-    events = trace_events(simulation.program, timed, process_name=plan.solver.name)
-    return Details(
-        events=tuple(event for event in events if event["ph"] == "X" and event["dur"] > 0),
-        uses=tuple(module_uses(simulation, plan.cluster.device.peak_flops, twins)),
-    )
-
-
-def _shown_ranks(plan: Plan) -> list[int]:
-    """A rank of each set of stages that some rank runs; seconds ones where these are few."""
-    stages: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-    for unit in plan.units:
-        for replica in unit.ranks:
-            for p, group in enumerate(replica):
-                stages[group[0]].append((unit.name, p))
-    alike: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    for rank, does in stages.items():
-        alike[tuple(does)].append(rank)
-    ordered = [rank for row in zip_longest(*alike.values()) for rank in row if rank is not None]
-    if len(alike) <= SHOWN_RANKS:
-        return ordered[: max(FEWEST_RANKS, len(alike))]
-    return evenly(ordered[: len(alike)], SHOWN_RANKS)
-
-
-def evenly(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the first and the last among them."""
-    if len(items) <= most or most < 2:
-        return list(items[:most])
-    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]
 
 
 def _baseline(

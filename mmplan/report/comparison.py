@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.compare import Comparison, Setting, Solved, evenly
+from mmplan.compare import Comparison, Setting, Solved
+from mmplan.details import evenly
 from mmplan.report import format as fmt
 from mmplan.report import markup, plots
 from mmplan.report.bars import Amount, bars

@@ -35,7 +35,6 @@ from mmplan.solvers.mpsp_staged import staged
 from mmplan.solvers.mpsp_tables import Scaling, Scalings
 from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
-from mmplan.words import counted
 
 METHODS = {
     "search": "the best of many schedules",
@@ -232,7 +231,7 @@ class _Planning:
                 slots = emitter.slots(made.draft, made.starts, made.within)
                 placed = self._place(slots, 0.0, streamed=True)
                 if isinstance(placed, Placed):
-                    label = f"blocks divided among {counted(made.groups, 'group')} of devices"
+                    label = f"blocks divided among {made.groups} groups of devices"
                     found.append(
                         self._made(emitter, made.draft, placed, rounds, label, staged=True)
                     )
@@ -394,7 +393,7 @@ def _drafts(
     if method == "wavefront":
         found = wavefront(instance)
         yield (
-            f"{counted(found.waves, 'wave')} as printed, {found.seconds:.4g} s with their barriers",
+            f"waves as printed: {found.waves}, {found.seconds:.4g} s with their barriers",
             found.draft,
         )
         return
