@@ -56,8 +56,8 @@ def section(results: Results) -> Iterator[str]:
         "on every device, so the larger models do not fit 16 GB; what it would do then is shown "
         "on devices that are the same but for 64 GB of memory. `distmm` is held against it on "
         "the same devices; `auto` is the best of all systems on 16 GB (equal plans go by the first "
-        "that found them). An activation between nodes travels once to a tensor-parallel group (a share for each "
-        "rank, gathered inside the node)."
+        "that found them). An activation between nodes travels once to a tensor-parallel group (a "
+        "share for each rank, gathered inside the node)."
     )
     yield table(
         [
