@@ -341,6 +341,11 @@ class LocalModel:
             for name, buffer in _persistent_buffers(module):
                 yield f"losses.{loss}.{name}", buffer
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All parameters and buffers."""
+        for named in (self.named_parameters(), self.named_buffers()):
+            yield from (tensor for _, tensor in named)
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer updates."""
         return [(name, p) for name, p in self.named_parameters() if p.requires_grad]

@@ -34,7 +34,6 @@ from mmlaunch.executor import Executor
 from mmlaunch.heartbeat import Heartbeat
 from mmlaunch.hooks import Hooks
 from mmlaunch.loading import TaskData
-from mmlaunch.memory import PeakMemory
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import map_tensors, message_links
 from mmlaunch.precision import Precision
@@ -82,7 +81,6 @@ class Session:
         meta: kept in checkpoints: hashes of plan and workload.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
-        memory: told what the model holds before anything is computed with it.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -106,7 +104,6 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
-        memory: PeakMemory | None = None,
     ) -> None:
         check_runnable(plan, transport.world_size)
         self.plan, self.workload, self.folder = plan, workload, folder
@@ -177,13 +174,6 @@ class Session:
             elsewhere=trained_elsewhere(self._absent, self.model),
         )
         self.notes = self._gather_notes()
-        if memory is not None:
-            # Now, because optimizers too import what is larger than small models.
-            memory.begin(
-                tensor
-                for named in (self.model.named_parameters(), self.model.named_buffers())
-                for _, tensor in named
-            )
 
     def _gather_notes(self) -> list[str]:
         """What the user should know of how this run works, the same on all ranks."""
@@ -203,7 +193,6 @@ class Session:
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
-        memory: PeakMemory | None = None,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -217,7 +206,6 @@ class Session:
             num_workers: data loading processes of this rank.
             should_stop: asked once a step.
             emulation: compute nothing, wait for such times instead.
-            memory: told what the model holds before anything is computed with it.
 
         The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
         ``mmlaunch run`` does.
@@ -252,7 +240,6 @@ class Session:
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
-            memory=memory,
             meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
         )
         session._owns_process_group = owns

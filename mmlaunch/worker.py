@@ -126,7 +126,6 @@ class _Trainer:
         At its end there is a checkpoint, or after the last part the weights.
         """
         ctx, job, part = self._ctx, self._job, self._job.parts[index]
-        memory = PeakMemory(ctx.device.device)
         with Session.from_plan(
             part.plan,
             workload=job.workload,
@@ -136,10 +135,12 @@ class _Trainer:
             num_workers=job.num_workers,
             should_stop=ctx.should_stop,
             emulation=job.emulation,
-            memory=memory,
         ) as session:
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
+            # Before any state is there, and after all imports: optimizers' are large too.
+            memory = PeakMemory(ctx.device.device)
+            memory.begin(session.model.tensors())
             if checkpoint is not None:
                 session.load(checkpoint)
             _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
