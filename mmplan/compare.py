@@ -1,7 +1,7 @@
 """Every solver's plan for the same work, on one or several numbers of devices and batches.
 
 Solvers do not depend on each other: they run in processes, one per core. What each simulates
-beyond its first plans is bounded by time, so that a comparison ends in seconds; ``mmplan solve``
+beyond its first plans is bounded, so that a comparison ends in seconds; ``mmplan solve``
 has more patience and may find a better plan of the same solver.
 """
 
@@ -29,8 +29,8 @@ from mmplan.symmetry import BestSteps
 BUDGET_S = 0.5
 # What takes longest to solve.
 LONGEST = ("distmm-mt", "distmm", "convex", "megatron-rigid", "ratio", "mpsp")
-# Budgets for simulating where there are several settings.
-SWEEP_PATIENCE = 8
+# Budgets for simulating other plans at one setting, and where there are several settings.
+PATIENCE, SWEEP_PATIENCE = 1, 8
 # One degree of parallelism for the whole model: what people run who have no planner.
 PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 PLAIN_WORDS = "the fastest that gives every module the same degrees"
@@ -187,7 +187,7 @@ def compare(
         cluster=machine,
         budget_s=budget_s,
         # Who asks for curves waits anyway, and a point too low would mislead.
-        patience_s=budget_s * (1 if len({job.setting for job in jobs}) == 1 else SWEEP_PATIENCE),
+        patience_s=budget_s * (SWEEP_PATIENCE if len({j.setting for j in jobs}) > 1 else PATIENCE),
     )
     found: dict[tuple[str, Setting], Solved | Refused] = {}
     for item in in_processes(solve, _longest_first(jobs), processes=processes):
