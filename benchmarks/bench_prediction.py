@@ -30,7 +30,7 @@ from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.predict import simulate_plan
 
 WARM_UP = 4
-WORKLOADS = ("balanced", "frozen", "chain", "tasks")
+WORKLOADS = ("large", "frozen", "chain", "tasks")
 # malloc maps what is larger and gives it back at once (mallopt(3)).
 EAGER_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 

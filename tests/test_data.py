@@ -77,7 +77,7 @@ def closing() -> Iterator[Callable[..., StepLoader]]:
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(0, 2**31), st.integers(0, 30))
 def test_order_is_the_contract_s(num: int, batch: int, seed: int, step: int) -> None:
     if num < batch:
-        with pytest.raises(InvalidInputError, match=f"has {num} samples, one batch takes {batch}"):
+        with pytest.raises(InvalidInputError, match=f"has {num} samples?, one batch takes {batch}"):
             step_indices(num, batch, seed, step)
         return
     per_epoch = num // batch
