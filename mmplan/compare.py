@@ -28,7 +28,7 @@ from mmplan.symmetry import BestSteps
 # is simulated.
 BUDGET_S = 0.5
 # What takes longest to solve.
-LONGEST = ("distmm-mt", "distmm", "convex", "megatron-rigid", "ratio", "mpsp")
+LONGEST = ("distmm-mt", "megatron", "distmm", "convex", "megatron-rigid", "ratio", "mpsp")
 # Budgets for simulating other plans at one setting, and where there are several settings.
 PATIENCE, SWEEP_PATIENCE = 1, 8
 # One degree of parallelism for the whole model: what people run who have no planner.
