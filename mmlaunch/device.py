@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from mmlaunch.host_memory import keep_freed
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 
 Backend = Literal["nccl", "gloo"]
@@ -40,6 +41,8 @@ class Device:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        else:
+            keep_freed()
 
 
 def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> Device:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmlaunch.host_memory import give_back
+
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # What a process writes there to let its peak begin anew (proc(5)).
 _FORGET_PEAK = "5"
@@ -44,6 +46,7 @@ class PeakMemory:
         if self._knows:
             # Building a model leaves circles behind that hold tensors.
             gc.collect()
+            give_back()
             self._other = self._now() - sum(_storages(held).values())
 
     def forget(self) -> None:
