@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmlaunch.measure_timing import Peers, Stopwatch, Timing
 def measure_link(
     operation: str, num_bytes: int, *, device: torch.device, repeat_s: float
 ) -> Timing:
-    """Time one size of an operation over all processes of the job.
+    """Time one size of an operation over all processes of the job, with cold caches.
 
     Args:
         operation: "p2p" (process 0 to 1, half of there and back), "all_reduce" (of
@@ -32,38 +33,37 @@ def measure_link(
     parts = [torch.zeros_like(part) for _ in range(world)]
 
     def step(_: int) -> Sequence[float]:
+        watch.cool()
+        if operation == "p2p":
+            return (_there_and_back(tensor, watch) / 2,)
         started = watch.now()
         if operation == "copy":
             tensor.clone()
         elif operation == "all_reduce":
             dist.all_reduce(tensor)
-        elif operation == "all_gather":
-            dist.all_gather(parts, part)
-        elif dist.get_rank() < 2:
-            _there_and_back(tensor)
-            return ((watch.now() - started) / 2,)
         else:
-            return (0.0,)
+            dist.all_gather(parts, part)
         return (watch.now() - started,)
 
-    timing = watch.time(step)[0]
-    # The mean over all processes, of which only two sent: the others' zeros are taken out.
-    scale = world / 2 if operation == "p2p" else 1.0
-    return Timing(
-        median_s=timing.median_s * scale,
-        spread_s=timing.spread_s * scale,
-        repeats=timing.repeats,
-    )
+    return watch.time(step, together=True)[0]
 
 
-def _there_and_back(tensor: Tensor) -> None:
-    peer = 1 - dist.get_rank()
-    if peer == 1:
-        dist.send(tensor, peer)
-        dist.recv(tensor, peer)
-    else:
-        dist.recv(tensor, peer)
-        dist.send(tensor, peer)
+def _there_and_back(tensor: Tensor, watch: Stopwatch) -> float:
+    """Seconds of it on process 0, from when process 1 is ready; infinite on all others."""
+    rank = dist.get_rank()
+    token = torch.zeros(1, device=tensor.device)
+    if rank == 1:
+        dist.send(token, 0)
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
+    elif rank == 0:
+        dist.recv(token, 1)
+        watch.cool()
+        started = watch.now()
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+        return watch.now() - started
+    return math.inf
 
 
 class GroupComm:

@@ -22,6 +22,7 @@ from mmlaunch.measure_inputs import (
 )
 from mmlaunch.measure_links import NoComm, measure_link, tensor_parallel_groups
 from mmlaunch.measure_machine import measure_machine, num_cores
+from mmlaunch.measure_memory import passing_bytes
 from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.measure_work import WorkSampler
 from mmlaunch.tp import block_plan, shard_block
@@ -221,6 +222,7 @@ class Measurer:
         clock = self._watch.now if tp > 1 else self._watch.compute_clock
         forward, backward = self._forward_backward(blocks, task, name, size, clock)
         inputs = self._backward_input(blocks, task, name, size, clock)
+        passing = self._passing_bytes(blocks, self._inputs.of_module(task, name, size))
         self._seconds[key] = (forward.median_s + backward.median_s) / size
         return {
             "forward_s": forward.median_s,
@@ -229,6 +231,7 @@ class Measurer:
             "backward_spread_s": backward.spread_s,
             "repeats": forward.repeats,
             "activation_bytes": held,
+            "passing": passing,
             "backward_input": inputs,
             "wall_s": time.perf_counter() - started,
         }
@@ -246,6 +249,15 @@ class Measurer:
         with HeldTensors([*known, *_tensors(args)]) as counted, self._autocast():
             out = call_blocks(blocks, args)
             return float(counted.add(_tensors(out)))
+
+    def _passing_bytes(self, blocks: list[nn.Module], args: Any) -> Json:
+        """What the blocks take for the moment; the timed repeats left gradients behind."""
+
+        def call() -> Any:
+            with self._autocast():
+                return call_blocks(blocks, args)
+
+        return passing_bytes(call, self._device)
 
     def _forward_backward(
         self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
@@ -318,6 +330,7 @@ class Measurer:
         clock = self._watch.compute_clock
 
         def step(_: int) -> Sequence[float]:
+            self._watch.cool()
             started = clock()
             with self._autocast():
                 value = loss(*args)

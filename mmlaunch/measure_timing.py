@@ -14,6 +14,8 @@ from torch import Tensor
 
 MIN_REPEATS = 3
 MAX_REPEATS = 200
+# More than the caches of a core, and than a GPU's.
+_OTHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,14 @@ class Peers:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return float(tensor.item())
 
+    def least(self, values: Sequence[float]) -> list[float]:
+        """The least over the processes of each value."""
+        if self.count == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        return tensor.tolist()
+
     def means(self, values: Sequence[float]) -> list[float]:
         """The mean over the processes of each value."""
         if self.count == 1:
@@ -80,7 +90,8 @@ class Stopwatch:
         alone = own_core and device.type == "cpu" and torch.get_num_threads() == 1
         self.compute_clock: Callable[[], float] = time.thread_time if alone else self.now
         self._is_cuda = device.type == "cuda"
-        self._repeat_s = repeat_s
+        self._device, self._repeat_s = device, repeat_s
+        self._other: Tensor | None = None
 
     def now(self) -> float:
         """The clock, when everything queued on the device is done."""
@@ -88,11 +99,25 @@ class Stopwatch:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def time(self, step: Callable[[int], Sequence[float]]) -> list[Timing]:
-        """Median and spread of each part of a step, as mean over the processes.
+    def cool(self) -> None:
+        """Fill the caches with something else, as the computes of a step do.
+
+        What is short (a loss, a small message) takes two to four times as long in a step as
+        in a loop of its own.
+        """
+        if self._other is None:
+            self._other = torch.zeros(_OTHER_BYTES // 4, device=self._device)
+        self._other.add_(1.0)
+
+    def time(
+        self, step: Callable[[int], Sequence[float]], *, together: bool = False
+    ) -> list[Timing]:
+        """Median and spread of each part of a step.
 
         Args:
             step: takes the repeat's number, returns the seconds of its parts.
+            together: all processes do one thing. Then the time of who came last counts, who
+                waited for nobody: the least of all. Else it is the mean over the processes.
         """
         # All processes repeat equally often, whatever their own clocks say: steps may hold
         # collectives.
@@ -112,6 +137,10 @@ class Stopwatch:
             ]
             spent_s += self.peers.largest(self.now() - started)
             average_s = spent_s / len(rows)
+        if together:
+            width = len(rows[0])
+            flat = self.peers.least([seconds for row in rows for seconds in row])
+            rows = [flat[k : k + width] for k in range(0, len(flat), width)]
         parts = [_timing(column) for column in zip(*rows, strict=True)]
         medians = self.peers.means([part.median_s for part in parts])
         spreads = self.peers.means([part.spread_s for part in parts])

@@ -175,13 +175,17 @@ class ProgramCosts:
     def sync_s(self, loss: Loss, batch: int = 0) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
 
+        A sharded loss exchanges its rows' statistics besides.
         Every sync batch holds ``loss.sync_batch`` samples, so all take the same time.
         """
         if loss.index not in self._syncs:
-            own_s = self.costs.loss_s(
-                loss=loss.name, samples=loss.sync_batch or 0, shards=len(loss.ranks)
+            size, ranks = loss.sync_batch or 0, loss.ranks
+            inputs = sum(item.stage is not None for item in loss.sync_inputs)
+            own_s = self.costs.loss_s(loss=loss.name, samples=size, shards=len(ranks))
+            statistics_s = self.costs.statistics_s(
+                loss=loss.name, samples=size, inputs=inputs, ranks=ranks
             )
-            self._syncs[loss.index] = self.gather_s(loss) + sum(own_s)
+            self._syncs[loss.index] = self.gather_s(loss) + statistics_s + sum(own_s)
         return self._syncs[loss.index]
 
     def _feature_bytes(self, loss: Loss) -> float:

@@ -22,6 +22,8 @@ from mmplan.work import SampledWork, fit_for_work, sampled_work
 
 Blocks = tuple[int, int]
 Ranges = Sequence[tuple[int, int]]
+# A row's logsumexp is computed in float32 at least.
+_STATISTIC_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,14 +272,31 @@ class CostModel(LinkCosts):
         Args:
             loss: its name; one that the profile does not know is free.
             samples: of the sync batch, or of the micro-batch.
-            shards: ranks that take part; they divide the work when the loss is sharded.
+            shards: ranks that take part; when the loss is sharded, they divide what grows with
+                the samples.
         """
         fit = self._loss_fit(loss)
         if fit is None:
             return 0.0, 0.0
         self._note(f"loss {loss}: {{}} samples", fit.forward, samples)
         parts = shards if self.profile.losses[loss].sharded else 1
-        return fit.forward.at(samples) / parts, fit.backward.at(samples) / parts
+        curves = fit.forward, fit.backward
+        forward_s, backward_s = (c.alpha + (c.at(samples) - c.alpha) / parts for c in curves)
+        return forward_s, backward_s
+
+    def statistics_s(self, *, loss: str, samples: int, inputs: int, ranks: Sequence[int]) -> float:
+        """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
+
+        Args:
+            loss: its name; only a sharded one has any, a number for each row of each input.
+            samples: of the sync batch.
+            inputs: modules whose features it takes.
+            ranks: that take part.
+        """
+        known = self.profile.losses.get(loss)
+        if known is None or not known.sharded:
+            return 0.0
+        return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs * _STATISTIC_BYTES)
 
     def extrapolations(self) -> list[str]:
         """Which questions went beyond the measured range, one line for each curve."""

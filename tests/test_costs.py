@@ -252,6 +252,11 @@ def test_losses_divide_their_work_only_when_sharded() -> None:
     assert costs.loss_s(loss="unknown", samples=4) == (0, 0)
     point = LossPoint(samples=4, forward_s=1, backward_s=1)
     whole = {"clip": LossProfile(sharded=False, points=(point,))}
+    fixed = LossPoint(samples=2, forward_s=0.75, backward_s=1), point
+    started = {"clip": LossProfile(sharded=True, points=fixed)}
+    costs = CostModel(_profile().model_copy(update={"losses": started}))
+    # Half of the forward is there without any sample; every rank pays it.
+    assert costs.loss_s(loss="clip", samples=4, shards=4) == pytest.approx((0.5 + 0.5 / 4, 1))
     unsharded = CostModel(_profile().model_copy(update={"losses": whole}))
     assert unsharded.loss_s(loss="clip", samples=4, shards=4) == pytest.approx((1, 1))
 
@@ -363,7 +368,9 @@ def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
     assert clip.ranks == (1, 3, 4, 5, 6, 7)
     gather = 5 / 6 * 8 * (7 + 7) / 100
     assert got.gather_s(clip) == pytest.approx(gather)
-    assert got.sync_s(clip) == pytest.approx(gather + (8 + 16) / 6)
+    # One float32 of each row of both towers.
+    statistics = 5 / 6 * 8 * 2 * 4 / 100
+    assert got.sync_s(clip) == pytest.approx(gather + statistics + (8 + 16) / 6)
 
 
 def test_reductions_move_the_gradients_of_what_trains() -> None:

@@ -20,6 +20,7 @@ from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.profiling import worker
 from mmplan.profiling.machine import measured_cluster
 from mmplan.profiling.measure import _block_work, _point, measure_profile
+from mmplan.profiling.rounds import in_rounds
 from mmplan.profiling.worker import Json, Setting, State, measure_points
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import Profile
@@ -470,6 +471,54 @@ def test_only_the_same_measurement_is_taken_from_the_state(tmp_path: Path) -> No
     for other in (_setting(processes=2), _setting(device="cuda"), _setting(folder=Path("there"))):
         assert state.get(other.key(point)) is None
     assert state.get(setting.key(module_point("vision", 4))) is None
+
+
+def test_a_bad_moment_is_outvoted_by_later_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Json] = []
+
+    def measured(_: Setting, points: list[Json], *__: Any, **___: Any) -> list[Json]:
+        asked.extend(points)
+        return [result(point) for point in points]
+
+    def result(point: Json) -> Json:
+        if point.get("microbatch") == 64:
+            return {"skipped": "out of memory"}
+        seconds = [9.0, 1.0, 2.0][point.get("round", 0)]
+        if point["kind"] == "link":
+            return {"seconds": seconds, "repeats": 3}
+        inputs = {"seconds": seconds / 2, "first_block": 1}
+        wall_s = 60.0 if point["microbatch"] == 32 else 1.0
+        return {"forward_s": seconds, "backward_input": inputs, "repeats": 3, "wall_s": wall_s}
+
+    monkeypatch.setattr("mmplan.profiling.rounds.measure_points", measured)
+    points = [
+        module_point("vision", 1),
+        module_point("vision", 32),
+        module_point("vision", 64),
+        module_point("vision", 1, blocks=1),
+        {"kind": "link", "operation": "p2p", "bytes": 8},
+    ]
+    state = State(tmp_path / "state")
+    short, long, skipped, half, link = in_rounds(_setting(), points, state)
+    assert (short["forward_s"], short["repeats"]) == (2.0, 9)
+    assert short["backward_input"] == {"seconds": 1.0, "first_block": 1}
+    assert link == {"seconds": 2.0, "repeats": 9}
+    assert long["forward_s"] == half["forward_s"] == 9.0
+    assert skipped == {"skipped": "out of memory"}
+    assert len(asked) == len(points) + 2 * 2
+    assert in_rounds(_setting(), points, state, rounds=1)[0]["forward_s"] == 9.0
+
+
+def test_what_processes_do_together_takes_as_long_as_for_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    watch = Stopwatch(device=cpu, peers=Peers(1, cpu), repeat_s=0.0)
+    monkeypatch.setattr(watch.peers, "least", lambda values: [min(v, 0.25) for v in values])
+    one, two = watch.time(lambda _: (1.0, 0.125), together=True)
+    assert (one.median_s, two.median_s) == (0.25, 0.125)
 
 
 def test_tasks_that_feed_a_module_otherwise_are_measured_apart(folder: Path) -> None:

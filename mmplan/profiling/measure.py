@@ -13,6 +13,7 @@ from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentErr
 from mmplan.fit import fit_profile
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.machine import measured_cluster, provenance
+from mmplan.profiling.rounds import ROUNDS, in_rounds
 from mmplan.profiling.worker import Found, Json, Progress, Setting, State, measure_points
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
@@ -86,7 +87,8 @@ def measure_profile(
     uses = list(_uses(workload))
     described = _describe(setting, workload, uses, state)
     points = _design(workload, uses, described, setting, cluster is None, quick)
-    results = measure_points(setting, points, state, progress=progress)
+    rounds = 1 if quick else ROUNDS
+    results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
     found = list(zip(points, results, strict=True))
     profile = _assemble(workload, uses, described, setting, found, cluster)
     return profile.model_copy(update={"fits": fit_profile(profile)})
@@ -316,6 +318,8 @@ def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
         backward_s=result["backward_s"],
         backward_input_s=backward_input_s,
         activation_bytes=result["activation_bytes"],
+        # Points that an older version finished lack them.
+        **result.get("passing", {}),
         forward_spread_s=result["forward_spread_s"],
         backward_spread_s=result["backward_spread_s"],
         repeats=result["repeats"],

@@ -368,7 +368,11 @@ class Problem:
             features = sum(self.output_bytes(m, self.blocks(m) - 1) for m in modules)
             gather = self.costs.all_gather_s(ranks=members, num_bytes=size * features)
             own = self.costs.loss_s(loss=loss, samples=size, shards=len(members))
-            total += self.round_samples // size * (gather + sum(own))
+            inputs = sum(source.module is not None for source in self.task.loss_inputs[loss])
+            statistics = self.costs.statistics_s(
+                loss=loss, samples=size, inputs=inputs, ranks=members
+            )
+            total += self.round_samples // size * (gather + statistics + sum(own))
         return total
 
     def least_sync_s(self) -> float:
