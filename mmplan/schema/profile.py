@@ -33,6 +33,11 @@ class Point(Record):
         backward_s: without recomputation, which is added where a workload asks for it.
         backward_input_s: the part that computes input gradients; absent: half of ``backward_s``.
         activation_bytes: what one device holds for the micro-batch.
+        forward_only_bytes: most at once in a forward that keeps nothing for a backward, its
+            output included.
+        forward_extra_bytes: most at once in any other forward, beside what it leaves.
+        backward_extra_bytes: most at once in the backward, beside what the forward left; its
+            parameters have gradients already.
         forward_spread_s: half-width of the middle half of the repeats.
         backward_spread_s: likewise.
         repeats: that the time is the median of.
@@ -45,6 +50,9 @@ class Point(Record):
     backward_s: Size
     backward_input_s: Size | None = None
     activation_bytes: Size = 0
+    forward_only_bytes: Size | None = None
+    forward_extra_bytes: Size | None = None
+    backward_extra_bytes: Size | None = None
     forward_spread_s: Size | None = None
     backward_spread_s: Size | None = None
     repeats: Count | None = None
