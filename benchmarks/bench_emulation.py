@@ -1,6 +1,6 @@
 """Predicted against emulated iteration time, for the plans of all systems.
 
-    python benchmarks/bench_emulation.py [--devices 4,8] [--workloads a,b,c] [--solvers A,B]
+    python benchmarks/bench_emulation.py [--devices 4,8,16] [--workloads a,b,c] [--solvers A,B]
         [--flops N] [--write-docs]
 
 Each workload gets an analytic profile of slow devices (so that processes have time to spare on
@@ -47,10 +47,11 @@ def entries(options: argparse.Namespace, folder: Path) -> Iterator[Entry]:
     """All plans of all workloads."""
     for name in options.workloads.split(","):
         path = EXAMPLES / name / "workload.yaml"
-        profile = folder / f"{name}.profile.json"
-        cluster = slow_cluster(options.flops)
-        save_document(analytic_profile(load_workload(path), path.parent, cluster), profile)
         for devices in map(int, options.devices.split(",")):
+            profile = folder / f"{name}-{devices}.profile.json"
+            # Steps take as long on any number of ranks, and what processes do besides as little.
+            cluster = slow_cluster(options.flops / devices)
+            save_document(analytic_profile(load_workload(path), path.parent, cluster), profile)
             yield from _plans(path, profile, devices, options.solvers.split(","))
 
 
@@ -85,11 +86,11 @@ def _plans(path: Path, profile: Path, devices: int, solvers: Sequence[str]) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--devices", default="4,8", help="ranks to emulate")
+    parser.add_argument("--devices", default="4,8,16", help="ranks to emulate")
     systems = ",".join(planner.SOLVERS | planner.BASELINES)
     parser.add_argument("--solvers", default=systems)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--flops", type=float, default=5e8, help="of a device, a second")
+    parser.add_argument("--flops", type=float, default=2e9, help="of all devices, a second")
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args()
     load_before = os.getloadavg()[0]

@@ -63,9 +63,9 @@ class EmulatedBlocks(Blocks):
         later: WeightGradients | None = None,
     ) -> Any:
         """Wait as long as the forward takes; the output waits in its backward."""
+        begun_s = time.perf_counter()
         samples = _samples(stage, first_sample)
         seconds = {op: self._timings.computes.get((stage.index, op, samples), 0.0) for op in Op}
-        time.sleep(seconds[Op.FORWARD])
         if isinstance(later, _LaterWait):
             later.seconds = seconds[Op.WEIGHT]
         backward_s = seconds[Op.INPUT] if later is not None else seconds[Op.BACKWARD]
@@ -73,6 +73,7 @@ class EmulatedBlocks(Blocks):
         wait = _Wait(self._model, stage, backward_s)
         spec, rows = self._specs[stage.index], _Rows(samples, _lengths(arguments))
         leaves = cast("Any", _Compute.apply(wait, _shapes(spec, rows), self._anchor, *given))
+        _spend(seconds[Op.FORWARD], begun_s)
         return _tree(spec, iter(leaves), rows)
 
 
@@ -91,10 +92,12 @@ class EmulatedLoss(nn.Module):
 
     def forward(self, *arguments: Any) -> Tensor:
         """Wait; a sum of zeros that depends on all floating inputs and parameters."""
-        time.sleep(self._seconds)
+        begun_s = time.perf_counter()
         leaves = [leaf for item in arguments for leaf in float_leaves(item)]
         parts = [tensor.sum() * 0 for tensor in (*leaves, *self.parameters())]
-        return torch.stack(parts).sum() if parts else torch.zeros(())
+        value = torch.stack(parts).sum() if parts else torch.zeros(())
+        _spend(self._seconds, begun_s)
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +133,14 @@ class _Wait:
         self._model, self._stage, self._seconds = model, stage, seconds
 
     def __call__(self) -> None:
-        time.sleep(self._seconds)
+        begun_s = time.perf_counter()
         frozen = {id(parameter) for parameter in self._model.frozen_here(self._stage.index)}
         for index in range(*self._stage.blocks):
             for parameter in self._model.blocks[self._stage.owner, index].parameters():
                 trains = parameter.requires_grad and id(parameter) not in frozen
                 if trains and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        _spend(self._seconds, begun_s)
 
 
 class _Compute(torch.autograd.Function):
@@ -182,7 +186,12 @@ class _LaterWait(WeightGradients):
 
     def compute(self) -> None:
         """Wait."""
-        time.sleep(self.seconds)
+        _spend(self.seconds, time.perf_counter())
+
+
+def _spend(seconds: float, begun_s: float) -> None:
+    """Sleep for what is left of the seconds: what was done since the beginning counts."""
+    time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
 
 
 def _samples(stage: Stage, first_sample: int) -> int:

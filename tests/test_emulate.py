@@ -88,11 +88,11 @@ def emulated(
             assert not parameter.grad.any()
         return loss, max(changes, default=0.0)
 
-    def sleep(seconds: float) -> None:
+    def spend(seconds: float, _: float) -> None:
         if seconds:
             waits[rank_of.rank].append(seconds)
 
-    with patch("mmlaunch.emulate.time.sleep", sleep):
+    with patch("mmlaunch.emulate._spend", spend):
         results = InProcessWorld(plan.devices).run(entry)
     return waits, results
 
