@@ -20,8 +20,9 @@ def measure_link(
 
     Args:
         operation: "p2p" (process 0 to 1, half of there and back), "all_reduce" (of
-            ``num_bytes`` on each), "all_gather" (leaves ``num_bytes`` on each), or "copy"
-            (on the one device of a job without links).
+            ``num_bytes`` on each, brought together first as gradients are), "all_gather"
+            (leaves ``num_bytes`` on each), or "copy" (on the one device of a job without
+            links).
         num_bytes: the size.
         device: where the tensors lie.
         repeat_s: seconds to spend, about.
@@ -40,7 +41,7 @@ def measure_link(
         if operation == "copy":
             tensor.clone()
         elif operation == "all_reduce":
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor.clone())
         else:
             dist.all_gather(parts, part)
         return (watch.now() - started,)
