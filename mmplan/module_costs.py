@@ -288,7 +288,8 @@ class CostModel(LinkCosts):
         """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
 
         Args:
-            loss: its name; only a sharded one has any, a number for each row of each input.
+            loss: its name; only a sharded one has any: for each row of each input a number
+                against every input (:mod:`mmplan.zoo.losses`).
             samples: of the sync batch.
             inputs: modules whose features it takes.
             ranks: that take part.
@@ -296,7 +297,7 @@ class CostModel(LinkCosts):
         known = self.profile.losses.get(loss)
         if known is None or not known.sharded:
             return 0.0
-        return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs * _STATISTIC_BYTES)
+        return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs**2 * _STATISTIC_BYTES)
 
     def extrapolations(self) -> list[str]:
         """Which questions went beyond the measured range, one line for each curve."""

@@ -368,8 +368,8 @@ def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
     assert clip.ranks == (1, 3, 4, 5, 6, 7)
     gather = 5 / 6 * 8 * (7 + 7) / 100
     assert got.gather_s(clip) == pytest.approx(gather)
-    # One float32 of each row of both towers.
-    statistics = 5 / 6 * 8 * 2 * 4 / 100
+    # A float32 of each row of both towers against both.
+    statistics = 5 / 6 * 8 * 2 * 2 * 4 / 100
     assert got.sync_s(clip) == pytest.approx(gather + statistics + (8 + 16) / 6)
 
 
