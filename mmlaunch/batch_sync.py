@@ -64,7 +64,10 @@ class BatchSync:
     ) -> None:
         self._program, self._model, self._transport = program, model, transport
         self._specs, self._seeds, self._field_of = specs, seeds, field_of
+        # The same in every step.
         self._layouts: dict[tuple[int, int], dict[int, list[_Rows]]] = {}
+        self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._sizes: dict[tuple[int, int], dict[int, int]] = {}
 
     def begin(self, step: int) -> None:
         """Forget the last step."""
@@ -169,6 +172,12 @@ class BatchSync:
 
     def _own_positions(self, loss: Loss, batch: int) -> dict[int, Tensor]:
         """Rows that this rank answers for, by input; none of a tensor-parallel sibling's."""
+        key = loss.index, batch
+        if key not in self._positions:
+            self._positions[key] = self._find_positions(loss, batch)
+        return self._positions[key]
+
+    def _find_positions(self, loss: Loss, batch: int) -> dict[int, Tensor]:
         mine = self._layout(loss, batch)[self._transport.rank]
         positions: dict[int, Tensor] = {}
         for i, item in enumerate(loss.sync_inputs):
@@ -287,13 +296,16 @@ class BatchSync:
         return self._transport.all_gather(flat, loss.ranks, sync_channel(loss))
 
     def _flat_sizes(self, loss: Loss, batch: int) -> dict[int, int]:
-        return {
-            rank: sum(
-                (r.stop - r.start) * torch.Size(self._tail(loss, r.input).tail).numel()
-                for r in rows
-            )
-            for rank, rows in self._layout(loss, batch).items()
-        }
+        key = loss.index, batch
+        if key not in self._sizes:
+            self._sizes[key] = {
+                rank: sum(
+                    (r.stop - r.start) * torch.Size(self._tail(loss, r.input).tail).numel()
+                    for r in rows
+                )
+                for rank, rows in self._layout(loss, batch).items()
+            }
+        return self._sizes[key]
 
     def _common_type(self, loss: Loss) -> torch.dtype:
         types = [

@@ -229,6 +229,14 @@ def checked_loss(name: str, loss: nn.Module, args: tuple[Any, ...]) -> Tensor:
     return value
 
 
+def compute_shard(loss: Any, args: tuple[Any, ...]) -> None:
+    """A rank's part of a sharded loss (:mod:`mmplan.zoo.losses`), with all rows its own."""
+    full = [tensor.detach() for tensor in args]
+    rows = {i: torch.arange(len(x), device=x.device) for i, x in enumerate(full)}
+    own = {i: full[i][positions] for i, positions in rows.items()}
+    loss.sharded(own, rows, full, lambda stats: [stats[i] for i in sorted(stats)])
+
+
 def block_flops(block: nn.Module, args: tuple[Any, ...]) -> int:
     """Floating-point operations of one forward."""
     # Torch counts attention on GPUs only.

@@ -17,6 +17,7 @@ from mmlaunch.measure_inputs import (
     call_blocks,
     checked_block,
     checked_loss,
+    compute_shard,
     float_outputs,
     leaves,
 )
@@ -319,7 +320,10 @@ class Measurer:
     # --- losses ------------------------------------------------------------------------
 
     def _loss(self, point: Json) -> Json:
-        """Seconds of a whole loss on some samples, as one device computes it."""
+        """Seconds of a whole loss on some samples, as one device computes it.
+
+        What is called is what a run calls; a sharded loss has its gradient in its forward.
+        """
         task, name, size = point["task"], point["loss"], point["samples"]
         loss = build_loss(self._workload, name, self._folder).to(self._device)
         args = self._inputs.of_loss(task, name, size)
@@ -328,11 +332,16 @@ class Measurer:
             held_bytes = held.add([value])
 
         clock = self._watch.compute_clock
+        # As in a run: features alone can be shared out, data fields are not.
+        sharded = hasattr(loss, "sharded") and self._inputs.only_features(task, name)
 
         def step(_: int) -> Sequence[float]:
             self._watch.cool()
             started = clock()
             with self._autocast():
+                if sharded:
+                    compute_shard(loss, args)
+                    return clock() - started, 0.0
                 value = loss(*args)
             forward_s = clock() - started
             return forward_s, _timed_backward(value, clock)
@@ -342,8 +351,7 @@ class Measurer:
             "forward_s": forward.median_s,
             "backward_s": backward.median_s,
             "activation_bytes": held_bytes,
-            # As in a run: features alone can be shared out, data fields are not.
-            "sharded": hasattr(loss, "sharded") and self._inputs.only_features(task, name),
+            "sharded": sharded,
         }
 
 
