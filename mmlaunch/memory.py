@@ -20,11 +20,15 @@ _FORGET_PEAK = "5"
 class PeakMemory:
     """Most bytes that a rank's tensors held during its steps.
 
-    On CUDA what torch's allocator gave out. On a CPU the growth of the process's resident
-    memory, which Linux keeps the peak of. It also has in it what libraries allocate in the
-    first steps, some ten megabytes, and what malloc keeps of memory that was given back, which
-    can be a third of all; ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes malloc
-    keep nothing, and steps slower.
+    On CUDA what torch's allocator gave out since the model was there.
+
+    On a CPU Linux keeps the peak of the process's resident memory. How far that is above what
+    stays when the steps are over, and the tensors that are held then, make the peak of the
+    tensors: what libraries read and allocate in the first steps (code, buffers, threads: some
+    20 MB, a part of it no anonymous memory) stays, and so is in neither. What malloc keeps of
+    memory that was given back is in the peak, as it is in the machine's;
+    ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes malloc keep nothing, and steps
+    slower.
 
     Args:
         device: the rank's.
@@ -39,15 +43,17 @@ class PeakMemory:
     @property
     def most_bytes(self) -> int | None:
         """The peak; None where no step was noted or the system does not tell."""
-        return self._most
+        return None if self._most is None else self._most - self._other
 
     def begin(self, held: Iterable[Tensor]) -> None:
-        """All that is held now, but for these tensors, is none of the steps'."""
+        """The model is there: all else that is held now is none of the steps'.
+
+        Args:
+            held: its tensors.
+        """
         if self._knows:
             # Building a model leaves circles behind that hold tensors.
-            gc.collect()
-            give_back()
-            self._other = self._now() - sum(_storages(held).values())
+            self._set_other(held)
 
     def forget(self) -> None:
         """What was held until now (a checkpoint under way) does not count."""
@@ -59,7 +65,22 @@ class PeakMemory:
     def note(self) -> None:
         """A step is over."""
         if self._knows:
-            self._most = max(self._most or 0, self._peak() - self._other)
+            self._most = max(self._most or 0, self._peak())
+
+    def end(self, held: Iterable[Tensor]) -> None:
+        """The steps are over: what stays, but for tensors, is none of theirs.
+
+        Args:
+            held: tensors that are held now, all of them the steps' own.
+        """
+        # On CUDA all that is allocated is the steps' own: libraries' workspaces too.
+        if self._knows and self._device.type == "cpu":
+            self._set_other(held)
+
+    def _set_other(self, held: Iterable[Tensor]) -> None:
+        gc.collect()
+        give_back()
+        self._other = self._now() - sum(_storages(held).values())
 
     def _now(self) -> int:
         if self._device.type == "cuda":

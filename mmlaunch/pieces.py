@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from mmlaunch.boxes import Box
 from mmlaunch.places import Place
 from mmlaunch.transport import Ranks, Transport
-
-# Gradients are summed so many bytes at a time: what a sum needs beside them is no larger.
-BUCKET_BYTES = 1 << 26
+from mmplan.program.facts import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mmlaunch import checkpoint as checkpoints
 from mmlaunch.launch_worker import WorkerContext
@@ -174,6 +176,8 @@ class _Trainer:
             _check_finite(result)
             step = session.step_count
             stopped = result.stop and step < job.steps
+            if stopped or step == part.until:
+                memory.end(_tensors(session))
             # The last step is saved too: a later run may go on from it with more --steps.
             due = job.save_every and (step == job.steps or step % job.save_every == 0)
             if stopped or due or (step == part.until and step < job.steps):
@@ -181,6 +185,13 @@ class _Trainer:
                 memory.forget()
                 _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
         return stopped, spans
+
+
+def _tensors(session: Session) -> Iterator[Tensor]:
+    """What a rank holds between two steps: parameters, buffers and optimizer state."""
+    yield from session.model.tensors()
+    states = session.optimizer.state.values() if session.optimizer is not None else ()
+    yield from (item for state in states for item in state.values() if torch.is_tensor(item))
 
 
 def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradients:

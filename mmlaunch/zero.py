@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.pieces import BUCKET_BYTES, Part, Piece
+from mmlaunch.pieces import Part, Piece
 from mmlaunch.places import flat_parts
 from mmlaunch.transport import Ranks, Transport
+from mmplan.program.facts import BUCKET_BYTES
 
 
 class FlatGroups:

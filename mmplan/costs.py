@@ -162,7 +162,7 @@ class ProgramCosts:
         return self._exchange(self._gather(loss), loss.ranks)
 
     def _gather(self, loss: Loss) -> Transfer:
-        size = (loss.sync_batch or 0) * self._feature_bytes(loss)
+        size = (loss.sync_batch or 0) * self.feature_bytes(loss)
         return self.costs.all_gather(ranks=loss.ranks, num_bytes=size)
 
     def _exchange(self, transfer: Transfer, ranks: Sequence[int]) -> Traffic | None:
@@ -188,7 +188,7 @@ class ProgramCosts:
             self._syncs[loss.index] = self.gather_s(loss) + statistics_s + sum(own_s)
         return self._syncs[loss.index]
 
-    def _feature_bytes(self, loss: Loss) -> float:
+    def feature_bytes(self, loss: Loss) -> float:
         """Bytes per sample of all features that the loss takes, each stage's once."""
         indices = {item.stage for item in loss.sync_inputs if item.stage is not None}
         stages = (self.program.stages[index] for index in sorted(indices))
@@ -246,6 +246,20 @@ class ProgramCosts:
             recompute=self._recompute[stage.task, stage.module],
         )
 
+    def recomputes(self, stage: Stage) -> bool:
+        """Whether a stage's blocks keep their inputs only."""
+        return self._recompute[stage.task, stage.module] == "full"
+
+    def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
+        """Bytes of the gradient of each block (owner, block) that trains, as a rank holds it."""
+        return {
+            (owner, block): self._block_parameters(held.stage, block)
+            / tp
+            * self.costs.gradient_bytes
+            for owner, block, tp, _ in self._shards(rank)
+            if (held := self._blocks[owner, block]).trainable
+        }
+
     def static_bytes(self, rank: int) -> float:
         """Weights, gradients and optimizer state on a rank, each shard of a block once.
 
@@ -279,7 +293,7 @@ class ProgramCosts:
     def _shards(self, rank: int) -> set[Shard]:
         """The shard that a rank holds of every block; all of one that it runs as two."""
         held: dict[tuple[str, int], tuple[int, int]] = {}
-        for stage in self.program.stages:
+        for stage in self.program.stages_of(rank):
             place = stage.place(rank)
             shard = (stage.tp, place[1]) if place is not None else (0, 0)
             for block in range(*stage.blocks) if place is not None else ():

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from mmplan.program.model import Edge, Program, Reduction, Stage
 
+# Gradients are summed so many bytes at a time: what a sum needs beside them is no larger.
+BUCKET_BYTES = 1 << 26
+
 # First and end in shards of a tp, that tp, and the ranks that sum this part of a block.
 StatePart = tuple[int, int, int, int]
 

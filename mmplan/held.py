@@ -1,0 +1,303 @@
+"""What each rank of a run really holds, instruction by instruction.
+
+The memory that plans are searched and checked with (:mod:`mmplan.simulate`) counts every
+gradient as held all the time, and nothing beside weights, state and activations. A run differs
+from it in both directions:
+
+- A block's gradient comes with the first backward that makes it and goes with the update. Within
+  a backward activations go, block by block, as gradients come.
+- A forward or backward takes memory for the moment, as far as the profile knows.
+- What a stage receives it holds until its backward; what it sent is kept until the step's end.
+- REDUCE copies gradients, so many bytes at a time; ZeRO-1's leaves a slice of them. Losses hold
+  their own activations, and those across samples the features of a whole sync batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mmplan.costs import ProgramCosts
+from mmplan.program.facts import BUCKET_BYTES
+from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
+from mmplan.program.model import Stage
+from mmplan.program.samples import intersect
+from mmplan.simulate import Simulation
+from mmplan.stage_bytes import BytesOfStages, StageBytes
+
+MicroBatch = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a rank holds at one time, bytes.
+
+    Attributes:
+        fixed: weights, their copies, optimizer state, communicators.
+        gradients: of parameters.
+        activations: of micro-batches between their forward and backward.
+        passing: what a forward or a backward takes for the moment.
+        others: what was received, sent or gathered, copies for sums, and what losses hold.
+    """
+
+    fixed: float
+    gradients: float
+    activations: float
+    passing: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.fixed + self.gradients + self.activations + self.passing + self.others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """An instruction, the most that is held while it runs, and the bytes held from then on."""
+
+    position: int
+    during: Held
+    after_bytes: float
+
+
+class HeldBytes:
+    """What the ranks of a program hold.
+
+    Args:
+        costs: of the program.
+
+    Attributes:
+        knows_passing: whether the profile has what forwards and backwards take for the moment.
+    """
+
+    def __init__(self, costs: ProgramCosts) -> None:
+        self.costs = costs
+        self.stages = BytesOfStages(costs)
+        self.knows_passing = self.stages.knows_passing
+        self.gradients_back: defaultdict[int, list[int]] = defaultdict(list)
+        for edge in costs.program.edges:
+            if edge.carries_gradient:
+                self.gradients_back[edge.consumer].append(edge.index)
+
+    def moments(self, rank: int) -> Iterator[Moment]:
+        """What every instruction of a rank does to what it holds, in program order."""
+        return _Walk(self, rank).moments()
+
+    def peak(self, rank: int) -> Held:
+        """What a rank holds when it holds most; its fixed bytes where it does nothing."""
+        walk = _Walk(self, rank)
+        start = walk.now()
+        return max((m.during for m in walk.moments()), key=lambda held: held.total, default=start)
+
+    def peaks(self) -> list[Held]:
+        """The same of every rank."""
+        return [self.peak(rank) for rank in range(self.costs.program.num_ranks)]
+
+    def over_time(self, simulation: Simulation, rank: int) -> list[tuple[float, float]]:
+        """(second, bytes held from then on) of a rank, from 0 to the step's end."""
+        start_s, end_s = simulation.clocks.start[rank], simulation.clocks.end[rank]
+        walk = _Walk(self, rank)
+        points = [(0.0, walk.now().total)]
+        for moment in walk.moments():
+            points.append((start_s[moment.position], moment.during.total))
+            points.append((end_s[moment.position], moment.after_bytes))
+        return points
+
+
+class _Walk:
+    """One rank's way through its program, with what it holds on the way."""
+
+    def __init__(self, of: HeldBytes, rank: int) -> None:
+        self._of, self._costs, self._bytes = of, of.costs, of.stages
+        self._program = of.costs.program
+        self._row = self._program.instructions[rank]
+        self._gradient_of = self._costs.gradient_bytes(rank)
+        places = ((s.index, s.place(rank)) for s in self._program.stages_of(rank))
+        self._replica = {index: place[0] for index, place in places if place is not None}
+        computes = ((k, x) for k, x in enumerate(self._row) if isinstance(x, Compute))
+        # A micro-batch's activations go with the last of its computes.
+        self._last = {(item.stage, item.mb): position for position, item in computes}
+        self._sent = {
+            (item.stage, item.mb)
+            for item in self._row
+            if isinstance(item, Message) and item.op is Op.SEND_F
+        }
+        each = self._costs.communicator_bytes
+        shared = each * self._costs.communicators(rank) if each else 0.0
+        static = self._costs.static_bytes(rank) - sum(self._gradient_of.values())
+        self._fixed = static + shared
+        self._gradients = self._activations = self._others = 0.0
+        self._made: set[tuple[str, int]] = set()
+        self._received: defaultdict[MicroBatch, float] = defaultdict(float)
+        self._returned: defaultdict[MicroBatch, float] = defaultdict(float)
+        # Outputs that wait for their syncs: how many, and their bytes.
+        self._waiting: dict[MicroBatch, tuple[int, float]] = {}
+        self._gathered: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    def now(
+        self,
+        *,
+        passing: float = 0.0,
+        others: float = 0.0,
+        gone: float = 0.0,
+        come: float = 0.0,
+    ) -> Held:
+        """What is held, with more for the moment, activations gone and gradients come."""
+        return Held(
+            fixed=self._fixed,
+            gradients=self._gradients + come,
+            activations=self._activations - gone,
+            passing=passing,
+            others=self._others + others,
+        )
+
+    def moments(self) -> Iterator[Moment]:
+        """See :meth:`HeldBytes.moments`."""
+        for position, item in enumerate(self._row):
+            if isinstance(item, Compute):
+                during = self._compute(position, item)
+            elif isinstance(item, Message):
+                during = self._message(item)
+            elif isinstance(item, Sync):
+                during = self._sync(item)
+            elif isinstance(item, Collective):
+                during = self._collective(item)
+            else:
+                during = self.now()
+                self._gradients = self._others = 0.0
+            after = self._fixed + self._gradients + self._activations + self._others
+            yield Moment(position=position, during=during, after_bytes=after)
+
+    # --- computes ----------------------------------------------------------------------
+
+    def _compute(self, position: int, item: Compute) -> Held:
+        stage = self._program.stages[item.stage]
+        start, stop = stage.microbatches[self._replica[stage.index]][item.mb]
+        found = self._bytes.of(stage, stop - start)
+        if item.op is Op.FORWARD:
+            self._activations += sum(found.activations)
+            self._others += found.losses
+            during = self.now(passing=found.forward)
+        else:
+            during = self._backward(stage, item, found)
+        if item.is_backward:
+            self._give_gradient(stage, stop - start)
+        if self._last[item.stage, item.mb] == position:
+            self._release(stage, item.mb, found)
+        return during
+
+    def _backward(self, stage: Stage, item: Compute, found: StageBytes) -> Held:
+        """The most while activations go and gradients come, from the last block to the first.
+
+        An ``I`` makes no gradients of weights, and what it leaves waits for its ``W``.
+        """
+        if item.is_backward:
+            self._take_gradient(item)
+        most = self.now(passing=found.backward)
+        if item.op is Op.INPUT:
+            return most
+        new = self._new_gradients(stage)
+        gone = come = 0.0
+        for block in range(stage.blocks[1] - 1, found.first - 1, -1):
+            within = self.now(passing=found.backward, gone=gone, come=come)
+            most = max(most, within, key=_total)
+            gone += found.activations[block - found.first]
+            come += new.get(block, 0.0)
+        self._gradients += sum(new.values())
+        return max(most, self.now(gone=gone), key=_total)
+
+    def _new_gradients(self, stage: Stage) -> dict[int, float]:
+        """Block to the bytes of its gradient, of those that had none yet."""
+        new: dict[int, float] = {}
+        for first, end in stage.trainable:
+            for block in range(max(first, stage.blocks[0]), min(end, stage.blocks[1])):
+                key = stage.owner, block
+                if key not in self._made:
+                    self._made.add(key)
+                    new[block] = self._gradient_of.get(key, 0.0)
+        return new
+
+    def _release(self, stage: Stage, mb: int, found: StageBytes) -> None:
+        """A micro-batch's last compute is over; its output may be kept for others."""
+        key = stage.index, mb
+        self._activations -= sum(found.activations)
+        self._others -= found.losses + self._received.pop(key, 0.0)
+        if key in self._sent:
+            self._others += found.output
+        elif not stage.has_backward and stage.syncs:
+            self._waiting[key] = self._num_syncs(stage, mb), found.output
+            self._others += found.output
+
+    def _num_syncs(self, stage: Stage, mb: int) -> int:
+        """Sync batches, of all losses, that take samples of a micro-batch."""
+        start, stop = stage.microbatches[self._replica[stage.index]][mb]
+        sizes = (self._program.losses[index].sync_batch or 1 for index in stage.syncs)
+        return sum(-(-stop // size) - start // size for size in sizes)
+
+    # --- between ranks -----------------------------------------------------------------
+
+    def _message(self, item: Message) -> Held:
+        if not item.is_send:
+            edge = self._program.edges[item.edge]
+            size = self._costs.edge_bytes(edge, item.stop - item.start)
+            kind = self._received if item.op is Op.RECV_F else self._returned
+            kind[item.stage, item.mb] += size
+            self._others += size
+        return self.now()
+
+    def _take_gradient(self, item: Compute) -> None:
+        """An output's gradient is counted with what a backward takes for the moment, if known."""
+        size = self._returned.pop((item.stage, item.mb), 0.0)
+        if self._of.knows_passing:
+            self._others -= size
+        else:
+            self._received[item.stage, item.mb] += size
+
+    def _give_gradient(self, stage: Stage, samples: int) -> None:
+        """The gradient of what was received is sent, and kept until the step's end."""
+        for index in self._of.gradients_back[stage.index]:
+            self._others += self._costs.edge_bytes(self._program.edges[index], samples)
+
+    def _sync(self, item: Sync) -> Held:
+        loss = self._program.losses[item.loss]
+        features, held = self._bytes.sync_bytes(loss)
+        key = item.loss, item.batch
+        if item.op is Op.SYNC_START:
+            # What this rank gives, and what it gets.
+            self._gathered[key] = features * (1 + 1 / len(loss.ranks))
+            self._others += self._gathered[key]
+            return self.now()
+        # All features in the order of samples, their gradients, and the loss.
+        during = self.now(others=2 * features + held)
+        self._others -= self._gathered.pop(key, 0.0)
+        size = loss.sync_batch or 1
+        self._synced(item.loss, (item.batch * size, (item.batch + 1) * size))
+        return during
+
+    def _synced(self, loss: int, samples: tuple[int, int]) -> None:
+        """Outputs whose last sync is over are kept no longer."""
+        for (index, mb), (left, size) in list(self._waiting.items()):
+            stage = self._program.stages[index]
+            span = stage.microbatches[self._replica[index]][mb]
+            if loss not in stage.syncs or intersect(span, samples) is None:
+                continue
+            self._waiting[index, mb] = left - 1, size
+            if left == 1:
+                del self._waiting[index, mb]
+                self._others -= size
+
+    def _collective(self, item: Collective) -> Held:
+        if item.op is not Op.REDUCE:
+            return self.now()
+        reduction = self._program.reductions[item.index]
+        size = self._costs.reduced_bytes(reduction)
+        during = self.now(others=min(size, BUCKET_BYTES))
+        if self._costs.costs.training.zero:
+            self._gradients -= size * (1 - 1 / len(reduction.ranks))
+        return during
+
+
+def _total(held: Held) -> float:
+    return held.total
