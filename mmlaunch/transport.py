@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,15 @@ Ranks = tuple[int, ...]
 Group = tuple[Ranks, int]
 # (source, target, backward): where messages go.
 Link = tuple[int, int, bool]
+
+
+def _flat_collective(name: str, before: str) -> Callable[..., Any]:
+    """A collective on flat tensors by its name, or by that of older releases of torch."""
+    return getattr(dist, name, None) or getattr(dist, before)
+
+
+_REDUCE_SCATTER = _flat_collective("reduce_scatter_single", "reduce_scatter_tensor")
+_ALL_GATHER = _flat_collective("all_gather_single", "all_gather_into_tensor")
 
 
 class Work(Protocol):
@@ -206,10 +215,7 @@ class DistTransport:
             mine.copy_(full)
             return
         with self._heartbeat.waiting(ranks):
-            # Its new name is not in torch 2.10.
-            dist.reduce_scatter_tensor(  # pyright: ignore[reportDeprecated]
-                mine, full, group=self._groups[ranks, 0]
-            )
+            _REDUCE_SCATTER(mine, full, group=self._groups[ranks, 0])
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
@@ -217,10 +223,7 @@ class DistTransport:
             full.copy_(mine)
             return
         with self._heartbeat.waiting(ranks):
-            # Its new name is not in torch 2.10.
-            dist.all_gather_into_tensor(  # pyright: ignore[reportDeprecated]
-                full, mine, group=self._groups[ranks, 0]
-            )
+            _ALL_GATHER(full, mine, group=self._groups[ranks, 0])
 
     def gather_objects(self, item: Any) -> list[Any]:
         """See :class:`Transport`."""
