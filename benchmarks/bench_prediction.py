@@ -1,6 +1,6 @@
 """Predicted against measured iteration time and memory, for the plans of all systems.
 
-    python benchmarks/bench_prediction.py [--devices 2] [--rounds 3] [--steps 12]
+    python benchmarks/bench_prediction.py [--devices 2] [--rounds 3] [--steps 8] [--seconds 8]
         [--workloads a,b] [--solvers A,B] [--write-docs]
 
 Plans come from a profile of this machine's processes. Machines get faster and slower while
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -48,7 +49,8 @@ def entries(name: str, options: argparse.Namespace, folder: Path) -> list[Entry]
             entry, plan_path = found[(at + number) % len(found)]
             entry.predicted_s.append(simulate_plan(entry.plan, plan_path, profile).iteration_s)
             run_dir = plan_path.with_suffix(f".{number}")
-            _run(plan_path, run_dir, options.steps)
+            steps = max(options.steps, math.ceil(options.seconds / entry.predicted_s[-1]))
+            _run(plan_path, run_dir, WARM_UP + steps)
             entry.found_s.append(_step_seconds(run_dir))
             print(entry, file=sys.stderr)
     for entry, plan_path in found:
@@ -107,14 +109,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help=f"a run's, {WARM_UP} of them warm up")
+    parser.add_argument("--steps", type=int, default=8, help="of a run at least, after its warm-up")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a run's steps, about")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     systems = ",".join(planner.SOLVERS | planner.BASELINES)
     parser.add_argument("--solvers", default=systems)
     parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
     options = parser.parse_args(arguments)
-    if options.rounds < 1 or options.steps <= WARM_UP:
-        parser.error(f"one round and {WARM_UP + 1} steps at least")
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("one round and one step at least")
     return options
 
 
@@ -130,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write_docs:
         command = (
             f"`python benchmarks/bench_prediction.py --devices {options.devices} --rounds "
-            f"{options.rounds} --steps {options.steps} --workloads {options.workloads}`"
+            f"{options.rounds} --seconds {options.seconds:g} --workloads {options.workloads}`"
         )
         write_section("prediction", f"{command}. {where}\n\n{text}")
 
