@@ -29,13 +29,14 @@ from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverR
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
 from mmplan.simulate import prediction
-from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind
+from mmplan.solvers.problem import Candidate, Request, Solution, first_of_each_kind
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
-from mmplan.solvers.registry import solutions_of
-from mmplan.solvers.sync_batch import largest_sync_batches
+from mmplan.solvers.registry import Progress, solutions_of
+from mmplan.solvers.sync_batch import largest_of_all_tasks
 from mmplan.symmetry import BestSteps, simulated
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
+from mmplan.useful import useful_devices
 from mmplan.words import counted
 
 # Plans beyond the first of each kind are simulated for at most this many budgets.
@@ -65,6 +66,7 @@ def solve(
     patience_s: float | None = None,
     trials: Trials | None = None,
     steps: BestSteps | None = None,
+    progress: Progress = lambda done, total, note: None,
 ) -> Plan:
     """The plan with the least simulated iteration time among a solver's best few.
 
@@ -87,6 +89,7 @@ def solve(
             memory.
         trials: the least measured time among the best by simulation decides instead.
         steps: keeps the shortest steps that are simulated and fit the memory.
+        progress: hears how many of how many searches and simulations are done.
 
     Raises:
         InvalidInputError: an unknown name, a count below 1, or files that contradict.
@@ -111,22 +114,25 @@ def solve(
         seed=workload.train.seed,
         reorder=workload.train.reorder,
     )
+    chosen, costs = _chosen_tasks(workload, tasks), CostModel(profile, used, training)
+    devices = devices or used.num_devices
     request = Request(
         workload=workload,
-        tasks=_chosen_tasks(workload, tasks),
-        costs=CostModel(profile, used, training),
+        tasks=chosen,
+        costs=costs,
         cluster=used,
-        devices=devices or used.num_devices,
+        devices=useful_devices(chosen.values(), costs, used, devices),
         method=method,
         top=top,
         budget_s=budget_s,
     )
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
     drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked, steps)
-    solutions, left_out = solutions_of(request, solver)
+    solutions, left_out = solutions_of(request, solver, progress)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
-    tried = drafts.try_all(solutions, patience_s=patience_s)
-    return drafts.finish(tried, left_out, trials, seconds=time.monotonic() - started)
+    tried = drafts.try_all(solutions, patience_s=patience_s, progress=progress)
+    seconds = time.monotonic() - started
+    return drafts.finish(tried, left_out, trials, devices=devices, seconds=seconds)
 
 
 def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
@@ -161,7 +167,9 @@ class _Drafts:
         # What was looked at so far, in instructions.
         self._work = 0
 
-    def try_all(self, solutions: Sequence[Solution], *, patience_s: float) -> list[Tried]:
+    def try_all(
+        self, solutions: Sequence[Solution], *, patience_s: float, progress: Progress
+    ) -> list[Tried]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
         Those that do not fit the memory drop out. When patience with the others ends before
@@ -171,7 +179,10 @@ class _Drafts:
             InfeasibleError: none fits.
         """
         first, others = first_of_each_kind(solutions)
-        tried = [item for pair in first for item in self._try(*pair)]
+        total, tried = len(first) + len(others), list[Tried]()
+        for position, (solution, candidate) in enumerate(first):
+            progress(position, total, f"simulated, now {solution.solver}")
+            tried += self._try(solution, candidate)
         # What one takes is not begun where less is left.
         each = self._work / max(1, len(first))
         begun, began = self._work, time.monotonic()
@@ -183,10 +194,11 @@ class _Drafts:
                 or time.monotonic() - began > LAST_RESORT * left_s
             ):
                 self._notes_on_search.append(
-                    f"{len(others) - position} of {counted(len(first) + len(others), 'plan')} "
+                    f"{len(others) - position} of {counted(total, 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"
                 )
                 break
+            progress(len(first) + position, total, f"simulated, now {solution.solver}")
             tried += self._try(solution, candidate)
         if not tried:
             raise self._none_fits()
@@ -237,9 +249,10 @@ class _Drafts:
         left_out: Sequence[str],
         trials: Trials | None,
         *,
+        devices: int,
         seconds: float,
     ) -> Plan:
-        """The best plan with the whole report."""
+        """The best plan with the whole report, on all devices that were asked for."""
         ranked = sorted(tried, key=rank)
         firsts: dict[str, Tried] = {}
         for item in ranked:
@@ -258,7 +271,8 @@ class _Drafts:
         # Of grids that a solver looks at beside its own plans it may choose those tried only.
         own = (t.candidate.objective_s for t in tried if t.solution is best.solution)
         bound_s = min(best.solution.lower_bound_s, *own)
-        idle = idle_ranks(best.plan)
+        plan = self._on(devices, best.plan)
+        idle = idle_ranks(plan)
         report = best.plan.solver.model_copy(
             update={
                 "seconds": seconds,
@@ -267,15 +281,25 @@ class _Drafts:
                 "gap": objective_s / bound_s - 1 if bound_s else 0.0,
                 "idle_ranks": idle,
                 "measured_s": best.measured_s,
-                "notes": (*self._notes(best, idle), *split_notes(best.plan, whole.plan), *left_out),
-                "largest_sync_batch": self._largest_sync_batch(best),
+                "notes": (
+                    *self._notes(best, idle, devices),
+                    *split_notes(best.plan, whole.plan),
+                    *left_out,
+                ),
+                "largest_sync_batch": largest_of_all_tasks(self._request, best.plan.units),
                 "runners_up": (
                     *([runner_up(whole, WHOLE)] if best.plan is not whole.plan else []),
                     *(runner_up(t) for t, source in finalists if source is not origin),
                 ),
             }
         )
-        return best.plan.model_copy(update={"solver": report})
+        return plan.model_copy(update={"solver": report})
+
+    def _on(self, devices: int, plan: Plan) -> Plan:
+        """The plan with the idle devices that were left out of the search."""
+        if devices == plan.devices:
+            return plan
+        return self._simulated(plan.model_copy(update={"devices": devices}))
 
     def _best_order(self, best: Tried) -> Tried:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
@@ -342,7 +366,7 @@ class _Drafts:
             self._costs[zero] = CostModel(given.profile, given.cluster, plan.training)
         return self._costs[zero]
 
-    def _notes(self, best: Tried, idle: tuple[int, ...]) -> list[str]:
+    def _notes(self, best: Tried, idle: tuple[int, ...], devices: int) -> list[str]:
         request = self._request
         notes = [*best.solution.notes, *best.candidate.notes]
         notes += [
@@ -351,7 +375,7 @@ class _Drafts:
         ]
         if idle:
             notes.append(
-                f"{len(idle)} of {counted(request.devices, 'device')} stay idle "
+                f"{len(idle)} of {counted(devices, 'device')} stay idle "
                 f"({'rank' if len(idle) == 1 else 'ranks'} {spans(idle)}): "
                 f"{best.solution.idle_because}"
             )
@@ -377,11 +401,3 @@ class _Drafts:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._notes_on_search]
-
-    def _largest_sync_batch(self, best: Tried) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for task in self._request.tasks.values():
-            problem = Problem(request=self._request, task=task)
-            units = [unit for unit in best.plan.units if unit.task == task.name]
-            sizes |= largest_sync_batches(problem, units)
-        return sizes

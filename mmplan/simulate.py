@@ -330,7 +330,7 @@ def _of_messages(
 def _samples(program: Program, rank: int) -> dict[int, list[int]]:
     """Stage to the sizes of its micro-batches on a rank."""
     sizes: dict[int, list[int]] = {}
-    for stage in program.stages:
+    for stage in program.stages_of(rank):
         place = stage.place(rank)
         if place is not None:
             sizes[stage.index] = [b - a for a, b in stage.microbatches[place[0]]]

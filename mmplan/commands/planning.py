@@ -20,7 +20,7 @@ from mmplan.commands.options import (
     TasksOption,
     WorkloadPath,
 )
-from mmplan.report.console import Output
+from mmplan.report.console import Output, Progress
 
 if TYPE_CHECKING:
     from mmplan.report.explain import Reason
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     # the seconds of a real step. Whoever runs the commands gives it in their context; what runs
     # plans is above this package.
     StepSeconds = Callable[[Plan, Path, Path], float]
+
+# Seconds of planning before it says how far it is.
+SILENT_S = 5.0
 
 
 def solve(
@@ -81,22 +84,24 @@ def solve(
     check_output("--output", output)
     loaded = load_workload(workload)
     warn_unused(out, loaded)
-    trials = _trials(out, context.obj, measure, workload, output) if measure else None
-    plan = planner.solve(
-        loaded,
-        workload_path=workload,
-        profile=load_profile(profile),
-        profile_path=profile,
-        cluster=None if cluster is None else load_cluster(cluster),
-        devices=devices,
-        solver=solver,
-        method=method,
-        tasks=names("--tasks", tasks),
-        top=top,
-        budget_s=budget,
-        plan_path=output,
-        trials=trials,
-    )
+    with out.progress("planning", after_s=SILENT_S) as bar:
+        trials = _trials(out, bar, context.obj, measure, workload, output) if measure else None
+        plan = planner.solve(
+            loaded,
+            workload_path=workload,
+            profile=load_profile(profile),
+            profile_path=profile,
+            cluster=None if cluster is None else load_cluster(cluster),
+            devices=devices,
+            solver=solver,
+            method=method,
+            tasks=names("--tasks", tasks),
+            top=top,
+            budget_s=budget,
+            plan_path=output,
+            trials=trials,
+            progress=bar.update,
+        )
     save_document(plan, output)
     show_plan(out, plan)
     out.text(f"wrote {output}")
@@ -109,13 +114,14 @@ def solve(
 
 
 def _trials(
-    out: Output, step_seconds: StepSeconds, count: int, workload: Path, output: Path
+    out: Output, bar: Progress, step_seconds: StepSeconds, count: int, workload: Path, output: Path
 ) -> Trials:
     """Real steps of the best plans on this machine."""
     from mmplan.labels import labelled
     from mmplan.trials import Trials
 
     def measure(plan: Plan) -> float:
+        bar.close()
         found = step_seconds(plan, output, workload)
         predicted = plan.predicted.iteration_s
         out.text(

@@ -7,7 +7,7 @@ in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mmplan.program.instructions import Instruction
@@ -94,6 +94,10 @@ class Stage:
     has_backward: bool
     split: bool = False
     even_in_flight: bool = False
+    # Not given on: a stage that is replaced may have other ranks.
+    _places: dict[int, tuple[int, int]] = field(
+        default_factory=dict[int, tuple[int, int]], init=False, repr=False, compare=False
+    )
 
     @property
     def dp(self) -> int:
@@ -102,10 +106,11 @@ class Stage:
 
     def place(self, rank: int) -> tuple[int, int] | None:
         """(replica, tp index) of a rank, None where it does not run the stage."""
-        for d, group in enumerate(self.ranks):
-            if rank in group:
-                return d, group.index(rank)
-        return None
+        if not self._places:
+            for d, group in enumerate(self.ranks):
+                for t, member in enumerate(group):
+                    self._places.setdefault(member, (d, t))
+        return self._places.get(rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +192,10 @@ class Program:
     reductions: tuple[Reduction, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     predicted_s: float = 0.0
+    # Not given on, as a stage's.
+    _stages_of: dict[int, list[Stage]] = field(
+        default_factory=dict[int, list[Stage]], init=False, repr=False, compare=False
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -195,7 +204,11 @@ class Program:
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that a rank runs, in index order."""
-        return tuple(s for s in self.stages if s.place(rank) is not None)
+        if not self._stages_of:
+            for stage in self.stages:
+                for member in dict.fromkeys(rank for group in stage.ranks for rank in group):
+                    self._stages_of.setdefault(member, []).append(stage)
+        return tuple(self._stages_of.get(rank, ()))
 
     def shares(self, edge: Edge, *, backward: bool) -> int:
         """Parts in which an edge's messages come, one for each rank of the group that takes them.

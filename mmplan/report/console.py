@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
+from threading import Lock, Timer
 from typing import IO, Any
 
 from mmplan.errors import MMPlanError, UnfitEnvironmentError
@@ -106,9 +107,14 @@ class Output:
         )
 
     @contextmanager
-    def progress(self, title: str) -> Generator[Progress]:
-        """A progress bar on stderr with the time left; plain lines where there is no terminal."""
-        progress = Progress(title)
+    def progress(self, title: str, *, after_s: float = 0.0) -> Generator[Progress]:
+        """A progress bar on stderr with the time left; plain lines where there is no terminal.
+
+        Args:
+            title: stands before it.
+            after_s: what ends sooner shows nothing.
+        """
+        progress = Progress(title, after_s)
         try:
             yield progress
         finally:
@@ -120,48 +126,79 @@ class Progress:
 
     Args:
         title: stands before the bar.
+        after_s: seconds before it appears.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, after_s: float = 0.0) -> None:
         self._title = title
         self._live: Any = None
         self._task: Any = None
-        self._last_percent = -1
-        if sys.stderr is not None and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                TextColumn,
-                TimeRemainingColumn,
-            )
-            from rich.progress import Progress as Bar
-
-            self._live = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=Console(file=sys.stderr),
-            )
-            self._task = self._live.add_task(title, total=None, note="")
-            self._live.start()
+        self._last = 0, -1
+        self._state: tuple[int, int | None, str] = 0, None, ""
+        self._lock, self._timer = Lock(), Timer(after_s, self._show)
+        self._shown = self._closed = False
+        self._timer.daemon = True
+        if after_s:
+            self._timer.start()
+        else:
+            self._show()
 
     def update(self, done: int, total: int, note: str = "") -> None:
         """Say how far it is."""
-        if self._live is not None:
-            self._live.update(self._task, completed=done, total=total, note=note)
-            return
-        percent = 100 * done // max(total, 1)
-        if percent // 10 > self._last_percent // 10:
-            self._last_percent = percent
-            _write(sys.stderr, f"{self._title}: {done}/{total} {note}".rstrip() + "\n")
+        with self._lock:
+            self._state = done, total, note
+            if self._shown and not self._closed:
+                self._draw()
 
     def close(self) -> None:
         """Take the bar down."""
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._shown = True
+                self._begin()
+                self._draw()
+
+    def _begin(self) -> None:
+        if sys.stderr is None or not sys.stderr.isatty() or "NO_COLOR" in os.environ:
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        self._live = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=Console(file=sys.stderr),
+        )
+        self._task = self._live.add_task(self._title, total=None, note="")
+        self._live.start()
+
+    def _draw(self) -> None:
+        done, total, note = self._state
         if self._live is not None:
-            self._live.stop()
+            self._live.update(self._task, completed=done, total=total, note=note)
+        elif total is not None:
+            tenth = 10 * done // max(total, 1)
+            # What is counted anew, of another total, is told from its start.
+            if self._last != (total, tenth):
+                self._last = total, tenth
+                _write(sys.stderr, f"{self._title}: {done}/{total} {note}".rstrip() + "\n")
 
 
 def _write(stream: IO[str] | None, text: str) -> None:

@@ -17,6 +17,8 @@ from mmplan.solvers.ratio import solve_ratio
 from mmplan.solvers.spindle import solve_spindle_optimus, solve_spindle_seq
 
 Solver = Callable[[Request], Solution]
+# Hears how many of how many are done, and a word on what comes now.
+Progress = Callable[[int, int, str], None]
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
@@ -39,7 +41,9 @@ BASELINES: dict[str, Solver] = {
 OF_SEVERAL_TASKS = frozenset({"mpsp", "spindle-seq", "spindle-optimus", "distmm-mt"})
 
 
-def solutions_of(request: Request, name: str) -> tuple[list[Solution], list[str]]:
+def solutions_of(
+    request: Request, name: str, progress: Progress
+) -> tuple[list[Solution], list[str]]:
     """Every solution of the solvers that apply, and why ``auto`` left others out.
 
     Raises:
@@ -53,6 +57,7 @@ def solutions_of(request: Request, name: str) -> tuple[list[Solution], list[str]
                 f"--solver {name}: this version has auto, {', '.join(known)}",
                 hint="choose one of these",
             )
+        progress(0, 1, f"searched, now {name}")
         return [known[name](request)], []
     if request.method is not None:
         raise InvalidInputError(
@@ -60,9 +65,14 @@ def solutions_of(request: Request, name: str) -> tuple[list[Solution], list[str]
         )
     solutions: list[Solution] = []
     refused: dict[str, MMPlanError] = {}
-    for solver, function in (SOLVERS | BASELINES).items():
-        if solver in OF_SEVERAL_TASKS and len(request.tasks) == 1:
-            continue
+    several = len(request.tasks) > 1
+    asked = {
+        solver: function
+        for solver, function in (SOLVERS | BASELINES).items()
+        if several or solver not in OF_SEVERAL_TASKS
+    }
+    for solver, function in asked.items():
+        progress(len(solutions) + len(refused), len(asked), f"searched, now {solver}")
         try:
             solutions.append(function(request))
         except (InfeasibleError, NotApplicableError) as error:

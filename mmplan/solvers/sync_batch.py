@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmplan.schema.plan import Unit
-from mmplan.solvers.problem import Problem
+from mmplan.solvers.problem import Problem, Request
 from mmplan.solvers.stages import Kind, Stages
 
 # Far beyond any device: a unit that still fits is not limited by memory.
 UNLIMITED = 2**40
+
+
+def largest_of_all_tasks(request: Request, units: Sequence[Unit]) -> dict[str, int]:
+    """:func:`largest_sync_batches` of the tasks of a plan with these units."""
+    sizes: dict[str, int] = {}
+    for task in request.tasks.values():
+        own = [unit for unit in units if unit.task == task.name]
+        sizes |= largest_sync_batches(Problem(request=request, task=task), own)
+    return sizes
 
 
 def largest_sync_batches(problem: Problem, units: Sequence[Unit]) -> dict[str, int]:
