@@ -15,13 +15,12 @@ from mmplan.errors import InvalidInputError
 from mmplan.fit import fit_key, fit_loss, fit_module, tp_degrees
 from mmplan.links import LinkCosts
 from mmplan.memory import gradient_bytes, parameter_bytes
+from mmplan.ranges import Blocks, Ranges, gradient_blocks, overlaps
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
 from mmplan.work import SampledWork, fit_for_work, sampled_work
 
-Blocks = tuple[int, int]
-Ranges = Sequence[tuple[int, int]]
 # A row's logsumexp is computed in float32 at least.
 _STATISTIC_BYTES = 4
 
@@ -162,7 +161,7 @@ class CostModel(LinkCosts):
         passed = gradient_blocks(blocks, trainable, input_gradient=input_gradient)
         if passed is None:
             return 0.0
-        weights = sum(_between(work, part) for part in _overlaps(blocks, trainable))
+        weights = sum(_between(work, part) for part in overlaps(blocks, trainable))
         again = whole.forward_s if recompute == "full" else 0.0
         return (whole.backward_input_s + again) * _between(work, passed) + (
             max(whole.backward_s - whole.backward_input_s, 0.0) * weights
@@ -228,7 +227,7 @@ class CostModel(LinkCosts):
         total = self.parameters(task=task, module=module, blocks=blocks)
         trained = sum(
             self.parameters(task=task, module=module, blocks=part)
-            for part in _overlaps(blocks, trainable)
+            for part in overlaps(blocks, trainable)
         )
         return (
             trained * self.bytes_per_parameter(trainable=True, dp=dp)
@@ -378,33 +377,6 @@ class CostModel(LinkCosts):
     def _note(self, text: str, curve: Curve, size: float) -> None:
         _, least, most = self._asked.get(text, (curve, size, size))
         self._asked[text] = curve, min(least, size), max(most, size)
-
-
-def gradient_blocks(
-    blocks: Blocks, trainable: Ranges | None, *, input_gradient: bool
-) -> Blocks | None:
-    """The blocks of a stage that a gradient passes: all from the first that needs one.
-
-    Args:
-        blocks: the stage.
-        trainable: ranges of blocks that train, None for all.
-        input_gradient: whether something before the stage takes a gradient.
-
-    Returns:
-        A range that ends where the stage ends, or None where no gradient is needed.
-    """
-    if input_gradient:
-        return blocks
-    starts = [start for start, _ in _overlaps(blocks, trainable)]
-    return (min(starts), blocks[1]) if starts else None
-
-
-def _overlaps(blocks: Blocks, ranges: Ranges | None) -> list[Blocks]:
-    """The parts of ``blocks`` that lie in the ranges; all of it without ranges."""
-    if ranges is None:
-        return [blocks]
-    cut = ((max(a, blocks[0]), min(b, blocks[1])) for a, b in ranges)
-    return [(a, b) for a, b in cut if a < b]
 
 
 def _running(weights: Sequence[float] | None, blocks: int) -> tuple[float, ...]:
