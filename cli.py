@@ -7,9 +7,20 @@ imported before a command needs it: ``--help`` answers at once.
 
 from __future__ import annotations
 
-import math
 import os
+import signal
 import sys
+
+# While modules load there is nothing to end in order, and no one yet who catches an exception:
+# Ctrl-C ends the program there and then. Before all that takes time to load, only where this is
+# the program, and where the signal has its usual action (a shell's background jobs ignore it).
+if _loading := (
+    os.path.basename(sys.argv[0]) in ("mmplan", "mmlaunch")
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -287,3 +298,7 @@ def verify(
 def _number(value: float) -> float | None:
     """As JSON has it: no infinity, and null for what is no number."""
     return None if math.isnan(value) else max(-1e308, min(value, 1e308))
+
+
+if _loading:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

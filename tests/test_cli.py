@@ -22,7 +22,7 @@ import mmplan
 from mmplan.schema.base import document_text
 from mmplan.schema.workload import load_workload
 from tests.birds import copy_workload, edited, given_profile, two_rank_plan
-from tests.commands import ROOT, Done, call, command, environment, run, start
+from tests.commands import ROOT, Done, Program, call, command, environment, run, start
 
 GOLDEN = ROOT / "tests" / "golden" / "command-line.txt"
 
@@ -255,6 +255,42 @@ def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
     )
     assert interrupted(busy, tmp_path / "here") == "interrupted\n"
     assert not (tmp_path / "p.json").exists()
+
+
+# The signal comes when a module is looked for: a library, one of ours, one of a command's.
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("mmplan", "typer"),
+        ("mmlaunch", "mmplan.report.console"),
+        ("mmplan", "mmplan.planner"),
+        ("mmlaunch", "mmlaunch.run"),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_130_without_a_traceback(
+    files: Files, program: Program, module: str
+) -> None:
+    hook = (
+        "import os, signal, sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, *more):\n"
+        f"        if name == {module!r}:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    job = ("solve", *files.job) if program == "mmplan" else ("run", files.plan)
+    python, flag, code, *args = command(program, *job)
+    done = subprocess.run(
+        [python, flag, hook + code, *args],
+        cwd=files.root,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_one_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
