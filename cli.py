@@ -199,7 +199,7 @@ def run(
     out.text(f"importing {', '.join(prepared.imports)}")
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
-        show = follow(out, bar, prepared.plan, total)
+        show = follow(out, bar, prepared.plan, total, emulated=emulate)
         summary = start(options, prepared, show, _planner(out, options, prepared))
     segment = summary.segment
     write_run_trace(out, segment.plan, segment.path, summary.spans, summary.run_dir / "trace.json")
@@ -209,7 +209,8 @@ def run(
             f"stopped on request after step {summary.steps}, saved in {summary.run_dir}",
             hint=f"go on with: mmlaunch run {plan} --resume --run-dir {summary.run_dir}",
         )
-    out.text(f"{counted(summary.steps, 'step')} done; see {summary.run_dir}")
+    done = "emulated, nothing was trained" if emulate else "done"
+    out.text(f"{counted(summary.steps, 'step')} {done}; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
 
 

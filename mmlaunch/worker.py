@@ -164,7 +164,8 @@ class _Trainer:
         """Train and save; whether a stop was asked for, and the last step's times."""
         job = self._job
         if self._log is None and session.rank == 0:
-            self._log = _Metrics(self._ctx, session.step_count)
+            emulated = job.emulation is not None
+            self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
         stopped, spans = False, []
         memory.forget()
         while session.step_count < part.until and not stopped:
@@ -241,10 +242,13 @@ def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
 
 
 class _Metrics:
-    """``metrics.jsonl``: one line per step; lines of steps that are done again are dropped."""
+    """``metrics.jsonl``: one line per step; lines of steps that are done again are dropped.
 
-    def __init__(self, ctx: WorkerContext, first_step: int) -> None:
-        self._ctx = ctx
+    Emulated steps have no loss: theirs is null.
+    """
+
+    def __init__(self, ctx: WorkerContext, first_step: int, *, emulated: bool) -> None:
+        self._ctx, self._emulated = ctx, emulated
         path = ctx.run_dir / METRICS
         write_text(path, "".join(_lines_before(path, first_step)))
         self._file = path.open("a", encoding="utf-8")
@@ -254,7 +258,7 @@ class _Metrics:
         samples = sum(session.program.batches.values())
         entry = {
             "step": result.step,
-            "loss": result.loss,
+            "loss": None if self._emulated else result.loss,
             "iteration_s": result.iteration_s,
             "samples_per_s": samples / result.iteration_s,
             "update_s": result.update_s,
@@ -264,7 +268,9 @@ class _Metrics:
             entry["grad_norm"] = result.grad_norm
         try:
             # JSON has no NaN: such a loss is written as null and ends the run.
-            finite = {k: v if v == v and abs(v) < float("inf") else None for k, v in entry.items()}
+            finite = {
+                k: v if v is not None and abs(v) < float("inf") else None for k, v in entry.items()
+            }
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:

@@ -141,12 +141,19 @@ def test_an_emulated_run_is_labelled_and_leaves_no_weights(tmp_path: Path) -> No
     folder = tmp_path / "run"
     assert json.loads((folder / "run.json").read_text())["emulated"] is True
     lines = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [0.0] * 4
+    # It has no loss, and says none.
+    assert [line["loss"] for line in lines] == [None] * 4
+    assert lines[0].keys() >= {"step", "iteration_s", "samples_per_s"}
+    assert "loss " not in done.out + done.err
+    assert "4 steps emulated, nothing was trained; see run" in done.out
     assert not (folder / "final.safetensors").exists()
     page = render(load_source(folder))
     assert "Emulated devices." in page
     assert "emulated iteration" in page
     assert "measured iteration" not in page
+    assert "An emulated run trains nothing: it has no loss." in page
+    assert "Loss by step" not in page
+    assert "no finite number" not in page
 
 
 @pytest.mark.parametrize("option", ["--resume", "--save-every=2", "--tasks=x"])

@@ -15,7 +15,9 @@ from mmplan.schema.plan import Plan
 from mmplan.words import counted
 
 
-def follow(out: Output, bar: Progress, plan: Plan, total: int) -> Callable[[dict[str, Any]], None]:
+def follow(
+    out: Output, bar: Progress, plan: Plan, total: int, *, emulated: bool = False
+) -> Callable[[dict[str, Any]], None]:
     """Shows the events of a run as they come.
 
     Args:
@@ -23,6 +25,7 @@ def follow(out: Output, bar: Progress, plan: Plan, total: int) -> Callable[[dict
         bar: for steps.
         plan: that was started.
         total: steps of the run.
+        emulated: whether nothing is trained, so that there is no loss.
     """
     predicted_s = plan.predicted.iteration_s
 
@@ -31,11 +34,11 @@ def follow(out: Output, bar: Progress, plan: Plan, total: int) -> Callable[[dict
         match event.get("kind"):
             case "step":
                 done, took = event["step"] + 1, event["iteration_s"]
-                loss = "nan" if event["loss"] is None else f"{event['loss']:.4f}"
+                loss = "loss nan  " if event["loss"] is None else f"loss {event['loss']:.4f}  "
                 bar.update(
                     done,
                     total,
-                    f"loss {loss}  {event['samples_per_s']:.0f} samples/s  iteration "
+                    f"{'' if emulated else loss}{event['samples_per_s']:.0f} samples/s  iteration "
                     f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
                 )
             case "segment":

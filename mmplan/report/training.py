@@ -13,7 +13,10 @@ _WIDTH, _HEIGHT = 5.4, 2.9
 
 
 def training_section(data: ReportData) -> str:
-    """Loss, iteration time and throughput per step; where the tasks or ranks changed."""
+    """Loss, iteration time and throughput per step; where the tasks or ranks changed.
+
+    An emulated run has no loss.
+    """
     run = data.run
     if run is None:
         return markup.note("Loss and iteration times appear in the report of a run's folder.")
@@ -21,12 +24,14 @@ def training_section(data: ReportData) -> str:
     if not run.steps:
         return notes + markup.note("No step was recorded.")
     unfinished = sum(step.loss is None for step in run.steps)
-    if unfinished:
+    if run.is_emulated:
+        notes += markup.note("An emulated run trains nothing: it has no loss.")
+    elif unfinished:
         steps = "1 step has" if unfinished == 1 else f"{unfinished} steps have"
         notes += markup.note(f"{steps} a loss that is no finite number.")
     segments = _segments(data, run)
     pictures = (
-        _loss_picture(run, segments)
+        ("" if run.is_emulated else _loss_picture(run, segments))
         + _time_picture(run, segments)
         + _throughput_picture(run, segments)
     )
