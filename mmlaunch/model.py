@@ -26,7 +26,7 @@ from mmplan.program.samples import intersect
 from mmplan.program.shards import whole_sums
 from mmplan.schema.factories import build_loss, build_module, tied_parameters
 from mmplan.schema.workload import Workload
-from mmplan.words import counted
+from mmplan.words import counted, size
 
 # One block of a module, by the module under whose name its parameters live.
 BlockKey = tuple[str, int]
@@ -177,7 +177,7 @@ class LocalModel:
             whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
             self.notes.append(
                 f"modules.{owner}: every rank that runs a part of it builds all of it at first, "
-                f"{whole_bytes:,} bytes: {reason}"
+                f"{size(whole_bytes)}: {reason}"
             )
 
     def _fill(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from mmplan.words import size
 
 _CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -159,11 +160,12 @@ def storage_error(
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         free_bytes = shutil.disk_usage(existing).free
         return UnfitEnvironmentError(
-            f"disk full: {what} needs {needed_bytes:,} bytes in {folder}, {free_bytes:,} are free",
+            f"disk full: {what} needs {size(needed_bytes)} in {folder}, "
+            f"{size(free_bytes)} are free",
             hint=mend,
         )
     return UnfitEnvironmentError(
-        f"cannot write {what} ({needed_bytes:,} bytes) in {folder}: {exc.strerror or exc}",
+        f"cannot write {what} ({size(needed_bytes)}) in {folder}: {exc.strerror or exc}",
         hint=mend,
     )
 

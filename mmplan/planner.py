@@ -27,7 +27,7 @@ from mmplan.least_memory import least_memory_bytes
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
+from mmplan.schema.workload import Workload, check_tasks, unused_modules
 from mmplan.simulate import prediction
 from mmplan.solvers.problem import Candidate, Request, Solution, first_of_each_kind
 from mmplan.solvers.registry import BASELINES as BASELINES
@@ -37,7 +37,7 @@ from mmplan.solvers.sync_batch import largest_of_all_tasks
 from mmplan.symmetry import BestSteps, simulated
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 from mmplan.useful import useful_devices
-from mmplan.words import counted
+from mmplan.words import counted, missing, size
 
 # Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
@@ -114,7 +114,8 @@ def solve(
         seed=workload.train.seed,
         reorder=workload.train.reorder,
     )
-    chosen, costs = _chosen_tasks(workload, tasks), CostModel(profile, used, training)
+    chosen = check_tasks(workload, workload.task_sets[0].tasks if tasks is None else tasks)
+    costs = CostModel(profile, used, training)
     devices = devices or used.num_devices
     request = Request(
         workload=workload,
@@ -133,10 +134,6 @@ def solve(
     tried = drafts.try_all(solutions, patience_s=patience_s, progress=progress)
     seconds = time.monotonic() - started
     return drafts.finish(tried, left_out, trials, devices=devices, seconds=seconds)
-
-
-def _chosen_tasks(workload: Workload, names: Sequence[str] | None) -> dict[str, TaskView]:
-    return check_tasks(workload, workload.task_sets[0].tasks if names is None else names)
 
 
 class _Drafts:
@@ -237,8 +234,8 @@ class _Drafts:
             return self._without_order[0]
         needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
         return InfeasibleError(
-            f"the smallest of {counted(len(self._too_large), 'plan')} holds {needed:.3g} bytes "
-            f"on a device, a device has {memory:.3g}: {needed - memory:.3g} bytes missing"
+            f"the smallest of {counted(len(self._too_large), 'plan')} holds {size(needed)} "
+            f"on a device, {missing(needed, memory)}"
             + "".join(f"; {note}" for note in self._notes_on_search),
             hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
         )

@@ -1,6 +1,8 @@
-"""Numbers of things in a sentence."""
+"""Numbers of things, and sizes, in a sentence."""
 
 from __future__ import annotations
+
+SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -12,3 +14,18 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
         plural: what several are called, default with an s.
     """
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with the unit that fits, powers of 1000: ``16 GB``."""
+    for unit in SIZE_UNITS[:-1]:
+        # What three digits would round to 1,000 has the next unit.
+        if abs(num_bytes) < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB" if abs(num_bytes) < 999.5 else f"{num_bytes:,.0f} TB"
+
+
+def missing(needed_bytes: float, memory_bytes: float) -> str:
+    """``a device has 16 GB: 2.1 GB missing``."""
+    return f"a device has {size(memory_bytes)}: {size(needed_bytes - memory_bytes)} missing"

@@ -76,7 +76,7 @@ def test_megatron_of_a_contrastive_pair_has_no_pipeline() -> None:
     # Two blocks of 64 bytes a device hold no whole module; a pipeline would, and is not used.
     modules = {n: module_profile(blocks=2, parameters=8.0) for n in ("a", "b")}
     pair = workload({"a": {}, "b": {}}, batch=8, sync_batch=4)
-    with pytest.raises(InfeasibleError, match=r"256 bytes on a device \(tp 1, 1 pipeline pos"):
+    with pytest.raises(InfeasibleError, match=r"256 B on a device \(tp 1, 1 pipeline pos"):
         solve_megatron(problem_of(pair, profile(modules, 4, memory_bytes=200.0), 4).request)
     (best,) = solve_megatron(problem_of(pair, profile(modules, 4), 4).request).candidates
     # 2 rounds, 1 sample a device, 3 seconds in each module.
@@ -524,7 +524,7 @@ def test_what_is_missing_is_said() -> None:
     solve_megatron_rigid(request_of({"llm": {"pp": 2}}, chain_profile(3), 3, 4))
 
     given = chain_profile(2, {"parameters": 64.0}, memory_bytes=500.0)
-    with pytest.raises(InfeasibleError, match=r"512 bytes .* has 500: 12 bytes missing"):
+    with pytest.raises(InfeasibleError, match=r"512 B .* has 500 B: 12 B missing"):
         solve_megatron(request_of({}, given, 2, 4))
     solve_megatron(request_of({}, chain_profile(2, {"parameters": 64.0}, memory_bytes=512.0), 2, 4))
 

@@ -124,7 +124,7 @@ def test_deepspeed_accumulates_where_the_memory_is_short() -> None:
     one = solved(388.0)
     assert one.candidates[0].objective_s == pytest.approx(52.0 + 4 * (2 + 6.0))
     with pytest.raises(
-        InfeasibleError, match=r"AB, C one after another, a device has 387: 1 bytes missing"
+        InfeasibleError, match=r"AB, C one after another, a device has 387 B: 1 B missing"
     ):
         solved(387.0)
 
@@ -173,7 +173,7 @@ def test_tasks_in_turn_hold_and_sum_common_parameters_once() -> None:
     # features are free to gather, they have no bytes.
     assert found.candidates[0].objective_s == pytest.approx(48.0 + 24.0 + 60.0 + 48 / 4)
     cluster["memory_bytes"] = 191.0
-    with pytest.raises(InfeasibleError, match=r"at least 192 bytes .* 1 bytes missing"):
+    with pytest.raises(InfeasibleError, match=r"at least 192 B .* 1 B missing"):
         solve_spindle_seq(
             request_of(tasks_of("AB", "BC"), costs_of(2, parameters=4.0, cluster=cluster), 2)
         )
@@ -245,17 +245,17 @@ def test_what_is_missing_is_said() -> None:
         solve_distmm_mt(request_of(task, costs_of(1), 1))
     small = {"memory_bytes": 100.0}
     large = costs_of(4, parameters=10.0, cluster=small)
-    with pytest.raises(InfeasibleError, match=r"deepspeed needs at least 300 bytes"):
+    with pytest.raises(InfeasibleError, match=r"deepspeed needs at least 300 B"):
         solve_deepspeed(request_of(task, large, 4))
     for solver in (solve_spindle_seq, solve_megatron):
-        with pytest.raises(InfeasibleError, match=r"at least 480 bytes .* 380 bytes missing"):
+        with pytest.raises(InfeasibleError, match=r"at least 480 B .* 380 B missing"):
             solver(request_of(task, large, 4))
-    with pytest.raises(InfeasibleError, match=r"spindle-optimus needs at least 320 bytes"):
+    with pytest.raises(InfeasibleError, match=r"spindle-optimus needs at least 320 B"):
         solve_spindle_optimus(request_of(task, large, 4))
     with pytest.raises(InfeasibleError, match=r"distmm-mt: the plans of AB, C, BC hold .* missing"):
         solve_distmm_mt(request_of(task, large, 4))
     larger = costs_of(4, parameters=40.0, cluster=small)
-    with pytest.raises(InfeasibleError, match="task AB: module a needs 160 bytes"):
+    with pytest.raises(InfeasibleError, match="task AB: module a needs 160 B"):
         solve_distmm_mt(request_of(task, larger, 4))
     pinned = tasks_of("AB", "C", pins={"c": {"tp": 2}})
     with pytest.raises(InfeasibleError, match=r"deepspeed .* {'c': {'tp': 2.* on 4 devices"):

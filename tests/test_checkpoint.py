@@ -481,7 +481,7 @@ def test_full_disk_is_one_clear_error_and_the_earlier_checkpoint_stays(tmp_path:
             assert isinstance(error, MMPlanError)
         error = save_all(root, 2, two_rank_entries(2.0, rows=10_000))[0]
         assert isinstance(error, UnfitEnvironmentError)
-        assert f"needs 600,008 bytes in {root}, " in error.message
+        assert f"needs 600 kB in {root}, " in error.message
         assert "are free" in error.message
         assert "goes on from step-1" in (error.hint or "")
         assert [path.name for path in root.iterdir()] == ["step-1"]

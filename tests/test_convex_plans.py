@@ -152,7 +152,7 @@ def test_what_the_hint_says_is_enough_and_no_more(tmp_path: Path) -> None:
 
     with pytest.raises(InfeasibleError, match="memory is the tightest constraint") as lacking:
         with_memory(1300.0)
-    found = re.search(r"give it (\d+) more devices? or (\S+) more bytes", str(lacking.value.hint))
+    found = re.search(r"give it (\d+) more devices? or (\S+) B more", str(lacking.value.hint))
     assert found is not None
     more_devices, more_bytes = int(found[1]), float(found[2])
     with_memory(1300.0, devices=6 + more_devices)
@@ -161,7 +161,7 @@ def test_what_the_hint_says_is_enough_and_no_more(tmp_path: Path) -> None:
     with_memory(1300.0 + more_bytes)
     with pytest.raises(InfeasibleError):
         with_memory(1300.0 + more_bytes * 0.97)
-    with pytest.raises(InfeasibleError, match="module audio needs 1210 bytes on a device"):
+    with pytest.raises(InfeasibleError, match=r"module audio needs 1\.21 kB on a device"):
         with_memory(1000.0)
 
 

@@ -445,7 +445,7 @@ def test_a_failed_write_leaves_the_old_weights_and_no_temporary(tmp_path: Path) 
         return WEIGHTS[name]
 
     with pytest.raises(
-        UnfitEnvironmentError, match=r"disk full: final.safetensors needs 167 bytes"
+        UnfitEnvironmentError, match=r"disk full: final.safetensors needs 167 B"
     ):
         write_weights(path, SPECS, failing)
     assert list(tmp_path.iterdir()) == [path]

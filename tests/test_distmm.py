@@ -239,9 +239,7 @@ def test_partitioner_takes_one_device_then_tp_then_pp(
 
 
 def test_a_module_too_big_for_all_devices_says_what_is_missing() -> None:
-    with pytest.raises(
-        InfeasibleError, match=r"module big needs 32 bytes .*pp 8.* 16: 16 bytes missing"
-    ):
+    with pytest.raises(InfeasibleError, match=r"module big needs 32 B .*pp 8.* 16 B: 16 B missing"):
         solve(workload({"big": {}}, batch=8), _with_parameters(64, 32, 4))
 
 

@@ -146,7 +146,7 @@ def test_largest_sync_batch_fits_and_one_more_micro_batch_does_not(tmp_path: Pat
     # b: 40 bytes hold 5 micro-batches of 8 bytes, on 2 replicas.
     assert solved(8).solver.largest_sync_batch == {"contrastive": 40}
     assert solved(40).solver.largest_sync_batch == {"contrastive": 40}
-    with pytest.raises(InfeasibleError, match="module b needs 48 bytes"):
+    with pytest.raises(InfeasibleError, match="module b needs 48 B"):
         solved(48)
 
 
@@ -188,7 +188,7 @@ def test_colocated_modules_share_the_memory(tmp_path: Path) -> None:
         if fits:
             check_plan(run_solve(tmp_path, job, costs), memory)
             continue
-        with pytest.raises(InfeasibleError, match=r"16 bytes on each device.* 1 bytes missing"):
+        with pytest.raises(InfeasibleError, match=r"16 B on each device.* 1 B missing"):
             run_solve(tmp_path, job, costs, solver="colocated")
 
 
@@ -294,7 +294,7 @@ def test_a_profile_without_a_module_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_fits_says_what_every_solver_lacks(tmp_path: Path) -> None:
     costs = profile({"a": module_profile(parameters=9, blocks=1)}, 2, memory_bytes=16.0)
-    with pytest.raises(InfeasibleError, match=r"distmm: module a needs 144 bytes.*colocated: "):
+    with pytest.raises(InfeasibleError, match=r"distmm: module a needs 144 B.*colocated: "):
         run_solve(tmp_path, workload({"a": {}}, batch=4), costs)
 
 

@@ -1,10 +1,10 @@
-"""Numbers of things: one of them is not several."""
+"""Numbers of things, one of which is not several, and sizes with their units."""
 
 from __future__ import annotations
 
 import pytest
 
-from mmplan.words import counted
+from mmplan.words import counted, missing, size
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,23 @@ from mmplan.words import counted
 )
 def test_counted(count: int, words: tuple[str, ...], said: str) -> None:
     assert counted(count, *words) == said
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "said"),
+    [
+        (0, "0 B"),
+        (999.4, "999 B"),
+        (999.6, "1 kB"),
+        (9.69e10, "96.9 GB"),
+        (-1.5e6, "-1.5 MB"),
+        (9.999e11, "1 TB"),
+        (1.25e15, "1,250 TB"),
+    ],
+)
+def test_size(num_bytes: float, said: str) -> None:
+    assert size(num_bytes) == said
+
+
+def test_missing() -> None:
+    assert missing(9.69e10, 8e10) == "a device has 80 GB: 16.9 GB missing"

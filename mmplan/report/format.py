@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
+from mmplan.words import SIZE_UNITS as SIZE_UNITS
+from mmplan.words import size as size
 
 
 def seconds(value: float) -> str:
@@ -18,15 +19,6 @@ def seconds(value: float) -> str:
 def measured(value: float | None) -> str:
     """Seconds of a trial, a dash where there was none."""
     return "–" if value is None else seconds(value)
-
-
-def size(value: float) -> str:
-    """Bytes with the unit that fits, powers of 1000: ``16 GB``."""
-    for unit in SIZE_UNITS:
-        if abs(value) < 1000 or unit == "TB":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"
 
 
 def count(value: float) -> str:

@@ -26,7 +26,7 @@ from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.shares import microbatch_sizes
 from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import make_unit
-from mmplan.words import counted
+from mmplan.words import counted, missing, size
 
 # Up to so many devices all numbers of them are tried, of more whole nodes only.
 _ALL = 128
@@ -191,10 +191,10 @@ class _Search:
             )
         fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
         if not fitting:
-            needed, memory = min(w.held_bytes for w in wholes), problem.memory_bytes
+            needed = min(w.held_bytes for w in wholes)
             raise InfeasibleError(
-                f"all modules together need {needed:.3g} bytes on each device at best, a device "
-                f"has {memory:.3g}: {needed - memory:.3g} bytes missing",
+                f"all modules together need {size(needed)} on each device at best, "
+                f"{missing(needed, problem.memory_bytes)}",
                 hint="use --solver distmm with more devices, recompute: full, or a smaller "
                 "sync_batch",
             )

@@ -13,7 +13,7 @@ from mmplan.solvers.convex_core import Found, best_plans
 from mmplan.solvers.convex_groups import Pipelines
 from mmplan.solvers.convex_options import ModuleTables
 from mmplan.solvers.problem import Problem
-from mmplan.words import counted
+from mmplan.words import counted, size
 
 # Nothing that is still infeasible with so many times the devices or bytes is a matter of them.
 MOST_DOUBLINGS = 12
@@ -48,7 +48,7 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
     if devices is not None:
         ways.append(counted(devices - problem.devices, "more device"))
     if memory is not None:
-        ways.append(f"{_rounded_up(memory - have)} more bytes on each device")
+        ways.append(f"{_rounded_up(memory - have)} more on each device")
     modules = ", ".join(problem.task.modules)
     if memory is None:
         listed = _listed(_with_devices(problem, devices or problem.devices))
@@ -60,13 +60,13 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
     fullest, needed = _fullest(problem)
     if needed > have:
         reason = (
-            f"module {fullest} needs {_rounded_up(needed)} bytes on a device at best, a device "
-            f"has {have:.3g}"
+            f"module {fullest} needs {_rounded_up(needed)} on a device at best, a device "
+            f"has {size(have)}"
         )
     else:
         listed = "" if devices is None else f" ({_listed(_with_devices(problem, devices))})"
         reason = (
-            f"with {have:.3g} bytes on a device, a pipeline of {modules} takes "
+            f"with {size(have)} on a device, a pipeline of {modules} takes "
             f"{counted(devices, 'device') if devices else 'more than any number of devices'}"
             f"{listed}, there are {problem.devices}"
         )
@@ -79,7 +79,7 @@ def _missing(problem: Problem, devices: int | None, memory: float | None) -> Inf
 def _rounded_up(num_bytes: float) -> str:
     """Three digits that are enough."""
     digits = 10 ** max(0, math.floor(math.log10(max(num_bytes, 1.0))) - 2)
-    return f"{math.ceil(num_bytes / digits) * digits:.4g}"
+    return size(math.ceil(num_bytes / digits) * digits)
 
 
 def _no_degrees(problem: Problem, own: ModuleTables | None) -> InfeasibleError:

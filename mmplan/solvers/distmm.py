@@ -21,7 +21,7 @@ from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.stages import Stages
 from mmplan.solvers.units import last_stage_ranks, make_unit
-from mmplan.words import counted
+from mmplan.words import counted, missing, size
 
 # Seconds of choosing and placing a plan of modules that take nothing from each other.
 _PLACE_S = 2e-3
@@ -310,9 +310,9 @@ def _no_option(problem: Problem, name: str, own: ModuleOptions) -> InfeasibleErr
             f"round of {problem.round_samples} samples on {counted(problem.devices, 'device')}",
             hint=f"loosen dp or microbatch in modules.{name}.plan",
         )
-    needed, memory = own.shortage.needed_bytes, problem.memory_bytes
+    needed = own.shortage.needed_bytes
     return InfeasibleError(
-        f"module {name} needs {needed:.3g} bytes on a device at best (tp {own.shortage.tp}, pp "
-        f"{own.shortage.pp}), a device has {memory:.3g}: {needed - memory:.3g} bytes missing",
+        f"module {name} needs {size(needed)} on a device at best (tp {own.shortage.tp}, pp "
+        f"{own.shortage.pp}), {missing(needed, problem.memory_bytes)}",
         hint=f"give it more devices, recompute: full for {name}, a smaller sync_batch or zero: 1",
     )

@@ -24,6 +24,7 @@ from mmplan.solvers.ledger import Floats, Holding, Ledger
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.stages import Kind, Stages
 from mmplan.solvers.task_options import Communicators, TaskOption, by_owner, named
+from mmplan.words import missing, size
 
 # Shares of the memory that a task may be planned for, tried in turn; then finer ones of less.
 _SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
@@ -50,10 +51,9 @@ def solve_distmm_mt(request: Request) -> Solution:
         if isinstance(found, Combination):
             return planning.solution(found)
         least_bytes = min(least_bytes, found)
-    memory = request.cluster.device.memory_bytes
     raise InfeasibleError(
-        f"distmm-mt: the plans of {', '.join(request.tasks)} hold {least_bytes:.3g} bytes on a "
-        f"device together, a device has {memory:.3g}: {least_bytes - memory:.3g} bytes missing",
+        f"distmm-mt: the plans of {', '.join(request.tasks)} hold {size(least_bytes)} on a device "
+        f"together, {missing(least_bytes, request.cluster.device.memory_bytes)}",
         hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.one_grid import Layout, OneGrid, Split
 from mmplan.solvers.problem import Candidate, Problem, Request
-from mmplan.words import counted
+from mmplan.words import counted, missing, size
 
 
 def best_grids(
@@ -140,10 +140,9 @@ def too_large(
 ) -> InfeasibleError:
     """What to say where nothing fits the memory: by the layout that lacks least."""
     needed, layout = min(lacking, key=lambda item: item[0])
-    memory = problem.memory_bytes
     return InfeasibleError(
-        f"{solver} needs at least {needed:.3g} bytes on a device (tp {layout.tp}, "
-        f"{counted(layout.positions, 'pipeline position')}), a device has {memory:.3g}: "
-        f"{needed - memory:.3g} bytes missing",
+        f"{solver} needs at least {size(needed)} on a device (tp {layout.tp}, "
+        f"{counted(layout.positions, 'pipeline position')}), "
+        f"{missing(needed, problem.memory_bytes)}",
         hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
     )

@@ -15,6 +15,7 @@ from mmplan.solvers.ledger import Ledger
 from mmplan.solvers.one_grid import Layout
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.task_options import Replicas, TaskOption, grid_options, halvings, named
+from mmplan.words import missing, size
 
 Options = list[list[TaskOption]]
 # Share of the budget for a search among grids that differ from task to task.
@@ -169,8 +170,8 @@ class InTurn:
         memory, tasks = self._request.cluster.device.memory_bytes, list(self._problems)
         what = f" for {', '.join(tasks)} one after another" if len(tasks) > 1 else ""
         return InfeasibleError(
-            f"{self._solver} needs at least {needed_bytes:.3g} bytes on a device{what}, a device "
-            f"has {memory:.3g}: {needed_bytes - memory:.3g} bytes missing",
+            f"{self._solver} needs at least {size(needed_bytes)} on a device{what}, "
+            f"{missing(needed_bytes, memory)}",
             hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
         )
 

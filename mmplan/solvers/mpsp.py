@@ -35,6 +35,7 @@ from mmplan.solvers.mpsp_staged import staged
 from mmplan.solvers.mpsp_tables import Scaling, Scalings
 from mmplan.solvers.mpsp_wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.words import size
 
 METHODS = {
     "search": "the best of many schedules",
@@ -147,7 +148,7 @@ class _Planning:
         if not found:
             raise InfeasibleError(
                 "mpsp: no placement of the slices fits, a device lacks "
-                f"{self._missing:.3g} bytes at best",
+                f"{size(self._missing)} at best",
                 hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
             )
         used = {item.rounds: bounds[item.rounds] for item in found}
