@@ -21,23 +21,15 @@ from mmlaunch.batch_sync import BatchSync
 from mmlaunch.batches import cat_samples, slice_samples
 from mmlaunch.blocks import Blocks, switched_off
 from mmlaunch.data import StepData
-from mmlaunch.gradients import GradientSums, gradient_of, leaf_of
+from mmlaunch.gradients import GradientSums, leaf_of
 from mmlaunch.heartbeat import Heartbeat
+from mmlaunch.mail import Mail
 from mmlaunch.model import LocalModel
-from mmlaunch.payload import (
-    MOST_TENSORS,
-    Incoming,
-    IncomingGradient,
-    Outbox,
-    element_of,
-    float_leaves,
-    map_tensors,
-    message_tensors,
-)
+from mmlaunch.payload import IncomingGradient, element_of, map_tensors
 from mmlaunch.precision import Precision, widened
 from mmlaunch.reductions import Reductions
 from mmlaunch.seeds import Seeds
-from mmlaunch.shares import Share, bring_together, share_of
+from mmlaunch.shares import bring_together
 from mmlaunch.transport import Transport
 from mmlaunch.weight_gradients import WeightGradients
 from mmplan.errors import MMPlanError, RunFailedError
@@ -119,7 +111,6 @@ class Executor:
         self._texts = [str(instruction) for instruction in self._row]
         self._model = model
         self._transport = transport
-        self._specs = specs
         self._blocks = blocks
         self._seeds = seeds
         self._precision = precision
@@ -130,7 +121,7 @@ class Executor:
         self._sends = Counter(
             (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
         )
-        self._most_samples = max(program.batches.values())
+        self._mail = Mail(program, transport, specs)
         self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Compute: self._compute,
@@ -186,13 +177,9 @@ class Executor:
         self._step = step
         self._data = data
         self._loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
-        self._received: defaultdict[MicroBatch, list[tuple[Message, Incoming]]] = defaultdict(list)
-        self._gradients: defaultdict[MicroBatch, list[tuple[Message, IncomingGradient]]] = (
-            defaultdict(list)
-        )
         self._live: dict[MicroBatch, _Live] = {}
         self._later: dict[MicroBatch, WeightGradients] = {}
-        self._outbox = Outbox(self._transport)
+        self._mail.begin()
         self._blocks.split.forget()
         self._reductions.begin()
         self._sync.begin(step)
@@ -229,7 +216,7 @@ class Executor:
 
     def _assemble(self, stage: Stage, mb: int) -> dict[int, Any]:
         """The stage's inputs by edge, each joined from the messages that brought it."""
-        messages = sorted(self._received.pop((stage.index, mb), ()), key=_by_samples)
+        messages = self._mail.inputs(stage, mb)
         pieces: defaultdict[int, list[Any]] = defaultdict(list)
         trees = self._together(stage, [incoming.wait() for _, incoming in messages])
         for (message, _), tree in zip(messages, trees, strict=True):
@@ -287,7 +274,7 @@ class Executor:
 
     def _backward(self, stage: Stage, mb: int) -> None:
         live = self._live[stage.index, mb]
-        live.messages = sorted(self._gradients.pop((stage.index, mb), ()), key=_by_samples)
+        live.messages = self._mail.gradients(stage, mb)
         roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
         grads: list[Tensor | None] = [None] * len(roots)
         for leaf, grad in self._output_gradients(stage, mb, live):
@@ -322,55 +309,16 @@ class Executor:
         return sums.pairs()
 
     def _message(self, message: Message) -> None:
-        tag = self._tag(message)
-        key = message.stage, message.mb
-        edge = self._program.edges[message.edge]
-        samples = message.stop - message.start
-        if message.is_send:
-            self._send(message, tag)
+        if not message.is_send:
+            self._mail.receive(message)
             return
-        producer = self._program.stages[edge.producer]
-        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
-        share = self._share(message, self._transport.rank)
-        source = spec, samples, message.peer, tag
-        if message.op == Op.RECV_F:
-            self._received[key].append((message, Incoming(self._transport, *source, share)))
-        else:
-            gradient = IncomingGradient(self._transport, *source, share)
-            self._gradients[key].append((message, gradient))
-
-    def _share(self, message: Message, receiver: int) -> Share | None:
-        """What a rank receives of a message, None for all of it."""
-        backward = message.op in (Op.SEND_B, Op.RECV_B)
-        edge = self._program.edges[message.edge]
-        return share_of(self._program, edge, receiver, backward=backward)
-
-    def _send(self, message: Message, tag: int) -> None:
         live = self._live[message.stage, message.mb]
-        stage = self._program.stages[message.stage]
-        edge = self._program.edges[message.edge]
-        first = stage.microbatches[self._places[stage.index][0]][message.mb][0]
-        low, high = message.start - first, message.stop - first
-        share = self._share(message, message.peer)
-        if message.op == Op.SEND_F:
-            tree = element_of(live.output, edge.element, stage.module)
-            tensors = message_tensors(slice_samples(tree, low, high), share)
-        else:
-            grads = map_tensors(live.inputs[message.edge], gradient_of)
-            whole = float_leaves(slice_samples(grads, low, high))
-            tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
-        if len(tensors) > MOST_TENSORS:
-            raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
-        self._outbox.send(tensors, message.peer, tag, backward=message.op == Op.SEND_B)
-        live.sends_left -= 1
         after_backward = message.op == Op.SEND_B
-        if not live.sends_left and (after_backward or not stage.has_backward):
+        self._mail.send(message, live.inputs[message.edge] if after_backward else live.output)
+        live.sends_left -= 1
+        has_backward = self._program.stages[message.stage].has_backward
+        if not live.sends_left and (after_backward or not has_backward):
             del self._live[message.stage, message.mb]
-
-    def _tag(self, message: Message) -> int:
-        backward = message.op in (Op.SEND_B, Op.RECV_B)
-        place = (message.edge * 2 + backward) * self._most_samples + message.start
-        return place * MOST_TENSORS
 
     def _synchronise(self, instruction: Sync) -> None:
         if instruction.op == Op.SYNC_START:
@@ -387,7 +335,7 @@ class Executor:
     def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
         self._blocks.split.forget()
-        self._outbox.finish()
+        self._mail.finish()
         self._reductions.finish()
 
     def _unit(self, instruction: Instruction) -> str | None:
@@ -406,8 +354,3 @@ class Executor:
             f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
             f"{len(self._row)}: {shown}"
         )
-
-
-def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:
-    """The order in which a group gathers its messages: the same on all ranks."""
-    return item[0].edge, item[0].start

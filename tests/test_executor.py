@@ -28,9 +28,9 @@ def test_no_activation_is_held_after_a_step(feature: str) -> None:
         session.forward_backward()
         executor = session.executor
         assert executor._live == {}
-        assert executor._received == {}
-        assert executor._gradients == {}
-        assert executor._outbox._sent == []
+        assert executor._mail._inputs == {}
+        assert executor._mail._gradients == {}
+        assert executor._mail._outbox._sent == []
         assert executor._sync._features == {}
         assert executor._sync._uses == {}
         assert executor._sync._gradients == {}

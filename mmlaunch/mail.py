@@ -1,0 +1,120 @@
+"""The messages of one rank: what has come for a compute, and what is sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from mmlaunch.batches import slice_samples
+from mmlaunch.gradients import gradient_of
+from mmlaunch.payload import (
+    MOST_TENSORS,
+    Incoming,
+    IncomingGradient,
+    Outbox,
+    element_of,
+    float_leaves,
+    map_tensors,
+    message_tensors,
+)
+from mmlaunch.shares import Share, share_of
+from mmlaunch.transport import Transport
+from mmplan.errors import RunFailedError
+from mmplan.program.instructions import Message, Op
+from mmplan.program.model import Program, Stage
+
+MicroBatch = tuple[int, int]  # (stage, micro-batch)
+
+
+class Mail:
+    """Posts what a program's messages say, and keeps what comes for the compute that takes it.
+
+    Args:
+        program: the whole program.
+        transport: moves tensors between ranks.
+        specs: output spec of every stage (:func:`mmlaunch.shapes.infer_shapes`).
+    """
+
+    def __init__(self, program: Program, transport: Transport, specs: Sequence[Any]) -> None:
+        self._program, self._transport, self._specs = program, transport, specs
+        self._most_samples = max(program.batches.values())
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._inputs: defaultdict[MicroBatch, list[tuple[Message, Incoming]]] = defaultdict(list)
+        self._gradients: defaultdict[MicroBatch, list[tuple[Message, IncomingGradient]]] = (
+            defaultdict(list)
+        )
+        self._outbox = Outbox(self._transport)
+
+    def inputs(self, stage: Stage, mb: int) -> list[tuple[Message, Incoming]]:
+        """What a forward takes; given once, in the same order on all ranks of a group."""
+        return sorted(self._inputs.pop((stage.index, mb), ()), key=_by_samples)
+
+    def gradients(self, stage: Stage, mb: int) -> list[tuple[Message, IncomingGradient]]:
+        """What a backward takes; given once, in the same order on all ranks of a group."""
+        return sorted(self._gradients.pop((stage.index, mb), ()), key=_by_samples)
+
+    def receive(self, message: Message) -> None:
+        """Post a receive; the compute that needs it waits."""
+        key = message.stage, message.mb
+        edge = self._program.edges[message.edge]
+        producer = self._program.stages[edge.producer]
+        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
+        share = self._share(message, self._transport.rank)
+        source = spec, message.stop - message.start, message.peer, self._tag(message)
+        if message.op == Op.RECV_F:
+            self._inputs[key].append((message, Incoming(self._transport, *source, share)))
+        else:
+            gradient = IncomingGradient(self._transport, *source, share)
+            self._gradients[key].append((message, gradient))
+
+    def send(self, message: Message, tree: Any) -> None:
+        """Send the message's samples.
+
+        Args:
+            message: a send.
+            tree: the stage's output for the micro-batch; after a backward its assembled input,
+                whose leaves have gradients.
+
+        Raises:
+            RunFailedError: more tensors than a message may have.
+        """
+        stage = self._program.stages[message.stage]
+        edge = self._program.edges[message.edge]
+        place = stage.place(self._transport.rank) or (0, 0)
+        first = stage.microbatches[place[0]][message.mb][0]
+        low, high = message.start - first, message.stop - first
+        share = self._share(message, message.peer)
+        if message.op == Op.SEND_F:
+            output = element_of(tree, edge.element, stage.module)
+            tensors = message_tensors(slice_samples(output, low, high), share)
+        else:
+            gradients = map_tensors(tree, gradient_of)
+            whole = float_leaves(slice_samples(gradients, low, high))
+            tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
+        if len(tensors) > MOST_TENSORS:
+            raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
+        tag = self._tag(message)
+        self._outbox.send(tensors, message.peer, tag, backward=message.op == Op.SEND_B)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        self._outbox.finish()
+
+    def _share(self, message: Message, receiver: int) -> Share | None:
+        """What a rank receives of a message, None for all of it."""
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        edge = self._program.edges[message.edge]
+        return share_of(self._program, edge, receiver, backward=backward)
+
+    def _tag(self, message: Message) -> int:
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        place = (message.edge * 2 + backward) * self._most_samples + message.start
+        return place * MOST_TENSORS
+
+
+def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:
+    """The order in which a group gathers its messages: the same on all ranks."""
+    return item[0].edge, item[0].start
