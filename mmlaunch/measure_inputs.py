@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from mmlaunch.batches import cat_samples, num_samples, slice_samples
 from mmlaunch.data import StepData, StepLoader
 from mmlaunch.payload import element_of, float_leaves, map_tensors
 from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_module, dtype_of
 from mmplan.schema.workload import (
     Source,
@@ -23,6 +24,9 @@ from mmplan.schema.workload import (
     crossing_elements,
     resolve_tasks,
 )
+
+# Micro-batches at most over which the bytes of samples that differ are averaged.
+_MOST_MICROBATCHES = 16
 
 # Producers run over the pool in pieces of this many samples, to keep their activations small.
 _PIECE = 16
@@ -66,6 +70,15 @@ class Inputs:
     def of_module(self, task: str, module: str, size: int, repeat: int = 0) -> tuple[Any, ...]:
         """Inputs of a module's first block: ``size`` samples, others for each repeat."""
         return self._args(self._tasks[task], self._tasks[task].inputs[module], size, repeat)
+
+    def different(self, task: str, module: str, size: int) -> Iterator[tuple[Any, ...]]:
+        """Micro-batches that stand for all of the pool: one where samples are alike in size."""
+        first = self.of_module(task, module, size)
+        count = max(1, self._pool_of(self._tasks[task]) // size) if _is_ragged(first) else 1
+        kept = min(count, _MOST_MICROBATCHES)
+        yield first
+        for k in range(1, kept):
+            yield self.of_module(task, module, size, k * count // kept)
 
     def of_loss(self, task: str, loss: str, size: int) -> tuple[Any, ...]:
         """Inputs of a loss: ``size`` samples."""
@@ -144,6 +157,12 @@ class Inputs:
                     pieces.append(checked_blocks(name, module, piece))
             self._made[key] = cat_samples(pieces)
         return self._made[key]
+
+
+def _is_ragged(tree: Any) -> bool:
+    if isinstance(tree, Ragged):
+        return True
+    return isinstance(tree, tuple) and any(map(_is_ragged, tree))
 
 
 def leaves(tree: Any) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -218,12 +219,13 @@ class Measurer:
             return {"skipped": f"one micro-batch of {size} would take {foreseen_s:.3g} s"}
         blocks = list(self._build(name, tp=tp))[:num_blocks]
         started = time.perf_counter()
-        held = self._held_bytes(blocks, self._inputs.of_module(task, name, size))
+        different = list(self._inputs.different(task, name, size))
+        held = fmean(self._held_bytes(blocks, args) for args in different)
         # Waiting for the others of a tensor-parallel group takes no processor time.
         clock = self._watch.now if tp > 1 else self._watch.compute_clock
         forward, backward = self._forward_backward(blocks, task, name, size, clock)
         inputs = self._backward_input(blocks, task, name, size, clock)
-        passing = self._passing_bytes(blocks, self._inputs.of_module(task, name, size))
+        passing = [self._passing_bytes(blocks, args) for args in different]
         self._seconds[key] = (forward.median_s + backward.median_s) / size
         return {
             "forward_s": forward.median_s,
@@ -232,7 +234,7 @@ class Measurer:
             "backward_spread_s": backward.spread_s,
             "repeats": forward.repeats,
             "activation_bytes": held,
-            "passing": passing,
+            "passing": {key: fmean(each[key] for each in passing) for key in passing[0]},
             "backward_input": inputs,
             "wall_s": time.perf_counter() - started,
         }

@@ -229,7 +229,7 @@ class ProgramCosts:
 
     # --- bytes -----------------------------------------------------------------------
 
-    def activation_bytes(self, stage: Stage, samples: int) -> float:
+    def activation_bytes(self, stage: Stage, samples: float) -> float:
         """Bytes that a device holds of one micro-batch until its backward (its ``W``) has run.
 
         Only blocks that a gradient passes keep anything: nothing is saved before them.

@@ -97,6 +97,28 @@ def sample_steps(costs: ProgramCosts, *, draws: int | None = None) -> SampledSte
     )
 
 
+def drawn_batches(costs: ProgramCosts, *, draws: int) -> list[Batch]:
+    """Batches in the order in which the runtime takes their samples.
+
+    None where the profile has no data: then nothing tells one batch from another.
+    """
+    program = costs.program
+    known = {task: costs.costs.sampled_work(task) for task in program.batches}
+    works = {task: work for task, work in known.items() if work is not None}
+    orders = {t: BatchOrder(program, t) for t, work in works.items() if work.reordered}
+    batches = (_draw(program, works, number) for number in range(draws if works else 0))
+    return [_reordered(batch, orders, i) for i, batch in enumerate(batches)]
+
+
+def running_works(batch: Batch) -> dict[tuple[str, str], list[float]]:
+    """Task and module to the running sums of its samples' work, from 0."""
+    return {
+        (task, module): [0.0, *np.cumsum(values).tolist()]
+        for task, work in batch.items()
+        for module, values in work.items()
+    }
+
+
 def default_draws(program: Program) -> int:
     """Draws that do not take long."""
     instructions = sum(map(len, program.instructions))
@@ -139,11 +161,7 @@ class _Clock:
 
     def step_s(self, batch: Batch) -> float:
         """Seconds of a step; tasks and modules that the batch does not name are of mean work."""
-        done = {
-            (task, module): [0.0, *np.cumsum(values).tolist()]
-            for task, work in batch.items()
-            for module, values in work.items()
-        }
+        done = running_works(batch)
         seconds = {key: self._seconds(key, done) for key in self._keys}
         rows = [list(row) for row in self._base.instruction]
         for row, places in zip(rows, self._places, strict=True):

@@ -8,6 +8,8 @@ from it in both directions:
   a backward activations go, block by block, as gradients come.
 - A forward or backward takes memory for the moment, as far as the profile knows.
 - What a stage receives it holds until its backward; what it sent is kept until the step's end.
+- Micro-batches hold as much as their samples are worth: of data that vary, as far as the profile
+  knows how, so many batches are drawn and the most of them counts.
 - REDUCE copies gradients, so many bytes at a time; ZeRO-1's leaves a slice of them. Losses hold
   their own activations, and those across samples the features of a whole sync batch.
 """
@@ -15,10 +17,11 @@ from it in both directions:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmplan.costs import ProgramCosts
+from mmplan.draws import default_draws, drawn_batches, running_works
 from mmplan.program.facts import BUCKET_BYTES
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Stage
@@ -27,6 +30,10 @@ from mmplan.simulate import Simulation
 from mmplan.stage_bytes import BytesOfStages, StageBytes
 
 MicroBatch = tuple[int, int]  # (stage, micro-batch)
+Works = Mapping[tuple[str, str], Sequence[float]]  # task and module to running sums over samples
+
+# Batches at most: a run has many more, but the most of few is near to that of many.
+_MOST_DRAWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +87,26 @@ class HeldBytes:
         for edge in costs.program.edges:
             if edge.carries_gradient:
                 self.gradients_back[edge.consumer].append(edge.index)
-
-    def moments(self, rank: int) -> Iterator[Moment]:
-        """What every instruction of a rank does to what it holds, in program order."""
-        return _Walk(self, rank).moments()
+        draws = min(_MOST_DRAWS, default_draws(costs.program))
+        batches = drawn_batches(costs, draws=draws)
+        self._works: list[Works] = [running_works(batch) for batch in batches] or [{}]
 
     def peak(self, rank: int) -> Held:
         """What a rank holds when it holds most; its fixed bytes where it does nothing."""
-        walk = _Walk(self, rank)
-        start = walk.now()
-        return max((m.during for m in walk.moments()), key=lambda held: held.total, default=start)
+        return self._most(rank)[0]
+
+    def _most(self, rank: int) -> tuple[Held, Works]:
+        """The peak, and the batch that has it."""
+        stages = self.costs.program.stages_of(rank)
+        found: list[tuple[Held, Works]] = []
+        for works in self._works:
+            walk = _Walk(self, rank, works)
+            start = walk.now()
+            peak = max((m.during for m in walk.moments()), key=_total, default=start)
+            found.append((peak, works))
+            if not any((stage.task, stage.module) in works for stage in stages):
+                break
+        return max(found, key=lambda item: item[0].total)
 
     def peaks(self) -> list[Held]:
         """The same of every rank."""
@@ -98,7 +115,7 @@ class HeldBytes:
     def over_time(self, simulation: Simulation, rank: int) -> list[tuple[float, float]]:
         """(second, bytes held from then on) of a rank, from 0 to the step's end."""
         start_s, end_s = simulation.clocks.start[rank], simulation.clocks.end[rank]
-        walk = _Walk(self, rank)
+        walk = _Walk(self, rank, self._most(rank)[1])
         points = [(0.0, walk.now().total)]
         for moment in walk.moments():
             points.append((start_s[moment.position], moment.during.total))
@@ -109,10 +126,11 @@ class HeldBytes:
 class _Walk:
     """One rank's way through its program, with what it holds on the way."""
 
-    def __init__(self, of: HeldBytes, rank: int) -> None:
+    def __init__(self, of: HeldBytes, rank: int, works: Works) -> None:
         self._of, self._costs, self._bytes = of, of.costs, of.stages
         self._program = of.costs.program
         self._row = self._program.instructions[rank]
+        self._works = works
         self._gradient_of = self._costs.gradient_bytes(rank)
         places = ((s.index, s.place(rank)) for s in self._program.stages_of(rank))
         self._replica = {index: place[0] for index, place in places if place is not None}
@@ -154,7 +172,7 @@ class _Walk:
         )
 
     def moments(self) -> Iterator[Moment]:
-        """See :meth:`HeldBytes.moments`."""
+        """What every instruction does, in program order."""
         for position, item in enumerate(self._row):
             if isinstance(item, Compute):
                 during = self._compute(position, item)
@@ -175,7 +193,10 @@ class _Walk:
     def _compute(self, position: int, item: Compute) -> Held:
         stage = self._program.stages[item.stage]
         start, stop = stage.microbatches[self._replica[stage.index]][item.mb]
-        found = self._bytes.of(stage, stop - start)
+        sums = self._works.get((stage.task, stage.module))
+        # Sums of the same works differ in their last digits; an empty one may be below nothing.
+        worth = stop - start if sums is None else max(round(sums[stop] - sums[start], 9), 0.0)
+        found = self._bytes.of(stage, stop - start, worth)
         if item.op is Op.FORWARD:
             self._activations += sum(found.activations)
             self._others += found.losses

@@ -173,7 +173,7 @@ class CostModel(LinkCosts):
         task: str,
         module: str,
         tp: int,
-        samples: int,
+        samples: float,
         blocks: Blocks | None = None,
         recompute: str = "none",
     ) -> float:

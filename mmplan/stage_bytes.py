@@ -51,39 +51,39 @@ class BytesOfStages:
 
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
-        self._stages: dict[tuple[int, int], StageBytes] = {}
+        self._stages: dict[tuple[int, int, float], StageBytes] = {}
         self._curves: dict[tuple[str, str, int], _Passing | None] = {}
         self._loss_curves: dict[str, Curve | None] = {}
         self.knows_passing = all(self._passing(stage) is not None for stage in costs.program.stages)
 
-    def of(self, stage: Stage, samples: int) -> StageBytes:
-        """Of a micro-batch of so many samples."""
-        key = stage.index, samples
+    def of(self, stage: Stage, samples: int, worth: float) -> StageBytes:
+        """Of a micro-batch of so many samples, worth so many of mean work."""
+        key = stage.index, samples, worth
         if key not in self._stages:
-            self._stages[key] = self._found(stage, samples)
+            self._stages[key] = self._found(stage, samples, worth)
         return self._stages[key]
 
-    def _found(self, stage: Stage, samples: int) -> StageBytes:
+    def _found(self, stage: Stage, samples: int, worth: float) -> StageBytes:
         cut = self.costs.costs.cut_bytes(
             task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
         )
         losses = [self.costs.program.losses[index].name for index in stage.hosted]
-        forward, backward = self._moments(stage, samples)
+        forward, backward = self._moments(stage, worth)
         passed = _passed(stage)
         return StageBytes(
-            activations=self._activations(stage, samples),
+            activations=self._activations(stage, worth),
             first=passed[0] if passed is not None else stage.blocks[1],
             forward=forward,
             backward=backward,
             losses=sum(self.loss_bytes(name, samples) for name in losses),
-            output=samples * cut,
+            output=worth * cut,
         )
 
-    def _activations(self, stage: Stage, samples: int) -> tuple[float, ...]:
+    def _activations(self, stage: Stage, worth: float) -> tuple[float, ...]:
         passed = _passed(stage)
         if passed is None:
             return ()
-        whole = self.costs.activation_bytes(stage, samples)
+        whole = self.costs.activation_bytes(stage, worth)
         shares = [
             self.costs.costs.activation_share(
                 task=stage.task, module=stage.module, blocks=(block, block + 1)
@@ -93,29 +93,32 @@ class BytesOfStages:
         total = sum(shares)
         return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
 
-    def _moments(self, stage: Stage, samples: int) -> tuple[float, float]:
+    def _moments(self, stage: Stage, worth: float) -> tuple[float, float]:
         """Most of a forward and of a backward, beside what they leave."""
         known = self._passing(stage)
         if known is None:
             return 0.0, 0.0
-        alone = known.forward_only.at(samples)
+        work = self.costs.costs.sampled_work(stage.task)
+        # In samples like those that the points were taken on.
+        size = worth * (1.0 if work is None else work.mean(stage.module))
+        alone = known.forward_only.at(size)
         passed = _passed(stage)
         if passed is None:
             return alone, 0.0
-        backward = known.backward_extra.at(samples)
+        backward = known.backward_extra.at(size)
         if self.costs.recomputes(stage):
             # A block runs forward again, and holds all of its activations while it runs back.
-            return alone, backward + self._largest_block(stage, samples, passed)
-        forward = known.forward_extra.at(samples)
+            return alone, backward + self._largest_block(stage, worth, passed)
+        forward = known.forward_extra.at(size)
         return (forward if passed == stage.blocks else max(forward, alone)), backward
 
-    def _largest_block(self, stage: Stage, samples: int, passed: tuple[int, int]) -> float:
+    def _largest_block(self, stage: Stage, worth: float, passed: tuple[int, int]) -> float:
         return max(
             self.costs.costs.activation_bytes(
                 task=stage.task,
                 module=stage.module,
                 tp=stage.tp,
-                samples=samples,
+                samples=worth,
                 blocks=(block, block + 1),
             )
             for block in range(*passed)
