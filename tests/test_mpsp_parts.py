@@ -14,6 +14,7 @@ from scipy.optimize import linprog
 from mmplan.links import message_s
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp_bounds import curve, level_bound
+from mmplan.solvers.mpsp_drafts import block_ends, whole_blocks
 from mmplan.solvers.mpsp_flows import reductions_s, transfer_s
 from mmplan.solvers.mpsp_model import Instance, parts
 from mmplan.solvers.mpsp_simplex import maximize
@@ -134,3 +135,30 @@ def test_sums_of_other_ranks_share_the_interfaces_of_their_nodes() -> None:
     one_s = reductions_s(two_nodes(), dict(list(holders.items())[:1]), sizes)
     # Bytes take three times as long, latencies do not.
     assert reductions_s(two_nodes(), holders, sizes) == pytest.approx(3 * one_s, rel=0.01)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), min_size=1, max_size=6),
+)
+@example([1, 1, 1], [(0, 1), (1, 1)])  # half of three blocks: two ends are as near
+def test_shares_become_whole_blocks(seconds: list[int], shares: list[tuple[int, int]]) -> None:
+    total = sum(share for _, share in shares)
+    if not total:
+        return
+    ends = block_ends(np.array([seconds, seconds], dtype=np.float64))
+    assert ends == pytest.approx([0, *(x / sum(seconds) for x in accumulate(seconds))])
+    found = whole_blocks(ends, [(k, s / total, float(n)) for n, (k, s) in enumerate(shares)])
+    # Every block once, in order; neighbours have other counts.
+    assert [a for _, a, _, _ in found] == [0, *(b for _, _, b, _ in found[:-1])]
+    assert found[-1][2] == len(seconds)
+    assert all(a < b for _, a, b, _ in found)
+    assert all(first[0] != second[0] for first, second in pairwise(found))
+    # A cut is where some share ends, as near as blocks allow, and is as urgent as what it starts.
+    wanted = [x / total for x in accumulate(share for _, share in shares)]
+    for _, cut, _, urgency in found[1:]:
+        assert any(
+            abs(share - ends[cut]) <= min(abs(share - end) for end in ends) + 1e-9
+            for share in wanted[: int(urgency)]
+        )

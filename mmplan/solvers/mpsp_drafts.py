@@ -6,6 +6,7 @@ or the other way round, so that both together take that long.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -88,26 +89,41 @@ def from_columns(
             part = tables[m][p]
             share = column.seconds / part.time_s[k] * part.time_s.min()
             own[m].append((k, share, float(place)))
-    return [_rounded(chain.both_s, own[m]) for m, chain in enumerate(instance.chains)]
+    totals = [sum(share for _, share, _ in shares) for shares in own]
+    return [
+        whole_blocks(block_ends(chain.both_s), [(k, s / totals[m], u) for k, s, u in own[m]])
+        for m, chain in enumerate(instance.chains)
+    ]
 
 
-def _rounded(table_s: Floats, shares: Sequence[tuple[int, float, float]]) -> list[Piece]:
-    """Whole blocks in proportion to the shares; slices without blocks drop out."""
-    until = np.append(0.0, np.cumsum(table_s.sum(axis=0)))
-    total, done, block = sum(s for _, s, _ in shares), 0.0, 0
-    pieces: list[Piece] = []
+def block_ends(table_s: Floats) -> list[float]:
+    """Share of a chain's time that lies before each end of a block, from 0 to 1."""
+    until = np.cumsum(table_s.sum(axis=0))
+    return [0.0, *(until / until[-1]).tolist()]
+
+
+def whole_blocks(ends: Sequence[float], shares: Sequence[tuple[int, float, float]]) -> list[Piece]:
+    """Slices of whole blocks, each end the nearest to where the shares end.
+
+    What gets no block drops out; shares of one count that follow each other are one slice.
+
+    Args:
+        ends: of the blocks, see :func:`block_ends`.
+        shares: (count index, share, urgency) of the slices in their order; together 1.
+    """
+    pieces, done, block = list[Piece](), 0.0, 0
     for position, (k, share, urgency) in enumerate(shares):
         done += share
-        end = int(np.abs(until - done / total * until[-1]).argmin())
-        if position == len(shares) - 1:
-            end = len(until) - 1
-        if end <= block:
-            continue
-        if pieces and pieces[-1][0] == k:
-            pieces[-1] = (k, pieces[-1][1], end, pieces[-1][3])
-        else:
-            pieces.append((k, block, end, urgency))
-        block = end
+        end = len(ends) - 1
+        if position < len(shares) - 1:
+            end = min(bisect_left(ends, done), end)
+            end -= end > 0 and ends[end] - done > done - ends[end - 1]
+        if end > block:
+            if pieces and pieces[-1][0] == k:
+                pieces[-1] = (k, pieces[-1][1], end, pieces[-1][3])
+            else:
+                pieces.append((k, block, end, urgency))
+            block = end
     return pieces
 
 

@@ -19,11 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 
-import numpy as np
-
-from mmplan.solvers.mpsp_drafts import falling
+from mmplan.solvers.mpsp_drafts import block_ends, falling, whole_blocks
 from mmplan.solvers.mpsp_model import Instance
-from mmplan.solvers.mpsp_schedule import Piece, Pieces
+from mmplan.solvers.mpsp_schedule import Pieces
 
 # Ways to share out: how much slack a chain has at least that waits, as a share of the bound, and
 # how much later C may be where a chain then keeps its count.
@@ -83,11 +81,7 @@ class Fluid:
             for other in set(chain.after):
                 self._then[other].append(m)
         self._before = [len(set(c.after)) for c in chains]
-        # Share of a chain's time that lies before each end of a block.
-        self._until: list[list[float]] = []
-        for chain in chains:
-            until = np.cumsum(chain.both_s.sum(axis=0))
-            self._until.append([0.0, *(until / until[-1]).tolist()])
+        self._ends = [block_ends(chain.both_s) for chain in chains]
 
     def draw(self, best: Setting | None) -> Setting:
         """A setting near the best one, or anywhere."""
@@ -129,7 +123,7 @@ class Fluid:
         while state.active:
             self._share_out(state, setting)
             self._advance(state, shares)
-        return [self._rounded(m, own) for m, own in enumerate(shares)]
+        return [whole_blocks(ends, own) for ends, own in zip(self._ends, shares, strict=True)]
 
     def _tails(self, spans: Sequence[float]) -> list[float]:
         tails = [0.0] * len(spans)
@@ -229,23 +223,6 @@ class Fluid:
             if state.left[m] <= _DONE:
                 state.end(m, self._then[m])
         state.now += step_s
-
-    def _rounded(self, m: int, shares: Sequence[tuple[int, float, float]]) -> list[Piece]:
-        """Whole blocks; shares of one count that follow each other are one piece."""
-        until, pieces, done, block = self._until[m], list[Piece](), 0.0, 0
-        for position, (k, share, start_s) in enumerate(shares):
-            done += share
-            end = len(until) - 1
-            if position < len(shares) - 1:
-                end = min(bisect_left(until, done), end)
-                end -= end > 0 and until[end] - done > done - until[end - 1]
-            if end > block:
-                if pieces and pieces[-1][0] == k:
-                    pieces[-1] = (k, pieces[-1][1], end, pieces[-1][3])
-                else:
-                    pieces.append((k, block, end, start_s))
-                block = end
-        return pieces
 
 
 class _State:
