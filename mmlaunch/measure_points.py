@@ -29,7 +29,7 @@ from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.measure_work import WorkSampler
 from mmlaunch.tp import block_plan, shard_block
 from mmplan.errors import InvalidInputError
-from mmplan.schema.factories import build_loss, build_module, tied_parameters
+from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
 from mmplan.schema.workload import Workload
 
 Json = dict[str, Any]
@@ -122,6 +122,7 @@ class Measurer:
             "blocks": len(module),
             "parameters": sum(owned),
             "block_parameters": owned,
+            "tied_blocks": tied_blocks(module),
             "tps": degrees,
             "refused": refused,
         }

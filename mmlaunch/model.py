@@ -24,6 +24,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.samples import intersect
 from mmplan.program.shards import whole_sums
+from mmplan.program.ties import groups_of
 from mmplan.schema.factories import build_loss, build_module, tied_parameters
 from mmplan.schema.workload import Workload
 from mmplan.words import counted, size
@@ -376,14 +377,4 @@ def tie_sums(program: Program, ties: Sequence[Tie]) -> list[tuple[Tie, list[tupl
     Raises:
         InvalidInputError: see :func:`mmplan.program.shards.whole_sums`.
     """
-    found: list[tuple[Tie, list[tuple[Ranks, Ranks]]]] = []
-    for tie in ties:
-        groups = dict.fromkeys(
-            group
-            for stage in program.stages
-            if stage.owner == tie.owner
-            and any(stage.blocks[0] <= b < stage.blocks[1] for b in tie.blocks)
-            for group in stage.ranks
-        )
-        found.append((tie, whole_sums(list(groups))))
-    return found
+    return [(t, whole_sums(groups_of(program.stages, t.owner, t.blocks))) for t in ties]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmplan.costs import CostModel
-from mmplan.errors import InvalidInputError
+from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import (
     FileReference,
@@ -21,6 +21,7 @@ from mmplan.schema.plan import (
 from mmplan.schema.workload import TaskView
 from mmplan.solvers.problem import Problem, Request
 from mmplan.solvers.units import last_stage_ranks
+from mmplan.words import counted, missing, size
 
 
 def file_reference(path: str | Path, folder: Path) -> FileReference:
@@ -133,12 +134,32 @@ def _reordered(unit: Unit, changes: Mapping[str, str | int]) -> Unit:
     return unit.model_copy(update={"schedule": unit.schedule.model_copy(update=changes)})
 
 
+def none_fits(
+    too_large: Sequence[float], dropped: Sequence[InvalidInputError], memory: float, told: str
+) -> InfeasibleError | InvalidInputError:
+    """What to say when no candidate can run.
+
+    Args:
+        too_large: bytes that the candidates hold on their fullest device.
+        dropped: why others were left out.
+        memory: bytes of a device.
+        told: of the search.
+    """
+    if not too_large:
+        return dropped[0]
+    return InfeasibleError(
+        f"the smallest of {counted(len(too_large), 'plan')} holds {size(min(too_large))} "
+        f"on a device, {missing(min(too_large), memory)}{told}",
+        hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
+    )
+
+
 def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
     """What this plan asks of the profile beyond the sizes that were measured."""
     asked = CostModel(costs.profile, costs.cluster, costs.training)
     for unit in plan.units:
-        for size in sorted({size for sizes in unit.microbatches for size in sizes}):
-            asked.forward_s(task=unit.task, module=unit.module, tp=unit.tp, samples=size)
+        for samples in sorted({number for sizes in unit.microbatches for number in sizes}):
+            asked.forward_s(task=unit.task, module=unit.module, tp=unit.tp, samples=samples)
     for task in plan.tasks.values():
         for name, loss in task.losses.items():
             if loss.sync_batch is not None:

@@ -15,15 +15,17 @@ from mmplan.costs import CostModel, check_cluster
 from mmplan.draft import (
     extrapolations,
     file_reference,
+    none_fits,
     other_orders,
     placed_losses,
     planned_tasks,
     straggler_note,
 )
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InvalidInputError
 from mmplan.excerpt import Outline, outline
 from mmplan.labels import idle_ranks, spans
 from mmplan.least_memory import least_memory_bytes
+from mmplan.program.ties import check_ties
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
@@ -37,7 +39,7 @@ from mmplan.solvers.sync_batch import largest_of_all_tasks
 from mmplan.symmetry import BestSteps, simulated
 from mmplan.trials import Trials, Tried, rank, rounded, run_trials, runner_up
 from mmplan.useful import useful_devices
-from mmplan.words import counted, missing, size
+from mmplan.words import counted
 
 # Plans beyond the first of each kind are simulated for at most this many budgets.
 SIMULATION_BUDGETS = 10
@@ -159,7 +161,7 @@ class _Drafts:
         self._tasks = planned_tasks(request)
         self._costs = {training.zero: request.costs}
         self._too_large: list[float] = []
-        self._without_order: list[InvalidInputError] = []
+        self._dropped: list[InvalidInputError] = []
         self._notes_on_search: list[str] = []
         # What was looked at so far, in instructions.
         self._work = 0
@@ -198,7 +200,9 @@ class _Drafts:
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
             tried += self._try(solution, candidate)
         if not tried:
-            raise self._none_fits()
+            told = "".join(f"; {note}" for note in self._notes_on_search)
+            memory_bytes = self._request.cluster.device.memory_bytes
+            raise none_fits(self._too_large, self._dropped, memory_bytes, told)
         return tried
 
     def _try(self, solution: Solution, candidate: Candidate) -> Iterator[Tried]:
@@ -206,14 +210,16 @@ class _Drafts:
         memory_bytes = self._request.cluster.device.memory_bytes
         try:
             drawn = outline(draft)
+            check_ties(drawn.graph.stages, self._request.costs.profile.ties)
             self._work += EACH_PLAN + sum(sum(stage.rounds) for stage in drawn.enough.stages)
             needed = least_memory_bytes(draft, self._costs_of(draft), drawn)
             if needed <= memory_bytes:
                 draft = self._simulated(draft, drawn)
                 needed = max(draft.predicted.memory_bytes, default=0.0)
         except InvalidInputError as error:
-            # Orders of a chain may wait for each other; the other candidates need not.
-            self._without_order.append(error)
+            # Orders of a chain may wait for each other, tied blocks may lie under several tp
+            # degrees; the other candidates need not.
+            self._dropped.append(error)
             return
         if needed > memory_bytes:
             self._too_large.append(needed)
@@ -226,18 +232,6 @@ class _Drafts:
             candidate=candidate,
             plan=draft,
             is_baseline=solution.solver in BASELINES,
-        )
-
-    def _none_fits(self) -> InfeasibleError | InvalidInputError:
-        """What to say when no candidate can run."""
-        if not self._too_large:
-            return self._without_order[0]
-        needed, memory = min(self._too_large), self._request.cluster.device.memory_bytes
-        return InfeasibleError(
-            f"the smallest of {counted(len(self._too_large), 'plan')} holds {size(needed)} "
-            f"on a device, {missing(needed, memory)}"
-            + "".join(f"; {note}" for note in self._notes_on_search),
-            hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
         )
 
     def finish(
@@ -390,9 +384,9 @@ class _Drafts:
         beyond = extrapolations(best.plan, request.costs)
         if beyond:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
-        if self._without_order:
-            count = len(self._without_order)
-            notes.append(f"{counted(count, 'plan')} dropped out: {self._without_order[0].message}")
+        if self._dropped:
+            count = len(self._dropped)
+            notes.append(f"{counted(count, 'plan')} dropped out: {self._dropped[0].message}")
         if self._too_large:
             notes.append(
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"

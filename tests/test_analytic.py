@@ -256,6 +256,7 @@ def test_a_tied_parameter_counts_once(folder: Path) -> None:
     module = _profile(_workload("tied"), folder).modules["m"]
     assert module.block_parameters == (WIDTH * WIDTH + WIDTH, WIDTH)
     assert module.parameters == WIDTH * WIDTH + 2 * WIDTH
+    assert module.tied_blocks == ((0, 1),)
 
 
 def test_outputs_flow_into_the_next_module_and_the_losses(folder: Path) -> None:

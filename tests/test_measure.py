@@ -379,6 +379,7 @@ def tied():
     assert found["tps"] == [1]
     assert "0.0.weight, which another block shares" in found["refused"]["2"]
     assert found["block_parameters"] == [20, 4], "a tied parameter counts once"
+    assert found["tied_blocks"] == ((0, 1),)
 
 
 def test_a_step_is_repeated_until_its_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:

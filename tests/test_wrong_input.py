@@ -242,6 +242,10 @@ def set_point(field: str, value: object) -> Change:
         (set_point("speed", 1), ("modules.sound.points.0.speed", "unknown field")),
         (lambda p: p["modules"]["sound"].update(points=[]), ("modules.sound.points",)),
         (lambda p: p["modules"]["sound"].update(block_work=[1, 2]), ("block_work", "4 blocks")),
+        (
+            lambda p: p["modules"]["sound"].update(tied_blocks=[[0, 9]]),
+            ("modules.sound", "tied_blocks.0: [0, 9] are not several of the blocks 0..3"),
+        ),
         (lambda p: p["cluster"]["device"].update(memory_bytes=0), ("cluster.device.memory_bytes",)),
         (lambda p: p.update(version=7), ("version 7", "up to 1")),
         (lambda p: p.update(source="guessed"), ("source", "'guessed'")),

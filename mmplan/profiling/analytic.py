@@ -19,6 +19,7 @@ from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.profiling.grid import microbatch_sizes
 from mmplan.profiling.roofline import Roofline
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.factories import tied_blocks
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 
@@ -100,6 +101,7 @@ def _module_profile(
         block_parameters=tuple(map(float, parameters)) if any(parameters) else None,
         block_activation_bytes=saved if any(saved) else None,
         block_boundary_bytes=tuple(outputs),
+        tied_blocks=tied_blocks(built) or None,
         parameters=float(sum(parameters)),
         flops_per_sample=sum(float(c.forward.table[:, FLOPS].sum()) for c in base) / BASE,
         output_bytes_per_sample=flow.output_bytes(module),

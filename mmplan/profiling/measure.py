@@ -274,6 +274,7 @@ def _module_profile(use: _Use, described: Json, found: Found) -> ModuleProfile:
         block_parameters=tuple(map(float, described["block_parameters"])),
         block_activation_bytes=tuple(activations) if any(activations) else None,
         block_boundary_bytes=tuple(outputs),
+        tied_blocks=described.get("tied_blocks") or None,
         parameters=float(described["parameters"]),
         flops_per_sample=sum(block["flops"] for block in blocks),
         output_bytes_per_sample=outputs[-1],

@@ -171,6 +171,14 @@ def tied_parameters(module: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def tied_blocks(module: nn.Sequential) -> tuple[tuple[int, ...], ...]:
+    """The blocks of each parameter that several blocks share; equal ones once."""
+    blocks: dict[str, set[int]] = {}
+    for alias, first in tied_parameters(module).items():
+        blocks.setdefault(first, set()).update(int(n.split(".")[0]) for n in (alias, first))
+    return tuple(sorted({tuple(sorted(own)) for own in blocks.values() if len(own) > 1}))
+
+
 def frozen_blocks(
     frozen: bool | Sequence[tuple[int, int]], num_blocks: int, *, field: str = "frozen"
 ) -> tuple[bool, ...]:

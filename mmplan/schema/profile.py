@@ -12,6 +12,7 @@ from mmplan.schema.base import (
     Bool,
     Count,
     Document,
+    Index,
     Positive,
     Record,
     Size,
@@ -70,6 +71,7 @@ class ModuleProfile(Record):
         flops_per_sample: of the forward.
         output_bytes_per_sample: what crosses a cut after the last block.
         boundary_bytes_per_sample: what crosses a cut between two blocks.
+        tied_blocks: the blocks of each parameter that several blocks share.
         points: the times; a ``tp`` without points is not an option for the solver.
     """
 
@@ -80,6 +82,9 @@ class ModuleProfile(Record):
     block_boundary_bytes: tuple[Size, ...] | None = Field(
         default=None,
         description="bytes per sample after block i; replaces boundary_bytes_per_sample",
+    )
+    tied_blocks: tuple[tuple[Index, ...], ...] | None = Field(
+        default=None, description="blocks, ascending, of each parameter that several share"
     )
     parameters: Size
     flops_per_sample: Size = 0
@@ -102,6 +107,12 @@ class ModuleProfile(Record):
                 raise ValueError(f"{name} has {len(values)} values for {self.blocks} blocks")
             if not sum(values) and name == "block_work":
                 raise ValueError("block_work adds up to 0")
+        for i, tied in enumerate(self.tied_blocks or ()):
+            if len(tied) < 2 or list(tied) != sorted(set(tied)) or tied[-1] >= self.blocks:
+                raise ValueError(
+                    f"tied_blocks.{i}: {list(tied)} are not several of the blocks "
+                    f"0..{self.blocks - 1}, ascending"
+                )
         for i, point in enumerate(self.points):
             if point.blocks is not None and point.blocks > self.blocks:
                 raise ValueError(f"points.{i}.blocks: {point.blocks} of {self.blocks} blocks")
@@ -268,6 +279,11 @@ class Profile(Document):
     )
     fits: Fits | None = None
     provenance: dict[Str, Any] = Field(default_factory=dict)
+
+    @property
+    def ties(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Module to the blocks of each parameter that several of its blocks share."""
+        return {name: own.tied_blocks for name, own in self.modules.items() if own.tied_blocks}
 
     @model_validator(mode="after")
     def _overrides_are_valid(self) -> Profile:

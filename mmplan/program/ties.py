@@ -1,0 +1,55 @@
+"""Blocks that share a parameter, and what that asks of the tensor-parallel groups that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.model import Stage
+from mmplan.program.shards import Ranks, is_crowded, whole_sums
+
+
+def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> list[Ranks]:
+    """The distinct tensor-parallel groups that run any of a module's blocks."""
+    wanted = set(blocks)
+    return list(
+        dict.fromkeys(
+            group
+            for stage in stages
+            if stage.owner == owner and not wanted.isdisjoint(range(*stage.blocks))
+            for group in stage.ranks
+        )
+    )
+
+
+def check_ties(stages: Sequence[Stage], ties: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Refuse groups in which the gradient of a shared parameter cannot be summed.
+
+    It is whole on every rank: each group that runs one of its blocks brings it once.
+
+    Args:
+        stages: of a whole plan.
+        ties: module to the blocks of each parameter that several of them share.
+
+    Raises:
+        InvalidInputError: a rank runs one of the blocks as two different shards, or no choice of
+            ranks has one of each group.
+    """
+    for owner, together in ties.items():
+        for blocks in together:
+            if not _can_sum(stages, owner, blocks):
+                raise InvalidInputError(
+                    f"modules.{owner}: blocks {', '.join(map(str, blocks))} share a parameter, "
+                    "whose gradient units of different tp with ranks in common cannot sum",
+                    hint=f"give all of its units one tp: modules.{owner}.plan: {{tp: 1}}, say",
+                )
+
+
+def _can_sum(stages: Sequence[Stage], owner: str, blocks: Sequence[int]) -> bool:
+    if any(is_crowded(own) for b in blocks if (own := groups_of(stages, owner, [b]))):
+        return False
+    groups = groups_of(stages, owner, blocks)
+    try:
+        return not groups or bool(whole_sums(groups))
+    except InvalidInputError:
+        return False
