@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmplan import planner
+from mmplan.profiling.data import profile_data
 from mmplan.profiling.measure import measure_profile
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
@@ -20,7 +21,7 @@ def workload_path(name: str) -> Path:
 
 
 def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick: bool) -> Path:
-    """Measure a workload on this machine's processors, as ``mmplan profile --device cpu``.
+    """Measure a workload on this machine's processors: ``mmplan profile --device cpu --data``.
 
     Args:
         name: of the workload.
@@ -38,7 +39,7 @@ def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick
 def profiled_file(
     workload: Path, path: Path, *, num_processes: int | None = None, quick: bool = False
 ) -> None:
-    """The same for any workload's file; the profile goes to ``path``."""
+    """The same for any workload's file, with ``--data``; the profile goes to ``path``."""
     state = path.with_suffix(".partial")
     state.unlink(missing_ok=True)  # of another day, perhaps of another load
     profile = measure_profile(
@@ -48,6 +49,7 @@ def profiled_file(
         state_path=state,
         quick=quick,
     )
+    profile = profile_data(profile, load_workload(workload), workload.parent, state_path=state)
     state.unlink(missing_ok=True)
     save_document(profile, path)
 
