@@ -71,7 +71,7 @@ class Comparison:
         main: the setting that plans are compared at: the most devices, the workload's batch.
         settings: that one, then the others as they were asked for.
         refused: solvers without a plan.
-        omitted: solvers that were not asked and batches that the workload cannot have, and why.
+        omitted: sentences on solvers that were not asked and batches that the workload cannot have.
         baseline: solver that ratios refer to; it has a plan at ``main``.
         baseline_is: why that one, in words.
         tasks: samples of each task in a step of the main setting.
@@ -229,7 +229,8 @@ def _names(
     # A ratio needs both sides.
     names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))
     apart = [] if solvers else [name for name in known if name not in names]
-    return names, [f"{', '.join(apart)}: for several tasks unless named"] if apart else []
+    reason = "are left out: they are for several tasks, unless --solvers names them"
+    return names, [f"{', '.join(apart)} {reason}"] if apart else []
 
 
 def _jobs(
@@ -251,7 +252,7 @@ def _jobs(
         try:
             changed = with_batch(workload, batch)
         except InvalidInputError as error:
-            impossible.append(error.message)
+            impossible.append(f"left out: {error.message}")
         else:
             settings.setdefault(Setting(devices=main.devices, batch=batch), changed)
     return [

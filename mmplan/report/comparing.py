@@ -51,9 +51,10 @@ def comparison_row(found: Comparison, solver: str, plan: Plan) -> tuple[str, ...
     )
 
 
-def baseline_words(found: Comparison) -> str:
-    """What ratios refer to, and why."""
-    return f"x {found.baseline}: samples/s over those of {found.baseline}, {found.baseline_is}"
+def baseline_words(found: Comparison, times: str = "x") -> str:
+    """What ratios refer to, and why; a page has a better sign for times."""
+    name = found.baseline
+    return f"{times} {name}: samples/s over those of {name}, {found.baseline_is}"
 
 
 def setting_words(found: Comparison, setting: Setting) -> str:
@@ -108,7 +109,7 @@ def left_out_lines(found: Comparison) -> list[str]:
         for item in found.refused
         if item.setting != found.main and item.solver in solvers
     ]
-    return [*lines, *(f"left out: {reason}" for reason in found.omitted)]
+    return [*lines, *found.omitted]
 
 
 def _reason(refused: Refused, pronoun: str) -> str:

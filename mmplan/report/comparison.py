@@ -93,7 +93,7 @@ def _plans(found: Comparison) -> str:
         + _rate_bars(found)
         + markup.table(columns, rows, label="Plans of all solvers")
         + markup.note(
-            f"{baseline_words(found)}. Gap: how far a plan may be from the best of its "
+            f"{baseline_words(found, '×')}. Gap: how far a plan may be from the best of its "
             "solver's own formula. Idle and communication: shares of the devices used."
         )
         + (

@@ -23,9 +23,10 @@ _MARGIN = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """What a device does for one unit."""
+    """What a device does for one unit, which may have some blocks of its module only."""
 
     unit: Unit
+    whole: bool
     index: int
     replica: int
     stage: int
@@ -39,13 +40,19 @@ class _Place:
             parts.append(f"stage {self.stage + 1}/{self.unit.pp}")
         if self.unit.tp > 1:
             parts.append(f"tp {self.tp_index}")
-        return self.unit.name, " · ".join(parts) or "whole module"
+        own = "whole module" if self.whole else f"blocks {self._blocks}"
+        return self.unit.name, " · ".join(parts) or own
+
+    @property
+    def _blocks(self) -> str:
+        return f"[{self.unit.blocks[0][0]}, {self.unit.blocks[-1][1]})"
 
     @property
     def sentence(self) -> str:
         """The same, complete."""
+        part = "" if self.whole else f" (blocks {self._blocks})"
         return (
-            f"{self.unit.name}, replica {self.replica + 1} of {self.unit.dp}, "
+            f"{self.unit.name}{part}, replica {self.replica + 1} of {self.unit.dp}, "
             f"stage {self.stage + 1} of {self.unit.pp}, tp index {self.tp_index} of {self.unit.tp}"
         )
 
@@ -99,11 +106,14 @@ def topology_section(data: ReportData) -> str:
 def _places(plan: Plan) -> dict[int, list[_Place]]:
     places: defaultdict[int, list[_Place]] = defaultdict(list)
     for index, unit in enumerate(plan.units):
+        blocks = plan.tasks[unit.task].modules[unit.module].blocks
+        whole = sum(b - a for a, b in unit.blocks) == blocks
         for d, replica in enumerate(unit.ranks):
             for p, group in enumerate(replica):
                 for t, rank in enumerate(group):
-                    place = _Place(unit=unit, index=index, replica=d, stage=p, tp_index=t)
-                    places[rank].append(place)
+                    places[rank].append(
+                        _Place(unit=unit, whole=whole, index=index, replica=d, stage=p, tp_index=t)
+                    )
     return places
 
 
