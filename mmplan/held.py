@@ -89,6 +89,7 @@ class HeldBytes:
                 self.gradients_back[edge.consumer].append(edge.index)
         draws = min(_MOST_DRAWS, default_draws(costs.program))
         batches = drawn_batches(costs, draws=draws)
+        self._found: dict[int, tuple[Held, Works]] = {}
         self._works: list[Works] = [running_works(batch) for batch in batches] or [{}]
 
     def peak(self, rank: int) -> Held:
@@ -97,6 +98,11 @@ class HeldBytes:
 
     def _most(self, rank: int) -> tuple[Held, Works]:
         """The peak, and the batch that has it."""
+        if rank not in self._found:
+            self._found[rank] = self._drawn(rank)
+        return self._found[rank]
+
+    def _drawn(self, rank: int) -> tuple[Held, Works]:
         stages = self.costs.program.stages_of(rank)
         found: list[tuple[Held, Works]] = []
         for works in self._works:
@@ -117,9 +123,13 @@ class HeldBytes:
         start_s, end_s = simulation.clocks.start[rank], simulation.clocks.end[rank]
         walk = _Walk(self, rank, self._most(rank)[1])
         points = [(0.0, walk.now().total)]
+        row = self.costs.program.instructions[rank]
         for moment in walk.moments():
-            points.append((start_s[moment.position], moment.during.total))
-            points.append((end_s[moment.position], moment.after_bytes))
+            begins_s, item = start_s[moment.position], row[moment.position]
+            # Messages and gathers go on while what comes after them runs.
+            is_posted = isinstance(item, Message) or item.op is Op.SYNC_START
+            ends_s = begins_s if is_posted else end_s[moment.position]
+            points += [(begins_s, moment.during.total), (ends_s, moment.after_bytes)]
         return points
 
 

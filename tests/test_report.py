@@ -19,10 +19,11 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.trace import trace_events, write_trace
 from mmplan.report import rows, timelines
 from mmplan.report.fits import fit_panels, profile_section
+from mmplan.report.memory import memory_section
 from mmplan.report.overview import overview_section, sharing_note
 from mmplan.report.page import SECTIONS, render, write_report
 from mmplan.report.plots import thinned
-from mmplan.report.sections import memory_section, provenance_section, solver_section
+from mmplan.report.sections import provenance_section, solver_section
 from mmplan.report.source import load_source
 from mmplan.report.topology import topology_section
 from mmplan.report.training import training_section
@@ -479,7 +480,7 @@ def test_measured_memory_stands_beside_the_predicted(tmp_path: Path) -> None:
     held = {"0": predicted[0] / 2, "1": predicted[1] / 4, "99": 1.0, "x": 1.0, "2": None}
     (run / "run.json").write_text(json.dumps(record | {"memory_bytes": held}))
     text = memory_section(load_source(run))
-    assert "predicted / measured is 2.00 to 4.00" in text
+    assert "planned / measured is 2.00 to 4.00" in text
     assert text.count('class="measured"') == 2
     for wrong in ([1.0], "much", {"0": "much"}):
         (run / "run.json").write_text(json.dumps(record | {"memory_bytes": wrong}))

@@ -205,6 +205,7 @@ def explain(
     """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
     from dataclasses import asdict
 
+    from mmplan.held import HeldBytes
     from mmplan.predict import costs_of, plan_profile
     from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
@@ -218,7 +219,8 @@ def explain(
     loaded = plan_profile(document, plan, profile)
     effects = part_effects(document, loaded)
     costs = costs_of(document, loaded)
-    reasons = reasons_of(document, loaded, simulated(costs.program, costs), effects)
+    step = simulated(costs.program, costs)
+    reasons = reasons_of(document, loaded, step, effects, held=HeldBytes(costs))
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:

@@ -23,8 +23,8 @@ from mmplan.report.comparing import (
     left_out_lines,
     setting_words,
 )
+from mmplan.report.memory import in_sight, memory_plot
 from mmplan.report.rows import MOST_BARS, Timeline, timeline
-from mmplan.report.sections import in_sight, memory_plot
 from mmplan.report.skeleton import Part, document
 from mmplan.report.source import Event
 from mmplan.report.timelines import (

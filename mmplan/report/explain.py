@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
+from mmplan.held import HeldBytes
 from mmplan.program.instructions import Compute
 from mmplan.report import format as fmt
 from mmplan.report.console import Grid
@@ -35,7 +36,12 @@ class Reason:
 
 
 def explain(
-    plan: Plan, profile: Profile, simulation: Simulation, effects: Sequence[Effect]
+    plan: Plan,
+    profile: Profile,
+    simulation: Simulation,
+    effects: Sequence[Effect],
+    *,
+    held: HeldBytes | None,
 ) -> list[Reason]:
     """The lines, most important first.
 
@@ -44,6 +50,7 @@ def explain(
         profile: that it was made from.
         simulation: of its program under that profile.
         effects: of its parts, most first; see :func:`mmplan.whatif.part_effects`.
+        held: what a run's ranks are expected to hold, where that is known.
     """
     return [
         Reason(topic="plan", text=_headline(plan, profile, simulation)),
@@ -51,6 +58,7 @@ def explain(
         Reason(topic="binds", text=_binding(plan, effects)),
         Reason(topic="waits", text=_waiting(simulation)),
         Reason(topic="memory", text=_memory(plan, simulation)),
+        *_expected_memory(plan, simulation, held),
         Reason(topic="bound", text=_bound(plan)),
         Reason(topic="instead", text=_instead(plan)),
         *_left_over(plan),
@@ -164,6 +172,26 @@ def _memory(plan: Plan, simulation: Simulation) -> str:
         f"rank {-rank} holds most, {fmt.size(held)} of {fmt.size(capacity)} "
         f"({fmt.percent(held / capacity)})"
     )
+
+
+def _expected_memory(
+    plan: Plan, simulation: Simulation, held: HeldBytes | None
+) -> Iterator[Reason]:
+    """What a run will hold, and whether a plan that fits may still run out of memory."""
+    if held is None:
+        return
+    peaks = [peak.total for peak in held.peaks()]
+    most, rank = max((value, -rank) for rank, value in enumerate(peaks))
+    text = f"a run is expected to hold {fmt.size(most)} on rank {-rank}"
+    if not held.knows_passing:
+        text += ", and what its forwards and backwards take for the moment, which no profile knows"
+    capacity = plan.cluster.device.memory_bytes
+    if most > capacity >= max(simulation.peak_bytes):
+        text += (
+            ": more than a device has, though what the plan counts fits. It may run out of "
+            "memory: solve again with a smaller memory_bytes of the cluster's device"
+        )
+    yield Reason(topic="run's memory", text=text)
 
 
 def _bound(plan: Plan) -> str:

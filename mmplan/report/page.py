@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmplan.report.fits import profile_section
+from mmplan.report.memory import memory_section
 from mmplan.report.overview import overview_section
 from mmplan.report.scaling import scaling_pictures
 from mmplan.report.sections import (
-    memory_section,
     provenance_section,
     solver_section,
     units_section,

@@ -1,23 +1,22 @@
-"""Sections that are tables: units, how the plan was found, memory, where everything is from."""
+"""Sections that are tables: units, how the plan was found, where everything is from."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from itertools import islice
 from textwrap import shorten
 from typing import Any
 
 from mmplan.report import format as fmt
-from mmplan.report import markup, plots
+from mmplan.report import markup
 from mmplan.report.bars import Amount, bars
 from mmplan.report.source import ReportData
 from mmplan.report.topology import unit_colour, unit_letter
 from mmplan.schema.plan import Plan, Unit
 
 _MOST_UNITS = 400
-_MOST_BARS, _SHOWN_BARS = 24, 8
 _MOST_RUNNERS_UP, _FIRST_RUNNERS_UP = 50, 8
 # Characters of another plan's degrees.
 _LABEL = 300
@@ -138,160 +137,6 @@ def _runners_up(plan: Plan) -> str:
         summary = markup.text("summary", f"{len(others)} more")
         shown += markup.element("details", summary + rest, class_="first-wide")
     return markup.text("h3", "Runners-up") + shown
-
-
-def memory_section(data: ReportData) -> str:
-    """Most bytes that each rank is predicted to hold, against a device's memory."""
-    plan = data.plan
-    held = list(enumerate(plan.predicted.memory_bytes))
-    if not held:
-        return markup.note("The plan holds no prediction of memory.")
-    count = len(held) if len(held) <= _MOST_BARS else _SHOWN_BARS
-    fullest = sorted(sorted(held, key=lambda pair: -pair[1])[:count])
-    capacity = plan.cluster.device.memory_bytes
-    most = max(value for _, value in held)
-    mean = sum(value for _, value in held) / len(held)
-    caption = (
-        f"The fullest rank is predicted to hold {fmt.size(most)}, {fmt.percent(most / capacity)} "
-        "of a device's "
-        f"{fmt.size(capacity)}, and {most / mean if mean else 1:.2f} times the mean of all ranks "
-        f"(imbalance): weights, gradients, optimizer state, and the activations of the "
-        "micro-batches in flight."
-    )
-    measured = data.run.memory_bytes if data.run else {}
-    caption += _measured_memory(dict(held), measured, is_cpu=plan.cluster.device.is_cpu)
-    picture = _memory_bars(fullest, measured, capacity=capacity, most=most)
-    if count == len(held):
-        return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
-    whole = memory_plot(
-        [value for _, value in held], capacity, prefix="memory-all", xlabel="rank", width=8.0
-    )
-    caption += f" Below, the {count} fullest of {len(held):,} ranks."
-    return markup.figure(
-        whole, label="Memory of all ranks", caption=markup.esc(caption)
-    ) + markup.figure(picture, label="Memory of the fullest ranks")
-
-
-def _measured_memory(
-    held: Mapping[int, float], measured: Mapping[int, float], *, is_cpu: bool
-) -> str:
-    """What the run's ranks held, in a sentence or three; nothing where none was measured."""
-    both = sorted(set(held) & set(measured))
-    if not both:
-        return ""
-    ratios = [held[rank] / measured[rank] for rank in both if measured[rank]]
-    text = (
-        f" The run's steps held {fmt.size(max(measured[rank] for rank in both))} on their fullest "
-        "rank (short lines)"
-    )
-    if ratios:
-        text += f"; predicted / measured is {min(ratios):.2f} to {max(ratios):.2f}"
-    if is_cpu:
-        text += (
-            ". On a CPU this is the growth of resident memory, with what libraries and malloc "
-            "keep for themselves"
-        )
-    return text + "."
-
-
-def memory_plot(
-    held: Sequence[float],
-    capacity: float,
-    *,
-    prefix: str,
-    xlabel: str,
-    width: float,
-    most: float | None = None,
-) -> str:
-    """Bytes of each device as steps, with the capacity where it is in sight.
-
-    Args:
-        held: bytes, in the order of the axis.
-        capacity: of a device, bytes.
-        prefix: of the picture's ids.
-        xlabel: what the axis counts.
-        width: inches.
-        most: upper end of the scale, bytes; default the most of these.
-    """
-    top = most or max(held) or 1.0
-    unit = fmt.size(top).split()[1]
-    scale = 1000 ** fmt.SIZE_UNITS.index(unit)
-    label = (
-        f"{unit} by {xlabel}: most {fmt.size(max(held))}, least {fmt.size(min(held))}, "
-        f"mean {fmt.size(sum(held) / len(held))}"
-    )
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.stairs([value / scale for value in held], fill=True, color=plots.BLUE)
-        shown = top
-        if in_sight(capacity, top):
-            axes.axhline(capacity / scale, color=plots.INK, linestyle="--", linewidth=1)
-            shown = max(capacity, top)
-        axes.set(xlabel=xlabel, ylabel=unit, xlim=(0, len(held)), ylim=(0, 1.08 * shown / scale))
-
-    return plots.plot(draw, width=width, height=1.9, label=label, prefix=prefix)
-
-
-def in_sight(capacity: float, most: float) -> bool:
-    """Whether a capacity is drawn: far off the scale it would make everything else a hair."""
-    return capacity <= 20 * most
-
-
-def _memory_bars(
-    held: Sequence[tuple[int, float]],
-    measured: Mapping[int, float],
-    *,
-    capacity: float,
-    most: float,
-) -> str:
-    width, left, height = 720.0, 70.0, 22
-    most = max([most, *(measured.get(rank, 0.0) for rank, _ in held)])
-    # A capacity far off the scale would make every bar a hair.
-    on_scale = most >= 0.05 * capacity
-    scale = (width - left - 90) / (max(capacity, most) if on_scale else most or 1.0)
-    drawn: list[str] = []
-    for i, (rank, value) in enumerate(held):
-        y = 22 + i * height
-        full = value > capacity
-        drawn.append(
-            markup.text("text", f"rank {rank}", x=0, y=y + 14)
-            + markup.element(
-                "rect",
-                x=left,
-                y=y + 2,
-                width=f"{max(1.0, value * scale):.1f}",
-                height=height - 6,
-                class_="bar over" if full else "bar",
-            )
-            + markup.text(
-                "text",
-                fmt.size(value) + (" does not fit" if full else ""),
-                x=f"{left + max(value, measured.get(rank, 0.0)) * scale + 6:.1f}",
-                y=y + 14,
-            )
-        )
-        if rank in measured:
-            x = left + measured[rank] * scale
-            drawn.append(markup.element("path", d=f"M{x:.1f} {y}v{height - 2}", class_="measured"))
-    bottom = 22 + len(held) * height
-    if on_scale:
-        x = left + capacity * scale
-        drawn.append(markup.element("path", d=f"M{x:.1f} 14V{bottom}", class_="capacity"))
-        label = f"capacity {fmt.size(capacity)}"
-        drawn.append(markup.text("text", label, x=f"{x - 4:.1f}", y=12, text_anchor="end"))
-    else:
-        label = (
-            f"capacity {fmt.size(capacity)}: {capacity / (most or 1):,.0f} times the longest bar"
-        )
-        drawn.append(markup.text("text", label, x=left, y=12))
-    return markup.svg(
-        "".join(drawn),
-        width=width,
-        height=bottom + 4,
-        label="Bytes per rank: " + ", ".join(f"{r}: {fmt.size(v)}" for r, v in held[:16]),
-        class_="memory",
-    )
 
 
 def provenance_section(data: ReportData) -> str:

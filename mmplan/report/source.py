@@ -11,6 +11,7 @@ from typing import Any
 
 from mmplan.costs import check_cluster
 from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.held import HeldBytes
 from mmplan.predict import costs_of
 from mmplan.program.trace import trace_events
 from mmplan.schema.base import file_sha256, read_text
@@ -119,6 +120,7 @@ class ReportData:
         profile_note: also says when the profile is not the one the plan was made from.
         simulation: of the plan's step; None where it cannot be simulated.
         simulation_note: says why not.
+        held: what its ranks are expected to hold; None likewise.
         effects: of its parts; none where it cannot be simulated.
         predicted: Chrome trace events of the simulated step.
         measured: of the last measured step.
@@ -134,6 +136,7 @@ class ReportData:
     profile_note: str
     simulation: Simulation | None
     simulation_note: str
+    held: HeldBytes | None
     effects: tuple[Effect, ...]
     run: Run | None
     predicted: tuple[Event, ...]
@@ -175,7 +178,7 @@ def load_source(source: Path) -> ReportData:
         plan, run, plan_file = load_plan(source), None, source
         original = source
     profile, note = _load_profile(plan, original)
-    simulation, fault = _simulated(plan, profile)
+    simulation, held, fault = _simulated(plan, profile)
     predicted, measured, notes = _timelines(simulation, fault, run)
     return ReportData(
         plan=plan,
@@ -184,6 +187,7 @@ def load_source(source: Path) -> ReportData:
         profile_note=note,
         simulation=simulation,
         simulation_note=fault,
+        held=held,
         effects=tuple(part_effects(plan, profile)) if profile and simulation else (),
         run=run,
         predicted=predicted,
@@ -317,16 +321,18 @@ def _timelines(
     return predicted, measured, tuple(notes)
 
 
-def _simulated(plan: Plan, profile: Profile | None) -> tuple[Simulation | None, str]:
+def _simulated(
+    plan: Plan, profile: Profile | None
+) -> tuple[Simulation | None, HeldBytes | None, str]:
     """One step, or why there is none."""
     if profile is None:
-        return None, "it needs the profile, which is missing"
+        return None, None, "it needs the profile, which is missing"
     try:
         check_cluster(profile, plan.cluster)
         costs = costs_of(plan, profile)
-        return simulate(costs.program, costs), ""
+        return simulate(costs.program, costs), HeldBytes(costs), ""
     except MMPlanError as error:
-        return None, error.message
+        return None, None, error.message
 
 
 def _trace_list(document: Any) -> list[Event]:

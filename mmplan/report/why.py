@@ -12,6 +12,6 @@ def why_section(data: ReportData) -> str:
     plan, profile = data.plan, data.profile
     if profile is None or data.simulation is None:
         return markup.note(f"Not explained: {data.profile_note or data.simulation_note}")
-    reasons = explain(plan, profile, data.simulation, data.effects)
+    reasons = explain(plan, profile, data.simulation, data.effects, held=data.held)
     rows = [(reason.topic, reason.text) for reason in reasons]
     return markup.table(("", ""), rows, label="Why this plan", head=False)
