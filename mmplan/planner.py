@@ -199,6 +199,8 @@ class _Drafts:
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
             tried += self._try(solution, candidate)
+        else:
+            progress(total, total, "simulated")
         if not tried:
             told = "".join(f"; {note}" for note in self._notes_on_search)
             memory_bytes = self._request.cluster.device.memory_bytes

@@ -61,7 +61,9 @@ def test_searches_and_simulations_are_heard(
         lambda *a, **k: solve(*a, **k, progress=lambda *said: heard.append(said)),
     )
     run_solve(tmp_path, workload({"a": {}}, batch=8), profile({"a": module_profile()}, 4))
-    assert all(0 <= done < total for done, total, _ in heard)
+    assert all(0 <= done <= total for done, total, _ in heard)
+    done, total, note = heard[-1]
+    assert (done, note) == (total, "simulated")
     assert heard[0][2] == "searched, now distmm"
     assert any(note.startswith("simulated") for *_, note in heard)
 
