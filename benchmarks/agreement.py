@@ -25,7 +25,9 @@ class Entry:
         solvers: that made it.
         predicted_s: one prediction, or one for each time that it was run.
         found_s: as many measured or emulated steps.
-        held: predicted over measured bytes of each rank; empty where none were measured.
+        held: bytes that a run is expected to hold over measured ones, of each rank; empty where
+            none were measured.
+        planned: likewise of the bytes that the plan counts.
     """
 
     workload: str
@@ -35,6 +37,7 @@ class Entry:
     predicted_s: list[float] = field(default_factory=list[float])
     found_s: list[float] = field(default_factory=list[float])
     held: list[float] = field(default_factory=list[float])
+    planned: list[float] = field(default_factory=list[float])
 
     @property
     def predicted(self) -> float:
@@ -71,7 +74,7 @@ def plans_table(entries: Sequence[Entry]) -> str:
     several = any(len(entry.found_s) > 1 for entry in entries)
     columns += ["pairs"] * several
     with_memory = any(entry.held for entry in entries)
-    columns += ["memory, predicted / found"] * with_memory
+    columns += ["memory, expected / found", "planned / found"] * with_memory
     return table(columns, [_row(e, several, with_memory) for e in entries])
 
 
@@ -85,8 +88,11 @@ def _row(entry: Entry, several: bool, with_memory: bool) -> list[str]:
         f"{entry.ratio:.3f}",
     ]
     cells += [f"{min(pairs):.2f} to {max(pairs):.2f}"] * several
-    held = f"{min(entry.held):.2f} to {max(entry.held):.2f}" if entry.held else "-"
-    return cells + [held] * with_memory
+    return cells + [_range(entry.held), _range(entry.planned)] * with_memory
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
 
 
 def ranking_table(entries: Sequence[Entry]) -> str:
@@ -119,7 +125,7 @@ def errors(what: str, entries: Sequence[Entry]) -> str:
     held = [abs(ratio - 1) for entry in entries for ratio in entry.held]
     if held:
         text += (
-            f" Peak memory of a rank is {statistics.median(held):.1%} off in the median, "
+            f" Expected peak memory of a rank is {statistics.median(held):.1%} off in the median, "
             f"{max(held):.1%} at worst."
         )
     return text

@@ -28,7 +28,8 @@ from planning import planned, profiled_file, workload_path
 
 from mmplan import planner
 from mmplan.errors import MMPlanError, RunFailedError
-from mmplan.predict import simulate_plan
+from mmplan.held import MOST_DRAWS, HeldBytes
+from mmplan.predict import plan_costs, simulate_plan
 
 WARM_UP = 4
 WORKLOADS = ("large", "frozen", "chain", "tasks")
@@ -55,13 +56,13 @@ def entries(name: str, options: argparse.Namespace, folder: Path) -> list[Entry]
             print(entry, file=sys.stderr)
     for entry, plan_path in found:
         run_dir = plan_path.with_suffix(".memory")
-        _run(plan_path, run_dir, WARM_UP, EAGER_MALLOC)
-        held = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["memory_bytes"]
-        entry.held = [
-            predicted / held[str(rank)]
-            for rank, predicted in enumerate(entry.plan.predicted.memory_bytes)
-            if held.get(str(rank))
-        ]
+        _run(plan_path, run_dir, MOST_DRAWS, EAGER_MALLOC)
+        record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        held = {int(rank): value for rank, value in record["memory_bytes"].items() if value}
+        peaks = HeldBytes(plan_costs(entry.plan, plan_path, first)).peaks()
+        planned = entry.plan.predicted.memory_bytes
+        entry.held = [peaks[rank].total / value for rank, value in held.items()]
+        entry.planned = [planned[rank] / value for rank, value in held.items()]
     return [entry for entry, _ in found]
 
 

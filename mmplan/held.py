@@ -33,7 +33,7 @@ MicroBatch = tuple[int, int]  # (stage, micro-batch)
 Works = Mapping[tuple[str, str], Sequence[float]]  # task and module to running sums over samples
 
 # Batches at most: a run has many more, but the most of few is near to that of many.
-_MOST_DRAWS = 16
+MOST_DRAWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,14 @@ class HeldBytes:
         for edge in costs.program.edges:
             if edge.carries_gradient:
                 self.gradients_back[edge.consumer].append(edge.index)
-        draws = min(_MOST_DRAWS, default_draws(costs.program))
+        draws = min(MOST_DRAWS, default_draws(costs.program))
         batches = drawn_batches(costs, draws=draws)
         self._found: dict[int, tuple[Held, Works]] = {}
         self._works: list[Works] = [running_works(batch) for batch in batches] or [{}]
+
+    def moments(self, rank: int) -> Iterator[Moment]:
+        """What every instruction of a rank does to what it holds, in program order."""
+        return _Walk(self, rank, self._most(rank)[1]).moments()
 
     def peak(self, rank: int) -> Held:
         """What a rank holds when it holds most; its fixed bytes where it does nothing."""

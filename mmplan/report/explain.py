@@ -41,7 +41,7 @@ def explain(
     simulation: Simulation,
     effects: Sequence[Effect],
     *,
-    held: HeldBytes | None,
+    held: HeldBytes | None = None,
 ) -> list[Reason]:
     """The lines, most important first.
 
