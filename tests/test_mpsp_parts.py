@@ -149,7 +149,10 @@ def test_shares_become_whole_blocks(seconds: list[int], shares: list[tuple[int, 
         return
     ends = block_ends(np.array([seconds, seconds], dtype=np.float64))
     assert ends == pytest.approx([0, *(x / sum(seconds) for x in accumulate(seconds))])
-    found = whole_blocks(ends, [(k, s / total, float(n)) for n, (k, s) in enumerate(shares)])
+    # Shares come from numpy too; blocks go into files.
+    given = [(k, np.float64(s / total), float(n)) for n, (k, s) in enumerate(shares)]
+    found = whole_blocks(ends, given)
+    assert {type(block) for _, a, b, _ in found for block in (a, b)} == {int}
     # Every block once, in order; neighbours have other counts.
     assert [a for _, a, _, _ in found] == [0, *(b for _, _, b, _ in found[:-1])]
     assert found[-1][2] == len(seconds)

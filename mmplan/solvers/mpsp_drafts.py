@@ -117,7 +117,8 @@ def whole_blocks(ends: Sequence[float], shares: Sequence[tuple[int, float, float
         end = len(ends) - 1
         if position < len(shares) - 1:
             end = min(bisect_left(ends, done), end)
-            end -= end > 0 and ends[end] - done > done - ends[end - 1]
+            if end > 0 and ends[end] - done > done - ends[end - 1]:
+                end -= 1
         if end > block:
             if pieces and pieces[-1][0] == k:
                 pieces[-1] = (k, pieces[-1][1], end, pieces[-1][3])
