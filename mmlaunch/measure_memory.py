@@ -7,16 +7,18 @@ profiler, on CUDA by the caching allocator's own peak.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
 from mmlaunch.measure_inputs import float_outputs
+from mmlaunch.measure_timing import HeldTensors
 
 # As kineto names an allocation (a release has a negative size).
 _ALLOCATION = "[memory]"
@@ -106,6 +108,39 @@ class _OnCpu:
             left = totals[-1]
             found.append(Level(most=max(totals), left=left))
         return found
+
+
+def kept_bytes(
+    call: Callable[[], Any], known: Sequence[Tensor], device: torch.device, twice: bool
+) -> float:
+    """Bytes held from a forward to its backward, outputs included.
+
+    Args:
+        call: the forward.
+        known: what is there anyway: parameters, buffers, inputs.
+        device: where it computes.
+        twice: count a second forward: narrow copies of weights are none of a micro-batch's, and
+            autocast, which this is called in, keeps those of a first one.
+    """
+    with HeldTensors(known) as first:
+        out = call() if twice else None
+    if device.type == "cuda":
+        del out
+        first.kept.clear()
+        before = torch.cuda.memory_allocated(device)
+        out = call()
+        return max(0.0, float(torch.cuda.memory_allocated(device) - before))
+    with HeldTensors(first.kept) as counted:
+        return float(counted.add(tensors_of(call())))
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from tensors_of(item)
 
 
 def passing_bytes(call: Callable[[], Any], device: torch.device) -> dict[str, int]:

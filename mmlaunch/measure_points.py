@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmlaunch.measure_inputs import (
     Inputs,
@@ -24,7 +24,7 @@ from mmlaunch.measure_inputs import (
 )
 from mmlaunch.measure_links import NoComm, measure_link, tensor_parallel_groups
 from mmlaunch.measure_machine import measure_machine, num_cores
-from mmlaunch.measure_memory import passing_bytes
+from mmlaunch.measure_memory import kept_bytes, passing_bytes, tensors_of
 from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.measure_work import WorkSampler
 from mmlaunch.tp import block_plan, shard_block
@@ -162,17 +162,17 @@ class Measurer:
         module = self._build(name, tp=1)
         args = self._inputs.of_module(task, name, size)
         blocks: list[Json] = []
-        known = [*module.parameters(), *module.buffers(), *_tensors(args)]
+        known = [*module.parameters(), *module.buffers(), *tensors_of(args)]
         value: Any = args
         for index, block in enumerate(module):
             with HeldTensors(known) as held, self._autocast():
                 out = checked_block(name, index, block, value)
-            held_bytes = held.add(_tensors(out))
+            held_bytes = held.add(tensors_of(out))
             known = held.kept
             with self._autocast():
                 flops = block_flops(block, value)
             leaves_module = self._inputs.crossing(task, name, out) if block is module[-1] else out
-            bytes_out = sum(t.numel() * t.element_size() for t in _tensors(leaves_module))
+            bytes_out = sum(t.numel() * t.element_size() for t in tensors_of(leaves_module))
             blocks.append(
                 {
                     "flops": flops / size,
@@ -242,17 +242,12 @@ class Measurer:
 
     def _held_bytes(self, blocks: list[nn.Module], args: Any) -> float:
         """Bytes held from the forward to the backward, outputs included."""
-        if self._device.type == "cuda":
-            before = torch.cuda.memory_allocated()
-            with self._autocast():
-                out = call_blocks(blocks, args)
-            held = torch.cuda.memory_allocated() - before
-            del out
-            return max(0.0, float(held))
-        known = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
-        with HeldTensors([*known, *_tensors(args)]) as counted, self._autocast():
-            out = call_blocks(blocks, args)
-            return float(counted.add(_tensors(out)))
+        held = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
+        twice = self._workload.train.precision == "bf16"
+        with self._autocast():
+            return kept_bytes(
+                lambda: call_blocks(blocks, args), [*held, *tensors_of(args)], self._device, twice
+            )
 
     def _passing_bytes(self, blocks: list[nn.Module], args: Any) -> Json:
         """What the blocks take for the moment; the timed repeats left gradients behind."""
@@ -330,7 +325,7 @@ class Measurer:
         task, name, size = point["task"], point["loss"], point["samples"]
         loss = build_loss(self._workload, name, self._folder).to(self._device)
         args = self._inputs.of_loss(task, name, size)
-        with HeldTensors([*loss.parameters(), *_tensors(args)]) as held, self._autocast():
+        with HeldTensors([*loss.parameters(), *tensors_of(args)]) as held, self._autocast():
             value = checked_loss(name, loss, args)
             held_bytes = held.add([value])
 
@@ -369,14 +364,6 @@ def _timed_backward(out: Any, clock: Clock) -> float:
 
 def _as_json(timing: Timing) -> Json:
     return {"seconds": timing.median_s, "spread_s": timing.spread_s, "repeats": timing.repeats}
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from _tensors(item)
 
 
 def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:

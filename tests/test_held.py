@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from mmlaunch.measure_memory import passing_bytes
+from mmlaunch.measure_memory import kept_bytes, passing_bytes
 from mmplan.held import Held, HeldBytes
 from mmplan.planner import solve
 from mmplan.predict import costs_of, plan_costs
@@ -167,6 +167,16 @@ def test_passing_bytes_are_those_of_the_tensors() -> None:
     assert found["forward_extra_bytes"] == large - small
     # Gradients of the output and of what is before the last layer, and that layer's weight's.
     assert found["backward_extra_bytes"] == pytest.approx(small + large + 16 * width**2, rel=0.01)
+
+
+def test_copies_of_weights_are_none_of_a_micro_batchs() -> None:
+    x = torch.randn(2, 1000)
+    module = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    known = [*module.parameters(), x]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        held = kept_bytes(lambda: module(x), known, torch.device("cpu"), twice=True)
+    # The narrow input, and what both layers give.
+    assert held == 3 * 2 * 2 * 1000
 
 
 @pytest.mark.slow

@@ -184,7 +184,9 @@ def _expected_memory(
     most, rank = max((value, -rank) for rank, value in enumerate(peaks))
     text = f"a run is expected to hold {fmt.size(most)} on rank {-rank}"
     if not held.knows_passing:
-        text += ", and what its forwards and backwards take for the moment, which no profile knows"
+        text += (
+            " and, which its profile does not say, what forwards and backwards take for the moment"
+        )
     capacity = plan.cluster.device.memory_bytes
     if most > capacity >= max(simulation.peak_bytes):
         text += (
