@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mmplan.report.format import seconds
 from mmplan.words import counted, missing, size
 
 
@@ -39,3 +40,11 @@ def test_size(num_bytes: float, said: str) -> None:
 
 def test_missing() -> None:
     assert missing(9.69e10, 8e10) == "a device has 80 GB: 16.9 GB missing"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(2.66e-23, "0 us"), (-1e-18, "0 us"), (2.5e-9, "0.0025 us"), (0.5, "500 ms")],
+)
+def test_seconds(value: float, said: str) -> None:
+    assert seconds(value) == said

@@ -8,8 +8,13 @@ from mmplan.words import SIZE_UNITS as SIZE_UNITS
 from mmplan.words import size as size
 
 
+# Far below what anything takes.
+_LEAST_S = 1e-11
+
+
 def seconds(value: float) -> str:
-    """Seconds with the unit that fits: ``12.3 ms``."""
+    """Seconds with the unit that fits: ``12.3 ms``; what a fit leaves by rounding is 0."""
+    value = 0.0 if abs(value) < _LEAST_S else value
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(value) < limit:
             return f"{value * factor:.3g} {unit}"
