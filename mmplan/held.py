@@ -328,9 +328,14 @@ class _Walk:
             return self.now()
         reduction = self._program.reductions[item.index]
         size = self._costs.reduced_bytes(reduction)
-        during = self.now(others=min(size, BUCKET_BYTES))
-        if self._costs.costs.training.zero:
-            self._gradients -= size * (1 - 1 / len(reduction.ranks))
+        bucket = min(size, BUCKET_BYTES)
+        if not self._costs.costs.training.zero or len(reduction.ranks) == 1:
+            return self.now(others=bucket)
+        # This rank's slice of the sum is there before the gradients go; gloo copies what it sums.
+        own = size / len(reduction.ranks)
+        copies = 2 if self._costs.costs.cluster.device.is_cpu else 1
+        during = self.now(others=own + bucket * copies)
+        self._gradients -= size - own
         return during
 
 

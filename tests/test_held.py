@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from mmplan.held import Held, HeldBytes
 from mmplan.planner import solve
 from mmplan.predict import costs_of, plan_costs
 from mmplan.profiling.measure import measure_profile
-from mmplan.program.instructions import Compute
+from mmplan.program.instructions import Compute, Op
 from mmplan.report.explain import explain
 from mmplan.report.source import load_source
 from mmplan.schema.base import save_document
@@ -101,6 +101,26 @@ def test_a_pipeline_keeps_what_it_sent_and_its_gradients_from_the_first_backward
     assert found["0B2"] == (120 + 40 + 50 + 8 + 10, 120 + 40 + 15)
     last = list(held.moments(0))[-1]
     assert last.after_bytes == 120
+
+
+@pytest.mark.parametrize(
+    ("zero", "fixed", "copied", "left"), [(0, 480, 160, 160), (1, 320, 400, 80)]
+)
+def test_a_sum_copies_gradients_and_of_zero_leaves_a_slice(
+    zero: Literal[0, 1], fixed: float, copied: float, left: float
+) -> None:
+    # 160 bytes of gradient on each of two replicas; ZeRO-1 has 80 of its own sum, and gloo copies.
+    plan = make_plan(unit("v", dp=2, blocks=4), losses=[loss("l", "v")], batch=2, zero=zero)
+    costs = given_profile(40, 4, known=True)
+    device = costs.cluster.device.model_copy(update={"name": "cpu"})
+    cluster = costs.cluster.model_copy(update={"device": device})
+    held = held_bytes(plan, costs.model_copy(update={"cluster": cluster}))
+    row = held.costs.program.instructions[0]
+    # The first one is of the loss's parameters, which are none.
+    empty, full = (m for m in held.moments(0) if row[m.position].op is Op.REDUCE)
+    assert empty.during.total == empty.after_bytes == fixed + 160
+    assert full.during.total == fixed + 160 + copied
+    assert full.after_bytes == fixed + left
 
 
 def test_a_forward_without_a_backward_holds_what_passes_only() -> None:
