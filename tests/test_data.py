@@ -444,9 +444,7 @@ def test_a_failed_write_leaves_the_old_weights_and_no_temporary(tmp_path: Path) 
             raise OSError(28, "No space left on device")
         return WEIGHTS[name]
 
-    with pytest.raises(
-        UnfitEnvironmentError, match=r"disk full: final.safetensors needs 167 B"
-    ):
+    with pytest.raises(UnfitEnvironmentError, match=r"disk full: final.safetensors needs 167 B"):
         write_weights(path, SPECS, failing)
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == before

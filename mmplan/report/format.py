@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from mmplan.words import SIZE_UNITS as SIZE_UNITS
 from mmplan.words import size as size
 
-
 # Far below what anything takes.
 _LEAST_S = 1e-11
 

@@ -147,8 +147,7 @@ class _Planning:
             further += bool(found)
         if not found:
             raise InfeasibleError(
-                "mpsp: no placement of the slices fits, a device lacks "
-                f"{size(self._missing)} at best",
+                f"mpsp: no placement fits, a device lacks {size(self._missing)} at best",
                 hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
             )
         used = {item.rounds: bounds[item.rounds] for item in found}
