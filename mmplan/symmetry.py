@@ -149,7 +149,7 @@ class _WholeCosts(ProgramCosts):
         """Seconds of a compute with all replicas of its stage."""
         return super().compute_s(self.program.stages[stage.index], op, samples)
 
-    def activation_bytes(self, stage: Stage, samples: int) -> float:
+    def activation_bytes(self, stage: Stage, samples: float) -> float:
         """Bytes that a device holds of one micro-batch until its backward has run."""
         return super().activation_bytes(self.program.stages[stage.index], samples)
 
