@@ -301,6 +301,7 @@ class Executor:
             cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
         waited = zip(live.messages, cuts, strict=True)
         given = self._together(stage, [incoming.wait(cut[2]) for (_, incoming), cut in waited])
+        self._mail.returned(message for message, _ in live.messages)
         for cut, gradients in zip(cuts, given, strict=True):
             sums.add(*cut, gradients)
         for element, low, high, grad in self._sync.gradients(stage, mb):

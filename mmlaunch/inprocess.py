@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmlaunch.transport import Done, Group, Link, Ranks, Work
+from mmlaunch.transport import Done, Group, Link, Ranks, Send, Work
 from mmplan.errors import RunFailedError
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ class InProcessTransport:
     def prepare(self, groups: Sequence[Group], links: Sequence[Link]) -> None:
         """Nothing needs preparation here."""
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
         """See :class:`mmlaunch.transport.Transport`."""
         self._world.put((self.rank, peer, tag, backward), tensor.clone())
         return Done()

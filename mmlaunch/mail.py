@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mmlaunch.batches import slice_samples
@@ -96,8 +96,15 @@ class Mail:
             tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
         if len(tensors) > MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
-        tag = self._tag(message)
-        self._outbox.send(tensors, message.peer, tag, backward=message.op == Op.SEND_B)
+        backward = message.op == Op.SEND_B
+        # A forward message is known to be there when its gradient is back.
+        name = None if backward or not edge.carries_gradient else _route(message)
+        self._outbox.send(tensors, message.peer, self._tag(message), backward=backward, name=name)
+
+    def returned(self, gradients: Iterable[Message]) -> None:
+        """Gradients have come: whoever sent them had received what they are of."""
+        for message in gradients:
+            self._outbox.arrived(_route(message))
 
     def finish(self) -> None:
         """Wait until all is sent."""
@@ -113,6 +120,11 @@ class Mail:
         backward = message.op in (Op.SEND_B, Op.RECV_B)
         place = (message.edge * 2 + backward) * self._most_samples + message.start
         return place * MOST_TENSORS
+
+
+def _route(message: Message) -> tuple[int, int, int]:
+    """The same for a forward message and its gradient, on the forward's sender."""
+    return message.edge, message.start, message.peer
 
 
 def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:

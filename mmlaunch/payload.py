@@ -6,7 +6,8 @@ Its *spec* is the same tree with a :class:`LeafSpec` for each leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmlaunch.shares import Part, Share
-from mmlaunch.transport import Done, Link, Transport, Work
+from mmlaunch.transport import Done, Link, Send, Transport, Work
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Program
@@ -122,22 +123,50 @@ class Outbox:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._sent: list[tuple[Work, Tensor]] = []
+        self._sent: deque[tuple[Send, Tensor]] = deque()
+        self._by_name: defaultdict[Hashable, list[Send]] = defaultdict(list)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int, *, backward: bool) -> None:
-        """Start sending; returns at once. Nothing is sent of an empty tensor."""
+    def send(
+        self, tensors: list[Tensor], peer: int, tag: int, *, backward: bool, name: Hashable = None
+    ) -> None:
+        """Start sending; returns at once. Nothing is sent of an empty tensor.
+
+        Args:
+            tensors: of one message.
+            peer: who receives it.
+            tag: of the first tensor.
+            backward: which way it goes.
+            name: for :meth:`arrived`, where something will tell.
+        """
+        self._forget()
         for i, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
             whole = tensor.detach().contiguous()
             work = self._transport.isend(whole, peer, tag + i, backward=backward)
             self._sent.append((work, whole))
+            if name is not None:
+                self._by_name[name].append(work)
+
+    def arrived(self, name: Hashable) -> None:
+        """A message is known to have been received: its tensors may go."""
+        for work in self._by_name.pop(name, ()):
+            work.wait()
+        self._forget()
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         for work, _ in self._sent:
-            work.wait()
+            # gloo's sends wait for ever when they are waited for twice.
+            if not work.is_completed():
+                work.wait()
         self._sent.clear()
+        self._by_name.clear()
+
+    def _forget(self) -> None:
+        """Let go of what is over, the oldest first: sends end about in their order."""
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
 
 
 def message_links(program: Program) -> list[Link]:

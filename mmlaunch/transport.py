@@ -36,6 +36,14 @@ class Work(Protocol):
         ...
 
 
+class Send(Work, Protocol):
+    """A send under way."""
+
+    def is_completed(self) -> bool:
+        """Whether its tensor may go. gloo says so only after a wait."""
+        ...
+
+
 class Transport(Protocol):
     """Moves tensors between ranks. Groups are tuples of ranks in ascending order."""
 
@@ -47,7 +55,7 @@ class Transport(Protocol):
         """Create communicators and connections; every rank passes the same in the same order."""
         ...
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
         """Send a contiguous tensor; it must not change before the work is waited for."""
         ...
 
@@ -102,6 +110,10 @@ class Done:
     def wait(self) -> None:
         """Nothing is left to wait for."""
 
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
 
 class _Watched:
     """Tells the heartbeat whom this rank waits for."""
@@ -113,6 +125,10 @@ class _Watched:
         """Wait, marked as waiting."""
         with self._heartbeat.waiting(self._peers):
             self._work.wait()
+
+    def is_completed(self) -> bool:
+        """See :class:`Send`."""
+        return self._work.is_completed()
 
 
 class DistTransport:
@@ -175,7 +191,7 @@ class DistTransport:
             elif self.rank == target:
                 self.irecv(token, source, 0, backward=backward).wait()
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
         """See :class:`Transport`."""
         if peer == self.rank:
             self._mailbox[tag, backward] = tensor

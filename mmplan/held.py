@@ -7,7 +7,8 @@ from it in both directions:
 - A block's gradient comes with the first backward that makes it and goes with the update. Within
   a backward activations go, block by block, as gradients come.
 - A forward or backward takes memory for the moment, as far as the profile knows.
-- What a stage receives it holds until its backward; what it sent is kept until the step's end.
+- What a stage receives it holds until its backward; what it sent until the gradient of it is back,
+  or until the step's end where none comes.
 - Micro-batches hold as much as their samples are worth: of data that vary, as far as the profile
   knows how, so many batches are drawn and the most of them counts.
 - REDUCE copies gradients, so many bytes at a time; ZeRO-1's leaves a slice of them. Losses hold
@@ -154,7 +155,9 @@ class _Walk:
         self._sent = {
             (item.stage, item.mb)
             for item in self._row
-            if isinstance(item, Message) and item.op is Op.SEND_F
+            if isinstance(item, Message)
+            and item.op is Op.SEND_F
+            and not self._program.edges[item.edge].carries_gradient
         }
         each = self._costs.communicator_bytes
         shared = each * self._costs.communicators(rank) if each else 0.0
