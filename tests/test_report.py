@@ -597,6 +597,17 @@ def test_what_travels_is_counted_inside_and_between_nodes(tmp_path: Path) -> Non
         assert f"vision to llm{cells}" in text
 
 
+def test_features_that_meet_in_a_loss_travel(tmp_path: Path) -> None:
+    towers = {name: module_profile(blocks=1, output_bytes_per_sample=1e6) for name in ("a", "b")}
+    task = workload({"a": {}, "b": {}}, batch=4)
+    # Each of two ranks gets the other's 4 features of 1 MB, in a buffer for all 8.
+    for per_node, cells in ((2, "8 MB–"), (1, "–8 MB")):
+        plan = run_solve(tmp_path, task, profile(towers, 2, per_node=per_node), solver="distmm")
+        save_document(plan, tmp_path / "plan.json")
+        text = Page(topology_section(load_source(tmp_path / "plan.json"))).text
+        assert f", gathered{cells}" in text
+
+
 def test_other_solvers_are_drawn_where_they_were_asked(tmp_path: Path) -> None:
     task = workload({"a": {}, "b": {}}, batch=4)
     given = profile({name: module_profile(blocks=1) for name in ("a", "b")}, 2)

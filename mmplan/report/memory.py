@@ -55,7 +55,7 @@ def memory_section(data: ReportData) -> str:
     caption = _planned_words(planned, capacity)
     if data.held is not None:
         caption += _expected_words(peaks, knows_passing=data.held.knows_passing)
-    caption += _measured_words(rows)
+    caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
 
@@ -104,8 +104,8 @@ def _expected_words(peaks: Sequence[Held], *, knows_passing: bool) -> str:
     return text
 
 
-def _measured_words(rows: Sequence[_Row]) -> str:
-    """What the run's ranks held, in a sentence; nothing where none was measured."""
+def _measured_words(rows: Sequence[_Row], *, is_cpu: bool) -> str:
+    """What the run's ranks held, in a few sentences; nothing where none was measured."""
     found = [row for row in rows if row.measured]
     if not found:
         return ""
@@ -117,7 +117,13 @@ def _measured_words(rows: Sequence[_Row]) -> str:
     if expected:
         text += f"; expected / measured is {min(expected):.2f} to {max(expected):.2f}"
     planned = [row.planned / row.measured for row in found if row.measured]
-    return f"{text}; planned / measured is {min(planned):.2f} to {max(planned):.2f}."
+    text += f"; planned / measured is {min(planned):.2f} to {max(planned):.2f}."
+    if is_cpu:
+        text += (
+            " On a CPU malloc keeps what was freed, in pieces; a run with "
+            "MALLOC_MMAP_THRESHOLD_=131072 in its environment holds what its tensors need."
+        )
+    return text
 
 
 def memory_plot(

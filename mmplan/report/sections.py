@@ -60,8 +60,8 @@ def solver_section(data: ReportData) -> str:
         ("objective", f"{fmt.seconds(solver.objective_s)} (the solver's own formula)"),
         (
             "lower bound",
-            f"{fmt.seconds(solver.lower_bound_s)}: the formula of no plan that the solver "
-            f"may choose is below it, gap {100 * solver.gap:.2f}%",
+            f"{fmt.seconds(solver.lower_bound_s)}: by the formula, no plan that the solver may "
+            f"choose takes less; gap {100 * solver.gap:.2f}%",
         ),
         ("simulated", f"{fmt.seconds(plan.predicted.iteration_s)} (the plan's program)"),
         *(

@@ -1,4 +1,4 @@
-"""What travels between devices in a step: from unit to unit, and gradients that are summed."""
+"""What travels between devices in a step: from unit to unit, features, gradients to be summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def traffic_table(data: ReportData) -> str:
     simulation = data.simulation
     if simulation is None or not isinstance(simulation.costs, ProgramCosts):
         return ""
-    found = [*_messages(simulation, simulation.costs), *_reductions(simulation, simulation.costs)]
+    kinds = _messages, _gathers, _reductions
+    found = [row for kind in kinds for row in kind(simulation, simulation.costs)]
     rows = sorted(found, key=lambda row: -row[1] - row[2])
     if not rows:
         return markup.note("Nothing travels between devices.")
@@ -64,6 +65,17 @@ def _messages(simulation: Simulation, costs: ProgramCosts) -> Iterator[Row]:
                 # A group hands each share on to its other ranks, inside its node.
                 rows[name][0] += size * (program.shares(edge, backward=backward) - 1)
     yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
+
+
+def _gathers(simulation: Simulation, costs: ProgramCosts) -> Iterator[Row]:
+    """Features that the ranks of a loss across samples get of each other."""
+    node_of = costs.costs.cluster.node_of
+    for loss in simulation.program.losses:
+        if loss.sync_batch is not None and len(loss.ranks) > 1:
+            samples = simulation.program.batches[loss.task]
+            size = samples * costs.feature_bytes(loss) * (len(loss.ranks) - 1)
+            spread = len({node_of(rank) for rank in loss.ranks}) > 1
+            yield f"features for {loss.name}, gathered", size * (not spread), size * spread
 
 
 def _reductions(simulation: Simulation, costs: ProgramCosts) -> Iterator[Row]:
