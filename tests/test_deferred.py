@@ -189,7 +189,7 @@ def test_what_cannot_be_deferred_is_built_whole_and_says_why(name: str, reason: 
         (note,) = model.notes
         assert "modules.m: " in note
         assert reason in note
-        assert "240 bytes" in note
+        assert "240 B" in note
 
 
 def test_a_factory_that_fails_is_the_users_error() -> None:

@@ -180,7 +180,7 @@ def test_a_later_set_that_fits_no_device_ends_the_run_before_it_starts(files: Fi
     files.profile.write_text(json.dumps(profile))
     assert files.solve().code == 0
     done = files.start(plan="new.json")
-    refused(done, "planning for the tasks VT, WR", "bytes", code=3)
+    refused(done, "planning for the tasks VT, WR", "a device lacks", code=3)
     assert not (files.run_dir / "run.json").exists()
 
 
