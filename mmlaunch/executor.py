@@ -23,7 +23,7 @@ from mmlaunch.blocks import Blocks, switched_off
 from mmlaunch.data import StepData
 from mmlaunch.gradients import GradientSums, leaf_of
 from mmlaunch.heartbeat import Heartbeat
-from mmlaunch.mail import Mail
+from mmlaunch.mail import Mail, MicroBatch
 from mmlaunch.model import LocalModel
 from mmlaunch.payload import IncomingGradient, element_of, map_tensors
 from mmlaunch.precision import Precision, widened
@@ -35,8 +35,6 @@ from mmlaunch.weight_gradients import WeightGradients
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import Loss, Program, Source, Stage
-
-MicroBatch = tuple[int, int]  # (stage, micro-batch)
 
 
 class ExecutionError(RunFailedError):

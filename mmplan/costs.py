@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mmplan.errors import InvalidInputError
 from mmplan.links import Transfer
-from mmplan.module_costs import CostModel, gradient_blocks
+from mmplan.module_costs import CostModel
 from mmplan.program.facts import (
     StatePart,
     collective_groups,
@@ -18,11 +18,12 @@ from mmplan.program.facts import (
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
+from mmplan.ranges import gradient_blocks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 
-__all__ = ["CostModel", "ProgramCosts", "check_cluster", "gradient_blocks"]
+__all__ = ["CostModel", "ProgramCosts", "check_cluster"]
 
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
 

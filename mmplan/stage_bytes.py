@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmplan.costs import ProgramCosts, gradient_blocks
+from mmplan.costs import ProgramCosts
 from mmplan.fit import fit_curve
 from mmplan.program.model import Loss, Stage
+from mmplan.ranges import gradient_blocks
 from mmplan.schema.profile import Curve, LossProfile, ModuleProfile, Point
 
 

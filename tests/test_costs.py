@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.costs import CostModel, ProgramCosts, check_cluster, gradient_blocks
+from mmplan.costs import CostModel, ProgramCosts, check_cluster
 from mmplan.errors import InvalidInputError
 from mmplan.fit import fit_profile
 from mmplan.links import collective_s
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
+from mmplan.ranges import gradient_blocks
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link, Links, load_cluster
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import LossPoint, LossProfile, Point, Profile

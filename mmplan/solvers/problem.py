@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmplan.costs import CostModel, gradient_blocks
+from mmplan.costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
+from mmplan.ranges import Blocks, gradient_blocks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
-
-Blocks = tuple[int, int]
 
 
 class NotApplicableError(InvalidInputError):
