@@ -97,8 +97,8 @@ def sample_steps(costs: ProgramCosts, *, draws: int | None = None) -> SampledSte
     )
 
 
-def drawn_batches(costs: ProgramCosts, *, draws: int) -> list[Batch]:
-    """Batches in the order in which the runtime takes their samples.
+def first_batches(costs: ProgramCosts, *, number: int) -> list[Batch]:
+    """The first batches of a run, in the order in which it takes their samples.
 
     None where the profile has no data: then nothing tells one batch from another.
     """
@@ -106,7 +106,10 @@ def drawn_batches(costs: ProgramCosts, *, draws: int) -> list[Batch]:
     known = {task: costs.costs.sampled_work(task) for task in program.batches}
     works = {task: work for task, work in known.items() if work is not None}
     orders = {t: BatchOrder(program, t) for t, work in works.items() if work.reordered}
-    batches = (_draw(program, works, number) for number in range(draws if works else 0))
+    batches: Iterator[Batch] = (
+        {task: work.batch(program.batches[task], number=i) for task, work in works.items()}
+        for i in range(number if works else 0)
+    )
     return [_reordered(batch, orders, i) for i, batch in enumerate(batches)]
 
 

@@ -10,7 +10,7 @@ from it in both directions:
 - What a stage receives it holds until its backward; what it sent until the gradient of it is back,
   or until the step's end where none comes.
 - Micro-batches hold as much as their samples are worth: of data that vary, as far as the profile
-  knows how, so many batches are drawn and the most of them counts.
+  knows how, the first batches of a run are taken and the most of them counts.
 - REDUCE copies gradients, so many bytes at a time; ZeRO-1's leaves a slice of them. Losses hold
   their own activations, and those across samples the features of a whole sync batch.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmplan.costs import ProgramCosts
-from mmplan.draws import default_draws, drawn_batches, running_works
+from mmplan.draws import default_draws, first_batches, running_works
 from mmplan.program.facts import BUCKET_BYTES
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Stage
@@ -89,7 +89,7 @@ class HeldBytes:
             if edge.carries_gradient:
                 self.gradients_back[edge.consumer].append(edge.index)
         draws = min(MOST_DRAWS, default_draws(costs.program))
-        batches = drawn_batches(costs, draws=draws)
+        batches = first_batches(costs, number=draws)
         self._found: dict[int, tuple[Held, Works]] = {}
         self._works: list[Works] = [running_works(batch) for batch in batches] or [{}]
 

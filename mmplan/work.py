@@ -66,6 +66,16 @@ class SampledWork:
         picks = generator.integers(self._relative_MN.shape[1], size=batch)
         return dict(zip(self.modules, self._relative_MN[:, picks], strict=True))
 
+    def batch(self, size: int, *, number: int) -> dict[str, Floats]:
+        """Work of the samples of a run's batch, by its number in the first epoch.
+
+        The profile's samples are the first of that epoch's order; beyond them it is drawn.
+        """
+        start, stop = number * size, (number + 1) * size
+        if stop > self._relative_MN.shape[1]:
+            return self.draw(size, number=number)
+        return dict(zip(self.modules, self._relative_MN[:, start:stop], strict=True))
+
     def straggler(self, module: str, *, dp: int, samples: int) -> float:
         """Expected work of the busiest of dp replicas over the mean of all of them, at least 1.
 
