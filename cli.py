@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmplan.arguments import names
 from mmplan.commands import looking, measuring, planning
-from mmplan.commands.options import Json, PlanPath, TasksOption, TimeoutOption, WorkloadOption
+from mmplan.commands.arguments import names
+from mmplan.commands.options import JsonOption, PlanPath, TasksOption, TimeoutOption, WorkloadOption
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
-from mmplan.report.console import Output
-from mmplan.words import counted
+from mmplan.report.terminal.console import Output
+from mmplan.wording import counted
 
 if TYPE_CHECKING:
-    from mmlaunch.run import RunOptions
-    from mmplan.program.timings import Timings
+    from mmlaunch.run.run import RunOptions
+    from mmplan.program.compute_times import Timings
     from mmplan.schema.plan import Plan
 
 _SETTINGS: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _command_line_fault(error: Any) -> InvalidInputError:
 
 def _step_seconds(plan: Plan, beside: Path, workload: Path) -> float:
     """Seconds of real steps on this machine, for ``solve --measure``."""
-    from mmlaunch.trial import step_seconds
+    from mmlaunch.run.trial import step_seconds
 
     return step_seconds(plan, beside, workload=workload)
 
@@ -136,6 +136,10 @@ def run(
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the newest checkpoint of the run folder")
+    ] = False,
+    resume_anyway: Annotated[
+        bool,
+        typer.Option("--resume-anyway", help="also with another batch, seed or learning rate"),
     ] = False,
     save_every: Annotated[
         int, typer.Option("--save-every", metavar="N", min=0, help="steps between checkpoints")
@@ -162,15 +166,15 @@ def run(
         ),
     ] = False,
     timeout: TimeoutOption = 300.0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
-    from mmlaunch.run import RunOptions, prepare
-    from mmlaunch.run import run as start
-    from mmplan.report.following import follow, write_run_trace
+    from mmlaunch.run.run import RunOptions, prepare
+    from mmlaunch.run.run import run as start
+    from mmplan.report.terminal.run_progress import follow, write_run_trace
 
     out = Output(as_json=as_json)
-    if emulate and (resume or save_every or tasks):
+    if emulate and (resume or resume_anyway or save_every or tasks):
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
             hint="leave --save-every, --resume and --tasks out",
@@ -183,7 +187,8 @@ def run(
         plan=plan,
         steps=steps,
         run_dir=run_dir,
-        resume=resume,
+        resume=resume or resume_anyway,
+        resume_anyway=resume_anyway,
         save_every=save_every,
         max_restarts=max_restarts,
         workload=workload,
@@ -216,8 +221,8 @@ def run(
 
 def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:
     """A plan's tasks, and what its computes take, for processes that wait instead."""
-    from mmplan.predict import compute_timings, plan_costs
     from mmplan.schema.load import load_plan
+    from mmplan.simulation.predict import compute_timings, plan_costs
 
     os.environ["MMLAUNCH_DEVICE"] = "cpu"
     out.text("EMULATED: computes are waits of the profile's times; nothing is trained")
@@ -229,7 +234,7 @@ def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., P
     """Plans for other tasks with the given plan's profile, devices and solver."""
 
     def planned(tasks: tuple[str, ...], output: Path) -> Plan:
-        from mmplan.replan import replan
+        from mmplan.planning.replan import replan
 
         out.text(f"planning for the tasks {', '.join(tasks)}")
         return replan(
@@ -252,11 +257,11 @@ def verify(
         bool, typer.Option("--in-process", help="ranks as threads of this process")
     ] = False,
     timeout: TimeoutOption = 300.0,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """One planned step against one process: every gradient, by name."""
-    from mmlaunch.run import RunOptions, prepare
-    from mmlaunch.run import verify as start
+    from mmlaunch.run.run import RunOptions, prepare
+    from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)

@@ -37,13 +37,13 @@ from typing import Any
 import numpy as np
 from page import conditions, table, write_section
 
-from mmplan.costs import CostModel
+from mmplan.costs.program_costs import CostModel
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
-from mmplan.solvers.convex_core import Found, best_plans
-from mmplan.solvers.convex_groups import Pipelines
-from mmplan.solvers.convex_relaxation import AlgorithmOne, Candidates, Relaxation
+from mmplan.solvers.convex.backbone_groups import Pipelines
+from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
+from mmplan.solvers.convex.relaxation import AlgorithmOne, Candidates, Relaxation
 from mmplan.solvers.problem import Problem, Request
 
 SIZES = ((112, 240), (324, 480), (648, 960), (1296, 1920))
@@ -150,7 +150,7 @@ def make_problem(devices: int, batch: int) -> Problem:
     return Problem(request=request, task=tasks["default"])
 
 
-def exact(problem: Problem, *, factors: bool) -> tuple[Pipelines, Found]:
+def exact(problem: Problem, *, factors: bool) -> tuple[Pipelines, FormulaPlan]:
     """Everything the solver does but the plan's units."""
     pipelines = (
         Pipelines(problem, microbatches=[1], interleaved=False, divisible=True)

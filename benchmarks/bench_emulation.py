@@ -22,14 +22,14 @@ from agreement import EXPLAINED, Entry, does_the_same, errors, plans_table, rank
 from page import conditions, write_section
 from planning import planned
 
-from mmlaunch.trial import step_seconds
-from mmplan import planner
+from mmlaunch.run.trial import step_seconds
 from mmplan.errors import MMPlanError
-from mmplan.predict import compute_timings, plan_costs
+from mmplan.planning import planner
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.schema.base import save_document
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.workload import load_workload
+from mmplan.simulation.predict import compute_timings, plan_costs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 WORKLOADS = ("clip-digits", "mllm-digits", "multitask-digits")

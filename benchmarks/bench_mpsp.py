@@ -29,10 +29,11 @@ import numpy as np
 import waves
 from page import conditions, table, write_section
 
-from mmplan.solvers.mpsp_find import find, phase_bound
-from mmplan.solvers.mpsp_model import Chain, Instance
-from mmplan.solvers.mpsp_schedule import Evaluator
-from mmplan.solvers.mpsp_wavefront import wavefront
+from mmplan.solvers.mpsp.bounds import phase_bound
+from mmplan.solvers.mpsp.instance import Chain, Instance
+from mmplan.solvers.mpsp.list_schedule import Evaluator
+from mmplan.solvers.mpsp.search import find
+from mmplan.solvers.mpsp.wavefront import wavefront
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

@@ -26,10 +26,10 @@ from agreement import EXPLAINED, Entry, does_the_same, errors, plans_table, rank
 from page import conditions, write_section
 from planning import planned, profiled_file, workload_path
 
-from mmplan import planner
 from mmplan.errors import MMPlanError, RunFailedError
-from mmplan.held import MOST_DRAWS, HeldBytes
-from mmplan.predict import plan_costs, simulate_plan
+from mmplan.planning import planner
+from mmplan.simulation.peak_memory import MOST_DRAWS, HeldBytes
+from mmplan.simulation.predict import plan_costs, simulate_plan
 
 WARM_UP = 4
 WORKLOADS = ("large", "frozen", "chain", "tasks")

@@ -26,7 +26,7 @@ from typing import Any
 
 from page import conditions, table, write_section
 
-from mmplan import planner
+from mmplan.planning import planner
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.schema.base import parse_document, save_document
 from mmplan.schema.cluster import Cluster, load_cluster

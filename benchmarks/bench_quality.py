@@ -22,8 +22,8 @@ from pathlib import Path
 
 from page import conditions, table, write_section
 
-from mmplan import planner
 from mmplan.errors import InfeasibleError
+from mmplan.planning import planner
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.schema.base import save_document
 from mmplan.schema.cluster import load_cluster
@@ -123,7 +123,7 @@ def rows(devices: int, results: Sequence[Planned]) -> Iterator[list[str]]:
             degrees(item.plan.units),
             str(len(report.idle_ranks)),
             f"{report.objective_s:.3f}",
-            f"{report.lower_bound_s:.3f}",
+            f"{report.formula_bound_s:.3f}",
             f"{predicted.iteration_s:.3f}",
             f"{over:.3f}",
             f"{predicted.mfu:.0%}",

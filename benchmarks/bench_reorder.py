@@ -28,15 +28,15 @@ from bench_quality import MODELS, degrees, planned, profiled
 from numpy.typing import NDArray
 from page import conditions, table, write_section
 
-from mmplan.costs import ProgramCosts
-from mmplan.module_costs import CostModel
+from mmplan.costs.cost_model import CostModel
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.program.compile import compile_plan
-from mmplan.program.groups import assign_groups, group_bound
 from mmplan.program.instructions import Op
 from mmplan.program.model import Program
-from mmplan.program.order_search import Effort
-from mmplan.program.recurrence import Recurrence, make_recurrence
-from mmplan.reorder import BatchOrder, order_microbatches
+from mmplan.reordering.batch_order import BatchOrder, order_microbatches
+from mmplan.reordering.microbatch_order import OrderBudget
+from mmplan.reordering.pipeline_recurrence import Recurrence, make_recurrence
+from mmplan.reordering.replica_assignment import assign_groups, group_bound
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 
@@ -44,7 +44,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 SAMPLES = 1920
 STEP_SEEDS = 3
-LONG = Effort(first=1024, generations=512, scans=1024)
+LONG = OrderBudget(first=1024, generations=512, scans=1024)
 
 
 # --- intra ----------------------------------------------------------------------------------
@@ -167,8 +167,8 @@ def chain_plan(stages: int, count: int) -> Plan:
                 "method": "hand",
                 "seconds": 0,
                 "objective_s": 0,
-                "lower_bound_s": 0,
-                "gap": 0,
+                "formula_bound_s": 0,
+                "formula_gap": 0,
             },
             "units": [
                 {

@@ -26,18 +26,18 @@ from typing import TypeVar
 from bench_quality import profiled, workload_path
 from page import conditions, table, write_section
 
-from mmplan import planner
-from mmplan.collection import rare_collections
-from mmplan.costs import CostModel, ProgramCosts
+from mmplan.costs.program_costs import CostModel, ProgramCosts
+from mmplan.planning import planner
+from mmplan.processes import rare_collections
+from mmplan.program.clocks import replay
 from mmplan.program.compile import compile_plan
-from mmplan.program.replay import replay
-from mmplan.program.wiring import wire
+from mmplan.program.dependencies import wire
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import load_workload
-from mmplan.simulate import durations_of, simulate
-from mmplan.symmetry import simulated
+from mmplan.simulation.step import durations_of, simulate
+from mmplan.simulation.symmetry import simulated
 
 Result = TypeVar("Result")
 SAME = 1e-9

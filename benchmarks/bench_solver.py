@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 import numpy as np
 from numpy.typing import NDArray
 
-from mmplan.solvers.balancer import OptionTable, balance, make_table
+from mmplan.solvers.distmm.balancer import OptionTable, balance, make_table
 
 Floats = NDArray[np.float64]
 DEVICES = (64, 256, 1024, 4096, 16384)

@@ -25,7 +25,7 @@ from page import conditions, table, write_section
 from peers import Race, RaceResult
 from planning import described, profiled, solved, workload_path
 
-from mmlaunch.launch import launch
+from mmlaunch.launch.launch import launch
 from mmplan.errors import InfeasibleError, MMPlanError
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import load_workload

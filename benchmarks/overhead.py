@@ -17,9 +17,9 @@ from pathlib import Path
 import empty
 import torch
 
-from mmlaunch.inprocess import InProcessTransport, InProcessWorld
-from mmlaunch.session import Session
-from mmplan import planner
+from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
+from mmlaunch.session.session import Session
+from mmplan.planning import planner
 from mmplan.schema.base import save_document
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.load import load_plan

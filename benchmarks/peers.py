@@ -28,10 +28,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from mmlaunch.data import StepLoader
-from mmlaunch.launch import WorkerContext
-from mmlaunch.optimizer import build_optimizer
-from mmlaunch.session import Session
+from mmlaunch.data.loader import StepLoader
+from mmlaunch.launch.launch import WorkerContext
+from mmlaunch.session.optimizer import build_optimizer
+from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.schema.factories import (
     build_dataset,

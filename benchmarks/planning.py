@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmplan import planner
+from mmplan.planning import planner
 from mmplan.profiling.data import profile_data
 from mmplan.profiling.measure import measure_profile
 from mmplan.schema.base import save_document

@@ -29,9 +29,10 @@ INTRODUCTION = """# The papers' workloads, planned and simulated
 analytic profile (FLOPs counted on the meta device, a roofline of the cluster's GPU) and simulated
 from its program, the one that `mmlaunch` would execute. **Nothing here was measured on a GPU**,
 and no result of the papers was put in: only their models' sizes and their clusters'
-specifications. What the papers do not say (batches, precision, recomputation) stands at the
-head of each workload in `examples/papers`. [simulator.md](simulator.md) says what the simulator
-models and how far to trust it, [baselines.md](baselines.md) what the systems beside ours are.
+specifications. Where batches, precision, degrees or recomputation are others than the papers', the
+head of the workload in `examples/papers` says so. [simulator.md](simulator.md) says what the
+simulator models and how far to trust it, [baselines.md](baselines.md) what the systems beside ours
+are.
 """
 
 

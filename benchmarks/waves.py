@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmplan import planner
-from mmplan.costs import CostModel, ProgramCosts
+from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning import planner
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
@@ -28,7 +28,7 @@ from mmplan.schema.cluster import load_cluster
 from mmplan.schema.plan import Plan, PlanLoss, Unit, Wave
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import load_workload
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 
 PAPERS = Path(__file__).parent.parent / "examples" / "papers"
 CLIP_4, CLIP_7 = ("VT", "VA", "VD", "MT"), ("VT", "VA", "VD", "MT", "AT", "VH", "DT")
@@ -105,7 +105,7 @@ def row(name: str, tasks: Sequence[str], devices: int, profile: Path, folder: Pa
         f"{made.wall_s:.2f} s",
         f"{made.cpu_s:.2f} s",
         f"{plan.predicted.iteration_s:.4g} s",
-        f"{plan.predicted.iteration_s / plan.solver.lower_bound_s:.3f}",
+        f"{plan.predicted.iteration_s / plan.solver.formula_bound_s:.3f}",
         *transfer_cells(plan, made.profile),
     ]
 
@@ -216,5 +216,5 @@ def _ranks(plan: Plan, loss: PlanLoss, units: Sequence[Unit]) -> tuple[int, ...]
 def start_s() -> float:
     """Seconds until a process has loaded what planning needs."""
     begun = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import mmplan.planner"], check=True)
+    subprocess.run([sys.executable, "-c", "import mmplan.planning.planner"], check=True)
     return time.perf_counter() - begun

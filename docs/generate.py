@@ -18,11 +18,10 @@ from torch.utils.data import Dataset
 
 import cli
 import mmplan.zoo
-from mmlaunch.hooks import Hooks
-from mmlaunch.session import Session
-from mmlaunch.step_result import StepResult
+from mmlaunch.session.session import Hooks, Session
+from mmlaunch.session.step_result import StepResult
 from mmplan import errors
-from mmplan.planner import BASELINES, SOLVERS
+from mmplan.planning.planner import BASELINES, SOLVERS
 from mmplan.schema.base import Document, docstring_parts
 from mmplan.schema.cluster import Cluster, load_cluster, shipped_clusters
 from mmplan.schema.plan import Plan

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mmlaunch.session import Session
+    from mmlaunch.session.session import Session
 
 __all__ = ["Session"]
 
@@ -12,6 +12,6 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use: torch takes a second to import."""
     if name != "Session":
         raise AttributeError(f"module 'mmlaunch' has no attribute {name!r}")
-    from mmlaunch.session import Session
+    from mmlaunch.session.session import Session
 
     return Session

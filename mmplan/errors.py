@@ -27,6 +27,10 @@ class RunFailedError(MMPlanError):
     exit_code = 1
 
 
+class NotFiniteError(RunFailedError):
+    """A loss, a gradient or a weight is infinite or no number."""
+
+
 class InvalidInputError(MMPlanError):
     """A file or the command line is wrong."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TypeVar
 
 from mmplan.errors import RunFailedError
@@ -76,3 +78,19 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
+
+
+# New objects before the youngest are looked through; Python's default is 700.
+_RARELY = 200_000
+
+
+@contextmanager
+def rare_collections() -> Generator[None]:
+    """Look for garbage rarely inside; as before afterwards."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _RARELY:
+        gc.set_threshold(_RARELY, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

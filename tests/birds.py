@@ -10,7 +10,8 @@ from typing import Any
 
 from mmplan.schema.base import document_text, file_sha256
 from mmplan.schema.plan import FileReference
-from tests.programs import loss, make_plan, unit
+from mmplan.schema.workload import load_workload
+from tests.programs import loss, make_plan, trained_as, unit
 
 SOURCE = Path(__file__).parent / "third_person"
 
@@ -49,6 +50,7 @@ def two_rank_plan(workload: Path, path: Path) -> Path:
         "workload": FileReference(path=str(relative), sha256=file_sha256(workload)),
         "profile": FileReference(path="profile.json", sha256="0" * 64),
     }
+    plan = trained_as(plan, load_workload(workload))
     path.write_text(document_text(plan.model_copy(update=named)))
     return path
 

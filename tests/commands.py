@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import cli
+from tests.processes import tree
 
 ROOT = Path(__file__).parent.parent
 Program = Literal["mmplan", "mmlaunch"]
@@ -90,12 +91,12 @@ def run(program: Program, *args: object, cwd: Path, timeout_s: float = 110, **en
     return Done(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
-def start(program: Program, *args: object, cwd: Path) -> subprocess.Popen[str]:
+def start(program: Program, *args: object, cwd: Path, **env: str) -> subprocess.Popen[str]:
     """Start a command and come back at once."""
     return subprocess.Popen(
         command(program, *args),
         cwd=cwd,
-        env=environment(),
+        env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -106,21 +107,7 @@ def start(program: Program, *args: object, cwd: Path) -> subprocess.Popen[str]:
 
 def kill_all(launcher: subprocess.Popen[str]) -> None:
     """SIGKILL a launcher and everything that it started, all in the same moment."""
-    for pid in [launcher.pid, *_descendants(launcher.pid)]:
+    for pid in tree(launcher.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=20)
-
-
-def _descendants(root: int) -> list[int]:
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # "pid (name) state parent ...": the name may hold spaces and parentheses.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]

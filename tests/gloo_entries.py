@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmlaunch.launch import WorkerContext
-from mmlaunch.session import Session
-from mmlaunch.transport import DistTransport
-from mmlaunch.verify import LocalGradients, planned_step
+from mmlaunch.comm.transport import DistTransport
+from mmlaunch.launch.launch import WorkerContext
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import LocalGradients, planned_step
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
+from tests.programs import trained_as
 from tests.verification import HERE
 
 
@@ -40,7 +41,9 @@ def gradients_and_resume(
 
 def _made(ctx: WorkerContext, plan: Plan, workload: Workload) -> Session:
     transport = DistTransport(ctx.device.device, ctx.heartbeat)
-    return Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+    return Session(
+        plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+    )
 
 
 def _train_and_resume(made: Callable[[], Session], folder: Path) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def _train_and_resume(made: Callable[[], Session], folder: Path) -> dict[str, An
 
 def _session(ctx: WorkerContext, case: Case) -> Session:
     return Session(
-        plan=case.plan(devices=ctx.world_size),
+        plan=trained_as(case.plan(devices=ctx.world_size), case.workload()),
         workload=case.workload(),
         folder=HERE,
         transport=DistTransport(ctx.device.device, ctx.heartbeat),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mmlaunch.launch import WorkerContext, launch
+from mmlaunch.launch.launch import WorkerContext, launch
 
 
 def rank_and_sum(ctx: WorkerContext, scale: int) -> tuple[int, float, int]:
@@ -96,7 +96,7 @@ def report_pid_with_child(ctx: WorkerContext) -> None:
     """Report this worker and a child of its own (as data loading has), then stay."""
     child = os.fork()
     if child == 0:
-        from mmlaunch.guard import die_with_parent
+        from mmlaunch.process.process_tree import die_with_parent
 
         die_with_parent()
         time.sleep(600)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from mmplan.solvers.mpsp_model import Chain, Floats, Instance
-from mmplan.solvers.mpsp_schedule import Draft, Pieces
+from mmplan.arrays import Floats
+from mmplan.solvers.mpsp.instance import Chain, Instance
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Pieces
 
 
 def chain(
@@ -65,7 +66,7 @@ def instances(
 
 
 @st.composite
-def drafts(draw: st.DrawFn, instance: Instance) -> Draft:
+def drafts(draw: st.DrawFn, instance: Instance) -> ChainSchedule:
     """Any cut of the chains, any counts, any urgencies."""
     pieces: Pieces = []
     for own in instance.chains:
@@ -77,7 +78,7 @@ def drafts(draw: st.DrawFn, instance: Instance) -> Draft:
                 for a, b in itertools.pairwise(edges)
             ]
         )
-    return Draft(pieces, strict=draw(st.booleans()))
+    return ChainSchedule(pieces, strict=draw(st.booleans()))
 
 
 def brute_force(instance: Instance, tables: Sequence[Floats]) -> float:
@@ -145,7 +146,9 @@ def _fits(
     return all(devices + sum(n for s, e, n in placed if s <= t < e) <= capacity for t in instants)
 
 
-def overloads(instance: Instance, draft: Draft, starts: Sequence[Sequence[float]]) -> list[str]:
+def overloads(
+    instance: Instance, draft: ChainSchedule, starts: Sequence[Sequence[float]]
+) -> list[str]:
     """What is wrong with a decoded schedule of forwards."""
     faults: list[str] = []
     ends: list[float] = []

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from mmplan.solvers.mpsp_model import Floats, Instance
+from mmplan.arrays import Floats
+from mmplan.solvers.mpsp.instance import Instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from mmplan.program.coverage import count_paths
+from mmplan.program.checks.sample_coverage import count_paths
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
-from mmplan.program.model import Program, Stage
+from mmplan.program.model import BlockReduction, Program, Stage
 
 # (loss, sample) to the times it is counted
 Gradient = Counter[tuple[int, int]]
@@ -99,7 +99,7 @@ class NaiveRun:
             for (loss, sample), times in self.backward[held].items():
                 result[loss, sample] += times * (sample in samples)
         for index in stage.hosted:
-            if any(s.edge == edge for s in self.program.losses[index].host_inputs):
+            if any(s.edge == edge for s in self.program.per_sample(index).inputs):
                 result.update((index, sample) for sample in samples)
         return result
 
@@ -116,7 +116,7 @@ class NaiveRun:
         self.done.add(held)
         self.entered.update((item.stage, self._place(rank, stage), sample) for sample in span)
         for index in stage.hosted:
-            if any(s.own for s in self.program.losses[index].host_inputs):
+            if any(s.own for s in self.program.per_sample(index).inputs):
                 self.output[held].update((index, sample) for sample in span)
 
     def _backward(self, rank: int, item: Compute, keys: list[Any]) -> None:
@@ -143,7 +143,7 @@ class NaiveRun:
 
     def _parts(self, rank: int, item: Sync) -> list[tuple[Stage, int, list[int]]]:
         """The micro-batches of a rank that hold samples of a sync batch, and which."""
-        size = self.program.losses[item.loss].sync_batch or 0
+        size = self.program.cross_sample(item.loss).sync_batch
         batch = range(item.batch * size, (item.batch + 1) * size)
         found: list[tuple[Stage, int, list[int]]] = []
         for stage in self.program.stages_of(rank):
@@ -184,13 +184,12 @@ class NaiveRun:
         return True
 
     def _wait(self, item: Sync, ranks: tuple[int, ...]) -> None:
-        loss = self.program.losses[item.loss]
-        size = loss.sync_batch or 0
+        loss = self.program.cross_sample(item.loss)
         expected: Counter[Any] = Counter(
-            (x.stage, t, sample)
-            for x in {x.stage: x for x in loss.sync_inputs if x.stage is not None}.values()
-            for t in range(self.program.stages[x.stage or 0].tp)
-            for sample in range(item.batch * size, (item.batch + 1) * size)
+            (stage, t, sample)
+            for stage in loss.stages
+            for t in range(self.program.stages[stage].tp)
+            for sample in range(*loss.samples(item.batch))
         )
         if self.features[item.loss, item.batch] != expected:
             raise WrongStepError(f"{item}: features are missing or doubled")
@@ -200,7 +199,7 @@ class NaiveRun:
 
     def _reduce(self, item: Collective) -> None:
         reduction = self.program.reductions[item.index]
-        for block in range(*reduction.blocks) if reduction.kind == "blocks" else ():
+        for block in range(*reduction.blocks) if isinstance(reduction, BlockReduction) else ():
             total: Counter[Any] = Counter()
             for rank in reduction.ranks:
                 total.update(self.parameters[rank, reduction.owner, block])

@@ -134,7 +134,7 @@ def _drop_reduce(program: Program, pick: Callable[[int], int]) -> Program | None
 
 def _shrink_reduction(program: Program, pick: Callable[[int], int]) -> Program | None:
     """A reduction forgets one of its ranks, consistently: only coverage can see it."""
-    found = [r for r in program.reductions if r.kind == "blocks"]
+    found = program.block_reductions
     if not found:
         return None
     reduction = found[pick(len(found))]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hypothesis import strategies as st
 
+from mmplan.program.instructions import Compute, Op
 from mmplan.program.lower import modules_in_order
+from mmplan.program.model import Program
+from mmplan.schema.agreement import planned_task
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.plan import (
     FileReference,
@@ -25,7 +29,7 @@ from mmplan.schema.plan import (
     SolverReport,
     Unit,
 )
-from mmplan.schema.workload import parse_source
+from mmplan.schema.workload import Workload, parse_source, resolve_tasks
 
 Kind = Literal["batch-sync", "gpipe", "1f1b", "interleaved", "wave"]
 Frozen = bool | tuple[tuple[int, int], ...]
@@ -263,7 +267,7 @@ def make_plan(
         training=PlannedTraining(zero=zero, seed=seed),
         tasks=tasks,
         solver=SolverReport(
-            name="test", method="hand", seconds=0, objective_s=0, lower_bound_s=0, gap=0
+            name="test", method="hand", seconds=0, objective_s=0, formula_bound_s=0, formula_gap=0
         ),
         units=tuple(builder.units),
         losses=tuple(_placed(spec, tasks[spec.task], builder.units) for spec in losses),
@@ -348,3 +352,36 @@ def plans(draw: st.DrawFn) -> Plan:
         else [loss(f"l{n}", n) for n in (names[-1:] if chained else names)]
     )
     return make_plan(*units, losses=losses, batch=12)
+
+
+def in_flight(program: Program) -> dict[tuple[int, int], int]:
+    """Most micro-batches that each (rank, stage) holds at once.
+
+    A micro-batch is held from its forward to its backward, a split one to its ``W``; a
+    stage without a backward holds the one that it computes.
+    """
+    most: Counter[tuple[int, int]] = Counter()
+    for rank, row in enumerate(program.instructions):
+        held: Counter[int] = Counter()
+        for item in row:
+            if not isinstance(item, Compute):
+                continue
+            if item.op is Op.FORWARD:
+                held[item.stage] += 1
+                most[rank, item.stage] = max(most[rank, item.stage], held[item.stage])
+            ends = item.op in (Op.BACKWARD, Op.WEIGHT)
+            if ends or not program.stages[item.stage].has_backward:
+                held[item.stage] -= 1
+    return dict(most)
+
+
+def trained_as(plan: Plan, workload: Workload) -> Plan:
+    """The plan, saying of its tasks and of training what a workload made beside it says."""
+    views = resolve_tasks(workload)
+    tasks = {
+        name: planned_task(workload, views[name], {m: x.blocks for m, x in task.modules.items()})
+        for name, task in plan.tasks.items()
+    }
+    same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder"})
+    training = plan.training.model_copy(update=same)
+    return plan.model_copy(update={"tasks": tasks, "training": training})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmplan.planner import solve
+from mmplan.planning.planner import solve
 from mmplan.schema.base import document_text
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile

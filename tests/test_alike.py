@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.alike import find_alike
+from mmplan.simulation.node_symmetry import find_alike
 
 
 def test_parts_inside_a_node_are_alike_wherever_they_are() -> None:

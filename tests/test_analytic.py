@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmplan.arrays import Floats
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
-from mmplan.profiling.counting import BATCH, COLUMNS, FLOPS, MOVED, Array, K, M, N
+from mmplan.profiling.counting import BATCH, COLUMNS, FLOPS, MOVED, K, M, N
 from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
-from mmplan.profiling.hardware import load_hardware
-from mmplan.profiling.roofline import Roofline
+from mmplan.profiling.roofline import Roofline, load_hardware
 from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
@@ -328,7 +328,7 @@ def test_missing_data_and_fields_are_named(folder: Path) -> None:
         _profile(_workload(modules=modules), folder)
 
 
-def _rows(*kernels: dict[int, float]) -> Array:
+def _rows(*kernels: dict[int, float]) -> Floats:
     table = np.zeros((len(kernels), COLUMNS))
     for row, kernel in zip(table, kernels, strict=True):
         for column, value in kernel.items():

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mmplan.program.check import check_program, in_flight
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Pins
+from tests.programs import in_flight
 from tests.solving import module_profile, profile, run_solve, workload
 
 

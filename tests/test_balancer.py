@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.solvers.balancer import (
+from mmplan.solvers.distmm.balancer import (
     OptionTable,
     balance,
     balance_best_first,

@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.labels import SHARED
-from mmplan.planner import BASELINES, SOLVERS
-from mmplan.program.check import check_program
+from mmplan.planning.plan_labels import SHARED
+from mmplan.planning.planner import BASELINES, SOLVERS
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import document_text
-from mmplan.solvers.convex import solve_convex
-from mmplan.solvers.convex_groups import backbone_of
-from mmplan.solvers.convex_stages import cut_everywhere
-from mmplan.solvers.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.baselines.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.baselines.ratio import proportional, solve_ratio
+from mmplan.solvers.convex.solver import solve_convex
+from mmplan.solvers.partitioner import backbone_of, cut_everywhere
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
-from mmplan.solvers.ratio import proportional, solve_ratio
 from mmplan.solvers.registry import OF_SEVERAL_TASKS
 from tests.commands import call
 from tests.solving import module_profile, profile, run_solve, workload
@@ -174,9 +173,9 @@ def test_ratio_with_the_optimum_s_own_shares_is_the_optimum(tmp_path: Path) -> N
         for name, own in given.modules.items()
     }
     solution = solve_ratio(problem_of(task, given.model_copy(update={"modules": same}), 9).request)
-    assert solution.lower_bound_s == pytest.approx(free.lower_bound_s)
+    assert solution.formula_bound_s == pytest.approx(free.formula_bound_s)
     equal = solve_ratio(problem_of(task, given, 9).request)
-    assert equal.lower_bound_s > free.lower_bound_s
+    assert equal.formula_bound_s > free.formula_bound_s
 
 
 # --- against enumeration -------------------------------------------------------------
@@ -194,7 +193,7 @@ class Oracle:
         tp = min(self.problem.costs.tp_options(task="default", module=module))
         blocks = self.problem.blocks(module)
         work = [sum(self.problem.stage_s(module, (b, b + 1), tp, 1)) for b in range(blocks)]
-        return cut_everywhere(work, blocks)
+        return cut_everywhere(tuple(work), blocks)
 
     def tps(self, module: str) -> set[int]:
         node, devices = self.cluster.devices_per_node, self.problem.devices
@@ -333,7 +332,7 @@ def least_s(solve: Callable[[Request], Solution], problem: Problem) -> float:
         return math.inf
     values = [c.objective_s for c in solution.candidates]
     assert values == sorted(values)
-    assert solution.lower_bound_s == values[0]
+    assert solution.formula_bound_s == values[0]
     return values[0]
 
 
@@ -388,7 +387,7 @@ def test_a_baseline_trains_as_one_process(
     task = job(pins, batch=7)
     plan = run_solve(tmp_path, task, costs(devices), solver=solver, top=1)
     assert plan.solver.name == solver
-    assert plan.solver.lower_bound_s <= plan.solver.objective_s
+    assert plan.solver.formula_bound_s <= plan.solver.objective_s
     assert check_program(compile_plan(plan)) == []
     verdict = verify_in_process(plan, task)
     assert not verdict.differences, verdict.differences[:3]

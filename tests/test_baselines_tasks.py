@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmlaunch.session import Session
-from mmplan.costs import CostModel
+from mmlaunch.session.session import Session
+from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.planner import BASELINES
-from mmplan.program.check import check_program
+from mmplan.planning.planner import BASELINES
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
 from mmplan.schema.base import document_text
@@ -25,12 +25,12 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, resolve_tasks
-from mmplan.solvers.deepspeed import solve_deepspeed
-from mmplan.solvers.distmm import solve_distmm
-from mmplan.solvers.distmm_mt import solve_distmm_mt
-from mmplan.solvers.megatron import solve_megatron
+from mmplan.solvers.baselines.deepspeed import solve_deepspeed
+from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
+from mmplan.solvers.baselines.megatron import solve_megatron
+from mmplan.solvers.baselines.spindle import share_out, solve_spindle_optimus, solve_spindle_seq
+from mmplan.solvers.distmm.solver import solve_distmm
 from mmplan.solvers.problem import Problem, Request, Solution
-from mmplan.solvers.spindle import share_out, solve_spindle_optimus, solve_spindle_seq
 from tests.commands import call
 from tests.solving import module_profile, profile, run_solve, workload
 from tests.task_sets import job, write_files
@@ -100,7 +100,7 @@ def grids(solution: Solution) -> dict[str, tuple[int, int]]:
 def test_deepspeed_replicates_everything_and_runs_one_task_after_another() -> None:
     found = solve_deepspeed(request_of(tasks_of("AB", "C"), costs_of(2, fixed_s=1.0), 2))
     # 4 samples a device at once: 4 + 4 * (3 + 9) seconds, then 2 + 4 * 6.
-    assert found.candidates[0].objective_s == found.lower_bound_s == pytest.approx(52.0 + 26.0)
+    assert found.candidates[0].objective_s == found.formula_bound_s == pytest.approx(52.0 + 26.0)
     assert degrees(found) == dict.fromkeys(("AB.a", "AB.b", "C.c"), (2, 1, 4))
     assert (found.candidates[0].in_turn, found.candidates[0].zero) == (("AB", "C"), 1)
 
@@ -155,7 +155,7 @@ def test_each_task_of_spindle_seq_has_degrees_of_its_own_and_megatron_one_grid()
     request = request_of(task, costs_of(2, tp={1: 1.0, 2: 1.5}), 2)
     own = solve_spindle_seq(request)
     # C's only sample is faster on a TP group: 6 / 1.5. The pair's 8 are not: 4 * 12.
-    assert own.candidates[0].objective_s == own.lower_bound_s == pytest.approx(48.0 + 4.0)
+    assert own.candidates[0].objective_s == own.formula_bound_s == pytest.approx(48.0 + 4.0)
     assert grids(own) == {"AB.a": (2, 1), "AB.b": (2, 1), "C.c": (1, 2)}
     one = solve_megatron(request)
     # One tp: 48 + 6 without, (96 + 6) / 1.5 with.
@@ -194,7 +194,7 @@ def test_spindle_optimus_runs_tasks_side_by_side() -> None:
     # AB: 96, 48, 36, 24 seconds on 1 to 4 devices, C half of that: the second device gains 48
     # for AB, then 24 for C, while a third would gain AB 12.
     assert grids(found) == dict.fromkeys(("AB.a", "AB.b", "C.c"), (2, 1))
-    assert found.candidates[0].objective_s == found.lower_bound_s == pytest.approx(48.0)
+    assert found.candidates[0].objective_s == found.formula_bound_s == pytest.approx(48.0)
     ranks = {u.task: set(u.all_ranks) for u in found.candidates[0].units}
     assert not ranks["AB"] & ranks["C"]
     assert found.candidates[0].in_turn == ()
@@ -204,7 +204,7 @@ def test_distmm_mt_is_distmm_task_by_task() -> None:
     request = request_of(tasks_of("AB", "C"), costs_of(4), 4)
     found = solve_distmm_mt(request)
     # a on one device, b on three with shares of 3: 9 s forward, 18 back. c on four: 2 * 6.
-    assert found.candidates[0].objective_s == found.lower_bound_s == pytest.approx(27.0 + 12.0)
+    assert found.candidates[0].objective_s == found.formula_bound_s == pytest.approx(27.0 + 12.0)
     assert grids(found) == {"AB.a": (1, 1), "AB.b": (3, 1), "C.c": (4, 1)}
 
 
@@ -228,7 +228,7 @@ def test_of_one_task_they_are_what_plans_it_best(solver: str) -> None:
     request = request_of(task, profile({n: module_profile() for n in ("a", "b")}, 4), 4)
     same = solve_distmm if solver == "distmm-mt" else solve_megatron
     found, alone = BASELINES[solver](request), same(request)
-    assert (found.candidates, found.lower_bound_s) == (alone.candidates, alone.lower_bound_s)
+    assert (found.candidates, found.formula_bound_s) == (alone.candidates, alone.formula_bound_s)
     assert found.solver == solver
 
 
@@ -398,7 +398,7 @@ def least_s(solve: Callable[[Request], Solution], request: Request) -> float:
     except InfeasibleError:
         return math.inf
     best = solution.candidates[0].objective_s
-    assert solution.lower_bound_s == pytest.approx(best)
+    assert solution.formula_bound_s == pytest.approx(best)
     return best
 
 
@@ -492,7 +492,7 @@ def test_programs_of_random_tasks_have_no_faults(
     assert plan_faults(plan) == []
     assert check_program(compile_plan(plan)) == []
     assert max(plan.predicted.memory_bytes) <= plan.cluster.device.memory_bytes
-    assert plan.solver.lower_bound_s <= plan.solver.objective_s * (1 + 1e-12)
+    assert plan.solver.formula_bound_s <= plan.solver.objective_s * (1 + 1e-12)
     for rank in range(plan.devices if plan.in_turn else 0):
         assert turns_of(plan, rank) == sorted(turns_of(plan, rank), key=plan.in_turn.index)
 

@@ -11,12 +11,13 @@ from ruamel.yaml import YAML
 
 from benchmarks import page, peers
 from benchmarks.peers import Race, RaceResult
-from mmlaunch.launch import launch
-from mmlaunch.launch_worker import WorkerContext
+from mmlaunch.launch.launch import launch
+from mmlaunch.launch.worker_main import WorkerContext
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.schema.base import file_sha256, save_document
 from mmplan.schema.plan import FileReference, Plan
-from tests.programs import loss, make_plan, unit
+from mmplan.schema.workload import load_workload
+from tests.programs import loss, make_plan, trained_as, unit
 
 BATCH = 12
 TOWERS = [loss("contrastive", "vision", "text", sync_batch=BATCH)]
@@ -60,7 +61,8 @@ def workload_file(folder: Path, *, frozen: bool = False, sync_batch: int = BATCH
 def plan_file(workload: Path, plan: Plan) -> str:
     path = workload.with_name("plan.json")
     named = FileReference(path=workload.name, sha256=file_sha256(workload))
-    save_document(plan.model_copy(update={"workload": named}), path)
+    plan = trained_as(plan, load_workload(workload)).model_copy(update={"workload": named})
+    save_document(plan, path)
     return str(path)
 
 

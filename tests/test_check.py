@@ -10,15 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmplan.program.check import check_program, in_flight
-from mmplan.program.compile import compile_plan
-from mmplan.program.coverage import count_paths, coverage_faults
+from mmplan.program.checks.check import check_program
+from mmplan.program.checks.sample_coverage import count_paths, coverage_faults
+from mmplan.program.clocks import no_durations, replay
+from mmplan.program.compile import compile_plan, match_receives
+from mmplan.program.dependencies import wire
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
-from mmplan.program.match import match_receives
 from mmplan.program.model import Program
-from mmplan.program.replay import no_durations, replay
 from mmplan.program.text import format_program, parse_program_rows
-from mmplan.program.wiring import wire
 from mmplan.schema.plan import Plan
 from tests.naive import NaiveRun, WrongStepError
 from tests.plants import PLANTS, SILENT, Row, drop, is_gradient, put, with_rows, without
@@ -346,15 +345,6 @@ def test_receives_in_another_order_than_the_sends_are_a_fault_and_can_be_mended(
     assert match_receives(program.instructions) == program.instructions
 
 
-def test_micro_batches_in_flight_are_held_against_the_memory_model() -> None:
-    program = program_of("one tower, four stages")
-    limits = {(rank, rank): 4 + 3 - rank for rank in range(4)}
-    assert in_flight(program) == limits
-    assert check_program(program, in_flight_limit=limits) == []
-    faults = check_program(program, in_flight_limit={**limits, (0, 0): 6})
-    assert faults == ["rank 0: stage 0 holds 7 micro-batches at once, the memory model allows 6"]
-
-
 def test_micro_batches_of_a_stage_tile_the_batch_in_order() -> None:
     program = program_of("one tower, four stages")
     stage = program.stages[0]
@@ -397,3 +387,19 @@ def test_paths_count_every_way_back_from_a_loss() -> None:
         {x: 1, z: 1},
         {x: 1, z: 1},
     ]
+
+
+def test_gathers_of_one_loss_start_in_one_order_on_all_ranks() -> None:
+    """The other order is complete and in time, and one batch's features meet another's."""
+    program = program_of("two syncs of different size, colocated")
+    row = list(program.instructions[0])
+    first, second = (Sync(Op.SYNC_START, 1, batch) for batch in (0, 1))
+    row.remove(first)
+    row.insert(row.index(second) + 1, first)
+    faults = check_program(with_rows(program, {0: tuple(row)}))
+    assert faults == [
+        "rank 1: starts the sync batches of loss 1 (d) in the order [0, 1, 2, 3], rank 0 in "
+        "[1, 0, 2, 3]"
+    ]
+    # Where all ranks do it there is nothing wrong.
+    assert check_program(with_rows(program, {0: tuple(row), 1: tuple(row)})) == []

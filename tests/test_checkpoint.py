@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmlaunch.boxes import (
+from mmlaunch.checkpoint.boxes import (
     Box,
     ShardStyle,
     assemble,
@@ -33,8 +33,9 @@ from mmlaunch.boxes import (
     shard_boxes,
     whole,
 )
-from mmlaunch.checkpoint import Entry, clean, latest, save
-from mmlaunch.restore import open_checkpoint
+from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.checkpoint.save import Entry, clean, latest, save
+from mmlaunch.comm import wire
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
 from tests.disk_kills import FORK, killed_at
 
@@ -46,11 +47,11 @@ class Ranks:
         self._barrier = threading.Barrier(world, timeout=20)
         self._slots: list[Any] = [None] * world
 
-    def gather(self, rank: int) -> Callable[[Any], list[Any] | None]:
-        def call(item: Any) -> list[Any] | None:
-            self._slots[rank] = item
+    def gather(self, rank: int) -> Callable[[Any, Any], list[Any]]:
+        def call(item: Any, kind: Any) -> list[Any]:
+            self._slots[rank] = wire.pack(item, kind)
             self._barrier.wait()
-            got = list(self._slots) if rank == 0 else None
+            got = [wire.unpack(data, kind) for data in self._slots]
             self._barrier.wait()
             return got
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from mmplan.compare import Comparison, Setting, compare
+from mmplan.costs.batch_override import with_batch
 from mmplan.errors import InfeasibleError, InvalidInputError, RunFailedError
+from mmplan.planning.compare import ComparedSetting, Comparison, compare
 from mmplan.processes import in_processes
-from mmplan.report.comparing import comparison_grids, left_out_lines, setting_words
-from mmplan.report.comparison import _fitting, render_comparison
+from mmplan.report.comparison_page import _fitting, render_comparison
+from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines, setting_words
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from mmplan.settings import with_batch
 from tests.commands import call
 from tests.pages import Page, check_self_contained
 from tests.solving import FACTORY, module_profile, profile, workload
@@ -80,7 +80,7 @@ def test_plans_come_best_first_with_ratios_to_a_plain_one(swept: Comparison) -> 
     rates = {item.solver: item.plan.predicted.samples_per_s for item in swept.best_first}
     assert rates["colocated"] == pytest.approx(8 / 24)
     assert list(rates) == sorted(rates, key=lambda name: -rates[name])
-    assert swept.main == Setting(devices=4, batch=8)
+    assert swept.main == ComparedSetting(devices=4, batch=8)
     assert swept.baseline == "colocated"
     for item in swept.best_first:
         assert swept.ratio(item.plan) == pytest.approx(3 * rates[item.solver])
@@ -88,7 +88,7 @@ def test_plans_come_best_first_with_ratios_to_a_plain_one(swept: Comparison) -> 
 
 def test_sweeps_plan_anew_for_every_setting(swept: Comparison) -> None:
     sizes = [(2, 8), (4, 16), (4, 12)]
-    assert swept.settings[1:] == tuple(Setting(devices=d, batch=b) for d, b in sizes)
+    assert swept.settings[1:] == tuple(ComparedSetting(devices=d, batch=b) for d, b in sizes)
     # 12 s a sample, however many there are of either.
     for setting in swept.settings:
         (plan,) = (item.plan for item in swept.at(setting) if item.solver == "colocated")
@@ -288,7 +288,7 @@ def test_sync_batches_scale_where_asked() -> None:
             InvalidInputError,
             "--baseline ratio has no plan: .* 1 missing",
         ),
-        ({"solvers": ["ratio"], "devices": [1]}, InfeasibleError, "ratio: .* 1 missing"),
+        ({"solvers": ["ratio"], "devices": [1]}, InfeasibleError, "ratio gives .* 1 missing"),
     ],
 )
 def test_what_cannot_be_compared_is_said(

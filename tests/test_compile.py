@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import InvalidInputError
-from mmplan.program.check import check_program, in_flight
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import RECEIVES_AHEAD, compile_plan, hoist_receives
 from mmplan.program.instructions import Compute, Message, Op, format_row, parse_row
-from mmplan.program.model import Program
+from mmplan.program.model import BlockReduction, LossReduction, Program
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.text import format_program
 from mmplan.schema.plan import Plan, Unit
-from tests.programs import loss, make_plan, unit
+from tests.programs import in_flight, loss, make_plan, unit
 
 
 def computes(program: Program, rank: int) -> str:
@@ -133,11 +133,11 @@ def test_shared_blocks_are_reduced_over_all_their_holders() -> None:
     plan = make_plan(
         unit("a", dp=2), unit("b", share="a"), losses=[loss("match", "a", "b", sync_batch=8)]
     )
-    reductions = compile_plan(plan).reductions
-    assert [(r.kind, r.owner, r.ranks) for r in reductions] == [
-        ("blocks", "a", (0, 1, 2)),
-        ("loss", "match", (0, 1, 2)),
-    ]
+    blocks, loss_reduction = compile_plan(plan).reductions
+    assert isinstance(blocks, BlockReduction)
+    assert isinstance(loss_reduction, LossReduction)
+    assert (blocks.owner, blocks.ranks) == ("a", (0, 1, 2))
+    assert (loss_reduction.owner, loss_reduction.ranks) == ("match", (0, 1, 2))
 
 
 def test_a_module_under_two_tp_degrees_is_summed_in_parts() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mmplan.solvers.convex_core import (
+from mmplan.solvers.convex.branch_and_bound import (
     Group,
     Options,
     best_plans,

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.program.check import check_program, in_flight
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
+from tests.programs import in_flight
 from tests.solving import module_profile, profile, run_solve, workload
 from tests.verification import verify_in_process
 
@@ -88,7 +89,7 @@ CASES = [("exact", name) for name in PINNED] + [("cvxpy", "free"), ("cvxpy", "tp
 def test_a_plan_trains_as_one_process(tmp_path: Path, name: str, method: str) -> None:
     task = job(PINNED[name])
     plan = run_solve(tmp_path, task, costs(9), solver="convex", method=method)
-    assert plan.solver.lower_bound_s <= plan.solver.objective_s
+    assert plan.solver.formula_bound_s <= plan.solver.objective_s
     assert check_program(compile_plan(plan)) == []
     verdict = verify_in_process(plan, task)
     assert not verdict.differences, verdict.differences[:3]
@@ -196,7 +197,7 @@ def test_auto_takes_the_better_of_all(tmp_path: Path) -> None:
 def test_more_devices_never_hurt_and_times_scale(tmp_path: Path) -> None:
     def objective(devices: int, **more: Any) -> float:
         plan = run_solve(tmp_path, job({}), costs(devices, **more), solver="convex", top=1)
-        assert plan.solver.lower_bound_s <= plan.solver.objective_s
+        assert plan.solver.formula_bound_s <= plan.solver.objective_s
         return plan.solver.objective_s
 
     values = [objective(n) for n in range(4, 15)]
@@ -210,7 +211,7 @@ def test_more_devices_never_hurt_and_times_scale(tmp_path: Path) -> None:
 def test_the_exact_method_never_loads_cvxpy(tmp_path: Path) -> None:
     run_solve(tmp_path, job({}), costs(9), solver="convex")
     code = (
-        "import sys; from pathlib import Path; from mmplan.planner import solve\n"
+        "import sys; from pathlib import Path; from mmplan.planning.planner import solve\n"
         "from mmplan.schema.profile import load_profile\n"
         "from mmplan.schema.workload import load_workload\n"
         f"w, p = Path({str(tmp_path / 'w.json')!r}), Path({str(tmp_path / 'p.json')!r})\n"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mmplan.errors import InfeasibleError
-from mmplan.solvers.convex import solve_convex
-from mmplan.solvers.convex_groups import Pipelines
-from mmplan.solvers.convex_relaxation import AlgorithmOne, Relaxation, relax, water_filling
+from mmplan.solvers.convex.backbone_groups import Pipelines
+from mmplan.solvers.convex.relaxation import AlgorithmOne, Relaxation, relax, water_filling
+from mmplan.solvers.convex.solver import solve_convex
 from tests.test_convex import GRAPHS, random_problem
 
 
@@ -77,7 +77,7 @@ def test_relaxation_bounds_every_plan_it_could_round_to(graph: str) -> None:
     for _ in range(12):
         problem = random_problem(rng, graph)
         try:
-            exact = solve_convex(problem.request).lower_bound_s
+            exact = solve_convex(problem.request).formula_bound_s
         except InfeasibleError:
             continue
         try:
@@ -85,7 +85,7 @@ def test_relaxation_bounds_every_plan_it_could_round_to(graph: str) -> None:
         except InfeasibleError:
             continue
         rounded += 1
-        assert plans.lower_bound_s <= plans.rounded[0].value_s * (1 + 1e-9)
+        assert plans.formula_bound_s <= plans.rounded[0].value_s * (1 + 1e-9)
         assert plans.rounded[0].value_s >= exact * (1 - 1e-9)
     assert rounded
 

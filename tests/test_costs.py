@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.costs import CostModel, ProgramCosts, check_cluster
+from mmplan.costs.block_ranges import gradient_blocks
+from mmplan.costs.fit import fit_profile
+from mmplan.costs.links import collective_s
+from mmplan.costs.program_costs import CostModel, ProgramCosts, check_cluster
 from mmplan.errors import InvalidInputError
-from mmplan.fit import fit_profile
-from mmplan.links import collective_s
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
-from mmplan.ranges import gradient_blocks
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link, Links, load_cluster
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import LossPoint, LossProfile, Point, Profile
@@ -365,7 +365,7 @@ def test_a_programs_instructions_cost_what_its_stages_do() -> None:
 def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
     cluster = make_cluster(8, bandwidth=100)
     got = _program_costs(_two_towers(cluster))
-    clip = got.program.losses[0]
+    clip = got.program.cross_sample(0)
     assert clip.ranks == (1, 3, 4, 5, 6, 7)
     gather = 5 / 6 * 8 * (7 + 7) / 100
     assert got.gather_s(clip) == pytest.approx(gather)
@@ -377,9 +377,9 @@ def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
 def test_reductions_move_the_gradients_of_what_trains() -> None:
     cluster = make_cluster(8, devices_per_node=4, bandwidth=1e3)
     got = _program_costs(_two_towers(cluster, frozen=((0, 1),)))
-    moved = {(r.owner, r.blocks, r.shards): got.reduced_bytes(r) for r in got.program.reductions}
-    assert sum(v for (owner, *_), v in moved.items() if owner == "vision") == 750 * 4
-    assert sum(v for (owner, *_), v in moved.items() if owner == "text") == 1000 * 4
+    moved = [(r.owner, got.reduced_bytes(r)) for r in got.program.reductions]
+    assert sum(v for owner, v in moved if owner == "vision") == 750 * 4
+    assert sum(v for owner, v in moved if owner == "text") == 1000 * 4
     text = next(r for r in got.program.reductions if r.owner == "text")
     assert got.reduce_s(text) == pytest.approx(2 * 1 / 2 * got.reduced_bytes(text) / 1e3)
 
@@ -411,7 +411,7 @@ def test_a_module_trains_where_any_task_trains_it() -> None:
     )
     got = _program_costs(plan)
     assert got.static_bytes(0) == pytest.approx(1000 * 16)
-    moved = [got.reduced_bytes(r) for r in got.program.reductions if r.kind == "blocks"]
+    moved = [got.reduced_bytes(r) for r in got.program.block_reductions]
     assert moved == [1000 * 4]
 
 

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from mmlaunch.batches import cat_samples, num_samples, slice_samples
-from mmlaunch.boxes import Box, whole
-from mmlaunch.data import StepLoader, check_dataset, check_fields, merge_ranges, step_indices
-from mmlaunch.tensorfile import TensorSpec
-from mmlaunch.weights import WeightSource, weights_order, write_weights
+from mmlaunch.checkpoint.boxes import Box, whole
+from mmlaunch.checkpoint.exported_weights import WeightSource, weights_order, write_weights
+from mmlaunch.checkpoint.tensorfile import TensorSpec
+from mmlaunch.comm.batches import cat_samples, num_samples, slice_samples
+from mmlaunch.data.loader import StepLoader, check_dataset, check_fields, merge_ranges, step_indices
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
 from tests.disk_kills import killed_at

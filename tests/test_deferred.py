@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mmlaunch.boxes import shard_boxes
-from mmlaunch.model import LocalModel, build_owner, trainable_blocks
-from mmlaunch.tensorfile import TensorSpec
-from mmlaunch.weights import write_weights
+from mmlaunch.checkpoint.boxes import shard_boxes
+from mmlaunch.checkpoint.exported_weights import write_weights
+from mmlaunch.checkpoint.tensorfile import TensorSpec
+from mmlaunch.model.local_model import LocalModel, build_owner, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
@@ -143,9 +143,8 @@ def cut_like(tensor: Tensor, model: LocalModel, name: str, program: Program, ran
     if shard is None:
         return tensor
     stage = next(iter(program.stages_of(rank)))
-    place = stage.place(rank)
-    assert place is not None
-    boxes = shard_boxes(shard.full_shape, shard.style, place[1], stage.tp, shard.parts)
+    _, t = stage.place(rank)
+    boxes = shard_boxes(shard.full_shape, shard.style, t, stage.tp, shard.parts)
     return torch.cat([tensor.detach()[box.slices] for box in boxes])
 
 
@@ -251,7 +250,7 @@ PEAKS = """
 import gc, json, sys
 from pathlib import Path
 from tests import test_deferred as t
-from mmlaunch.model import build_owner, trainable_blocks
+from mmlaunch.model.local_model import build_owner, trainable_blocks
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mmplan import doctor
-from mmplan.doctor import Finding, examine
+from mmplan.doctor import doctor
+from mmplan.doctor.doctor import Finding, examine
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_no_name_stands_twice(findings: dict[str, Finding]) -> None:
 
 
 def test_the_doctor_itself_loads_nothing_heavy() -> None:
-    code = "import sys, mmplan.doctor; print({'torch', 'numpy', 'scipy'} & set(sys.modules))"
+    code = "import sys, mmplan.doctor.doctor; print({'torch', 'numpy', 'scipy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

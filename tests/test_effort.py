@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmplan.solvers import effort
-from mmplan.solvers.chains import Chain, Found
-from mmplan.solvers.effort import LAST_RESORT, Effort
-from mmplan.solvers.options import Option
+from mmplan.solvers import search_budget as effort
+from mmplan.solvers.distmm.chained_modules import ChainPlan, ChainSearch
+from mmplan.solvers.distmm.module_options import Option
+from mmplan.solvers.search_budget import LAST_RESORT, SearchBudget
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
 
 def test_what_was_spent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 0.0)
-    own = Effort(1.0)
+    own = SearchBudget(1.0)
     own.spend(0.75)
     assert (own.left_s, own.is_over) == (0.25, False)
     own.spend(0.25)
@@ -31,7 +31,7 @@ def test_what_was_spent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_clock_ends_what_takes_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 1.0)
-    own = Effort(2.0)
+    own = SearchBudget(2.0)
     assert [own.is_over for _ in range(2 * LAST_RESORT + 2)].index(True) == 2 * LAST_RESORT
 
 
@@ -63,10 +63,12 @@ def options(seed: int) -> list[Option]:
 
 
 def test_a_busy_machine_finds_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(step_s: float, seconds: float) -> list[Found]:
+    def found(step_s: float, seconds: float) -> list[ChainPlan]:
         clock(monkeypatch, step_s)
-        chain = Chain([options(s) for s in range(4)], edges=[(0, 1), (1, 3)], rounds=1, devices=48)
-        return chain.best_first(top=8, effort=Effort(seconds))
+        chain = ChainSearch(
+            [options(s) for s in range(4)], edges=[(0, 1), (1, 3)], rounds=1, devices=48
+        )
+        return chain.best_first(top=8, effort=SearchBudget(seconds))
 
     quiet = found(0.0, 0.02)
     assert quiet == found(1e-4, 0.02)

@@ -12,22 +12,23 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
-from mmplan.predict import compute_timings, plan_costs
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.session import Session
 from mmplan.program.compile import compile_plan
+from mmplan.program.compute_times import Timings
 from mmplan.program.instructions import Compute, Op, Sync
 from mmplan.program.model import Program
-from mmplan.program.timings import Timings
-from mmplan.report.page import render
+from mmplan.report.report_page import render
 from mmplan.report.source import load_source
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
+from mmplan.simulation.predict import compute_timings, plan_costs
 from tests.birds import copy_workload, given_profile, two_rank_plan
 from tests.commands import call, run
 from tests.matrix_cases import Case
 from tests.mllm_cases import MllmCase
+from tests.programs import trained_as
 from tests.verification import HERE
 
 CASES: dict[str, Any] = {
@@ -50,7 +51,7 @@ def distinct(program: Program) -> Timings:
             for row in stage.microbatches
             for start, stop in row
         },
-        losses={loss.name: 1e3 + loss.index for loss in program.losses if loss.sync_batch},
+        losses={loss.name: 1e3 + loss.index for loss in program.cross_sample_losses},
     )
 
 
@@ -60,7 +61,7 @@ def expected(program: Program, timings: Timings, rank: int) -> list[float]:
     for item in program.instructions[rank]:
         if isinstance(item, Compute):
             stage = program.stages[item.stage]
-            d, _ = stage.place(rank) or (0, 0)
+            d, _ = stage.place(rank)
             start, stop = stage.microbatches[d][item.mb]
             waits.append(timings.computes[stage.index, item.op, stop - start])
         elif isinstance(item, Sync) and item.op is Op.SYNC_WAIT:
@@ -77,7 +78,11 @@ def emulated(
 
     def entry(transport: Any) -> tuple[float, float]:
         session = Session(
-            plan=plan, workload=workload, folder=HERE, transport=transport, emulation=timings
+            plan=trained_as(plan, workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+            emulation=timings,
         )
         rank_of.rank = transport.rank
         before = {name: p.detach().clone() for name, p in session.model.trained()}
@@ -92,7 +97,7 @@ def emulated(
         if seconds:
             waits[rank_of.rank].append(seconds)
 
-    with patch("mmlaunch.emulate._spend", spend):
+    with patch("mmlaunch.execute.emulate._spend", spend):
         results = InProcessWorld(plan.devices).run(entry)
     return waits, results
 
@@ -123,7 +128,7 @@ def test_timings_are_those_of_the_simulator(tmp_path: Path) -> None:
     assert {stage for stage, _, _ in timings.computes} == stages
     for (stage, op, samples), seconds in timings.computes.items():
         assert seconds == costs.compute_s(costs.program.stages[stage], op, samples) > 0
-    (loss,) = [loss for loss in costs.program.losses if loss.sync_batch]
+    (loss,) = costs.program.cross_sample_losses
     assert timings.losses == {loss.name: costs.sync_s(loss) - costs.gather_s(loss)}
 
 

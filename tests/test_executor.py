@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from mmlaunch.executor import ExecutionError, Executor
-from mmlaunch.heartbeat import Heartbeat
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.payload import Outbox
-from mmlaunch.session import Session
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.comm.messages import Outbox
+from mmlaunch.execute.executor import ExecutionError, Executor
+from mmlaunch.process.heartbeat import Heartbeat
+from mmlaunch.session.session import Session
 from mmplan.errors import RunFailedError
-from mmplan.program.check import in_flight
 from mmplan.program.model import Stage
 from tests.matrix_cases import FEATURES, Case
-from tests.programs import loss, make_plan, unit
+from tests.programs import in_flight, loss, make_plan, trained_as, unit
 from tests.verification import HERE, make_workload
 
 
@@ -121,7 +120,7 @@ def test_every_instruction_beats_with_its_text_and_unit() -> None:
                 super().beat(step, index, text, unit)
 
         session = Session(
-            plan=case.plan(),
+            plan=trained_as(case.plan(), case.workload()),
             workload=case.workload(),
             folder=HERE,
             transport=transport,
@@ -177,7 +176,9 @@ def _run_with(factory: str) -> None:
     workload = make_workload(units, losses, batch=8, factories={"v": factory})
     InProcessWorld(plan.devices).run(
         lambda transport: _run_once(
-            Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+            Session(
+                plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+            )
         )
     )
 
@@ -188,4 +189,9 @@ def _run_once(session: Session) -> Any:
 
 
 def _session(case: Case, transport: Any) -> Session:
-    return Session(plan=case.plan(), workload=case.workload(), folder=HERE, transport=transport)
+    return Session(
+        plan=trained_as(case.plan(), case.workload()),
+        workload=case.workload(),
+        folder=HERE,
+        transport=transport,
+    )

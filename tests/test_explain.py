@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from mmplan.errors import InvalidInputError
-from mmplan.predict import simulate_plan
+from mmplan.planning.what_if import LOSSES, MESSAGES, NUM_REPLANS, REDUCTIONS, part_effects, replans
 from mmplan.report.explain import best_batch, explain, replan_reason
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from mmplan.whatif import LOSSES, MESSAGES, NUM_REPLANS, REDUCTIONS, part_effects, replans
+from mmplan.simulation.predict import simulate_plan
 from tests.commands import call
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
@@ -150,7 +150,7 @@ def test_the_lines_say_the_plan_in_figures(tmp_path: Path) -> None:
     assert "25.0% of the work" in by_topic["vision"]
     assert "75.0% of the work" in by_topic["llm"]
     assert "if llm took half the time" in by_topic["binds"]
-    assert f"{plan.solver.gap:.2%}" in by_topic["bound"]
+    assert f"{plan.solver.formula_gap:.2%}" in by_topic["bound"]
 
 
 def test_the_command_has_words_and_data(tmp_path: Path) -> None:

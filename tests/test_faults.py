@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from mmlaunch.executor import ExecutionError, Executor
-from mmlaunch.reductions import Reductions
-from mmlaunch.verify import Verdict
+from mmlaunch.execute.executor import ExecutionError, Executor
+from mmlaunch.execute.reductions import Reductions
+from mmlaunch.session.verify import Verdict
 from mmplan.errors import RunFailedError
-from mmplan.program.check import check_program
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op
 from mmplan.program.model import Program, Stage

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmplan.costs.fit import fit_curve, fit_module, fit_profile
 from mmplan.errors import InvalidInputError
-from mmplan.fit import fit_curve, fit_module, fit_profile
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.profile import Curve, ModuleProfile, Point, Profile
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmlaunch.launch import launch
-from mmlaunch.verify import LocalGradients, compare
+from mmlaunch.launch.launch import launch
+from mmlaunch.session.verify import LocalGradients, compare
 from mmplan.program.compile import compile_plan
 from tests.gloo_entries import run_cases, train_and_resume
 from tests.matrix_cases import FEATURES, Case

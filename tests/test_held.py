@@ -13,10 +13,8 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from mmlaunch.measure_memory import kept_bytes, passing_bytes
-from mmplan.held import Held, HeldBytes
-from mmplan.planner import solve
-from mmplan.predict import costs_of, plan_costs
+from mmlaunch.measure.memory import kept_bytes, passing_bytes
+from mmplan.planning.planner import solve
 from mmplan.profiling.measure import measure_profile
 from mmplan.program.instructions import Compute, Op
 from mmplan.report.explain import explain
@@ -25,7 +23,9 @@ from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import load_workload
-from mmplan.simulate import simulate
+from mmplan.simulation.peak_memory import Held, HeldBytes
+from mmplan.simulation.predict import costs_of, plan_costs
+from mmplan.simulation.step import simulate
 from tests.programs import loss, make_plan, plans, unit
 from tests.solving import module_profile, profile
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from mmlaunch.blocks import Blocks
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.execute.blocks import Blocks
+from mmlaunch.session.session import Session
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Stage
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts
-from tests.programs import UnitSpec, loss, make_plan, unit
+from tests.programs import UnitSpec, loss, make_plan, trained_as, unit
 from tests.verification import HERE, make_workload
 
 BATCH = 24
@@ -146,7 +146,9 @@ def test_the_executor_holds_what_the_simulation_says(
     monkeypatch.setattr(Blocks, "run", lambda *args: accountant(*args))
 
     def entry(transport: Any) -> tuple[int, int]:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        )
         session.step()
         ledger = accountant.ledgers[threading.get_ident()]
         return ledger.most, ledger.held

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.verify import TOLERANCE
+from mmlaunch.session.verify import TOLERANCE
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.schema.workload import Workload

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc"
 # Sizes of a step, again and again, of which none is held from one to the next.
 _STEPS = """
 import resource, torch
-from mmlaunch import host_memory
-print(host_memory.keep_freed())
+from mmlaunch.process import malloc
+print(malloc.keep_freed())
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     held = [torch.ones(250_000 * size) for size in (1, 7, 3, 40)]

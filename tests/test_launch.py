@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch import failures, guard
-from mmlaunch.device import pick
-from mmlaunch.heartbeat import Board, Heartbeat, State, Where
-from mmlaunch.launch import launch
+from mmlaunch.launch import failures
+from mmlaunch.launch.launch import launch
+from mmlaunch.process import process_tree
+from mmlaunch.process.device import pick
+from mmlaunch.process.heartbeat import Board, Heartbeat, Where, WorkerState
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from tests import launch_entries as entries
 
@@ -61,7 +62,7 @@ def next_event(launcher: subprocess.Popen[str]) -> dict[str, Any]:
 
 def assert_gone(pids: list[int], within_s: float) -> None:
     deadline_s = time.monotonic() + within_s
-    while alive := [pid for pid in pids if guard.ProcessId.of(pid).alive()]:
+    while alive := [pid for pid in pids if process_tree.ProcessId.of(pid).alive()]:
         assert time.monotonic() < deadline_s, f"{alive} still alive after {within_s} s"
         time.sleep(0.02)
 
@@ -237,7 +238,7 @@ def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = (
-        "import sys\nfrom pathlib import Path\nfrom mmlaunch.launch import launch\n"
+        "import sys\nfrom pathlib import Path\nfrom mmlaunch.launch.launch import launch\n"
         "node = int(sys.argv[1])\n"
         "print(launch(entry='tests.launch_entries:rank_and_sum', args=(1,), num_ranks=3,"
         " run_dir=Path(sys.argv[2]), timeout_s=30, nnodes=2, node_rank=node,"
@@ -341,12 +342,12 @@ def test_board_shows_what_workers_say(tmp_path: Path) -> None:
     heartbeat.beat(17, 5, "0F3", "vision")
     with heartbeat.waiting((4, 2)):
         shot = board.snapshots()[1]
-        assert (shot.state, shot.peers) == (State.WAITING, (4, 2))
+        assert (shot.state, shot.peers) == (WorkerState.WAITING, (4, 2))
     shot = board.snapshots()[1]
     assert str(shot.where) == "module vision, step 17, instruction 0F3"
     assert shot.where.instruction_index == 5
-    assert shot.state is State.COMPUTING
-    assert shot.process == guard.ProcessId.of(os.getpid())
+    assert shot.state is WorkerState.COMPUTING
+    assert shot.process == process_tree.ProcessId.of(os.getpid())
     assert board.snapshots()[0].process is None
     board.request_stop()
     board.clear()  # a restart

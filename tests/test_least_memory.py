@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from mmplan import planner
-from mmplan.least_memory import least_memory_bytes
-from mmplan.module_costs import CostModel
+from mmplan.costs.cost_model import CostModel
+from mmplan.planning import planner
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.simulation.peak_memory import least_memory_bytes
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
 LOSS = {"l": {"factory": FACTORY, "inputs": ["llm"]}}

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.links import collective, collective_s, message
+from mmplan.costs.links import all_reduce_s, collective, collective_s, message
 from mmplan.program.network import Network, Traffic, exchange, incoming, outgoing
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link, Links
-from mmplan.solvers.convex_links import all_reduce_s
 from tests.clocks import Flow, levels
 from tests.programs import make_cluster
 

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.optimizer import build_optimizer
-from mmlaunch.reference import Reference
-from mmlaunch.session import Session
-from mmlaunch.verify import Verdict
-from mmplan.program.check import check_program, in_flight
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.optimizer import build_optimizer
+from mmlaunch.session.reference import Reference
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import Verdict
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import FEATURES, Case
 from tests.pairwise import pairwise_rows
-from tests.programs import Kind, LossSpec, UnitSpec, loss, make_plan, unit
+from tests.programs import Kind, LossSpec, UnitSpec, in_flight, loss, make_plan, trained_as, unit
 from tests.verification import HERE, verify_in_process, verify_units
 
 PP, DP, TP, K, SYNCS = (1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)
@@ -335,7 +335,9 @@ def train_planned(
     """Losses and all weights after some steps of the plan."""
 
     def entry(transport: Any) -> tuple[list[float], dict[str, Tensor]]:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        )
         losses = [result.loss for result in session.steps(steps)]
         return losses, session.evaluate(_weights_of)
 

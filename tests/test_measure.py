@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from mmlaunch.measure_inputs import block_flops
-from mmlaunch.measure_points import Measurer
-from mmlaunch.measure_timing import HeldTensors, Peers, Stopwatch
+from mmlaunch.measure.inputs import block_flops
+from mmlaunch.measure.points import Measurer
+from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.profiling import worker
 from mmplan.profiling.machine import measured_cluster
 from mmplan.profiling.measure import _block_work, _point, measure_profile
 from mmplan.profiling.rounds import in_rounds
-from mmplan.profiling.worker import Json, Setting, State, measure_points
+from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, measure_points
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, load_workload
@@ -451,7 +451,7 @@ def test_links_are_read_off_exact_times() -> None:
         assert link.bandwidth_bytes_per_s == pytest.approx(1e9)
 
 
-def _setting(processes: int = 1, **change: Any) -> Setting:
+def _setting(processes: int = 1, **change: Any) -> ProfileSetting:
     values: Json = {
         "workload": Workload.model_validate(workload_dict()).model_dump(mode="json"),
         "folder": Path("here"),
@@ -461,13 +461,13 @@ def _setting(processes: int = 1, **change: Any) -> Setting:
         "max_point_s": 1.0,
         "pool": 8,
     }
-    return Setting(**(values | change))
+    return ProfileSetting(**(values | change))
 
 
 def test_only_the_same_measurement_is_taken_from_the_state(tmp_path: Path) -> None:
     setting, point = _setting(), module_point("vision")
-    State(tmp_path / "state").add(setting.key(point), {"forward_s": 1.0})
-    state = State(tmp_path / "state")
+    ProfileState(tmp_path / "state").add(setting.key(point), {"forward_s": 1.0})
+    state = ProfileState(tmp_path / "state")
     assert measure_points(setting, [point], state) == [{"forward_s": 1.0}]
     for other in (_setting(processes=2), _setting(device="cuda"), _setting(folder=Path("there"))):
         assert state.get(other.key(point)) is None
@@ -479,7 +479,7 @@ def test_a_bad_moment_is_outvoted_by_later_rounds(
 ) -> None:
     asked: list[Json] = []
 
-    def measured(_: Setting, points: list[Json], *__: Any, **___: Any) -> list[Json]:
+    def measured(_: ProfileSetting, points: list[Json], *__: Any, **___: Any) -> list[Json]:
         asked.extend(points)
         return [result(point) for point in points]
 
@@ -501,7 +501,7 @@ def test_a_bad_moment_is_outvoted_by_later_rounds(
         module_point("vision", 1, blocks=1),
         {"kind": "link", "operation": "p2p", "bytes": 8},
     ]
-    state = State(tmp_path / "state")
+    state = ProfileState(tmp_path / "state")
     short, long, skipped, half, link = in_rounds(_setting(), points, state)
     assert (short["forward_s"], short["repeats"]) == (2.0, 9)
     assert short["backward_input"] == {"seconds": 1.0, "first_block": 1}

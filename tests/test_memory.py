@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmlaunch.memory import PeakMemory
+from mmlaunch.process.peak_memory import PeakMemory
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_the_peak_is_that_of_the_steps_alone() -> None:
 
 
 def test_a_system_that_does_not_tell_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmlaunch.memory._CLEAR", Path("/nowhere/clear_refs"))
+    monkeypatch.setattr("mmlaunch.process.peak_memory._CLEAR", Path("/nowhere/clear_refs"))
     memory = PeakMemory(CPU)
     memory.begin([torch.ones(4)])
     memory.forget()

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from mmlaunch.launch import launch
-from mmlaunch.partners import Partners
-from mmlaunch.restore import open_checkpoint
-from mmlaunch.session import Session
-from mmlaunch.verify import compare
+from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.launch.launch import launch
+from mmlaunch.model.tp_groups import Partners
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError, RunFailedError
-from mmplan.program.check import check_program
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Op
-from mmplan.program.model import Program
+from mmplan.program.model import BlockReduction, Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients, gradients_and_resume
@@ -74,7 +74,7 @@ def test_programs_of_any_slices_have_no_faults_and_miss_none_of_their_sums(
 ) -> None:
     program = compile_plan(random_case(seed, crowded=crowded).plan())
     assert check_program(program) == []
-    sums = [r.index for r in program.reductions if r.kind == "blocks" and len(r.ranks) > 1]
+    sums = [r.index for r in program.block_reductions if len(r.ranks) > 1]
     for index in sums[:: max(1, len(sums) // 4)]:
         assert check_program(_without_reduction(program, index)), index
 
@@ -228,16 +228,18 @@ def _changed(program: Program, index: int, **changes: Any) -> Program:
 def test_one_dropped_sum_is_seen_by_check_and_by_verify(name: str) -> None:
     case = MIXED[name]
     program = compile_plan(case.plan())
-    indices = [r.index for r in program.reductions if r.owner == "v"]
-    assert {program.reductions[i].parameters for i in indices} == {"cut", "whole"}
-    for index in indices:
+    sums = [r for r in program.block_reductions if r.owner == "v"]
+    assert {r.parameters for r in sums} == {"cut", "whole"}
+    for index in (r.index for r in sums):
         planted = _without_reduction(program, index)
         assert any("blocks [0,2) of v" in fault for fault in check_program(planted)), index
         verdict = verify_in_process(
             case.plan(), case.workload(), change=lambda p, i=index: _without_reduction(p, i)
         )
         wrong = {difference.name.split(".", 2)[2] for difference in verdict.differences}
-        cut = program.reductions[index].parameters == "cut"
+        reduction = program.reductions[index]
+        assert isinstance(reduction, BlockReduction)
+        cut = reduction.parameters == "cut"
         assert wrong & ({"gate_up.weight", "up.weight"} if cut else {"norm.weight"}), index
 
 
@@ -245,16 +247,16 @@ def test_one_dropped_sum_is_seen_by_check_and_by_verify(name: str) -> None:
 def test_a_whole_parameter_brought_twice_is_seen_by_check_and_by_verify(name: str) -> None:
     case = MIXED[name]
     program = compile_plan(case.plan())
-    whole = [r for r in program.reductions if r.parameters == "whole"]
-    assert all(set(r.adds) < set(r.ranks) for r in whole)
+    whole = [r for r in program.block_reductions if r.parameters == "whole"]
+    assert all(set(r.contributors) < set(r.ranks) for r in whole)
     for found in whole:
-        for adds in (found.ranks, found.adds[1:]):
-            planted = _changed(program, found.index, adds=adds)
+        for ranks in (found.ranks, found.contributors[1:]):
+            planted = _changed(program, found.index, contributors=ranks)
             assert any("tp leaves whole" in fault for fault in check_program(planted))
             verdict = verify_in_process(
                 case.plan(),
                 case.workload(),
-                change=lambda p, i=found.index, a=adds: _changed(p, i, adds=a),
+                change=lambda p, i=found.index, r=ranks: _changed(p, i, contributors=r),
             )
             assert any("norm.weight" in item.name for item in verdict.differences)
 
@@ -288,7 +290,7 @@ def test_a_split_backward_of_a_block_that_a_rank_runs_as_two_shards() -> None:
 
 def test_a_sum_over_a_rank_that_lacks_the_shard_is_seen() -> None:
     program = compile_plan(MIXED[TP_2_AND_1].plan())
-    found = next(r for r in program.reductions if r.parameters == "cut")
+    found = next(r for r in program.block_reductions if r.parameters == "cut")
     planted = _changed(program, found.index, ranks=(0, 1, 2))
     assert any("ranks [1] do not hold blocks [0,2) of v" in x for x in check_program(planted))
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from mmlaunch.blocks import Blocks
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.reference import Reference
-from mmlaunch.session import Session
-from mmplan.costs import CostModel, ProgramCosts
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.execute.blocks import Blocks
+from mmlaunch.session.reference import Reference
+from mmlaunch.session.session import Session
+from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 from tests.mixed_tp_cases import MIXED
-from tests.programs import loss, make_cluster, make_plan, unit
+from tests.programs import loss, make_cluster, make_plan, trained_as, unit
 from tests.solving import module_profile, profile
 from tests.test_held_bytes import Accountant
 from tests.verification import HERE
@@ -45,7 +45,7 @@ def test_costs_of_the_parts_by_hand() -> None:
     )
     program = compile_plan(plan)
     costs = ProgramCosts(program, CostModel(given, training=plan.training), plan)
-    mine = [r for r in program.reductions if r.owner == "v"]
+    mine = [r for r in program.block_reductions if r.owner == "v"]
     assert [costs.reduced_bytes(r) for r in mine] == [800.0, 400.0, 400.0, 800.0, 0.0]
     # Two ranks, half of the bytes each way; two sums may share the link.
     one = next(r for r in mine if r.parameters == "cut")
@@ -151,7 +151,9 @@ def test_a_rank_holds_what_is_predicted_and_nothing_that_it_does_not_need(
     monkeypatch.setattr(Blocks, "run", lambda *args: accountant(*args))
 
     def entry(transport: Any) -> tuple[dict[str, int], float]:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        )
         session.step()
         names = {
             name: p.numel()

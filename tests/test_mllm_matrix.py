@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch.launch import launch
-from mmlaunch.verify import TOLERANCE, LocalGradients, Verdict, compare
+from mmlaunch.launch.launch import launch
+from mmlaunch.session.verify import TOLERANCE, LocalGradients, Verdict, compare
 from mmplan.program.compile import compile_plan
 from tests.gloo_entries import gradients
 from tests.mllm_cases import FREEZES, MllmCase

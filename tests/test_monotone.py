@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmplan.costs import CostModel
+from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
-from mmplan.solvers.colocated import solve_colocated
-from mmplan.solvers.convex import solve_convex
-from mmplan.solvers.distmm import solve_distmm
-from mmplan.solvers.megatron import solve_megatron
-from mmplan.solvers.mpsp import solve_mpsp
+from mmplan.solvers.baselines.colocated import solve_colocated
+from mmplan.solvers.baselines.megatron import solve_megatron
+from mmplan.solvers.convex.solver import solve_convex
+from mmplan.solvers.distmm.solver import solve_distmm
+from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import Request, Solution
 from tests.solving import module_profile, profile, workload
 
@@ -142,7 +142,7 @@ def objective_s(solve: Callable[[Request], Solution], request: Request) -> float
 
 def bound_s(solve: Callable[[Request], Solution], request: Request) -> float:
     try:
-        return solve(request).lower_bound_s
+        return solve(request).formula_bound_s
     except InfeasibleError:
         return math.inf
 

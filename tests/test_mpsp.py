@@ -12,19 +12,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.solvers.mpsp_bounds import (
+from mmplan.solvers.mpsp.bounds import (
     configuration_bound,
     curve,
     dag_bound,
     level_bound,
     paper_value,
+    phase_bound,
 )
-from mmplan.solvers.mpsp_drafts import bi_point
-from mmplan.solvers.mpsp_find import find, one_after_another, phase_bound
-from mmplan.solvers.mpsp_fluid import Fluid
-from mmplan.solvers.mpsp_model import Chain, Instance, parts
-from mmplan.solvers.mpsp_schedule import Draft, Evaluator
-from mmplan.solvers.mpsp_wavefront import is_tiled, wavefront
+from mmplan.solvers.mpsp.fluid_schedules import Fluid
+from mmplan.solvers.mpsp.initial_schedules import bi_point
+from mmplan.solvers.mpsp.instance import Chain, Instance, parts
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
+from mmplan.solvers.mpsp.search import find, one_after_another
+from mmplan.solvers.mpsp.wavefront import is_tiled, wavefront
 from tests.mpsp_cases import brute_force, chain, drafts, instances, overloads
 
 SLACK = 1 + 1e-9
@@ -136,7 +137,7 @@ def test_fluid_schedules_run_every_block_once(instance: Instance, seed: int) -> 
     settings_ = fluid.first()
     settings_ += [fluid.draw(best) for best in (None, settings_[0], settings_[-1])]
     for setting in settings_:
-        draft = Draft(fluid.pieces(setting))
+        draft = ChainSchedule(fluid.pieces(setting))
         assert is_tiled(draft, instance)
         assert not overloads(instance, draft, Evaluator(instance).run(draft).starts)
 
@@ -154,7 +155,7 @@ def test_a_fluid_schedule_holds_back_what_the_chains_after_it_need() -> None:
     curves = [curve(c.counts, parts(c.both_s)) for c in four.chains]
     bound_s, spans = dag_bound(curves, [c.after for c in four.chains], 4)
     fluid = Fluid(four, spans, random.Random(0))
-    ends = [Evaluator(four).run(Draft(fluid.pieces(own))).total_s for own in fluid.first()]
+    ends = [Evaluator(four).run(ChainSchedule(fluid.pieces(own))).total_s for own in fluid.first()]
     assert bound_s == pytest.approx(24.0, rel=1e-6)
     assert min(ends) == pytest.approx(24.0)
 
@@ -173,10 +174,10 @@ def test_a_schedule_that_ends_too_late_is_given_up(data: st.DataObject) -> None:
 def test_a_cut_waits_for_what_comes_from_the_slice_before() -> None:
     one = chain([1, 2], [4, 2], blocks=4)
     instance = Instance(chains=(replace(one, cut_s=np.array([0.0, 0.1, 0.2, 0.4])),), devices=2)
-    cut = Evaluator(instance).run(Draft([[(0, 0, 2, 0.0), (1, 2, 4, 1.0)]]))
+    cut = Evaluator(instance).run(ChainSchedule([[(0, 0, 2, 0.0), (1, 2, 4, 1.0)]]))
     # Two blocks of 1 s, two of 0.5 s; forward and backward together wait for 0.2 s twice.
     assert cut.total_s == pytest.approx(3 * (2 + 1) + 2 * 0.2)
-    whole = Evaluator(instance).run(Draft([[(1, 0, 4, 0.0)]]))
+    whole = Evaluator(instance).run(ChainSchedule([[(1, 0, 4, 0.0)]]))
     assert whole.total_s == pytest.approx(3 * 2)
 
 
@@ -186,7 +187,9 @@ def test_a_cut_waits_in_the_mirror_as_well() -> None:
         one, backward_s=one.forward_s * np.arange(1, 5), cut_s=np.array([0.0, 0.1, 0.2, 0.4])
     )
     instance = Instance(chains=(uneven,), devices=2)
-    timed = Evaluator(instance).run(Draft([[(1, 0, 1, 0.0), (0, 1, 3, 1.0), (1, 3, 4, 2.0)]]))
+    timed = Evaluator(instance).run(
+        ChainSchedule([[(1, 0, 1, 0.0), (0, 1, 3, 1.0), (1, 3, 4, 2.0)]])
+    )
     assert timed.forward_s == pytest.approx(0.5 + 2 + 0.5 + 0.1 + 0.4)
     assert timed.backward_s == pytest.approx(0.5 + 2 + 3 + 2 + 0.1 + 0.4)
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from mmplan.solvers.mpsp_find import find, phase_bound
-from mmplan.solvers.mpsp_model import Chain, Instance
-from mmplan.solvers.mpsp_schedule import Evaluator
+from mmplan.solvers.mpsp.bounds import phase_bound
+from mmplan.solvers.mpsp.instance import Chain, Instance
+from mmplan.solvers.mpsp.list_schedule import Evaluator
+from mmplan.solvers.mpsp.search import find
 from tests.mpsp_cases import brute_force, chain, instances
 
 pytest.importorskip("ortools", reason="the optima are ortools'; pip install ortools")

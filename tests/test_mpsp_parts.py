@@ -11,14 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from mmplan.links import message_s
+from mmplan.costs.links import message_s
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp_bounds import curve, level_bound
-from mmplan.solvers.mpsp_drafts import block_ends, whole_blocks
-from mmplan.solvers.mpsp_flows import reductions_s, transfer_s
-from mmplan.solvers.mpsp_model import Instance, parts
-from mmplan.solvers.mpsp_simplex import maximize
-from mmplan.solvers.shares import split_evenly
+from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
+from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
+from mmplan.solvers.mpsp.instance import Instance, parts
+from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
+from mmplan.solvers.sample_split import split_evenly
 from tests.mpsp_cases import instances
 from tests.solving import cluster
 

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp_packing import Groups, pack
-from mmplan.solvers.mpsp_placement import Placed, place
-from mmplan.solvers.mpsp_slots import Slot
+from mmplan.solvers.mpsp.memory_packing import Groups, pack
+from mmplan.solvers.mpsp.placement import Placed, place
+from mmplan.solvers.mpsp.slices import Slot
 from tests.solving import cluster
 
 

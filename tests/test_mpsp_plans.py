@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks.waves import plain, transfers
-from mmplan.costs import CostModel, ProgramCosts
-from mmplan.draft import placed_losses, planned_tasks
+from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.program.check import check_program
+from mmplan.planning.plan_parts import placed_losses, planned_tasks
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Op
 from mmplan.schema.base import save_document
@@ -22,8 +22,8 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
-from mmplan.simulate import simulate
-from mmplan.solvers.mpsp import solve_mpsp
+from mmplan.simulation.step import simulate
+from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import Candidate, Request
 from tests.commands import call
 from tests.programs import loss, unit
@@ -151,7 +151,7 @@ def check_plan(plan: Plan) -> None:
         if set(one.ranks) & set(other.ranks):
             first, second = sorted((one, other), key=lambda x: x.start_s)
             assert first.start_s + first.duration_s <= second.start_s * (1 + 1e-9)
-    assert plan.solver.objective_s >= plan.solver.lower_bound_s * (1 - 1e-9)
+    assert plan.solver.objective_s >= plan.solver.formula_bound_s * (1 - 1e-9)
 
 
 def check_equal(plan: Plan, workload: Workload) -> None:
@@ -221,8 +221,8 @@ def draft_plan(request: Request, candidate: Candidate) -> Plan:
                 "method": "search",
                 "seconds": 0,
                 "objective_s": candidate.objective_s,
-                "lower_bound_s": 0,
-                "gap": 0,
+                "formula_bound_s": 0,
+                "formula_gap": 0,
             },
             "units": candidate.units,
             "losses": placed_losses(request, candidate.units),

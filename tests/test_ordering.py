@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch.data import StepLoader, step_indices
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.ordering import StepOrder, step_order
-from mmlaunch.session import Session
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.data.batch_order import StepOrder, step_order
+from mmlaunch.data.loader import StepLoader, step_indices
+from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
-from mmplan.reorder import BatchOrder
+from mmplan.reordering.batch_order import BatchOrder
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.workload import DataSpec, Workload
 from tests.matrix_models import Samples
-from tests.programs import loss, make_plan, unit
+from tests.programs import loss, make_plan, trained_as, unit
 from tests.verification import make_workload, verify_in_process
 
 HERE = Path(__file__).parent
@@ -80,7 +80,9 @@ def with_data(workload: Workload, name: str, reorder: bool = True, **args: Any) 
 
 def losses_of(plan: Plan, workload: Workload, steps: int) -> list[float]:
     def entry(transport: Any) -> list[float]:
-        with Session(plan=plan, workload=workload, folder=HERE, transport=transport) as session:
+        with Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        ) as session:
             return [result.loss for result in session.steps(steps)]
 
     return InProcessWorld(plan.devices).run(entry)[0]

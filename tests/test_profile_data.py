@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmlaunch.measure_work import WorkSampler
-from mmplan.costs import CostModel, ProgramCosts
-from mmplan.draws import sample_steps
+from mmlaunch.measure.sample_work import WorkSampler
+from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.profiling.data import profile_data
 from mmplan.program.compile import compile_plan
+from mmplan.report.sections.data import bin_edges, histograms
 from mmplan.report.source import load_source
-from mmplan.report.work import bin_edges, histograms
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from mmplan.simulate import simulate
+from mmplan.simulation.sampled_batches import sample_steps
+from mmplan.simulation.step import simulate
 from tests.commands import Done, call
 from tests.solving import cluster, module_profile, run_solve
 from tests.solving import profile as given

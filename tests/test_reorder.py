@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mmplan.errors import InvalidInputError
+from mmplan.program.clocks import Durations, replay
 from mmplan.program.compile import compile_plan
-from mmplan.program.groups import assign_groups, group_bound
+from mmplan.program.dependencies import wire
 from mmplan.program.instructions import Compute, Op
 from mmplan.program.model import Program
-from mmplan.program.order_search import Effort, draw_changes
-from mmplan.program.recurrence import Recurrence, make_recurrence
-from mmplan.program.replay import Durations, replay
-from mmplan.program.wiring import wire
-from mmplan.reorder import BatchOrder, order_microbatches
+from mmplan.reordering.batch_order import BatchOrder, order_microbatches
+from mmplan.reordering.microbatch_order import OrderBudget, draw_changes
+from mmplan.reordering.pipeline_recurrence import Recurrence, make_recurrence
+from mmplan.reordering.replica_assignment import assign_groups, group_bound
 from mmplan.schema.plan import Plan
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts
 from tests.programs import loss, make_plan, plans, split_evenly, unit
 
@@ -214,7 +214,7 @@ def test_scans_never_make_it_worse_and_the_same_seed_finds_the_same() -> None:
     forward = np.random.default_rng(1).lognormal(0, 1, (4, 12))
     found = [
         order_microbatches(recurrence, forward, forward, seed=5, effort=effort)
-        for effort in (Effort(scans=0), Effort(), Effort())
+        for effort in (OrderBudget(scans=0), OrderBudget(), OrderBudget())
     ]
     assert found[1].order.tolist() == found[2].order.tolist()
     assert found[0].makespan >= found[1].makespan
@@ -256,7 +256,7 @@ def test_samples_stay_in_their_sync_batch_and_the_step_is_never_slower(
     order = BatchOrder(program, "default")
     work = skewed(12, seed, *order.modules)
     got = order(work, seed)
-    sync = program.losses[0].sync_batch or 12
+    sync = next((loss.sync_batch for loss in program.cross_sample_losses), 12)
     for start in range(0, 12, sync):
         assert sorted(got[start : start + sync]) == list(range(start, start + sync))
     assert got.tolist() == BatchOrder(program, "default")(work, seed).tolist()

@@ -11,27 +11,28 @@ from typing import Any
 
 import pytest
 
-from mmplan.costs import ProgramCosts
+from mmplan.costs.cost_model import CostModel
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.errors import InvalidInputError
-from mmplan.labels import representatives
-from mmplan.module_costs import CostModel
+from mmplan.planning.plan_labels import representatives
+from mmplan.planning.what_if import NUM_REPLANS
 from mmplan.program.compile import compile_plan
 from mmplan.program.trace import trace_events, write_trace
-from mmplan.report import rows, timelines
-from mmplan.report.fits import fit_panels, profile_section
-from mmplan.report.memory import memory_section
-from mmplan.report.overview import overview_section, sharing_note
-from mmplan.report.page import SECTIONS, render, write_report
-from mmplan.report.plots import thinned
-from mmplan.report.sections import provenance_section, solver_section
+from mmplan.report.html.plots import thinned
+from mmplan.report.report_page import SECTIONS, render, write_report
+from mmplan.report.sections import timeline_rows as rows
+from mmplan.report.sections import timelines
+from mmplan.report.sections.memory import memory_section
+from mmplan.report.sections.overview import overview_section, sharing_note
+from mmplan.report.sections.plan_tables import provenance_section, solver_section
+from mmplan.report.sections.profile import fit_panels, profile_section
+from mmplan.report.sections.topology import topology_section
+from mmplan.report.sections.training import training_section
 from mmplan.report.source import load_source
-from mmplan.report.topology import topology_section
-from mmplan.report.training import training_section
 from mmplan.schema.base import file_sha256, save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
-from mmplan.simulate import prediction, simulate
-from mmplan.whatif import NUM_REPLANS
+from mmplan.simulation.step import prediction, simulate
 from tests.pages import Page, check_self_contained
 from tests.programs import loss, make_cluster, make_plan, unit
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
@@ -95,7 +96,8 @@ def predicted_plan(folder: Path, *, vision: str = "vision", source: Any = "given
         batch=128,
         cluster=make_cluster(8, devices_per_node=4, latency_s=2e-5, bandwidth=1e9),
         devices=8,
-        name=f"plan of {vision}",
+        # It names a folder, so no slash is in it.
+        name=f"plan of {vision}".replace("/", "|"),
     )
     profile = make_profile(plan, vision, source)
     save_document(profile, folder / "profile.json")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmplan.errors import InvalidInputError
-from mmplan.report.page import write_report
-from mmplan.report.scaling import envelope, envelope_s
+from mmplan.report.report_page import write_report
+from mmplan.report.sections.scaling import envelope, envelope_s
 from mmplan.schema.base import save_document
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan, ScalingCurve

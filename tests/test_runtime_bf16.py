@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
-from mmlaunch.verify import planned_step
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import planned_step
 from mmplan.program.model import Program
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
+from tests.programs import trained_as
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, verify_in_process
 
@@ -78,7 +79,12 @@ def test_messages_are_narrow_and_weights_and_gradients_wide() -> None:
 
         transport.isend = noted
         workload = _workload(case)
-        session = Session(plan=case.plan(), workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(case.plan(), workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+        )
         found = planned_step(session)
         return {p.dtype for _, p in session.model.named_parameters()}, found
 

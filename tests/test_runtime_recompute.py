@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmlaunch.blocks import Blocks
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.execute.blocks import Blocks
+from mmlaunch.session.session import Session
 from mmplan.program.model import Stage
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
 from tests.matrix_models import WIDTH
-from tests.programs import loss, make_plan, unit
+from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
 
@@ -119,7 +119,12 @@ def test_blocks_save_only_their_inputs_where_they_run_again(
 
     def entry(transport: Any) -> None:
         workload = _workload(case, *modules)
-        session = Session(plan=case.plan(), workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(case.plan(), workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+        )
         for (owner, _), block in session.model.blocks.items():
             # The parameter binds the module's name now.
             block.register_forward_pre_hook(lambda *_, owner=owner: runs.update([owner]))

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.optimizer import rate_factor
-from mmlaunch.session import Session
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.optimizer import rate_factor
+from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import parse_document
 from mmplan.schema.workload import TrainSpec, Workload
 from tests.matrix_cases import Case
-from tests.programs import loss, make_plan, unit
+from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import Trained, train_alone, train_planned, worst_difference
 from tests.verification import HERE, make_workload
 
@@ -233,6 +233,9 @@ def test_wrong_groups_are_named(group: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         InProcessWorld(case.plan().devices).run(
             lambda transport: Session(
-                plan=case.plan(), workload=workload, folder=HERE, transport=transport
+                plan=trained_as(case.plan(), workload),
+                workload=workload,
+                folder=HERE,
+                transport=transport,
             )
         )

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from mmlaunch import pieces, zero
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.launch import launch
-from mmlaunch.session import Session
-from mmlaunch.verify import compare
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.execute import gradient_buckets as pieces
+from mmlaunch.execute import zero
+from mmlaunch.launch.launch import launch
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients_and_resume
 from tests.matrix_cases import Case
-from tests.programs import loss, make_plan, unit
+from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
 
@@ -120,7 +121,7 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
 
 
 def _parameters(case: Case) -> dict[str, Any]:
-    from mmlaunch.reference import Reference
+    from mmlaunch.session.reference import Reference
 
     program = compile_plan(case.plan())
     return Reference(workload=case.workload(), folder=HERE, program=program).named_parameters()
@@ -188,7 +189,10 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="Adafactor needs whole parameters"):
         InProcessWorld(case.plan().devices).run(
             lambda transport: Session(
-                plan=case.plan(), workload=workload, folder=HERE, transport=transport
+                plan=trained_as(case.plan(), workload),
+                workload=workload,
+                folder=HERE,
+                transport=transport,
             )
         )
 

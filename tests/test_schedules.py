@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.program.check import check_program, in_flight
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts, tower
-from tests.programs import loss, make_plan, unit
+from tests.programs import in_flight, loss, make_plan, unit
 
 
 def check_batch_sync(stages: int, k: int, rounds: int, forward: float, backward: float) -> None:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import MMPlanError
-from mmplan.planner import solve
-from mmplan.program.check import check_program
+from mmplan.planning.planner import solve
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import parse_document, parse_text
 from mmplan.schema.cluster import Cluster, load_cluster

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mmlaunch import segments
-from mmlaunch.record import RunRecord
-from mmlaunch.segments import first_step, make_segments
+from mmlaunch.run import segments
+from mmlaunch.run.run_record import RunRecord
+from mmlaunch.run.segments import first_step, make_segments
 from mmplan.errors import UnfitEnvironmentError
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Asked, Plan

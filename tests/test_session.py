@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.reference import Reference
-from mmlaunch.restore import open_checkpoint
-from mmlaunch.session import Session, find_workload
-from mmlaunch.step_result import StepResult
+from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.reference import Reference
+from mmlaunch.session.session import Session, find_workload
+from mmlaunch.session.step_result import StepResult
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import FileReference, Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_models import WIDTH
-from tests.programs import UnitSpec, loss, make_plan, unit
+from tests.programs import UnitSpec, loss, make_plan, trained_as, unit
 from tests.verification import HERE, make_workload
 
 BATCH = 24
@@ -80,7 +80,9 @@ def run_ranks(
     """``body`` with each rank's session; results by rank."""
 
     def entry(transport: Any) -> Any:
-        with Session(plan=plan, workload=workload, folder=HERE, transport=transport) as session:
+        with Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        ) as session:
             return body(session)
 
     return InProcessWorld(ranks or plan.devices).run(entry)
@@ -257,7 +259,7 @@ def test_a_stop_that_one_rank_wishes_is_seen_by_all_after_the_same_step() -> Non
 
     def entry(transport: Any) -> list[bool]:
         session = Session(
-            plan=plan,
+            plan=trained_as(plan, ADAMW),
             workload=ADAMW,
             folder=HERE,
             transport=transport,
@@ -396,3 +398,42 @@ def test_a_run_says_once_which_module_was_built_whole() -> None:
         (note,) = notes
         assert note.startswith("modules.v: ")
         assert note.endswith("it looks at random numbers")
+
+
+def test_a_session_is_made_on_the_ranks_own_device() -> None:
+    """Shapes are inferred where the weights are, which need not be the CPU."""
+    plan = plan_of("pipeline and replicas")
+
+    def entry(transport: Any) -> set[str]:
+        transport.device = torch.device("meta")
+        plan_, workload = trained_as(plan, ADAMW), ADAMW
+        session = Session(plan=plan_, workload=workload, folder=HERE, transport=transport)
+        return {tensor.device.type for tensor in session.model.tensors()}
+
+    assert InProcessWorld(plan.devices).run(entry) == [{"meta"}] * plan.devices
+
+
+def test_times_are_the_transports_and_asked_for_once_a_step() -> None:
+    """On CUDA they are events: to wait inside a step can hang it."""
+    plan = plan_of("pipeline and replicas")
+
+    def entry(transport: Any) -> tuple[list[int], int, int]:
+        marks, asked = list[int](), list[int]()
+        transport.mark = lambda: marks.append(len(marks)) or marks[-1]
+        transport.seconds_of = lambda found: (
+            asked.append(len(found)) or [0.5 * mark for mark in found]
+        )
+        session = Session(
+            plan=trained_as(plan, ADAMW), workload=ADAMW, folder=HERE, transport=transport
+        )
+        assert session.step().spans == []
+        assert marks == []
+        spans = session.step(timed=True).spans
+        row = session.program.instructions[transport.rank]
+        assert [(s.start_s, s.end_s) for s in spans] == [
+            (0.5 + index, 1.0 + index) for index in range(len(row))
+        ]
+        return asked, len(marks), 1 + 2 * len(row)
+
+    for asked, marks, expected in InProcessWorld(plan.devices).run(entry):
+        assert asked == [marks] == [expected]

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmlaunch.boxes import ShardStyle, shard_boxes
-from mmlaunch.places import Place, flat_parts, shard_place
+from mmlaunch.checkpoint.boxes import ShardStyle, shard_boxes
+from mmlaunch.model.shard_layout import ShardLayout, flat_parts, shard_place
 from mmplan.errors import InvalidInputError
 from mmplan.program.shards import Ranks, held_shards, is_crowded, shard_sums, whole_sums
 
@@ -36,7 +36,7 @@ def test_every_element_is_summed_once_over_all_that_hold_it(
     tp = math.lcm(*map(len, groups))
     shape, parts = ((2, tp), 1) if style == "rowwise" else ((3 * tp, 2), 3)
     holders: dict[int, set[int]] = {}
-    places: dict[int, Place] = {}
+    places: dict[int, ShardLayout] = {}
     position = torch.arange(math.prod(shape)).view(shape)
     for group in groups:
         for index, rank in enumerate(group):
@@ -58,7 +58,7 @@ def test_every_element_is_summed_once_over_all_that_hold_it(
     assert seen == dict.fromkeys(range(math.prod(shape)), 1)
 
 
-def _elements(place: Place, total, position: torch.Tensor) -> list[int]:
+def _elements(place: ShardLayout, total, position: torch.Tensor) -> list[int]:
     local = place.take(position)
     boxes = place.span(total.shards, total.tp)
     if boxes is None:
@@ -74,10 +74,10 @@ def test_whole_parameters_are_brought_once_by_every_group(groups: list[Ranks]) -
     for total in shard_sums(groups):
         if total.parameters == "cut":
             continue
-        assert set(total.adds) <= set(total.ranks)
+        assert set(total.contributors) <= set(total.ranks)
         reached.update(total.ranks)
         for group in groups:
-            assert len(set(group) & set(total.adds)) == 1
+            assert len(set(group) & set(total.contributors)) == 1
     assert reached == dict.fromkeys({rank for group in groups for rank in group}, 1)
     for ranks, adds in whole_sums(groups):
         assert all(len(set(group) & set(adds)) == 1 for group in groups)
@@ -93,7 +93,7 @@ def test_groups_of_one_size_have_one_sum_for_each_shard(size: int, num_groups: i
         (size, (t, t + 1), "all") for t in range(size)
     ]
     assert [x.ranks for x in found] == [tuple(group[t] for group in groups) for t in range(size)]
-    assert all(x.adds == x.ranks for x in found)
+    assert all(x.contributors == x.ranks for x in found)
 
 
 def test_parts_are_the_coarsest_with_constant_holders() -> None:
@@ -105,13 +105,13 @@ def test_parts_are_the_coarsest_with_constant_holders() -> None:
         ((4, 6), (1, 4), "cut"),
         ((0, 6), (0, 1, 2, 3, 4), "whole"),
     ]
-    assert found[-1].adds == (0, 2)
+    assert found[-1].contributors == (0, 2)
 
 
 def test_groups_that_share_a_rank_have_one_sum_of_whole_parameters() -> None:
     """Rank 0 adds up for both groups, 1 and 2 do not: apart they would differ in the last bit."""
     found = shard_sums([(0, 1), (0, 2)])
-    assert [(x.shards, x.ranks, x.parameters, x.adds) for x in found] == [
+    assert [(x.shards, x.ranks, x.parameters, x.contributors) for x in found] == [
         ((0, 1), (0,), "cut", (0,)),
         ((1, 2), (1, 2), "cut", (1, 2)),
         ((0, 2), (0, 1, 2), "whole", (0,)),
@@ -143,7 +143,7 @@ def test_a_rank_that_runs_two_shards_holds_the_whole(
 
 def test_of_a_crowded_block_every_rank_adds_whole_parameters() -> None:
     found = shard_sums([(0, 1), (0,), (2, 3)])
-    assert [(x.shards, x.ranks, x.parameters, x.adds) for x in found] == [
+    assert [(x.shards, x.ranks, x.parameters, x.contributors) for x in found] == [
         ((0, 1), (0, 2), "cut", (0, 2)),
         ((1, 2), (0, 1, 3), "cut", (0, 1, 3)),
         ((0, 2), (0, 1, 2, 3), "whole", (0, 1, 2, 3)),
@@ -156,7 +156,7 @@ def test_of_a_crowded_block_every_rank_adds_whole_parameters() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=3), st.data())
 def test_flat_parts_of_boxes_are_that_slice(sizes: list[tuple[int, int]], data: st.DataObject):
-    from mmlaunch.boxes import Box
+    from mmlaunch.checkpoint.boxes import Box
 
     boxes = tuple(Box(offsets=(4 * k, k), sizes=size) for k, size in enumerate(sizes))
     position = torch.arange(12 * 7).view(12, 7)

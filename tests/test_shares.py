@@ -11,24 +11,24 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmlaunch.inprocess import InProcessTransport
-from mmlaunch.launch import launch
-from mmlaunch.shares import Part, Share, bring_together
-from mmlaunch.verify import Verdict, compare
-from mmplan.predict import compute_timings, plan_costs
-from mmplan.program.check import check_program
+from mmlaunch.comm.inprocess import InProcessTransport
+from mmlaunch.comm.scatter_gather import PaddedShare, Share, bring_together
+from mmlaunch.launch.launch import launch
+from mmlaunch.session.verify import Verdict, compare
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Message, Op
 from mmplan.program.lower import lower
 from mmplan.program.model import Program
 from mmplan.program.text import format_program
 from mmplan.ragged import Ragged
-from mmplan.report import traffic
+from mmplan.report.sections import topology as traffic
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from mmplan.simulate import simulate
-from mmplan.solvers.mpsp_flows import transfer_s
+from mmplan.simulation.predict import compute_timings, plan_costs
+from mmplan.simulation.step import simulate
+from mmplan.solvers.mpsp.transfer_costs import transfer_s
 from tests.gloo_entries import gradients
 from tests.plants import with_rows
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
@@ -260,12 +260,12 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
     trees = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
     group, calls = (5, 3, 9), [0]
 
-    def part(tensor: torch.Tensor, rank: int) -> Part:
+    def part(tensor: torch.Tensor, rank: int) -> PaddedShare:
         share = Share(group.index(rank), len(group))
         own = share.of(tensor)
         padded = torch.zeros(share.padded(tensor.numel()), dtype=tensor.dtype)
         padded[: len(own)] = own
-        return Part(padded, tuple(tensor.shape))
+        return PaddedShare(padded, tuple(tensor.shape))
 
     def parts(rank: int) -> list[Any]:
         one, two, three, four = (part(tensor, rank) for tensor in whole)

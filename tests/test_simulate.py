@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmplan.costs import CostModel, ProgramCosts
+from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
 from mmplan.program.text import format_program, parse_program_rows
 from mmplan.program.trace import trace_events, write_trace
 from mmplan.schema.plan import Plan
-from mmplan.simulate import Simulation, prediction, simulate
+from mmplan.simulation.step import Simulation, prediction, simulate
 from tests.clocks import FixedCosts, TinySimulator, tower
 from tests.programs import loss, make_plan, plans, unit
 from tests.solving import module_profile, profile

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmlaunch.executor import Executor
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
-from mmlaunch.verify import Verdict
-from mmplan.costs import CostModel, ProgramCosts
-from mmplan.program.check import check_program, in_flight
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.execute.executor import Executor
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import Verdict
+from mmplan.costs.program_costs import CostModel, ProgramCosts
+from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Op, format_row, parse_row
 from mmplan.program.model import Program, Stage
 from mmplan.program.text import format_program
 from mmplan.schema.plan import Plan
-from mmplan.simulate import simulate
+from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts, TinySimulator, tower
 from tests.matrix_cases import Case
 from tests.naive import NaiveRun, WrongStepError
 from tests.plants import drop, places, put, with_rows
-from tests.programs import loss, make_plan, plans, unit
+from tests.programs import in_flight, loss, make_plan, plans, trained_as, unit
 from tests.solving import module_profile, profile
 from tests.splitting import split_by_hand
 from tests.verification import HERE, verify_in_process
@@ -218,7 +218,7 @@ def _other_micro_batch(program: Program) -> Program:
 
 
 def _after_the_reduction(program: Program) -> Program:
-    blocks = {r.index for r in program.reductions if r.kind == "blocks"}
+    blocks = {r.index for r in program.block_reductions}
     for rank, row in enumerate(program.instructions):
         weights = [i for i, x in enumerate(row) if _is(Op.WEIGHT)(x)]
         sums = [i for i, x in enumerate(row) if isinstance(x, Collective) and x.index in blocks]
@@ -385,7 +385,12 @@ def test_the_executor_holds_what_the_program_says(
 
     def entry(transport: Any) -> Program:
         workload = case.workload()
-        session = Session(plan=case.plan(), workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(case.plan(), workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+        )
         session.forward_backward()
         assert session.executor._later == {}
         assert session.executor._live == {}

@@ -16,16 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.restore import open_checkpoint
-from mmlaunch.session import Session
+from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
-from mmplan.planner import solve
+from mmplan.planning.planner import solve
 from mmplan.schema.factories import build_module
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import Workload
 from tests.commands import Done, call, kill_all, run, start
+from tests.programs import trained_as
 from tests.task_sets import SETS, STEPS, OneProcess, job, write_files
 
 TOLERANCE = 1e-10
@@ -77,7 +78,9 @@ def train_part(
     """Steps up to one, on threads; the checkpoint and the weights are in the folder."""
 
     def entry(transport: Any) -> Path:
-        session = Session(plan=plan, workload=workload, folder=folder, transport=transport)
+        session = Session(
+            plan=trained_as(plan, workload), workload=workload, folder=folder, transport=transport
+        )
         if checkpoint is not None:
             session.load(checkpoint)
         list(session.steps(until))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmlaunch.boxes import shard_boxes
-from mmlaunch.tp import ParameterShard, shard_block
+from mmlaunch.checkpoint.boxes import shard_boxes
+from mmlaunch.model.tensor_parallel import ParameterShard, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
 

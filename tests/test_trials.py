@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from mmplan.errors import RunFailedError
+from mmplan.planning.measured_trials import Trials
 from mmplan.schema.base import save_document
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.trials import Trials
 from tests.birds import copy_workload, given_profile
 from tests.commands import run
 from tests.solving import module_profile, profile, run_solve, workload

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.session import Session
+from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload

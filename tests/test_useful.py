@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mmplan import planner
-from mmplan.costs import CostModel
+from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
-from mmplan.report.console import Output
+from mmplan.planning import planner
+from mmplan.planning.device_limit import ALL, MOST, useful_devices
+from mmplan.report.terminal.console import Output
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.workload import check_tasks
-from mmplan.useful import ALL, MOST, useful_devices
 from tests.solving import module_profile, profile, run_solve, workload
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from mmlaunch.weight_gradients import SplitBackward, WeightGradients
+from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 
 Grads = dict[str, Tensor]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmplan.report.format import seconds
-from mmplan.words import counted, missing, size
+from mmplan.report.numbers import seconds
+from mmplan.wording import counted, missing, size
 
 
 @pytest.mark.parametrize(

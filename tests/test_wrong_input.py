@@ -218,7 +218,7 @@ def test_block_count_that_is_not_the_plans(files: Folder) -> None:
 def test_optimizer_is_refused_before_anything_starts(
     files: Folder, new: str, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("mmlaunch.launch.launch")
+    monkeypatch.delattr("mmlaunch.launch.launch.launch")
     edited(files.workload, "optimizer: SGD,", new)
     plan = two_rank_plan(files.workload, files.plan)
     refused(call("mmlaunch", "run", plan, "--run-dir", files.root / "run"), *parts)
@@ -472,3 +472,42 @@ def test_folder_that_cannot_be_written(files: Folder) -> None:
     done = call("mmlaunch", "run", files.plan, "--run-dir", files.root / "file")
     assert done.code in (2, 4)
     assert done.message
+
+
+def _two_hosts(document: dict[str, Any]) -> None:
+    """One process on each, 1 MB/s between them."""
+    document["cluster"] |= {"nodes": 2, "devices_per_node": 1}
+    slow = {"latency_s": 1e-3, "bandwidth_bytes_per_s": 1e6}
+    document["cluster"]["links"]["inter_node"] = slow
+
+
+def test_a_cpu_cluster_of_several_nodes_keeps_them(files: Folder) -> None:
+    slow = given_profile(files.root / "plans" / "hosts.json", _two_hosts)
+    found: dict[str, dict[str, Any]] = {}
+    for devices in ((), ("--devices", 2), ("--devices", 1)):
+        path = files.root / "plans" / "hosts.plan.json"
+        command = ("solve", files.workload, "--profile", slow, *devices, "-o", path)
+        done = call("mmplan", *command, "--json")
+        assert done.code == 0, done.err
+        found[str(devices)] = done.document
+    all_of_it, two, one = found.values()
+    assert all_of_it["cluster"] == two["cluster"]
+    assert two["cluster"]["nodes"] == 2
+    assert two["predicted"] == all_of_it["predicted"]
+    assert one["cluster"]["nodes"] == one["cluster"]["devices_per_node"] == 1
+    done = call("mmplan", "compare", files.workload, "--profile", slow, "--json")
+    assert all(plan["cluster"]["nodes"] == 2 for plan in done.document)
+    path = files.root / "plans" / "never.json"
+    done = call("mmplan", "solve", files.workload, "--profile", slow, "--devices", 3, "-o", path)
+    assert done.code == 2
+    assert "--devices 3: cluster cpu-2 has 2" in done.message
+
+
+def test_an_error_that_all_solvers_meet_is_said_once(files: Folder) -> None:
+    def without_words(document: dict[str, Any]) -> None:
+        del document["modules"]["words"]
+
+    other = given_profile(files.root / "plans" / "half.json", without_words)
+    done = call("mmplan", "compare", files.workload, "--profile", other)
+    assert done.code == 2
+    assert done.message == "profile birds has no module 'words'; it has sound"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch.verify import TOLERANCE
+from mmlaunch.session.verify import TOLERANCE
 from mmplan.schema.factories import build_dataset
 from tests import mllm
 from tests.verification import HERE, verify_in_process

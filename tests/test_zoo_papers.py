@@ -12,7 +12,7 @@ from torch import nn
 
 from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.schema.factories import build_dataset, build_module
-from mmplan.schema.workload import Source, load_workload, resolve_tasks
+from mmplan.schema.workload import InputSource, load_workload, resolve_tasks
 from tests.commands import call
 
 PAPERS = Path(__file__).parents[1] / "examples" / "papers"
@@ -111,7 +111,7 @@ def test_papers_tasks_flow_through_their_modules(
     flow = TaskFlow(workload, PAPERS, resolve_tasks(workload)[task])
     for module, shapes in outputs.items():
         flow.count_module(module, tp=1, samples=BASE)
-        (output,) = flow.inputs("test", [Source(module=module)], BASE)
+        (output,) = flow.inputs("test", [InputSource(module=module)], BASE)
         found = output if isinstance(output, tuple) else (output,)
         assert [list(tensor.shape) for tensor in found] == shapes
     for loss in flow.task.loss_inputs:

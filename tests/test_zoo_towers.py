@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.boxes import shard_boxes
-from mmlaunch.tp import ParameterShard, shard_block
+from mmlaunch.checkpoint.boxes import shard_boxes
+from mmlaunch.model.tensor_parallel import ParameterShard, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
 from tests.zoo_tp import Meeting, run_ranks, run_split_block

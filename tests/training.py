@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.reference import Reference
-from mmlaunch.session import Session
-from mmlaunch.step_result import StepResult
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.reference import Reference
+from mmlaunch.session.session import Session
+from mmlaunch.session.step_result import StepResult
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
+from tests.programs import trained_as
 from tests.verification import HERE
 
 UpdateRule = Callable[[dict[str, nn.Parameter]], Callable[[int], float | None]]
@@ -41,7 +42,9 @@ def train_planned(
     """Every rank's steps; ``before`` and ``after`` are called with each session."""
 
     def entry(transport: Any) -> Trained:
-        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        session = Session(
+            plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+        )
         before(session)
         results: list[StepResult] = list(session.steps(steps))
         after(session)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from mmlaunch.inprocess import InProcessWorld
-from mmlaunch.session import Session
-from mmlaunch.verify import Verdict, compare, planned_step
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.session.session import Session
+from mmlaunch.session.verify import Verdict, compare, planned_step
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from tests.programs import LossSpec, UnitSpec, make_plan
+from tests.programs import LossSpec, UnitSpec, make_plan, trained_as
 
 HERE = Path(__file__).parent
 MODELS = "tests.matrix_models"
@@ -111,9 +111,13 @@ def verify_in_process(
         return program if change is None else change(program)
 
     def entry(transport: Any) -> Any:
-        return planned_step(Session(plan=plan, workload=workload, folder=HERE, transport=transport))
+        return planned_step(
+            Session(
+                plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
+            )
+        )
 
-    with patch("mmlaunch.session.compile_plan", planned):
+    with patch("mmlaunch.session.session.compile_plan", planned):
         found = InProcessWorld(plan.devices).run(entry)
     return compare(workload, HERE, compile_plan(plan), found)
 

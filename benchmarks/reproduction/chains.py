@@ -7,7 +7,7 @@ from typing import Any
 
 from page import table
 
-from mmplan.draws import sample_steps
+from mmplan.simulation.sampled_batches import sample_steps
 from reproduction.figures import Bars, bars, link
 from reproduction.jobs import DATA_SAMPLES, Job, Profiled, Results
 from reproduction.words import NONE, degrees, percent, rate, ratio, seconds

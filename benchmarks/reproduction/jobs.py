@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress
 
-from mmplan import planner
-from mmplan.costs import ProgramCosts
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.errors import InfeasibleError, MMPlanError
-from mmplan.predict import costs_of
+from mmplan.planning import planner
 from mmplan.processes import in_processes
 from mmplan.profiling.analytic import analytic_profile
 from mmplan.profiling.data import profile_data
@@ -29,6 +28,7 @@ from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, load_workload
+from mmplan.simulation.predict import costs_of
 
 ROOT = Path(__file__).parents[2]
 PAPERS = ROOT / "examples" / "papers"

@@ -211,5 +211,5 @@ def _over_time(results: Results) -> Iterator[str]:
 
 def _alone(results: Results, tasks: tuple[str, ...], solver: str, devices: int) -> str:
     found = results[_job("multitask-clip", tasks, solver, devices)]
-    gap = f" ({found.plan.solver.gap:.1%})" if found.plan else ""
+    gap = f" ({found.plan.solver.formula_gap:.1%})" if found.plan else ""
     return seconds(found) + gap

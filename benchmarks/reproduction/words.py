@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmplan.utilisation import ModuleUse
+from mmplan.simulation.utilisation import ModuleUse
 from reproduction.jobs import Result
 
 NONE = "does not fit"

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from mmplan.arguments import check_output
-from mmplan.commands.options import Json, PlanPath, PlansProfileOption, ReplanOption
+from mmplan.commands.arguments import check_output
+from mmplan.commands.options import JsonOption, PlanPath, PlansProfileOption, ReplanOption
 from mmplan.errors import InvalidInputError, RunFailedError
-from mmplan.report.console import Output
-from mmplan.words import counted
+from mmplan.report.terminal.console import Output
+from mmplan.wording import counted
 
 
 def show(
@@ -19,11 +19,11 @@ def show(
     program: Annotated[
         bool, typer.Option("--program", help="a plan's program: one row of instructions per rank")
     ] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
-    from mmplan.report.showing import show_plan, show_profile, show_timeline
-    from mmplan.report.tables import workload_grids
+    from mmplan.report.terminal.show import show_plan, show_profile, show_timeline
+    from mmplan.report.terminal.tables import workload_grids
     from mmplan.schema.load import load_any
     from mmplan.schema.plan import Plan
     from mmplan.schema.profile import Profile
@@ -50,31 +50,41 @@ def show(
     out.data(document.model_dump(mode="json", exclude_none=True))
 
 
-def check(plan: PlanPath, as_json: Json = False) -> None:
+def check(plan: PlanPath, as_json: JsonOption = False) -> None:
     """Every invariant of a plan and of its program, without running it."""
-    from mmplan.program.check import check_program
+    from mmplan.program.checks.check import check_program
     from mmplan.program.compile import compile_plan
+    from mmplan.schema.agreement import plan_differences
     from mmplan.schema.base import load_document
     from mmplan.schema.faults import plan_faults
     from mmplan.schema.plan import Plan
+    from mmplan.schema.workload import load_workload
+    from mmplan.simulation.predict import memory_faults
 
     out = Output(as_json=as_json)
     document = load_document(Plan, plan)
     faults = plan_faults(document)
+    workload = plan.parent / document.workload.path
+    if not workload.is_file():
+        out.text(f"compared with nothing: its workload {workload} is not there")
+    elif not faults:
+        faults = plan_differences(document, load_workload(workload))
+        out.text(f"compared with {workload}: what is trained")
     if not faults:
         try:
             program = compile_plan(document)
         except InvalidInputError as error:
             faults = [error.message]
         else:
-            faults = check_program(program)
+            faults = [*check_program(program), *memory_faults(document, plan, program)]
             count = sum(map(len, program.instructions))
             out.text(
                 f"{plan}: {counted(count, 'instruction')} on {counted(program.num_ranks, 'rank')}"
             )
     for fault in faults:
         out.text(f"fault: {fault}")
-    out.data({"plan": str(plan), "faults": faults})
+    compared = str(workload) if workload.is_file() else None
+    out.data({"plan": str(plan), "workload": compared, "faults": faults})
     if faults:
         raise RunFailedError(
             f"{plan} has {counted(len(faults), 'fault')}",
@@ -97,19 +107,19 @@ def simulate(
             "--draws", metavar="N", min=0, help="batches of a profile's data to draw, 0 for none"
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Predicted timeline of one step; where the profile has data, how times spread."""
     from dataclasses import asdict
 
-    from mmplan.draws import sample_steps
-    from mmplan.predict import plan_costs
     from mmplan.program.trace import trace_events, write_trace
-    from mmplan.report.tables import timeline_lines
-    from mmplan.report.work_tables import sampled_grid
+    from mmplan.report.terminal.data_tables import sampled_grid
+    from mmplan.report.terminal.tables import timeline_lines
     from mmplan.schema.load import load_plan
-    from mmplan.simulate import prediction
-    from mmplan.simulate import simulate as start
+    from mmplan.simulation.predict import plan_costs
+    from mmplan.simulation.sampled_batches import sample_steps
+    from mmplan.simulation.step import prediction
+    from mmplan.simulation.step import simulate as start
 
     out = Output(as_json=as_json)
     check_output("--trace", trace)
@@ -142,10 +152,10 @@ def report(
         Path, typer.Option("-o", "--output", metavar="HTML", help="where it is written")
     ] = Path("report.html"),
     replan: ReplanOption = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """One self-contained page with pictures of a plan, or of a run."""
-    from mmplan.report.page import write_report
+    from mmplan.report.report_page import write_report
 
     out = Output(as_json=as_json)
     check_output("--output", output)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mmplan.arguments import check_output
-from mmplan.commands.options import ClusterOption, Json, WorkloadPath
+from mmplan.commands.arguments import check_output
+from mmplan.commands.options import ClusterOption, JsonOption, WorkloadPath
 from mmplan.errors import InvalidInputError
-from mmplan.report.console import Output
+from mmplan.report.terminal.console import Output
 
 
 def profile(
@@ -35,10 +35,10 @@ def profile(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PROFILE", help="where it is written")
     ] = Path("profile.json"),
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Time the modules, losses and links of a workload, and fit their curves."""
-    from mmplan.report.showing import show_profile, warn_unused
+    from mmplan.report.terminal.show import show_profile, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.workload import load_workload
@@ -114,11 +114,11 @@ def _with_data(
     return made
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(as_json: JsonOption = False) -> None:
     """Whether this machine is fit, and what is wrong."""
     from dataclasses import asdict
 
-    from mmplan.doctor import examine
+    from mmplan.doctor.doctor import examine
     from mmplan.errors import UnfitEnvironmentError
 
     out = Output(as_json=as_json)

@@ -37,4 +37,6 @@ WorkloadOption = Annotated[
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="longest silence of a rank")
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on stdout, nothing else")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="one JSON document on stdout, nothing else")
+]

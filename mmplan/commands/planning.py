@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmplan.arguments import check_output, counts, names
+from mmplan.commands.arguments import check_output, counts, names
 from mmplan.commands.options import (
     ClusterOption,
     DevicesOption,
-    Json,
+    JsonOption,
     PlanPath,
     PlansProfileOption,
     ProfileOption,
@@ -20,12 +20,12 @@ from mmplan.commands.options import (
     TasksOption,
     WorkloadPath,
 )
-from mmplan.report.console import Output, Progress
+from mmplan.report.terminal.console import Output, Progress
 
 if TYPE_CHECKING:
+    from mmplan.planning.measured_trials import Trials
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
-    from mmplan.trials import Trials
 
     # Of a plan that may name files relative to a second path's folder, and of its workload's file:
     # the seconds of a real step. Whoever runs the commands gives it in their context; what runs
@@ -70,11 +70,11 @@ def solve(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PLAN", help="where it is written")
     ] = Path("plan.json"),
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
-    from mmplan import planner
-    from mmplan.report.showing import show_plan, warn_unused
+    from mmplan.planning import planner
+    from mmplan.report.terminal.show import show_plan, warn_unnamed, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -83,13 +83,15 @@ def solve(
     out = Output(as_json=as_json)
     check_output("--output", output)
     loaded = load_workload(workload)
+    costs = load_profile(profile)
     warn_unused(out, loaded)
+    warn_unnamed(out, costs)
     with out.progress("planning", after_s=SILENT_S) as bar:
         trials = _trials(out, bar, context.obj, measure, workload, output) if measure else None
         plan = planner.solve(
             loaded,
             workload_path=workload,
-            profile=load_profile(profile),
+            profile=costs,
             profile_path=profile,
             cluster=None if cluster is None else load_cluster(cluster),
             devices=devices,
@@ -117,8 +119,8 @@ def _trials(
     out: Output, bar: Progress, step_seconds: StepSeconds, count: int, workload: Path, output: Path
 ) -> Trials:
     """Real steps of the best plans on this machine."""
-    from mmplan.labels import labelled
-    from mmplan.trials import Trials
+    from mmplan.planning.measured_trials import Trials
+    from mmplan.planning.plan_labels import labelled
 
     def measure(plan: Plan) -> float:
         bar.close()
@@ -157,22 +159,25 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="HTML", help="a page with pictures")
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Plans of several solvers side by side, best first."""
-    from mmplan.compare import compare as start
-    from mmplan.report.comparing import comparison_grids, left_out_lines
+    from mmplan.planning.compare import compare as start
+    from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines
+    from mmplan.report.terminal.show import warn_unnamed
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
     check_output("--output", output)
+    costs = load_profile(profile)
+    warn_unnamed(out, costs)
     with out.progress("planning") as bar:
         found = start(
             load_workload(workload),
             workload_path=workload,
-            profile=load_profile(profile),
+            profile=costs,
             profile_path=profile,
             cluster=None if cluster is None else load_cluster(cluster),
             devices=counts("--devices", devices),
@@ -189,7 +194,7 @@ def compare(
     for grid in comparison_grids(found):
         out.grid(grid)
     if output is not None:
-        from mmplan.report.comparison import write_comparison
+        from mmplan.report.comparison_page import write_comparison
 
         write_comparison(found, output)
         out.text(f"wrote {output}")
@@ -200,19 +205,19 @@ def explain(
     plan: PlanPath,
     profile: PlansProfileOption = None,
     replan: ReplanOption = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
     from dataclasses import asdict
 
-    from mmplan.held import HeldBytes
-    from mmplan.predict import costs_of, plan_profile
+    from mmplan.planning.what_if import NUM_REPLANS, Replan, part_effects, replans
     from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
     from mmplan.schema.load import load_plan
     from mmplan.schema.workload import load_workload
-    from mmplan.simulate import simulate as simulated
-    from mmplan.whatif import NUM_REPLANS, Replan, part_effects, replans
+    from mmplan.simulation.peak_memory import HeldBytes
+    from mmplan.simulation.predict import costs_of, plan_profile
+    from mmplan.simulation.step import simulate as simulated
 
     out = Output(as_json=as_json)
     document = load_plan(plan)

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from mmplan.arrays import Floats
+from mmplan.costs.fit import fit_profile
 from mmplan.errors import InvalidInputError
-from mmplan.fit import fit_profile
-from mmplan.profiling.counting import FLOPS, Array, BlockCount, block_parameters
+from mmplan.profiling.counting import FLOPS, BlockCount, block_parameters
 from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.profiling.grid import microbatch_sizes
 from mmplan.profiling.roofline import Roofline
+from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.factories import tied_blocks
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
@@ -71,7 +73,8 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
             "tp_left_out": left_out,
         },
     )
-    return profile.model_copy(update={"fits": fit_profile(profile)})
+    fits = fit_profile(profile)
+    return fingerprinted(profile, workload).model_copy(update={"fits": fits})
 
 
 def _module_profile(
@@ -164,7 +167,7 @@ class _Growth:
         """Blocks that were counted at the very size that will be asked for."""
         return cls(counts, counts)
 
-    def tables(self, phase: str, samples: int) -> list[Array]:
+    def tables(self, phase: str, samples: int) -> list[Floats]:
         """One table of kernels a block."""
         return [
             _affine(getattr(a, phase).table, getattr(b, phase).table, samples)

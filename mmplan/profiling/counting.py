@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -21,8 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-Array = NDArray[np.float64]
-State = Any  # a tensor, or a tuple of tensors
+from mmplan.arrays import Floats
+
+CountState = Any  # a tensor, or a tuple of tensors
 Product = tuple[int, int, int, int]
 # Columns of a table of kernels.
 COLUMNS = 7
@@ -50,7 +50,7 @@ class Kernels:
     """
 
     names: tuple[str, ...]
-    table: Array
+    table: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ class Counter:
         self._by_itself: set[int] = set()
 
     def count(
-        self, call: Callable[..., State], inputs: Sequence[State]
-    ) -> tuple[BlockCount, State]:
+        self, call: Callable[..., CountState], inputs: Sequence[CountState]
+    ) -> tuple[BlockCount, CountState]:
         """Run forward and backward of a block (or of a loss) on meta tensors.
 
         Args:
@@ -141,7 +141,7 @@ class Counter:
         self._by_itself |= {_storage(t) for t in _tensors(outputs)} & self._known
         return count, pytree.tree_map(_cut, outputs)
 
-    def another(self, outputs: State) -> State:
+    def another(self, outputs: CountState) -> CountState:
         """Outputs like these of one more block of the same kind, kept where these are kept."""
         return pytree.tree_map(self._copy, outputs)
 
@@ -155,7 +155,7 @@ class Counter:
             self._kept.append(copy)
         return copy
 
-    def _gradients(self, outputs: State, wanted: list[Tensor], *, last: bool) -> Kernels:
+    def _gradients(self, outputs: CountState, wanted: list[Tensor], *, last: bool) -> Kernels:
         roots = [t for t in _tensors(outputs) if t.requires_grad]
         if roots and wanted:
             ones = [torch.empty_like(t) for t in roots]
@@ -341,7 +341,7 @@ def _as_leaf(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.is_floating_point())
 
 
-def _parameters(call: Callable[..., State]) -> list[nn.Parameter]:
+def _parameters(call: Callable[..., CountState]) -> list[nn.Parameter]:
     return list(call.parameters()) if isinstance(call, nn.Module) else []
 
 

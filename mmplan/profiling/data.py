@@ -12,7 +12,7 @@ from pathlib import Path
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.profiling.measure import MOST_SAMPLES
-from mmplan.profiling.worker import Json, Progress, Setting, State, measure_points
+from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, Progress, measure_points
 from mmplan.schema.profile import DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
 
@@ -51,7 +51,7 @@ def profile_data(
     """
     if samples < 1:
         raise InvalidInputError(f"--data-samples {samples}", hint="at least one sample")
-    setting = Setting(
+    setting = ProfileSetting(
         workload=workload.model_dump(mode="json", exclude_none=True),
         folder=folder.resolve(),
         device="cpu",
@@ -65,7 +65,7 @@ def profile_data(
     # the data, see TaskFlow.
     spread = profile.source == "analytic"
     points = [p for task in tasks.values() for p in _points(task, samples, spread)]
-    results = measure_points(setting, points, State(state_path), progress=progress)
+    results = measure_points(setting, points, ProfileState(state_path), progress=progress)
     found = list(zip(points, results, strict=True))
     data: dict[str, DataWork] = {}
     for name, task in tasks.items():

@@ -16,7 +16,7 @@ from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
-from mmplan.schema.workload import Source, TaskView, Workload, crossing_elements
+from mmplan.schema.workload import InputSource, TaskView, Workload, crossing_elements
 
 # Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
 # and several, because ragged fields have a whole number of rows in all of them together.
@@ -70,7 +70,7 @@ class TaskFlow:
 
         return pytree.tree_map(move, tree)
 
-    def inputs(self, consumer: str, sources: Sequence[Source], samples: int) -> list[Any]:
+    def inputs(self, consumer: str, sources: Sequence[InputSource], samples: int) -> list[Any]:
         """Arguments of a module or a loss for a micro-batch, on the meta device.
 
         Raises:
@@ -78,7 +78,7 @@ class TaskFlow:
         """
         return [resize(self._value(consumer, source), samples) for source in sources]
 
-    def _value(self, consumer: str, source: Source) -> Any:
+    def _value(self, consumer: str, source: InputSource) -> Any:
         if source.module is not None:
             output = self._output(source.module)
             return output if source.element is None else output[source.element]

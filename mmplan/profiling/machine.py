@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from mmplan.fit import fit_curve
-from mmplan.profiling.worker import Found, Json, Setting
+from mmplan.costs.fit import fit_curve
+from mmplan.profiling.worker import Json, MeasuredPoints, ProfileSetting
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Device, Link, Links
 
 
-def measured_cluster(setting: Setting, machine: Json, found: Found) -> Cluster:
+def measured_cluster(setting: ProfileSetting, machine: Json, found: MeasuredPoints) -> Cluster:
     """This machine as a cluster of one node."""
     cpu = setting.device == "cpu"
     lone = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in found)
@@ -37,7 +37,7 @@ def measured_cluster(setting: Setting, machine: Json, found: Found) -> Cluster:
     )
 
 
-def _link(found: Found, operation: str, share: float) -> Link:
+def _link(found: MeasuredPoints, operation: str, share: float) -> Link:
     """Latency and bandwidth through the sizes; ``share`` of the bytes crosses each link."""
     sizes = [
         (p["bytes"] * share, r["seconds"])
@@ -52,10 +52,10 @@ def _link(found: Found, operation: str, share: float) -> Link:
 
 
 def provenance(
-    setting: Setting,
+    setting: ProfileSetting,
     machine: Json,
     described: Mapping[str, Json],
-    found: Found,
+    found: MeasuredPoints,
 ) -> dict[str, Any]:
     """Where, how and with what the numbers were measured, and what was left out."""
     crowded = setting.device == "cpu" and setting.processes > machine["cores"]

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmplan.costs.fit import fit_profile
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
-from mmplan.fit import fit_profile
+from mmplan.processes import num_cores
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.machine import measured_cluster, provenance
 from mmplan.profiling.rounds import ROUNDS, in_rounds
-from mmplan.profiling.worker import Found, Json, Progress, Setting, State, measure_points
+from mmplan.profiling.worker import (
+    Json,
+    MeasuredPoints,
+    ProfileSetting,
+    ProfileState,
+    Progress,
+    measure_points,
+)
+from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
@@ -74,7 +82,7 @@ def measure_profile(
     workload = load_workload(path)
     chosen, processes = _choose(device, num_processes)
     _check_cluster(cluster, chosen)
-    setting = Setting(
+    setting = ProfileSetting(
         workload=workload.model_dump(mode="json", exclude_none=True),
         folder=path.parent.resolve(),
         device=chosen,
@@ -83,14 +91,14 @@ def measure_profile(
         max_point_s=2.0 if quick else 20.0,
         pool=min(MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
     )
-    state = State(state_path)
+    state = ProfileState(state_path)
     uses = list(_uses(workload))
     described = _describe(setting, workload, uses, state)
     points = _design(workload, uses, described, setting, cluster is None, quick)
     rounds = 1 if quick else ROUNDS
     results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
     found = list(zip(points, results, strict=True))
-    profile = _assemble(workload, uses, described, setting, found, cluster)
+    profile = fingerprinted(_assemble(workload, uses, described, setting, found, cluster), workload)
     return profile.model_copy(update={"fits": fit_profile(profile)})
 
 
@@ -110,13 +118,6 @@ def _choose(device: DeviceType | None, num_processes: int | None) -> tuple[Devic
     if chosen == "cuda":
         return chosen, num_processes or max(1, torch.cuda.device_count())
     return chosen, num_processes or min(2, num_cores())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check_cluster(cluster: Cluster | None, device: DeviceType) -> None:
@@ -153,7 +154,7 @@ def _signature(task: TaskView, module: str) -> Any:
 
 
 def _describe(
-    setting: Setting, workload: Workload, uses: Sequence[_Use], state: State
+    setting: ProfileSetting, workload: Workload, uses: Sequence[_Use], state: ProfileState
 ) -> dict[str, Json]:
     """Blocks, parameters and possible tp of every module, from shapes, in one process."""
     degrees = [tp for tp in range(2, setting.processes + 1) if setting.processes % tp == 0]
@@ -170,7 +171,7 @@ def _design(
     workload: Workload,
     uses: Sequence[_Use],
     described: Mapping[str, Json],
-    setting: Setting,
+    setting: ProfileSetting,
     with_links: bool,
     quick: bool,
 ) -> list[Json]:
@@ -210,7 +211,7 @@ def _loss_points(task: TaskView, loss: str) -> list[Json]:
     ]
 
 
-def _link_points(setting: Setting) -> list[Json]:
+def _link_points(setting: ProfileSetting) -> list[Json]:
     lone = setting.device == "cuda" and setting.processes == 1
     operations = ("copy",) if lone else ("p2p", "all_reduce", "all_gather")
     return [
@@ -227,8 +228,8 @@ def _assemble(
     workload: Workload,
     uses: Sequence[_Use],
     described: Mapping[str, Json],
-    setting: Setting,
-    found: Found,
+    setting: ProfileSetting,
+    found: MeasuredPoints,
     cluster: Cluster | None,
 ) -> Profile:
     modules: dict[str, ModuleProfile] = {}
@@ -252,7 +253,7 @@ def _assemble(
     )
 
 
-def _module_profile(use: _Use, described: Json, found: Found) -> ModuleProfile:
+def _module_profile(use: _Use, described: Json, found: MeasuredPoints) -> ModuleProfile:
     mine = [(p, r) for p, r in found if (p.get("task"), p.get("module")) == (use.task, use.module)]
     shape = next(result for point, result in mine if point["kind"] == "shape")
     if "skipped" in shape:
@@ -333,7 +334,7 @@ def _difference(own: ModuleProfile, base: ModuleProfile) -> dict[str, Any]:
     return {key: value for key, value in ours.items() if value != theirs[key] and value is not None}
 
 
-def _loss_profiles(found: Found) -> Iterator[tuple[str, LossProfile]]:
+def _loss_profiles(found: MeasuredPoints) -> Iterator[tuple[str, LossProfile]]:
     measured = [(p, r) for p, r in found if p["kind"] == "loss" and "skipped" not in r]
     for name in dict.fromkeys(point["loss"] for point, _ in measured):
         results = [(p, r) for p, r in measured if p["loss"] == name]

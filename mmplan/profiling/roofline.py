@@ -20,15 +20,19 @@ node's link and hides behind nothing. All constants are in ``profiles/devices.ya
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from mmplan.links import collective_s
-from mmplan.profiling.counting import BATCH, FLOPS, MOVED, SUMMED, Array, K, M, N
-from mmplan.profiling.hardware import load_hardware
-from mmplan.schema.cluster import Cluster
+from mmplan.arrays import Floats
+from mmplan.costs.links import collective_s
+from mmplan.profiling.counting import BATCH, FLOPS, MOVED, SUMMED, K, M, N
+from mmplan.schema.base import Count, Document, Positive, Record, Str, load_document
+from mmplan.schema.cluster import Cluster, Device
 
 _ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 _PARTIAL_SUM_BYTES = 4
@@ -55,8 +59,8 @@ class Roofline:
         self.attention_flops_per_s = peak * known.attention_efficiency
         self.bytes_per_s = known.memory_of(cluster.device) * hardware.kernels.memory_efficiency
 
-    def seconds(self, table: Array, *, tp: int = 1) -> float:
-        """Seconds of kernels [kernels, columns]; see :class:`mmplan.profiling.counting.Kernels`."""
+    def seconds(self, table: Floats, *, tp: int = 1) -> float:
+        """Seconds of kernels, a table as :mod:`mmplan.profiling.counting` makes it."""
         if not len(table):
             return 0.0
         # A module's blocks are mostly alike.
@@ -70,7 +74,7 @@ class Roofline:
             self._seconds[key] = compute_s + sum(sums)
         return self._seconds[key]
 
-    def kernel_s(self, table: Array) -> NDArray[np.float64]:
+    def kernel_s(self, table: Floats) -> NDArray[np.float64]:
         """Seconds of each kernel, what is summed over a group left out."""
         moved_s = table[:, MOVED] / self.bytes_per_s
         is_product = table[:, K] > 0
@@ -82,7 +86,7 @@ class Roofline:
             flops_s[is_product] = self._product_s(products)
         return np.maximum(np.maximum(flops_s, moved_s), self.launch_s)
 
-    def _product_s(self, table: Array) -> NDArray[np.float64]:
+    def _product_s(self, table: Floats) -> NDArray[np.float64]:
         """Seconds of matrix products by their fastest tiling; never less than at full rate."""
         m, n, k, batch = (table[:, column] for column in (M, N, K, BATCH))
         processors = self._known.multiprocessors or 1
@@ -117,3 +121,75 @@ class Roofline:
             "memory_bytes_per_s": self.bytes_per_s,
             "launch_s": self.launch_s,
         }
+
+
+Share = Positive
+Precision = Literal["bf16", "fp32", "fp64"]
+
+
+class Known(Record):
+    """Devices of one kind.
+
+    Attributes:
+        names: what their names contain.
+        rates: part of the cluster's ``peak_flops`` that a precision has.
+        multiprocessors: over which tiles are spread; None where shapes do not matter.
+        memory_bytes_per_s: of the data sheet; None where it follows from ``flops_per_byte``.
+        l2_bytes_per_s: of the cache that feeds the tiles.
+        flops_per_byte: peak over memory bandwidth.
+        matmul_efficiency: part of the peak that products of the best shapes reach.
+        attention_efficiency: the same of attention, and of what else is not a product.
+    """
+
+    names: tuple[Str, ...] = ()
+    rates: dict[Precision, Share]
+    multiprocessors: Count | None = None
+    memory_bytes_per_s: Positive | None = None
+    l2_bytes_per_s: Positive | None = None
+    flops_per_byte: Positive | None = None
+    matmul_efficiency: Share = Field(le=1)
+    attention_efficiency: Share = Field(le=1)
+
+    def memory_of(self, device: Device) -> float:
+        """Bytes per second of a device's memory, by its data sheet."""
+        return self.memory_bytes_per_s or device.peak_flops / (self.flops_per_byte or 1.0)
+
+
+class RooflineConstants(Record):
+    """Constants of all devices.
+
+    Attributes:
+        memory_efficiency: part of the memory bandwidth that kernels reach.
+        launch_s: least time of a kernel.
+        tiles: shapes of output tiles.
+        splits: numbers of parts in which sums may be cut.
+    """
+
+    memory_efficiency: Share
+    launch_s: Positive
+    tiles: tuple[tuple[Count, Count], ...]
+    splits: tuple[Count, ...]
+
+
+class Hardware(Document):
+    """The whole file."""
+
+    kind: ClassVar[str] = "devices"
+
+    devices: tuple[Known, ...]
+    other: Known
+    kernels: RooflineConstants
+
+    def known(self, device: Device) -> Known:
+        """What is assumed of a device; a process is a CPU whatever it is called."""
+        name = "cpu" if device.is_cpu else device.name.lower()
+        fitting = (d for d in self.devices if any(n.lower() in name for n in d.names))
+        return next(fitting, self.other)
+
+
+@cache
+def load_hardware() -> Hardware:
+    """The shipped constants."""
+    import profiles
+
+    return load_document(Hardware, Path(profiles.__file__).parent / "devices.yaml")

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
-from mmplan.profiling.worker import Json, Progress, Setting, State, measure_points
+from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, Progress, measure_points
 
 ROUNDS = 3
 # What takes longer than this is a mean over moments already.
@@ -19,9 +19,9 @@ _TIMES = ("forward_s", "backward_s", "seconds", "forward_spread_s", "backward_sp
 
 
 def in_rounds(
-    setting: Setting,
+    setting: ProfileSetting,
     points: Sequence[Json],
-    state: State,
+    state: ProfileState,
     *,
     progress: Progress | None = None,
     rounds: int = ROUNDS,

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
-from mmplan.words import counted
+from mmplan.schema.base import Json
+from mmplan.wording import counted
 
-Json = dict[str, Any]
-Found = Sequence[tuple[Json, Json]]  # points and their results
+MeasuredPoints = Sequence[tuple[Json, Json]]  # points and their results
 # Points done, all points, seconds left (None before the first), what was done last.
 Progress = Callable[[int, int, float | None, str], None]
 
@@ -34,7 +34,7 @@ _ERRORS: Mapping[int, type[MMPlanError]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ProfileSetting:
     """What all points of a profile have in common.
 
     Attributes:
@@ -76,7 +76,7 @@ class Setting:
         }
 
 
-class State:
+class ProfileState:
     """Finished points on disk, so that an interrupted profile goes on where it stopped.
 
     Args:
@@ -122,9 +122,9 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Json]]:
 
 
 def measure_points(
-    setting: Setting,
+    setting: ProfileSetting,
     points: Sequence[Json],
-    state: State,
+    state: ProfileState,
     *,
     processes: int | None = None,
     progress: Progress | None = None,
@@ -174,7 +174,7 @@ def _run(job: Json, device: str) -> Iterator[Json]:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "mmlaunch.measure", str(path)],
+            [sys.executable, "-P", "-m", "mmlaunch.measure", str(path)],
             env=os.environ | {"MMLAUNCH_DEVICE": device},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

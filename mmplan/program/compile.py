@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.lower import Graph, lower
-from mmplan.program.match import match_receives
-from mmplan.program.model import Program, Stage
-from mmplan.program.orders import Orders, order_stages
-from mmplan.program.timeline import Event, Link, Timeline, edge_links
+from mmplan.program.model import PerSampleLoss, Program, Stage
+from mmplan.program.schedules.global_order import Event, Handover, OrderBuilder, edge_links
+from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
 
 # Receives are posted this many computes before the one that waits for them.
@@ -41,7 +40,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     """
     batches = {name: task.batch for name, task in plan.tasks.items()}
     links = [edge_links(graph.stages, edge) for edge in graph.edges]
-    timeline = Timeline(
+    timeline = OrderBuilder(
         stages=graph.stages,
         edges=graph.edges,
         losses=graph.losses,
@@ -70,13 +69,13 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
 class _Projection:
     """Writes each event into the rows of its ranks, with the messages around it."""
 
-    def __init__(self, graph: Graph, links: Sequence[Sequence[Link]], num_ranks: int) -> None:
+    def __init__(self, graph: Graph, links: Sequence[Sequence[Handover]], num_ranks: int) -> None:
         self._graph = graph
         self._rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-        self._incoming: defaultdict[tuple[int, int, int], list[tuple[int, Link]]] = defaultdict(
+        self._incoming: defaultdict[tuple[int, int, int], list[tuple[int, Handover]]] = defaultdict(
             list
         )
-        self._outgoing: defaultdict[tuple[int, int, int], list[tuple[int, Link]]] = defaultdict(
+        self._outgoing: defaultdict[tuple[int, int, int], list[tuple[int, Handover]]] = defaultdict(
             list
         )
         for edge in graph.edges:
@@ -87,7 +86,7 @@ class _Projection:
         self._started: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._complete: defaultdict[tuple[int, int], int] = defaultdict(int)
         for loss in graph.losses:
-            if loss.host is not None:
+            if isinstance(loss, PerSampleLoss):
                 for rank in loss.ranks:
                     self._rows[rank].append(Collective(Op.COUNT, loss.index))
 
@@ -103,12 +102,8 @@ class _Projection:
         return dict(counts)
 
     def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
-        start, stop = stage.microbatches[d][mb]
-        found: list[tuple[int, int]] = []
-        for index in stage.syncs:
-            size = self._graph.losses[index].sync_batch or 1
-            found += [(index, g) for g in range(start // size, -(-stop // size))]
-        return found
+        span = stage.microbatches[d][mb]
+        return [(i, g) for i in stage.syncs for g in self._graph.cross_sample(i).batches_of(span)]
 
     def add(self, event: Event) -> None:
         """Append the event to every rank that takes part."""
@@ -188,7 +183,7 @@ class _Projection:
         return [(*row, Step()) if row else () for row in self._rows]
 
 
-def _message(op: Op, event: Event, edge: int, peer: int, link: Link) -> Message:
+def _message(op: Op, event: Event, edge: int, peer: int, link: Handover) -> Message:
     return Message(op, event.index, event.mb, edge, peer, *link.span)
 
 
@@ -207,3 +202,47 @@ def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction,
         else:
             slots[-1].append(item)
     return tuple(item for slot in slots for item in slot)
+
+
+Row = tuple[Instruction, ...]
+# (source rank, target rank, is backward)
+_Route = tuple[int, int, bool]
+# (edge, first sample, end of samples): unique on a route
+_Parcel = tuple[int, int, int]
+
+
+def match_receives(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Move receives ahead until each route's receives stand in the order of its sends.
+
+    NCCL ignores tags: the n-th receive from a rank gets what that rank sends n-th. Orders
+    differ where two stages of one rank feed two of another and work in another order
+    (interleaved chunks). A receive only posts, so that moving it ahead cannot deadlock.
+    """
+    sent: defaultdict[_Route, dict[_Parcel, int]] = defaultdict(dict)
+    for rank, row in enumerate(rows):
+        for item in row:
+            if isinstance(item, Message) and item.is_send:
+                parcels = sent[rank, item.peer, item.op is Op.SEND_B]
+                parcels[item.edge, item.start, item.stop] = len(parcels)
+    return tuple(_match_row(rank, row, sent) for rank, row in enumerate(rows))
+
+
+def _match_row(rank: int, row: Row, sent: Mapping[_Route, Mapping[_Parcel, int]]) -> Row:
+    routes: defaultdict[_Route, list[tuple[int, int]]] = defaultdict(list)
+    for position, item in enumerate(row):
+        if isinstance(item, Message) and not item.is_send:
+            route = item.peer, rank, item.op is Op.RECV_B
+            turn = sent[route][item.edge, item.start, item.stop]
+            routes[route].append((turn, position))
+    # Sort key of each instruction; a moved receive stands just before its new place.
+    keys: dict[int, tuple[int, int, int]] = {}
+    for receives in routes.values():
+        latest = len(row)
+        for n, position in sorted(receives, reverse=True):
+            if position > latest:
+                keys[position] = (latest, 0, n)
+            latest = min(latest, position)
+    if not keys:
+        return row
+    order = sorted(range(len(row)), key=lambda position: keys.get(position, (position, 1, 0)))
+    return tuple(row[position] for position in order)

@@ -122,6 +122,8 @@ class Step:
         return str(self.op)
 
 
+# (operation, stage, replica, micro-batch): a compute before it is a rank's instruction.
+ReplicaCompute = tuple[Op, int, int, int]
 Instruction = Compute | Message | Sync | Collective | Step
 
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")

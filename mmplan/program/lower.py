@@ -7,16 +7,28 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from mmplan.errors import InvalidInputError
-from mmplan.program.model import Edge, Loss, LossInput, Reduction, Source, Stage
+from mmplan.program.model import (
+    BlockReduction,
+    CrossSampleLoss,
+    Edge,
+    Loss,
+    LossInput,
+    LossReduction,
+    LossTable,
+    PerSampleLoss,
+    Reduction,
+    Source,
+    Stage,
+    can_split,
+)
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.shards import ShardSum, shard_sums
-from mmplan.program.split import can_split
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
 
 
 @dataclass(slots=True)
-class Graph:
+class Graph(LossTable):
     """Stages, edges, losses and reductions of a plan, under construction."""
 
     stages: list[Stage] = field(default_factory=list)
@@ -174,27 +186,26 @@ def _add_loss(
             for s, text in zip(sources, loss.inputs, strict=True)
         )
         ranks = _ranks(graph, [host])
-        made = Loss(
+        made: Loss = PerSampleLoss(
             index=index,
             name=name,
             task=task_name,
             weight=weight,
             ranks=ranks,
-            sync_batch=None,
             host=host,
-            host_inputs=inputs,
+            inputs=inputs,
         )
         graph.stages[host] = replace(graph.stages[host], hosted=(*graph.stages[host].hosted, index))
     else:
         ranks = _ranks(graph, stages)
-        made = Loss(
+        made = CrossSampleLoss(
             index=index,
             name=name,
             task=task_name,
             weight=weight,
             ranks=ranks,
             sync_batch=loss.sync_batch,
-            sync_inputs=tuple(
+            inputs=tuple(
                 LossInput(
                     stage=None if s.module is None else last[s.module],
                     element=s.element,
@@ -305,32 +316,21 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
         for blocks, total in _block_sums(owner, stages):
             # A part that one rank has alone is summed too: ZeRO-1 updates shards by their parts.
             if len(total.ranks) > 1 or total.parameters == "cut":
-                yield Reduction(
+                yield BlockReduction(
                     index=index,
-                    kind="blocks",
                     owner=owner,
                     blocks=blocks,
                     tp=total.tp,
                     shards=total.shards,
                     parameters=total.parameters,
                     ranks=total.ranks,
-                    adds=total.adds,
+                    contributors=total.contributors,
                 )
                 index += 1
     for name in dict.fromkeys(loss.name for loss in graph.losses):
         ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
         if len(ranks) > 1:
-            yield Reduction(
-                index=index,
-                kind="loss",
-                owner=name,
-                blocks=(0, 0),
-                tp=1,
-                shards=(0, 1),
-                parameters="all",
-                ranks=ranks,
-                adds=ranks,
-            )
+            yield LossReduction(index=index, owner=name, ranks=ranks)
             index += 1
 
 

@@ -7,12 +7,15 @@ in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from mmplan.program.instructions import Instruction
+from mmplan.program.samples import SampleRange
 
-SampleRange = tuple[int, int]
+# (stage, position of the micro-batch in its replica).
+MicroBatch = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,18 @@ class Stage:
         """Number of replicas."""
         return len(self.ranks)
 
-    def place(self, rank: int) -> tuple[int, int] | None:
+    def place(self, rank: int) -> tuple[int, int]:
+        """(replica, tp index) of a rank that runs the stage.
+
+        Raises:
+            KeyError: it does not.
+        """
+        found = self.find_place(rank)
+        if found is None:
+            raise KeyError(f"rank {rank} does not run stage {self.index} ({self.unit})")
+        return found
+
+    def find_place(self, rank: int) -> tuple[int, int] | None:
         """(replica, tp index) of a rank, None where it does not run the stage."""
         if not self._places:
             for d, group in enumerate(self.ranks):
@@ -123,17 +137,14 @@ class LossInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """A term of the step's loss.
+class CrossSampleLoss:
+    """A term of the step's loss over whole sync batches.
 
     Attributes:
         weight: the loss's weight times the task's.
-        ranks: cross-sample: every rank of the last stages it takes features from, sorted.
-            Per sample: the host's.
-        sync_batch: samples of one sync batch, None for a per-sample loss.
-        sync_inputs: arguments of a cross-sample loss.
-        host: stage whose forward computes a per-sample loss.
-        host_inputs: its arguments there.
+        ranks: every rank of the last stages it takes features from, sorted.
+        sync_batch: samples of one sync batch.
+        inputs: its arguments.
     """
 
     index: int
@@ -141,41 +152,133 @@ class Loss:
     task: str
     weight: float
     ranks: tuple[int, ...]
-    sync_batch: int | None
-    sync_inputs: tuple[LossInput, ...] = ()
-    host: int | None = None
-    host_inputs: tuple[Source, ...] = ()
+    sync_batch: int
+    inputs: tuple[LossInput, ...]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages whose outputs it takes, ascending."""
+        return tuple(sorted({item.stage for item in self.inputs if item.stage is not None}))
+
+    @property
+    def channel(self) -> int:
+        """Of its gathers, their own: ranks start them between other collectives, as they come."""
+        return self.index + 1
+
+    def samples(self, batch: int) -> SampleRange:
+        """The samples of a sync batch."""
+        return batch * self.sync_batch, (batch + 1) * self.sync_batch
+
+    def batches_of(self, span: SampleRange) -> range:
+        """The sync batches that take samples of a range."""
+        return range(span[0] // self.sync_batch, -(-span[1] // self.sync_batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """Gradients that are summed over ranks (:mod:`mmplan.program.shards` says which).
+class PerSampleLoss:
+    """A term of the step's loss that a stage's forward computes, micro-batch by micro-batch.
 
     Attributes:
-        kind: blocks of a module, or the parameters of a loss.
-        owner: module (``share`` followed) or loss name.
-        blocks: half-open range of blocks; (0, 0) for a loss.
+        weight: the loss's weight times the task's.
+        ranks: the host's.
+        host: the stage.
+        inputs: its arguments there.
+    """
+
+    index: int
+    name: str
+    task: str
+    weight: float
+    ranks: tuple[int, ...]
+    host: int
+    inputs: tuple[Source, ...]
+
+
+Loss = CrossSampleLoss | PerSampleLoss
+
+
+class _HasLosses(Protocol):
+    @property
+    def losses(self) -> Sequence[Loss]: ...
+
+
+class LossTable:
+    """The losses of a program or a graph, by the kind that an index must be of."""
+
+    __slots__ = ()
+
+    def cross_sample(self: _HasLosses, index: int) -> CrossSampleLoss:
+        """A loss that an instruction or a stage names as one across samples.
+
+        Raises:
+            TypeError: it has no sync batches.
+        """
+        loss = self.losses[index]
+        if not isinstance(loss, CrossSampleLoss):
+            raise TypeError(f"loss {index} ({loss.name}) has no sync batches")
+        return loss
+
+    def per_sample(self: _HasLosses, index: int) -> PerSampleLoss:
+        """A loss that a stage hosts.
+
+        Raises:
+            TypeError: it has no host.
+        """
+        loss = self.losses[index]
+        if not isinstance(loss, PerSampleLoss):
+            raise TypeError(f"loss {index} ({loss.name}) has no host")
+        return loss
+
+    @property
+    def cross_sample_losses(self: _HasLosses) -> list[CrossSampleLoss]:
+        """Those with sync batches, by index."""
+        return [loss for loss in self.losses if isinstance(loss, CrossSampleLoss)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockReduction:
+    """Gradients of blocks that are summed over ranks (:mod:`mmplan.program.shards` says which).
+
+    Attributes:
+        owner: module (``share`` followed).
+        blocks: half-open range of blocks.
         tp: shards of which every cut parameter has so many.
         shards: half-open range of the shards that are summed.
         parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
         ranks: sorted; one only where a part of its shard is held by no other.
-        adds: those of them that bring the gradients of whole parameters; the others, which
-            have the same ones, only take the sum.
+        contributors: those of them that bring the gradients of whole parameters; the others,
+            which have the same ones, only take the sum.
     """
 
     index: int
-    kind: Literal["blocks", "loss"]
     owner: str
     blocks: tuple[int, int]
     tp: int
     shards: tuple[int, int]
     parameters: Literal["all", "cut", "whole"]
     ranks: tuple[int, ...]
-    adds: tuple[int, ...]
+    contributors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class LossReduction:
+    """Gradients of a loss's parameters, summed over all ranks that compute it.
+
+    Attributes:
+        owner: the loss's name.
+        ranks: sorted.
+    """
+
+    index: int
+    owner: str
+    ranks: tuple[int, ...]
+
+
+Reduction = BlockReduction | LossReduction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(LossTable):
     """Everything that a plan makes its ranks do in one optimizer step.
 
     Attributes:
@@ -202,6 +305,11 @@ class Program:
         """Number of ranks, idle ones included."""
         return len(self.instructions)
 
+    @property
+    def block_reductions(self) -> list[BlockReduction]:
+        """The reductions of modules' gradients, by index."""
+        return [r for r in self.reductions if isinstance(r, BlockReduction)]
+
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages that a rank runs, in index order."""
         if not self._stages_of:
@@ -217,3 +325,8 @@ class Program:
         """
         scattered = edge.scattered_back if backward else edge.scattered
         return self.stages[edge.producer if backward else edge.consumer].tp if scattered else 1
+
+
+def can_split(stage: Stage) -> bool:
+    """Whether a stage's backward has two parts: a gradient to send on, and one of weights."""
+    return stage.has_backward and stage.input_gradient and bool(stage.trainable)

@@ -41,14 +41,14 @@ class ShardSum:
         shards: the shards summed.
         parameters: cut ones, whole ones, or both.
         ranks: who gets the sum, in ascending order.
-        adds: those of them whose gradients of whole parameters are summed.
+        contributors: those of them whose gradients of whole parameters are summed.
     """
 
     tp: int
     shards: Span
     parameters: Literal["all", "cut", "whole"]
     ranks: Ranks
-    adds: Ranks
+    contributors: Ranks
 
 
 def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
@@ -62,14 +62,16 @@ def shard_sums(groups: Sequence[Ranks]) -> list[ShardSum]:
     parts = _parts(held, tp)
     kind = "all" if _are_alike(groups) or len(parts) == 1 else "cut"
     sums = [
-        ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, adds=holders)
+        ShardSum(tp=tp, shards=shards, parameters=kind, ranks=holders, contributors=holders)
         for shards, holders in parts
     ]
     if kind == "cut":
         ranks = tuple(sorted(held))
         # Every group has one rank that holds the first part; see the top for crowded blocks.
-        adds = ranks if is_crowded(groups) else parts[0][1]
-        sums.append(ShardSum(tp=tp, shards=(0, tp), parameters="whole", ranks=ranks, adds=adds))
+        bring = ranks if is_crowded(groups) else parts[0][1]
+        sums.append(
+            ShardSum(tp=tp, shards=(0, tp), parameters="whole", ranks=ranks, contributors=bring)
+        )
     return sums
 
 

@@ -11,7 +11,15 @@ from collections.abc import Iterator
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Instruction, format_row, parse_row
-from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
+from mmplan.program.model import (
+    BlockReduction,
+    CrossSampleLoss,
+    Edge,
+    Loss,
+    Program,
+    Reduction,
+    Stage,
+)
 
 _ROW = re.compile(r"rank (\d+):(.*)")
 
@@ -90,22 +98,25 @@ def _edge(edge: Edge) -> str:
 
 
 def _loss(loss: Loss) -> str:
-    kind = f"sync batch {loss.sync_batch}" if loss.sync_batch else f"in stage {loss.host}"
+    if isinstance(loss, CrossSampleLoss):
+        kind = f"sync batch {loss.sync_batch}"
+    else:
+        kind = f"in stage {loss.host}"
     ranks = " ".join(map(str, loss.ranks))
     return f"# loss {loss.index}: {loss.task}.{loss.name} x {loss.weight:g}, {kind}, ranks {ranks}"
 
 
 def _reduction(reduction: Reduction) -> str:
-    what = f"blocks {_span(reduction.blocks)} of " if reduction.kind == "blocks" else "loss "
-    ranks = " ".join(map(str, reduction.ranks))
-    text = f"# reduction {reduction.index}: {what}{reduction.owner}{_shards(reduction)}"
-    return f"{text}, ranks {ranks}"
+    what = f"loss {reduction.owner}"
+    if isinstance(reduction, BlockReduction):
+        what = f"blocks {_span(reduction.blocks)} of {reduction.owner}{_shards(reduction)}"
+    return f"# reduction {reduction.index}: {what}, ranks {' '.join(map(str, reduction.ranks))}"
 
 
-def _shards(reduction: Reduction) -> str:
+def _shards(reduction: BlockReduction) -> str:
     """What is summed of the blocks' parameters."""
     if reduction.parameters == "whole":
-        return f" uncut, from ranks {' '.join(map(str, reduction.adds))}"
+        return f" uncut, from ranks {' '.join(map(str, reduction.contributors))}"
     first, end = reduction.shards
     if reduction.tp == 1:
         return ""

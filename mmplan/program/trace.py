@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
-from mmplan.program.model import Program
+from mmplan.program.model import BlockReduction, Program
 from mmplan.schema.base import write_text
 
 _CATEGORIES = {
@@ -108,19 +108,18 @@ def _slice(
 
 def _arguments(program: Program, rank: int, item: Instruction) -> dict[str, Any]:
     if isinstance(item, Sync):
-        loss = program.losses[item.loss]
-        size = loss.sync_batch or 0
-        return {"loss": loss.name, "samples": [item.batch * size, (item.batch + 1) * size]}
+        loss = program.cross_sample(item.loss)
+        return {"loss": loss.name, "samples": list(loss.samples(item.batch))}
     if isinstance(item, Collective):
         if item.op is Op.COUNT:
             return {"loss": program.losses[item.index].name}
         reduction = program.reductions[item.index]
-        return {"owner": reduction.owner, "blocks": list(reduction.blocks)}
+        blocks = reduction.blocks if isinstance(reduction, BlockReduction) else (0, 0)
+        return {"owner": reduction.owner, "blocks": list(blocks)}
     if isinstance(item, Compute | Message):
         stage = program.stages[item.stage]
         common = {"unit": stage.unit, "blocks": list(stage.blocks), "microbatch": item.mb}
         if isinstance(item, Message):
             return {**common, "peer": item.peer, "samples": [item.start, item.stop]}
-        place = stage.place(rank)
-        return {**common, "samples": list(stage.microbatches[place[0] if place else 0][item.mb])}
+        return {**common, "samples": list(stage.microbatches[stage.place(rank)[0]][item.mb])}
     return {}

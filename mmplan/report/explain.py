@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
-from mmplan.held import HeldBytes
+from mmplan.planning.what_if import Effect, Replan
 from mmplan.program.instructions import Compute
-from mmplan.report import format as fmt
-from mmplan.report.console import Grid
+from mmplan.report import numbers as fmt
+from mmplan.report.html import markup
+from mmplan.report.source import ReportData
+from mmplan.report.terminal.console import Grid
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.simulate import Simulation
-from mmplan.whatif import Effect, Replan
-from mmplan.words import counted
+from mmplan.simulation.peak_memory import HeldBytes
+from mmplan.simulation.step import Simulation
+from mmplan.wording import counted
 
 # Modules that get a line each; the rest share one.
 _MOST_MODULES = 5
@@ -49,7 +51,7 @@ def explain(
         plan: what to explain.
         profile: that it was made from.
         simulation: of its program under that profile.
-        effects: of its parts, most first; see :func:`mmplan.whatif.part_effects`.
+        effects: of its parts, most first; see :func:`mmplan.planning.what_if.part_effects`.
         held: what a run's ranks are expected to hold, where that is known.
     """
     return [
@@ -161,7 +163,7 @@ def _waiting(simulation: Simulation) -> str:
     if not shares:
         return text
     most, rank = max(shares, key=lambda pair: (pair[0], -pair[1]))
-    modules = dict.fromkeys(s.module for s in simulation.program.stages if s.place(rank))
+    modules = dict.fromkeys(s.module for s in simulation.program.stages_of(rank))
     return f"{text}; rank {rank} ({', '.join(modules)}) waits most, {fmt.percent(most)}"
 
 
@@ -200,8 +202,8 @@ def _bound(plan: Plan) -> str:
     solver = plan.solver
     text = (
         f"{solver.name} ({solver.method}): its formula gives {fmt.seconds(solver.objective_s)}, "
-        f"none of its plans has less than {fmt.seconds(solver.lower_bound_s)} "
-        f"(gap {solver.gap:.2%})"
+        f"none of its plans has less than {fmt.seconds(solver.formula_bound_s)} "
+        f"(gap {solver.formula_gap:.2%})"
     )
     limits = [f"{loss} up to {samples:,}" for loss, samples in solver.largest_sync_batch.items()]
     return text + (f"; sync batches that fit: {', '.join(limits)}" if limits else "")
@@ -226,3 +228,13 @@ def _left_over(plan: Plan) -> Iterator[Reason]:
             topic="left over",
             text=f"{fmt.ranks_words(plan.solver.idle_ranks)}: no degrees that use more are faster",
         )
+
+
+def why_section(data: ReportData) -> str:
+    """What binds the plan, what waits, what it was chosen over."""
+    plan, profile = data.plan, data.profile
+    if profile is None or data.simulation is None:
+        return markup.note(f"Not explained: {data.profile_note or data.simulation_note}")
+    reasons = explain(plan, profile, data.simulation, data.effects, held=data.held)
+    rows = [(reason.topic, reason.text) for reason in reasons]
+    return markup.table(("", ""), rows, label="Why this plan", head=False)

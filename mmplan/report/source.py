@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mmplan.costs import check_cluster
+from mmplan.costs.program_costs import check_cluster
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.held import HeldBytes
-from mmplan.predict import costs_of
+from mmplan.planning.what_if import Effect, Replan, part_effects
 from mmplan.program.trace import trace_events
 from mmplan.schema.base import file_sha256, read_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
-from mmplan.simulate import Simulation, simulate
-from mmplan.whatif import Effect, Replan, part_effects
+from mmplan.simulation.peak_memory import HeldBytes
+from mmplan.simulation.predict import costs_of
+from mmplan.simulation.step import Simulation, simulate
 
 Event = dict[str, Any]
+
+# A trace of a thousand devices.
+_MOST_BYTES = 1 << 30
+# Beyond it is no step, second or loss.
+_LARGEST = 1e150
 
 # Steps left out of the median: allocators, caches and connections warm up in them.
 WARM_UP_STEPS = 5
@@ -40,7 +44,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class RunSegment:
     """Steps of a run under one plan, from ``from_step`` on."""
 
     from_step: int
@@ -65,7 +69,7 @@ class Run:
     folder: Path
     record: dict[str, Any]
     steps: tuple[StepMetrics, ...]
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[RunSegment, ...] = ()
     faults: tuple[str, ...] = ()
 
     @property
@@ -216,14 +220,14 @@ def _load_run(folder: Path) -> Run:
     )
 
 
-def _segments(record: Any) -> tuple[Segment, ...]:
+def _segments(record: Any) -> tuple[RunSegment, ...]:
     """What ``run.json`` says of the plans that trained; nothing where it is not understood."""
     try:
         return tuple(
-            Segment(
-                from_step=int(entry["from_step"]),
+            RunSegment(
+                from_step=_count(entry["from_step"]),
                 tasks=tuple(map(str, entry["tasks"])),
-                devices=int(entry["devices"]),
+                devices=_count(entry["devices"]),
                 iteration_s=_finite(entry.get("predicted_iteration_s")),
                 samples_per_s=_finite(entry.get("predicted_samples_per_s")),
             )
@@ -238,7 +242,7 @@ def _json_file(path: Path, faults: list[str]) -> Any:
         faults.append(f"{path.name} is missing")
         return None
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_text(path, most_bytes=_MOST_BYTES))
     except (MMPlanError, ValueError, RecursionError):
         faults.append(f"{path.name} cannot be read")
         return None
@@ -250,7 +254,12 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
         return ()
     steps: list[StepMetrics] = []
     broken = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        faults.append(f"metrics.jsonl cannot be read: {error.strerror}")
+        return ()
+    for line in text.splitlines():
         step = _step(line)
         if step is not None:
             steps.append(step)
@@ -270,21 +279,28 @@ def _step(line: str) -> StepMetrics | None:
     try:
         entry = json.loads(line)
         return StepMetrics(
-            step=int(entry["step"]),
+            step=_count(entry["step"]),
             loss=_finite(entry.get("loss")),
             iteration_s=_finite(entry.get("iteration_s")),
             update_s=_finite(entry.get("update_s")),
             data_s=_finite(entry.get("data_s")),
             samples_per_s=_finite(entry.get("samples_per_s")),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r:.40} counts nothing")
+    return value
 
 
 def _finite(value: Any) -> float | None:
+    """A number that can be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if abs(value) < _LARGEST else None
 
 
 def _load_profile(plan: Plan, original: Path) -> tuple[Profile | None, str]:
@@ -342,11 +358,11 @@ def _trace_list(document: Any) -> list[Event]:
 
 def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
     """The complete slices of a process, shifted so that the first one starts at 0."""
-    numbers = {
+    numbers = [
         e.get("pid")
         for e in events
-        if e.get("name") == "process_name" and (e.get("args") or {}).get("name") == name
-    }
+        if e.get("name") == "process_name" and e.get("args") == {"name": name}
+    ]
     found = [e for e in events if e.get("ph") == "X" and e.get("pid") in numbers and _is_slice(e)]
     first = min((e["ts"] for e in found), default=0.0)
     return tuple(e | {"ts": e["ts"] - first} for e in found)
@@ -355,7 +371,18 @@ def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
 def _is_slice(event: Event) -> bool:
     times = _finite(event.get("ts")), _finite(event.get("dur"))
     arguments = event.get("args", {})
-    return None not in times and isinstance(event.get("tid"), int) and isinstance(arguments, dict)
+    if None in times or not isinstance(event.get("tid"), int) or not isinstance(arguments, dict):
+        return False
+    pairs = (arguments.get("samples"), arguments.get("blocks"))
+    return all(pair is None or _is_range(pair) for pair in pairs)
+
+
+def _is_range(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(isinstance(n, int) and 0 <= n < _LARGEST for n in value)
+    )
 
 
 def _hashes(

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import secrets
 from difflib import get_close_matches
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -23,7 +25,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
-from mmplan.words import counted
+from mmplan.wording import counted, size
 
 # Scalars are strict ("3" is not 3); lists become tuples.
 Str = Annotated[str, Strict()]
@@ -35,6 +37,31 @@ Index = Annotated[int, Strict(), Field(ge=0)]
 Size = Annotated[float, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
 Range = tuple[Index, Index]
+# A parsed document, or what processes tell each other.
+Json = dict[str, Any]
+
+
+def _is_a_file_name(name: str) -> str:
+    if not name.strip() or name in (".", "..") or len(name.encode(errors="replace")) > 200:
+        raise ValueError(f"{name!r:.60} cannot name a folder")
+    wrong = next((c for c in name if c in "/\\" or not (c.isprintable() or c == " ")), None)
+    if wrong is not None:
+        raise ValueError(f"{name!r:.60} names a folder of its own: {wrong!r} cannot stand in it")
+    return name
+
+
+# What a run's folder is called after.
+Name = Annotated[str, Strict(), AfterValidator(_is_a_file_name)]
+
+# More than any file of ours has; what is read whole must end.
+_MOST_BYTES = 64 << 20
+# The parser is slow: about five seconds.
+_MOST_YAML_BYTES = 1 << 20
+# Of one object, or of all aliases of a YAML file written out.
+_MOST_ENTRIES = 200_000
+# Beyond this many faults the first ones are looked for in an excerpt.
+_MANY_FAULTS = 10_000
+_EXCERPT = 20
 
 
 class Record(BaseModel):
@@ -107,19 +134,43 @@ def parse_document(model: type[DocumentT], data: object, *, source: str) -> Docu
     try:
         return model.model_validate(data)
     except ValidationError as error:
+        if error.error_count() > _MANY_FAULTS:
+            return parse_document(model, _excerpt(data), source=source)
         raise _explain(error, model, data, source) from None
 
 
-def read_text(path: Path) -> str:
+def _excerpt(data: Any) -> Any:
+    """The first entries of everything: what is wrong a hundred thousand times is wrong there."""
+    if isinstance(data, dict):
+        return {key: _excerpt(data[key]) for key in list(data)[:_EXCERPT]}
+    return [_excerpt(item) for item in data[:_EXCERPT]] if isinstance(data, list) else data
+
+
+def read_text(path: Path, *, most_bytes: int = _MOST_BYTES) -> str:
     """The file's text.
 
+    Args:
+        path: of a file; a pipe or a device may never end.
+        most_bytes: a larger one is none of ours.
+
     Raises:
-        InvalidInputError: there is no such file, or it is not UTF-8 text.
+        InvalidInputError: there is no such file, it is too large, or it is not UTF-8 text.
     """
     try:
+        found = path.stat()
+        if not S_ISREG(found.st_mode):
+            what = "a folder" if S_ISDIR(found.st_mode) else "no file"
+            raise InvalidInputError(f"{path}: is {what}", hint="name a file")
+        if found.st_size > most_bytes:
+            raise InvalidInputError(
+                f"{path}: {size(found.st_size)} is more than such a file can have",
+                hint=f"at most {size(most_bytes)} are read",
+            )
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        if isinstance(error, ValueError) and not isinstance(error, UnicodeDecodeError):
+            reason = str(error)  # a path with a null byte
         raise InvalidInputError(
             f"{path}: cannot be read: {reason}", hint="check the path"
         ) from None
@@ -134,6 +185,11 @@ def parse_text(text: str, path: Path) -> object:
 
 def _parse_json(text: str, path: Path) -> object:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > _MOST_ENTRIES:
+            raise InvalidInputError(
+                f"{path}: an object of {len(pairs):,} fields is none of our files",
+                hint="write the file again",
+            )
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
@@ -155,14 +211,24 @@ def _parse_json(text: str, path: Path) -> object:
         raise InvalidInputError(
             f"{path}: nested too deeply to be one of our files", hint="write the file again"
         ) from None
+    except ValueError:
+        raise InvalidInputError(
+            f"{path}: not valid JSON: a number has more digits than can be read",
+            hint="write the file again",
+        ) from None
 
 
 def _parse_yaml(text: str, path: Path) -> object:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    if len(text) > _MOST_YAML_BYTES:
+        raise InvalidInputError(
+            f"{path}: {size(len(text))} of YAML",
+            hint=f"at most {size(_MOST_YAML_BYTES)} are read; write it as JSON",
+        )
     try:
-        return YAML(typ="safe", pure=True).load(text)
+        data: object = YAML(typ="safe", pure=True).load(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -172,8 +238,25 @@ def _parse_yaml(text: str, path: Path) -> object:
         ) from None
     except (YAMLError, ValueError, RecursionError) as error:
         raise InvalidInputError(
-            f"{path}: not valid YAML: {' '.join(str(error).split())}", hint="mend the file"
+            f"{path}: not valid YAML: {' '.join(str(error).split()):.200}", hint="mend the file"
         ) from None
+    if _entries(data, {}) > _MOST_ENTRIES:
+        raise InvalidInputError(
+            f"{path}: its aliases stand for more than {_MOST_ENTRIES:,} entries",
+            hint="write out what is meant",
+        )
+    return data
+
+
+def _entries(data: object, known: dict[int, int]) -> int:
+    """Entries of what was parsed, each alias written out."""
+    if not isinstance(data, dict | list):
+        return 1
+    if id(data) not in known:
+        known[id(data)] = 1  # of one that holds itself
+        inner = data.values() if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_entries(item, known) for item in inner)
+    return known[id(data)]
 
 
 _MENDS = {
@@ -318,16 +401,16 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
+            # A text from elsewhere may hold halves of characters, which no file can.
+            with temporary.open("x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
+            temporary.replace(path)
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise UnfitEnvironmentError(

@@ -28,7 +28,7 @@ class Device(Record):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether devices are processes of one machine, of which any number may be started."""
+        """Whether devices are processes, of which a machine may start any number."""
         return self.type == "cpu" or (self.type is None and self.name.lower().startswith("cpu"))
 
 
@@ -73,7 +73,7 @@ class Cluster(Document):
     Attributes:
         name: what plans and tables call it.
         nodes: how many.
-        devices_per_node: how many; on a CPU cluster any number may be asked for.
+        devices_per_node: how many; on a CPU cluster of one node any number may be asked for.
     """
 
     kind: ClassVar[str] = "cluster"
@@ -102,9 +102,9 @@ class Cluster(Document):
     def take(self, num_devices: int | None) -> Cluster:
         """The cluster of the first ``num_devices`` devices (``--devices N``).
 
-        A cpu cluster is one node on which every process is a device, so any number is
-        allowed there. The last node may be used in part: ``nodes`` is rounded up and the
-        caller keeps ``num_devices``.
+        On a cpu cluster of one node every process is a device, so any number is allowed
+        there. The last node may be used in part: ``nodes`` is rounded up and the caller keeps
+        ``num_devices``.
 
         Raises:
             InvalidInputError: more devices than the cluster has, or fewer than one.
@@ -115,7 +115,7 @@ class Cluster(Document):
             raise InvalidInputError(
                 f"--devices {num_devices}: at least one device is needed", hint="give 1 or more"
             )
-        if self.device.is_cpu:
+        if self.device.is_cpu and self.nodes == 1:
             return self.model_copy(update={"nodes": 1, "devices_per_node": num_devices})
         if num_devices > self.num_devices:
             raise InvalidInputError(

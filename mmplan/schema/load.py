@@ -12,7 +12,7 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from mmplan.words import counted
+from mmplan.wording import counted
 
 
 def load_plan(path: str | Path) -> Plan:

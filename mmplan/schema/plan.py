@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from mmplan.schema.base import (
     Bool,
@@ -15,6 +15,7 @@ from mmplan.schema.base import (
     Float,
     Index,
     Int,
+    Name,
     Positive,
     Range,
     Record,
@@ -32,7 +33,7 @@ class FileReference(Record):
         sha256: of its bytes; a run is refused when it differs.
     """
 
-    path: Str
+    path: Annotated[Str, Field(max_length=1000, pattern=r"^([^/\x00]{0,255}/)*[^/\x00]{0,255}$")]
     sha256: Str
 
 
@@ -94,8 +95,11 @@ class SolverReport(Record):
     Attributes:
         seconds: that solving took.
         objective_s: value of the solver's own formula for this plan.
-        lower_bound_s: proven for that formula over every plan that the solver may choose from.
-        gap: ``objective_s / lower_bound_s - 1``.
+        formula_bound_s: proven for that formula over every plan that the solver may choose from;
+            the simulated time may be less.
+        formula_gap: ``objective_s / formula_bound_s - 1``.
+        lower_bound_s: proven for the simulated ``iteration_s``; null, since no solver has one yet.
+        gap: ``iteration_s / lower_bound_s - 1``; null likewise.
         measured_s: the step's time in the trial that chose the plan (``solve --measure``).
         notes: what else a user should know.
         idle_ranks: that are in no unit.
@@ -109,8 +113,10 @@ class SolverReport(Record):
     method: Str
     seconds: Size
     objective_s: Size
-    lower_bound_s: Size
-    gap: Float
+    formula_bound_s: Size
+    formula_gap: Float
+    lower_bound_s: Size | None = None
+    gap: Float | None = None
     measured_s: Size | None = None
     notes: tuple[Str, ...] = ()
     idle_ranks: tuple[Index, ...] = ()
@@ -118,6 +124,22 @@ class SolverReport(Record):
     runners_up: tuple[RunnerUp, ...] = ()
     curves: tuple[ScalingCurve, ...] = ()
     asked: Asked | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_file(cls, data: object) -> object:
+        """The bound of a formula was once called a lower bound."""
+        if isinstance(data, dict) and "lower_bound_s" in data and "formula_bound_s" not in data:
+            given = cast("dict[str, object]", data)
+            old = {"formula_bound_s": given["lower_bound_s"], "formula_gap": given.get("gap")}
+            rest = {k: v for k, v in given.items() if k not in ("lower_bound_s", "gap")}
+            return rest | old
+        return data
+
+    @model_serializer(mode="wrap")
+    def _with_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """A bound that nobody has is null, and not left out: scripts ask for it by name."""
+        return handler(self) | {"lower_bound_s": self.lower_bound_s, "gap": self.gap}
 
 
 class Schedule(Record):
@@ -304,7 +326,7 @@ class Plan(Document):
 
     kind: ClassVar[str] = "plan"
 
-    name: Str
+    name: Name
     workload: FileReference
     profile: FileReference
     cluster: Cluster

@@ -20,6 +20,7 @@ from mmplan.schema.base import (
     load_document,
 )
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.train import Args
 
 
 class Point(Record):
@@ -59,10 +60,23 @@ class Point(Record):
     repeats: Count | None = None
 
 
+class Fingerprint(Record):
+    """What a part of the model was made from: a profile is true of that alone.
+
+    Attributes:
+        factory: the workload's, when it was profiled.
+        args: that it was called with.
+    """
+
+    factory: Str
+    args: Args = Field(default_factory=dict)
+
+
 class ModuleProfile(Record):
     """One module; per-block lists are relative weights, equal when absent.
 
     Attributes:
+        fingerprint: of the module that was profiled; absent in profiles written by hand.
         blocks: how many.
         block_work: share of each block in the module's time.
         block_parameters: share in its parameters.
@@ -75,6 +89,7 @@ class ModuleProfile(Record):
         points: the times; a ``tp`` without points is not an option for the solver.
     """
 
+    fingerprint: Fingerprint | None = None
     blocks: Count
     block_work: tuple[Size, ...] | None = None
     block_parameters: tuple[Size, ...] | None = None
@@ -137,10 +152,12 @@ class LossProfile(Record):
     """One loss; points are the whole loss on one device.
 
     Attributes:
+        fingerprint: of the loss that was profiled.
         sharded: its work is spread evenly over the ranks that take part (DistMM section 5.3);
             false where every one of them computes all of it.
     """
 
+    fingerprint: Fingerprint | None = None
     sharded: Bool = True
     points: tuple[LossPoint, ...] = Field(min_length=1)
 
@@ -337,6 +354,7 @@ def load_profile(path: str | Path) -> Profile:
 __all__ = [
     "Curve",
     "DataWork",
+    "Fingerprint",
     "Fits",
     "LossFit",
     "LossPoint",

@@ -11,7 +11,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from mmplan.errors import InvalidInputError
-from mmplan.schema.base import Bool, Count, Document, Float, Range, Record, Str, load_document
+from mmplan.schema.base import (
+    Bool,
+    Count,
+    Document,
+    Float,
+    Name,
+    Range,
+    Record,
+    Str,
+    load_document,
+)
 from mmplan.schema.train import Args, TaskSet, TrainSpec, task_sets
 
 Factory = Annotated[
@@ -134,7 +144,7 @@ class Workload(Document):
 
     kind: ClassVar[str] = "workload"
 
-    name: Str = Field(min_length=1)
+    name: Name
     batch: Count = Field(description="samples per optimizer step")
     modules: dict[Str, ModuleSpec] = Field(min_length=1)
     losses: dict[Str, LossSpec] = Field(min_length=1)
@@ -158,7 +168,7 @@ class Workload(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class InputSource:
     """One input of a module or loss.
 
     Attributes:
@@ -188,8 +198,8 @@ class TaskView:
     batch: int
     weight: float
     data: DataSpec | None
-    inputs: Mapping[str, tuple[Source, ...]]
-    loss_inputs: Mapping[str, tuple[Source, ...]]
+    inputs: Mapping[str, tuple[InputSource, ...]]
+    loss_inputs: Mapping[str, tuple[InputSource, ...]]
     sync_batches: Mapping[str, int]
     frozen: Mapping[str, bool | tuple[tuple[int, int], ...]]
 
@@ -204,16 +214,16 @@ class TaskView:
         return math.lcm(*self.sync_batches.values()) if self.sync_batches else self.batch
 
 
-def parse_source(text: str | None, modules: Mapping[str, Any] | set[str]) -> Source:
+def parse_source(text: str | None, modules: Mapping[str, Any] | set[str]) -> InputSource:
     """What a string in ``inputs`` means: a module's output, an element of it, or a data field."""
     if text is None:
-        return Source()
+        return InputSource()
     if text in modules:
-        return Source(module=text)
+        return InputSource(module=text)
     head, _, tail = text.rpartition(".")
     if head in modules and tail.isdigit():
-        return Source(module=head, element=int(tail))
-    return Source(field=text)
+        return InputSource(module=head, element=int(tail))
+    return InputSource(field=text)
 
 
 def resolve_tasks(workload: Workload) -> dict[str, TaskView]:
@@ -277,19 +287,19 @@ def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
     )
 
 
-def _sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[Source, ...]:
+def _sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[InputSource, ...]:
     return tuple(parse_source(text, workload.modules) for text in inputs)
 
 
 def producers_first(
-    task: str, inputs: Mapping[str, tuple[Source, ...]]
-) -> dict[str, tuple[Source, ...]]:
+    task: str, inputs: Mapping[str, tuple[InputSource, ...]]
+) -> dict[str, tuple[InputSource, ...]]:
     """Stable topological order of a task's modules.
 
     Raises:
         ValueError: some take each other's output in a circle.
     """
-    ordered: dict[str, tuple[Source, ...]] = {}
+    ordered: dict[str, tuple[InputSource, ...]] = {}
     while len(ordered) < len(inputs):
         ready = [
             name

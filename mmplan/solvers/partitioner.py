@@ -4,62 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
-from mmplan.schema.workload import Pins
+import numpy as np
+
+from mmplan.arrays import Indices
 from mmplan.solvers.problem import Problem
 
 
 def cut_blocks(work: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
     """Consecutive non-empty ranges of blocks whose largest sum of work is least, exactly."""
-    return _cuts(tuple(work)).into(stages)
-
-
-class _Cuts:
-    """Cuts of one module's blocks, which are asked for with every number of stages.
-
-    ``best[i]`` for s stages is the least largest sum of the first i blocks: O(stages * L^2), and
-    the rows of fewer stages serve all later questions.
-    """
-
-    def __init__(self, work: Sequence[float]) -> None:
-        self._total = [0.0, *accumulate(work)]
-        self._best = [*self._total]
-        self._cuts: list[list[int]] = []
-
-    def into(self, stages: int) -> tuple[tuple[int, int], ...]:
-        """The ranges of so many stages."""
-        while len(self._cuts) < stages - 1:
-            self._add_row(len(self._cuts) + 2)
-        ends = [len(self._total) - 1]
-        for where in reversed(self._cuts[: stages - 1]):
-            ends.append(where[ends[-1]])
-        return tuple(pairwise([0, *reversed(ends)]))
-
-    def _add_row(self, stage: int) -> None:
-        total, best = self._total, self._best
-        row, where = [float("inf")] * len(total), [0] * len(total)
-        for end in range(stage, len(total)):
-            for start in range(stage - 1, end):
-                if best[start] >= row[end]:
-                    break  # it only grows from here on
-                largest = max(best[start], total[end] - total[start])
-                if largest < row[end]:
-                    row[end], where[end] = largest, start
-        self._best = row
-        self._cuts.append(where)
+    return cut_everywhere(tuple(work), len(work))[stages - 1]
 
 
 # Equal modules of several tasks, solvers and degrees ask the same.
-_cuts = lru_cache(maxsize=64)(_Cuts)
+@lru_cache(maxsize=64)
+def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, int], ...]]:
+    """Blocks cut into 1, 2, ... ``most`` stages whose largest sum of work is least.
+
+    One recurrence for all numbers of stages, O(most * L^2) in numpy.
+    """
+    count = len(work)
+    total = np.concatenate([[0.0], np.cumsum(work)])
+    between = total[None, :] - total[:, None]
+    between[np.tril_indices(count + 1)] = np.inf
+    best = between[0]
+    starts: list[Indices] = []
+    cuts: list[tuple[tuple[int, int], ...]] = [((0, count),)]
+    for stages in range(2, most + 1):
+        largest = np.maximum(best[:, None], between)
+        starts.append(largest.argmin(axis=0))
+        best = largest.min(axis=0)
+        ends = [count]
+        for row in reversed(starts):
+            ends.append(int(row[ends[-1]]))
+        ends = [0, *reversed(ends)]
+        cuts.append(tuple((ends[i], ends[i + 1]) for i in range(stages)))
+    return cuts
+
+
+def module_cuts(problem: Problem, module: str, most: int) -> list[tuple[tuple[int, int], ...]]:
+    """The module's blocks cut into 1, 2, ... ``most`` stages of nearly equal time."""
+    tp = min(problem.costs.tp_options(task=problem.task.name, module=module))
+    blocks = range(problem.blocks(module))
+    work = tuple(sum(problem.stage_s(module, (b, b + 1), tp, 1)) for b in blocks)
+    return cut_everywhere(work, most)
 
 
 def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, int], ...]:
     """The module's blocks cut into ``pp`` stages of nearly equal forward plus backward."""
-    tp = min(problem.costs.tp_options(task=problem.task.name, module=module))
-    blocks = problem.blocks(module)
-    work = [sum(problem.stage_s(module, (b, b + 1), tp, 1)) for b in range(blocks)]
-    return cut_blocks(work, pp)
+    return module_cuts(problem, module, problem.blocks(module))[pp - 1]
 
 
 def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
@@ -69,7 +62,7 @@ def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
     the smallest first; then PP, over nodes with the largest TP.
     """
     pins = problem.request.workload.modules[module].plan
-    tps = _tensor_degrees(problem, module, pins)
+    tps = allowed_tensor_degrees(problem, module)
     most = problem.blocks(module)
     pairs = [
         (tp, pp)
@@ -80,14 +73,29 @@ def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (pair[1], pair[0] if pair[1] == 1 else -pair[0]))
 
 
-def _tensor_degrees(problem: Problem, module: str, pins: Pins) -> list[int]:
-    """TP never crosses nodes, and groups of one size tile a node."""
-    cluster = problem.request.cluster
-    per_node = min(cluster.devices_per_node, problem.devices)
+def allowed_tensor_degrees(problem: Problem, module: str) -> list[int]:
+    """Those of :func:`tensor_degrees` that the module's pins allow."""
+    pins = problem.request.workload.modules[module].plan
+    return [tp for tp in tensor_degrees(problem, module) if pins.allows("tp", tp)]
+
+
+def backbone_of(problem: Problem) -> str:
+    """The module that says so, or the one with the most seconds per sample at its least tp."""
+    specs, task = problem.request.workload.modules, problem.task
+
+    def seconds(module: str) -> float:
+        tp = min(problem.costs.tp_options(task=task.name, module=module))
+        return sum(problem.stage_s(module, (0, problem.blocks(module)), tp, 1))
+
+    named = [module for module in task.modules if specs[module].backbone]
+    return named[0] if named else max(task.modules, key=seconds)
+
+
+def tensor_degrees(problem: Problem, module: str) -> list[int]:
+    """Profiled degrees whose groups stay inside a node and tile it."""
+    node, devices = problem.request.cluster.devices_per_node, problem.devices
     return [
         tp
         for tp in problem.costs.tp_options(task=problem.task.name, module=module)
-        if tp <= per_node
-        and pins.allows("tp", tp)
-        and (problem.devices <= cluster.devices_per_node or per_node % tp == 0)
+        if tp <= min(node, devices) and (devices <= node or node % tp == 0)
     ]

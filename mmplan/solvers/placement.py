@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import Schedule, Unit
+from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.sample_split import cut, split_evenly
 
-Grid = tuple[tuple[tuple[int, ...], ...], ...]
+RankGrid = tuple[tuple[tuple[int, ...], ...], ...]
 Shape = tuple[int, int, int]
 
 
 def place_modules(
     shapes: Mapping[str, Shape], *, cluster: Cluster, devices: int
-) -> dict[str, Grid] | None:
+) -> dict[str, RankGrid] | None:
     """Ranks ``[dp][pp][tp]`` of every module, disjoint.
 
     Args:
@@ -42,7 +45,7 @@ def place_modules(
     return None
 
 
-def grid(start: int, dp: int, pp: int, tp: int) -> Grid:
+def grid(start: int, dp: int, pp: int, tp: int) -> RankGrid:
     """Consecutive ranks from ``start`` on, as ``[dp][pp][tp]``."""
     return tuple(
         tuple(
@@ -53,7 +56,7 @@ def grid(start: int, dp: int, pp: int, tp: int) -> Grid:
     )
 
 
-def idle_ranks(grids: Mapping[str, Grid], devices: int) -> tuple[int, ...]:
+def idle_ranks(grids: Mapping[str, RankGrid], devices: int) -> tuple[int, ...]:
     """Ranks that no grid holds."""
     used = {rank for g in grids.values() for replica in g for group in replica for rank in group}
     return tuple(rank for rank in range(devices) if rank not in used)
@@ -81,3 +84,42 @@ def _starts(
             return None
         position += _size(shapes[module])
     return starts
+
+
+def make_unit(
+    problem: Problem,
+    module: str,
+    *,
+    ranks: RankGrid,
+    blocks: tuple[Blocks, ...],
+    size: int,
+    pinned: bool,
+    schedule: Schedule,
+) -> Unit:
+    """A module's unit: shares differ by at most one sample, micro-batches hold ``size``."""
+    shares = split_evenly(problem.round_samples, len(ranks))
+    return Unit(
+        name=module,
+        task=problem.task.name,
+        module=module,
+        tp=len(ranks[0][0]),
+        pp=len(ranks[0]),
+        dp=len(ranks),
+        ranks=ranks,
+        blocks=blocks,
+        samples=tuple(share * problem.rounds for share in shares),
+        microbatches=tuple(_microbatches(share, shares[0], size, pinned) for share in shares),
+        schedule=schedule,
+    )
+
+
+def _microbatches(share: int, largest_share: int, size: int, pinned: bool) -> tuple[int, ...]:
+    """As many micro-batches as the largest share has, so that replicas keep step."""
+    if pinned:
+        return cut(share, size, pinned=True)
+    return split_evenly(share, min(share, -(-largest_share // size)))
+
+
+def last_stage_ranks(unit: Unit) -> tuple[int, ...]:
+    """Ranks that hold a unit's output."""
+    return tuple(sorted(rank for replica in unit.ranks for rank in replica[-1]))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mmplan.costs import CostModel
+from mmplan.costs.block_ranges import Blocks, gradient_blocks
+from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.program.lower import trainable_ranges
-from mmplan.ranges import Blocks, gradient_blocks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
@@ -94,7 +94,7 @@ class Solution:
     """A solver's candidates, best formula value first, and its proof.
 
     Attributes:
-        lower_bound_s: no plan that the solver may choose from has a smaller formula value;
+        formula_bound_s: no plan that the solver may choose from has a smaller formula value;
             of candidates without a closed form, see there, only those simulated count.
         closed_form: the formula holds every wait of the plan's order. It does not where
             modules take each other's outputs in micro-batches that differ, or where losses
@@ -107,7 +107,7 @@ class Solution:
     solver: str
     method: str
     candidates: tuple[Candidate, ...]
-    lower_bound_s: float
+    formula_bound_s: float
     closed_form: bool = True
     notes: tuple[str, ...] = ()
     idle_because: str = "no module gets faster with them"

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
-from mmplan.solvers.colocated import solve_colocated
-from mmplan.solvers.convex import solve_convex
-from mmplan.solvers.deepspeed import solve_deepspeed
-from mmplan.solvers.distmm import solve_distmm
-from mmplan.solvers.distmm_mt import solve_distmm_mt
-from mmplan.solvers.megatron import solve_megatron, solve_megatron_rigid
-from mmplan.solvers.mpsp import solve_mpsp
+from mmplan.solvers.baselines.colocated import solve_colocated
+from mmplan.solvers.baselines.deepspeed import solve_deepspeed
+from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
+from mmplan.solvers.baselines.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.baselines.ratio import solve_ratio
+from mmplan.solvers.baselines.spindle import solve_spindle_optimus, solve_spindle_seq
+from mmplan.solvers.convex.solver import solve_convex
+from mmplan.solvers.distmm.solver import solve_distmm
+from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import NotApplicableError, Request, Solution
-from mmplan.solvers.ratio import solve_ratio
-from mmplan.solvers.spindle import solve_spindle_optimus, solve_spindle_seq
 
 Solver = Callable[[Request], Solution]
 # Hears how many of how many are done, and a word on what comes now.
-Progress = Callable[[int, int, str], None]
+SearchProgress = Callable[[int, int, str], None]
+# Of equals the first is taken: of one task waves are another word for colocation.
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
-    "mpsp": solve_mpsp,
     "colocated": solve_colocated,
+    "mpsp": solve_mpsp,
 }
 # What plans are held against. ``auto`` looks at them too, so that no plan of its is worse than
 # any of theirs; a tie goes to the others.
@@ -36,13 +37,12 @@ BASELINES: dict[str, Solver] = {
     "spindle-optimus": solve_spindle_optimus,
     "distmm-mt": solve_distmm_mt,
 }
-# Of one task they are what others are, or, mpsp, what does not pay: waves fill the gaps between
-# tasks. ``auto`` looks at them where there are several.
-OF_SEVERAL_TASKS = frozenset({"mpsp", "spindle-seq", "spindle-optimus", "distmm-mt"})
+# Of one task they plan what another baseline plans: ``auto`` looks at them where there are several.
+OF_SEVERAL_TASKS = frozenset({"spindle-seq", "spindle-optimus", "distmm-mt"})
 
 
 def solutions_of(
-    request: Request, name: str, progress: Progress
+    request: Request, name: str, progress: SearchProgress
 ) -> tuple[list[Solution], list[str]]:
     """Every solution of the solvers that apply, and why ``auto`` left others out.
 
@@ -83,7 +83,7 @@ def solutions_of(
         short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
         if not short:
             raise InvalidInputError(reasons, hint=next(iter(refused.values())).hint)
-        # Colocation comes last of those that apply: what it lacks is the least that is missing.
+        # Those that share devices come last: what they lack is the least that is missing.
         raise InfeasibleError(reasons, hint=short[-1].hint)
     return solutions, [
         f"{solver} does not apply: {error.message}"

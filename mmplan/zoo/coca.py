@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mmplan.zoo.diffusion import CrossAttention
 from mmplan.zoo.patches import Extent, PatchEmbedding, patch_grid
-from mmplan.zoo.seq2seq import DecoderBlock
+from mmplan.zoo.seq2seq import CrossDecoderBlock
 from mmplan.zoo.sizes import check_divides, check_sizes
 from mmplan.zoo.towers import Block, TokenEmbedding
 
@@ -220,7 +220,7 @@ def captioner(
     check_divides("heads", heads, "width", width)
     return nn.Sequential(
         *(
-            DecoderBlock(
+            CrossDecoderBlock(
                 width=width,
                 heads=heads,
                 mlp_ratio=mlp_ratio,

@@ -37,7 +37,7 @@ TP_PLAN = {
 }
 # Sinusoids that tell the time; their periods go from 1 to 10,000 thousandths of the way.
 _TIME_CHANNELS = 256
-State = tuple[Ragged, Ragged, Ragged, Ragged]
+DiffusionState = tuple[Ragged, Ragged, Ragged, Ragged]
 
 
 class CrossAttention(nn.Module):
@@ -94,7 +94,7 @@ class Noising(nn.Module):
             nn.Linear(_TIME_CHANNELS, width), nn.SiLU(), nn.Linear(width, 6 * width)
         )
 
-    def forward(self, hidden_BTW: Tensor, images: Ragged, starts: Ragged) -> State:
+    def forward(self, hidden_BTW: Tensor, images: Ragged, starts: Ragged) -> DiffusionState:
         """Noisy patches [N, P, W], conditioning [N, C, W], time [N, 6, W], noise [N, P, Q].
 
         Raises:
@@ -173,7 +173,7 @@ class DiffusionBlock(nn.Module):
         self.head = head
         self.tp_plan = dict(TP_PLAN)
 
-    def forward(self, *inputs: Any) -> State | tuple[Ragged, Ragged]:
+    def forward(self, *inputs: Any) -> DiffusionState | tuple[Ragged, Ragged]:
         """Run the block.
 
         Args:

@@ -32,7 +32,7 @@ from mmplan.zoo.sizes import check_sizes
 VOCAB, DRAW, BEGIN, IMAGE = 64, 61, 62, 63
 IGNORE = -100
 WORK = {"vision": "images", "llm": "sequence", "generator": "targets"}
-Sample = dict[str, Tensor | Ragged]
+InterleavedSample = dict[str, Tensor | Ragged]
 # The sequences are part of the data: they do not follow train.seed.
 _DATA_SEED = 20240611
 _READ, _DRAW, _TEXT = range(3)
@@ -59,7 +59,7 @@ class _Sequence:
         self.images.append(image)
         self.write([placeholder] * rows, learn=False)
 
-    def finish(self, length: int, shape: tuple[int, int, int]) -> Sample:
+    def finish(self, length: int, shape: tuple[int, int, int]) -> InterleavedSample:
         padding = length - len(self.tokens)
         return {
             "tokens": torch.tensor(self.tokens + [0] * padding),
@@ -72,7 +72,7 @@ class _Sequence:
         }
 
 
-class InterleavedDigits(Dataset[Sample]):
+class InterleavedDigits(Dataset[InterleavedSample]):
     """Sequences of scanned digits and their captions.
 
     An image before its caption is to be read, one after it to be drawn; some sequences are
@@ -98,7 +98,7 @@ class InterleavedDigits(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self._kinds)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> InterleavedSample:
         generator = torch.Generator().manual_seed(self._generator_seeds[index])
         sequence = _Sequence()
         sequence.write([BEGIN], learn=False)
@@ -125,7 +125,7 @@ class InterleavedDigits(Dataset[Sample]):
             sequence.show(image, self._rows, IMAGE, target=True)
 
 
-class SyntheticSequences(Dataset[Sample]):
+class SyntheticSequences(Dataset[InterleavedSample]):
     """Noise of a given size and skew; see :func:`synthetic`."""
 
     def __init__(
@@ -145,7 +145,7 @@ class SyntheticSequences(Dataset[Sample]):
     def __len__(self) -> int:
         return len(self._counts)
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> InterleavedSample:
         generator = torch.Generator().manual_seed(_DATA_SEED + index)
         count = self._counts[index]
         text = _split(self._length - count * self._rows, count + 1)

@@ -54,7 +54,7 @@ class Joining(nn.Module):
         return torch.cat(x, dim=1), torch.cat(mask, dim=1)
 
 
-class EncoderBlock(Block):
+class TextEncoderBlock(Block):
     """A layer in which every row attends to every other one."""
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class EncoderBlock(Block):
         return (x_BSW if self.head is None else self.head(x_BSW)), mask_BS
 
 
-class DecoderBlock(Block):
+class CrossDecoderBlock(Block):
     """A causal layer that also attends to the encoder's rows."""
 
     def __init__(
@@ -141,7 +141,7 @@ def encoder(
     check_divides("heads", heads, "width", width)
     return nn.Sequential(
         *(
-            EncoderBlock(
+            TextEncoderBlock(
                 width=width,
                 heads=heads,
                 mlp_ratio=mlp_ratio,
@@ -177,9 +177,9 @@ def decoder(
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length)
     check_divides("heads", heads, "width", width)
 
-    def block(index: int) -> DecoderBlock:
+    def block(index: int) -> CrossDecoderBlock:
         first, last = index == 0, index == blocks - 1
-        return DecoderBlock(
+        return CrossDecoderBlock(
             width=width,
             heads=heads,
             mlp_ratio=mlp_ratio,

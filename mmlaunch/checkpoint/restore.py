@@ -1,0 +1,181 @@
+"""Read a checkpoint: any boxes of any tensor, from files that are proved unchanged first."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
+from mmlaunch.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredTensor, decode, step_folders
+from mmlaunch.checkpoint.tensorfile import digest_of, dtype_of
+from mmplan.errors import InvalidInputError, MMPlanError
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open ``step-N``: the manifest's checksum and every file's size are checked.
+
+    Raises:
+        InvalidInputError: damaged, incomplete or of a newer version; the hint names the
+            checkpoint to go back to.
+    """
+    manifest = decode(path / MANIFEST_NAME, mend=lambda: _mend(path))
+    for name, stored in manifest.files.items():
+        _check_size(path / name, stored.size_bytes)
+    return Checkpoint(path, manifest)
+
+
+class Checkpoint:
+    """An opened checkpoint; reads only the files and parts asked for.
+
+    Args:
+        path: its folder.
+        manifest: its checked table of contents.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._manifest = manifest
+        self._tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
+        self._kinds: dict[str, list[str]] = {}
+        for tensor in manifest.tensors:
+            self._kinds.setdefault(tensor.name, []).append(tensor.kind)
+        self._files: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was saved."""
+        return self._manifest.step
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """Whose checkpoint this is, as given to ``save``."""
+        return self._manifest.meta
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Rank 0's JSON state, as given to ``save``."""
+        return self._manifest.state
+
+    def names(self, kind: str = "param") -> list[str]:
+        """Full names of the tensors of one kind."""
+        return [name for its_kind, name in self._tensors if its_kind == kind]
+
+    def kinds(self, name: str) -> list[str]:
+        """Kinds that are stored of one name, empty when there are none."""
+        return self._kinds.get(name, [])
+
+    def full_shape(self, name: str, kind: str = "param") -> tuple[int, ...]:
+        """Shape of the unsharded tensor; InvalidInputError when it is not stored."""
+        return self._find(name, kind).shape
+
+    def load(
+        self,
+        name: str,
+        kind: str,
+        boxes: Sequence[Box],
+        dtype: torch.dtype | None = None,
+        *,
+        full_shape: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """Read parts of one tensor.
+
+        Args:
+            name: full parameter name.
+            kind: as given to ``save``.
+            boxes: the wanted parts of the full tensor.
+            dtype: of the results; None keeps the stored one.
+            full_shape: what the model has; another stored shape is refused.
+
+        Returns:
+            One new CPU tensor [*box.sizes] per box.
+
+        Raises:
+            InvalidInputError: no such tensor, another shape, a hole, or a damaged file.
+        """
+        stored = self._find(name, kind)
+        if full_shape is not None and tuple(full_shape) != stored.shape:
+            raise InvalidInputError(
+                f"{name} ({kind}) has shape {tuple(full_shape)}, {self.path} holds {stored.shape}",
+                hint="resume with the workload that the checkpoint was saved with",
+            )
+        return [self._load_box(stored, box, dtype or dtype_of(stored.dtype)) for box in boxes]
+
+    def load_whole(self, name: str, kind: str = "param") -> Tensor:
+        """Read one full tensor, as stored."""
+        return self.load(name, kind, [whole(self.full_shape(name, kind))])[0]
+
+    def verify(self) -> None:
+        """Read and hash every file.
+
+        Raises:
+            InvalidInputError: one is damaged.
+        """
+        for name in self._manifest.files:
+            self._open(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._files.clear()
+
+    def _find(self, name: str, kind: str) -> StoredTensor:
+        if (kind, name) not in self._tensors:
+            near = difflib.get_close_matches(name, self.names(kind), n=1)
+            raise InvalidInputError(
+                f"{self.path} holds no {name} ({kind})" + (f", but {near[0]}" if near else ""),
+                hint="resume with the workload that the checkpoint was saved with",
+            )
+        return self._tensors[kind, name]
+
+    def _load_box(self, stored: StoredTensor, wanted: Box, dtype: torch.dtype) -> Tensor:
+        filled = cover(wanted, [item.box for item in stored.boxes])
+        check_no_hole(f"{stored.name} ({stored.kind}) in {self.path}", filled)
+        out = torch.empty(wanted.sizes, dtype=dtype)
+        for index, part in filled.pieces:
+            item = stored.boxes[index]
+            file = self._open(item.file)
+            if part == item.box:
+                value = file.get_tensor(item.key)
+            else:
+                value = file.get_slice(item.key)[part.slices_in(item.box)]
+            out[part.slices_in(wanted)] = value.to(dtype)
+        return out
+
+    def _open(self, name: str) -> Any:
+        """A file's reader; its hash is checked before the first byte is used."""
+        if name not in self._files:
+            path, stored = self.path / name, self._manifest.files[name]
+            if digest_of(path).sha256 != stored.sha256:
+                raise InvalidInputError(
+                    f"{path} is damaged: its SHA-256 does not match", hint=_mend(self.path)
+                )
+            self._files[name] = safe_open(path, framework="pt")
+        return self._files[name]
+
+
+def _check_size(file: Path, size_bytes: int) -> None:
+    if not file.is_file():
+        raise InvalidInputError(f"{file} is missing", hint=_mend(file.parent))
+    if file.stat().st_size != size_bytes:
+        raise InvalidInputError(
+            f"{file} has {file.stat().st_size:,} bytes, the manifest says {size_bytes:,}",
+            hint=_mend(file.parent),
+        )
+
+
+def _mend(path: Path) -> str:
+    """What to do about a damaged checkpoint: the newest older one that opens."""
+    found = step_folders(path.parent)
+    number = next((number for number, folder in found if folder == path), 0)
+    for _, folder in reversed([item for item in found if item[0] < number]):
+        try:
+            open_checkpoint(folder)
+        except MMPlanError:
+            continue
+        return f"move {path} away and resume from the one before, {folder}"
+    return f"no earlier checkpoint is whole: move {path} away and start anew, or restore a copy"

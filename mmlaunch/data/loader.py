@@ -1,0 +1,381 @@
+"""The samples of a step: which they are, and loading those that one rank needs.
+
+Which samples a step takes follows from (seed, step) alone, so the sampler's whole
+state is one integer and it survives a change of ranks and shares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import random
+import traceback
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from mmlaunch.comm.batches import slice_samples
+from mmlaunch.data.samples import (
+    Field,
+    Sample,
+    check_batched,
+    check_sample,
+    collate_samples,
+    field_of,
+)
+from mmlaunch.process import fork_server
+from mmlaunch.process.process_tree import guard_loader
+from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
+from mmplan.wording import counted
+
+Collate = Callable[[list[Any]], dict[str, Field]]
+# Dataset indices of a step's batch and the step, to the same indices in another order.
+Order = Callable[[Sequence[int], int], Sequence[int]]
+
+
+def step_indices(num_samples: int, batch: int, seed: int, step: int) -> list[int]:
+    """Dataset indices of a step's batch, in batch order.
+
+    The order of epoch e is ``torch.randperm`` with a generator seeded with seed + e, cut
+    into batches, the incomplete one dropped; step s takes batch s mod n of epoch s div n.
+
+    Raises:
+        InvalidInputError: fewer samples than one batch.
+    """
+    _check_size(num_samples, batch)
+    epoch, index = divmod(step, num_samples // batch)
+    return _epoch_order(num_samples, seed + epoch)[index * batch : (index + 1) * batch].tolist()
+
+
+def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Union of half-open ranges as disjoint ones, in order, none empty."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(item for item in ranges if item[0] < item[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def check_dataset(dataset: Any, batch: int) -> None:
+    """Refuse what is no map-style dataset, or too small.
+
+    Raises:
+        InvalidInputError: the data factory returned something else, or less than a batch.
+    """
+    sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not sized or isinstance(dataset, IterableDataset | Mapping | str | Tensor):
+        raise InvalidInputError(
+            f"the data factory returned a {type(dataset).__name__}, not a map-style Dataset",
+            hint="return an object with __len__ and __getitem__(index) -> dict of tensors",
+        )
+    _check_size(len(dataset), batch)
+
+
+def check_fields(sample: Sample, modules: Collection[str]) -> None:
+    """Refuse a data field that is named like a module.
+
+    Raises:
+        InvalidInputError: in ``inputs`` such a name would mean the module's output.
+    """
+    both = sorted(set(sample) & set(modules))
+    if both:
+        raise InvalidInputError(
+            f"data field {both[0]!r} has the name of a module",
+            hint="rename the field in the data factory, or the module in the workload",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepData:
+    """What one rank loaded of one step's batch.
+
+    Attributes:
+        step: the optimizer step.
+        ranges: the batch positions that were loaded, disjoint and in order.
+        fields: per field the loaded samples, one after another.
+    """
+
+    step: int
+    ranges: Sequence[tuple[int, int]]
+    fields: Mapping[str, Field]
+
+    def get(self, field: str, start: int, stop: int) -> Field:
+        """Samples at batch positions [start, stop), as a view.
+
+        Raises:
+            KeyError: the field or some of the positions were not asked for.
+        """
+        before = 0
+        for low, high in self.ranges:
+            if low <= start and stop <= high:
+                row = before + start - low
+                return slice_samples(self.fields[field], row, row + stop - start)
+            before += high - low
+        raise KeyError(f"batch positions [{start}, {stop}) of {field!r} are not loaded here")
+
+
+class StepLoader(Iterator[StepData]):
+    """Endless steps of data, each needed sample loaded once, ahead of time by workers.
+
+    Random numbers drawn in ``__getitem__`` (augmentation) are seeded from (seed, epoch,
+    dataset index): a sample is the same on every rank, under every plan and after a
+    restart. A dataset's own ``collate(list of samples)`` must treat each sample alike
+    whatever stands beside it, since no rank sees the whole batch.
+
+    Args:
+        dataset: map-style, of dicts of tensors.
+        batch: samples per step.
+        seed: of the order.
+        ranges: batch positions [a, b) that this rank needs; they may overlap.
+        fields: the data fields that it needs.
+        order: permutes each step's batch, alike on all ranks.
+        start_step: first step to give.
+        num_workers: loading processes; 0 loads in this one.
+        prefetch: steps that each process loads ahead.
+        pin_memory: give page-locked tensors, for copies to a GPU.
+
+    Raises:
+        InvalidInputError: no dataset, too few samples, a sample that is not a dict of
+            tensors, a missing field, or shapes that differ.
+        RunFailedError: the dataset raised, or a loading process died.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        seed: int,
+        ranges: Sequence[tuple[int, int]],
+        fields: Collection[str],
+        order: Order | None = None,
+        start_step: int = 0,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        check_dataset(dataset, batch)
+        self._ranges = merge_ranges(ranges)
+        self._step = start_step
+        if self._ranges and not 0 <= self._ranges[0][0] < self._ranges[-1][1] <= batch:
+            raise InvalidInputError(f"batch positions {self._ranges} of a batch of {batch}")
+        steps = _Steps(len(dataset), batch, seed, start_step)
+        if num_workers and multiprocessing.get_start_method() == "forkserver":
+            # A rank that a fork server started has none of its own: unguarded, the loader's
+            # would outlive it.
+            fork_server.start()
+        loader = DataLoader(
+            _Reader(dataset, tuple(fields), seed, self._ranges, order),
+            batch_sampler=cast(Any, steps),
+            collate_fn=_as_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch if num_workers else None,
+            pin_memory=pin_memory,
+            worker_init_fn=guard_loader,
+            # A generator of its own: the default one would be advanced here, and with it
+            # the model's random numbers.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+
+    def __next__(self) -> StepData:
+        """The next step's data."""
+        if self._batches is None:
+            raise StopIteration
+        got = self._next_batch(self._batches)
+        if isinstance(got, _Failure):
+            raise got.error from (RuntimeError(got.trace) if got.trace else None)
+        data = StepData(step=self._step, ranges=self._ranges, fields=got)
+        self._step += 1
+        return data
+
+    def close(self) -> None:
+        """End the loading processes."""
+        batches, self._batches = self._batches, None
+        shutdown = getattr(batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+
+    def _next_batch(self, batches: Iterator[Any]) -> Any:
+        try:
+            return next(batches)
+        except RuntimeError as exc:
+            if "DataLoader worker" not in str(exc):
+                raise
+            raise RunFailedError(
+                f"step {self._step}: {str(exc).splitlines()[0]}",
+                hint="it may have run out of memory; load without worker processes to see more",
+            ) from exc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """An error on its way out of a loading process, which would reword any exception."""
+
+    error: MMPlanError
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepBatch:
+    """A step's whole batch: its dataset indices, as they are drawn."""
+
+    step: int
+    epoch: int
+    indices: Sequence[int]
+
+
+class _Steps:
+    """Yields each step's batch; where it is read it is put in order and cut."""
+
+    def __init__(self, num_samples: int, batch: int, seed: int, start_step: int) -> None:
+        self._num_samples, self._batch, self._seed = num_samples, batch, seed
+        self._start_step = start_step
+
+    def __iter__(self) -> Iterator[list[_StepBatch]]:
+        for step in count(self._start_step):
+            indices = step_indices(self._num_samples, self._batch, self._seed, step)
+            epoch = step // (self._num_samples // self._batch)
+            yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
+
+
+class _Reader(Dataset[Any]):
+    """Loads and batches a step's samples in one go, in a loading process or here."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        fields: Sequence[str],
+        seed: int,
+        ranges: Sequence[tuple[int, int]],
+        order: Order | None,
+    ) -> None:
+        self._dataset = dataset
+        self._fields = fields
+        self._seed = seed
+        self._ranges = ranges
+        self._order = order
+        self._draws = False
+        self._collate: Collate | None = getattr(dataset, "collate", None)
+
+    def __getitems__(self, batches: list[_StepBatch]) -> dict[str, Field] | _Failure:
+        """Fields of one step's samples; DataLoader calls this in place of one call per sample."""
+        if not self._ranges or not self._fields:
+            return {}
+        try:
+            with _own_random_numbers():
+                keys = self._keys(*batches)
+                samples = self._load_all(keys)
+                _seed_random_numbers(self._seed, *keys[0])
+                return self._batch(samples, [index for _, index in keys])
+        except MMPlanError as exc:
+            cause = exc.__cause__
+            trace = "".join(traceback.format_exception(cause)) if cause else None
+            return _Failure(error=exc, trace=trace)
+
+    def _keys(self, batch: _StepBatch) -> list[tuple[int, int]]:
+        """(epoch, dataset index) of every sample to load."""
+        order = self._order
+        indices = batch.indices if order is None else order(batch.indices, batch.step)
+        return [(batch.epoch, index) for low, high in self._ranges for index in indices[low:high]]
+
+    def _load_all(self, keys: list[tuple[int, int]]) -> list[Any]:
+        """The samples, each from random numbers of its own.
+
+        Seeding costs 11 µs a sample, more than many datasets take to answer, so it starts
+        with the first step in which one draws; that step is loaded once more.
+        """
+        if not self._draws:
+            before = _random_state()
+            samples = [self._load(index) for _, index in keys]
+            if _random_state() == before:
+                return samples
+            self._draws = True
+        samples = []
+        for epoch, index in keys:
+            _seed_random_numbers(self._seed, epoch, index)
+            samples.append(self._load(index))
+        return samples
+
+    def _load(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except MMPlanError:
+            raise
+        except Exception as exc:
+            raise _user_error(f"dataset[{index}]", exc) from exc
+
+    def _batch(self, samples: list[Any], indices: list[int]) -> dict[str, Field]:
+        if self._collate is None:
+            for sample, index in zip(samples, indices, strict=True):
+                check_sample(sample, index)
+            return collate_samples(samples, indices, self._fields)
+        try:
+            batched: Any = self._collate(samples)
+        except MMPlanError:
+            raise
+        except Exception as exc:
+            raise _user_error("the dataset's collate", exc) from exc
+        check_batched(batched, len(samples))
+        return {field: field_of(batched, field, indices[0]) for field in self._fields}
+
+
+def _user_error(what: str, exc: Exception) -> RunFailedError:
+    return RunFailedError(
+        f"{what} raised {type(exc).__name__}: {exc}", hint="mend the workload's data factory"
+    )
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _check_size(num_samples: int, batch: int) -> None:
+    if num_samples < batch:
+        raise InvalidInputError(
+            f"the dataset has {counted(num_samples, 'sample')}, one batch takes {batch}",
+            hint="lower `batch` in the workload, or give more data",
+        )
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num_samples: int, seed: int) -> Tensor:
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+
+
+@contextmanager
+def _own_random_numbers() -> Generator[None]:
+    """Leave this process's random numbers as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
+
+
+def _random_state() -> tuple[object, ...]:
+    """Equal as long as nobody draws a random number."""
+    name, keys, *position = np.random.get_state()  # noqa: NPY002
+    state = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), name, cast(Any, keys).tobytes(), position, state
+
+
+def _seed_random_numbers(seed: int, epoch: int, index: int) -> None:
+    """Seed every generator that a dataset may draw from, all of them the global ones."""
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+    value = int.from_bytes(digest, "little")
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(value)

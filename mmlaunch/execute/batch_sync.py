@@ -1,0 +1,388 @@
+"""Batch-sync: a loss over the samples of all modules and replicas (DistMM, section 5).
+
+Each rank gives the feature rows that it holds; one gather over the loss's ranks brings all
+rows everywhere. A loss with the ``sharded`` protocol then works on its rank's own rows and
+exchanges row statistics; any other module is evaluated over the full features on every
+rank, and each keeps the gradient of its own rows. Gradients of a loss's own parameters are
+kept such that their sum over the ranks is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmlaunch.comm.batches import slice_samples
+from mmlaunch.comm.messages import LeafSpec, element_of
+from mmlaunch.comm.transport import Transport, Work
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import widened
+from mmlaunch.model.seeds import Seeds
+from mmplan.errors import RunFailedError
+from mmplan.program.model import CrossSampleLoss, LossInput, Program, Stage
+from mmplan.program.samples import SampleRange, intersect
+
+FieldOf = Callable[[str, str, int, int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldRows:
+    """Rows ``[start, stop)`` of an input that a rank holds: part of a micro-batch."""
+
+    input: int
+    stage: int
+    mb: int
+    start: int
+    stop: int
+
+
+class BatchSync:
+    """Collects features, computes cross-sample losses, keeps their gradients.
+
+    Args:
+        program: the whole program.
+        model: has the losses.
+        transport: gathers.
+        specs: output spec of every stage.
+        seeds: for losses that draw random numbers.
+        field_of: (task, field, start, stop) to a data field on the device.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        specs: Sequence[Any],
+        seeds: Seeds,
+        field_of: FieldOf,
+    ) -> None:
+        self._program, self._model, self._transport = program, model, transport
+        self._specs, self._seeds, self._field_of = specs, seeds, field_of
+        # The same in every step.
+        self._layouts: dict[tuple[int, int], dict[int, list[_HeldRows]]] = {}
+        self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._sizes: dict[tuple[int, int], dict[int, int]] = {}
+
+    def begin(self, step: int) -> None:
+        """Forget the last step."""
+        self._step = step
+        self.loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        self._features: dict[tuple[int, int], Any] = {}
+        self._pending: dict[tuple[int, int], tuple[Work, list[Tensor]]] = {}
+        self._gradients: defaultdict[tuple[int, int], list[tuple[int | None, int, int, Tensor]]]
+        self._gradients = defaultdict(list)
+        self._uses: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def keep(self, stage: Stage, mb: int, output: Any) -> None:
+        """Remember a micro-batch's output until its syncs are over."""
+        if not stage.syncs:
+            return
+        span = stage.microbatches[stage.place(self._transport.rank)[0]][mb]
+        for index in stage.syncs:
+            self._uses[stage.index, mb] += len(self._program.cross_sample(index).batches_of(span))
+        self._features[stage.index, mb] = output
+
+    def gradients(self, stage: Stage, mb: int) -> list[tuple[int | None, int, int, Tensor]]:
+        """(element, first sample, end, gradient) of a micro-batch's outputs; given once."""
+        return self._gradients.pop((stage.index, mb), [])
+
+    def start(self, index: int, batch: int) -> None:
+        """Begin to gather the features of one sync batch."""
+        loss = self._program.cross_sample(index)
+        mine = self._layout(loss, batch)[self._transport.rank]
+        own = [self._feature(loss, batch, rows).detach() for rows in mine]
+        self._pending[index, batch] = self._gather_flat(loss, batch, own)
+
+    def wait(self, index: int, batch: int) -> None:
+        """Finish the gather, compute the loss and the gradients of this rank's features."""
+        loss = self._program.cross_sample(index)
+        full = self._unpack(loss, batch, *self._pending.pop((index, batch)))
+        module = self._model.losses[loss.name]
+        scale = loss.weight * loss.sync_batch / self._program.batches[loss.task]
+        self._seeds.enter(self._step, f"losses.{loss.name}", 0, loss.samples(batch)[0])
+        if self._is_sharded(loss, module):
+            grads = self._sharded(loss, batch, module, full, scale)
+        else:
+            grads = self._full(loss, batch, module, full, scale)
+        self._dispatch(loss, batch, grads)
+
+    def _is_sharded(self, loss: CrossSampleLoss, module: nn.Module) -> bool:
+        return hasattr(module, "sharded") and all(i.stage is not None for i in loss.inputs)
+
+    def _full(
+        self,
+        loss: CrossSampleLoss,
+        batch: int,
+        module: nn.Module,
+        full: Mapping[int, Tensor],
+        scale: float,
+    ) -> dict[int, Tensor]:
+        """Loss over all features on every rank; only the first one's parameters count."""
+        leaves = {
+            i: tensor.requires_grad_(self._wants_gradient(loss, i) and tensor.is_floating_point())
+            for i, tensor in full.items()
+        }
+        arguments = [
+            leaves[i] if item.stage is not None else self._data_input(loss, item, batch)
+            for i, item in enumerate(loss.inputs)
+        ]
+        value = module(*arguments) * scale
+        first = self._transport.rank == loss.ranks[0]
+        wanted = [i for i, tensor in leaves.items() if tensor.requires_grad]
+        parameters = [p for p in module.parameters() if p.requires_grad] if first else []
+        if first:
+            self.loss += value.detach()
+        if not value.requires_grad or not (wanted or parameters):
+            return {}
+        grads = torch.autograd.grad(
+            value, [*(leaves[i] for i in wanted), *parameters], allow_unused=True
+        )
+        for parameter, grad in zip(parameters, grads[len(wanted) :], strict=True):
+            _accumulate(parameter, grad)
+        return {
+            i: torch.zeros_like(leaves[i]) if grad is None else grad
+            for i, grad in zip(wanted, grads, strict=False)
+        }
+
+    def _sharded(
+        self,
+        loss: CrossSampleLoss,
+        batch: int,
+        module: Any,
+        full: Mapping[int, Tensor],
+        scale: float,
+    ) -> dict[int, Tensor]:
+        """Own rows against all others; partial losses and parameter gradients add up."""
+        positions = self._own_positions(loss, batch)
+        own = {i: full[i][rows] for i, rows in positions.items()}
+        before = {p: p.grad for p in module.parameters()}
+        for parameter in before:
+            parameter.grad = None
+        part, own_grads = module.sharded(
+            own,
+            positions,
+            [full[i] for i in range(len(loss.inputs))],
+            lambda stats: self._exchange(loss, batch, stats),
+        )
+        for parameter, grad in before.items():
+            added = None if parameter.grad is None else parameter.grad * scale
+            parameter.grad = grad
+            _accumulate(parameter, added)
+        self.loss += part.detach() * scale
+        return self._share_in_tp_groups(loss, full, positions, own_grads, scale)
+
+    def _own_positions(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
+        """Rows that this rank answers for, by input; none of a tensor-parallel sibling's."""
+        key = loss.index, batch
+        if key not in self._positions:
+            self._positions[key] = self._find_positions(loss, batch)
+        return self._positions[key]
+
+    def _find_positions(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
+        mine = self._layout(loss, batch)[self._transport.rank]
+        positions: dict[int, Tensor] = {}
+        for i, item in enumerate(loss.inputs):
+            stage = self._program.stages[item.stage or 0]
+            if stage.find_place(self._transport.rank) is not None:
+                parts = [torch.arange(r.start, r.stop) for r in mine if r.input == i]
+                rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+                positions[i] = rows.to(self._transport.device)
+        return positions
+
+    def _share_in_tp_groups(
+        self,
+        loss: CrossSampleLoss,
+        full: Mapping[int, Tensor],
+        positions: Mapping[int, Tensor],
+        own_grads: Mapping[int, Tensor],
+        scale: float,
+    ) -> dict[int, Tensor]:
+        """Only the first rank of a tensor-parallel group computes; the others get its result."""
+        grads: dict[int, Tensor] = {}
+        for i, item in enumerate(loss.inputs):
+            stage = self._program.stages[item.stage or 0]
+            place = stage.find_place(self._transport.rank)
+            if place is None or not self._wants_gradient(loss, i):
+                continue
+            grad = torch.zeros_like(full[i])
+            if i in positions:
+                grad[positions[i]] = own_grads[i].to(grad.dtype) * scale
+            group = stage.ranks[place[0]]
+            if len(group) > 1:
+                self._transport.all_reduce(grad, tuple(sorted(group)))
+            grads[i] = grad
+        return grads
+
+    def _dispatch(self, loss: CrossSampleLoss, batch: int, grads: Mapping[int, Tensor]) -> None:
+        """Cut the gradients of full inputs back into this rank's micro-batches."""
+        first = loss.samples(batch)[0]
+        for i, item in enumerate(loss.inputs):
+            stage = self._program.stages[item.stage] if item.stage is not None else None
+            place = stage.find_place(self._transport.rank) if stage is not None else None
+            if stage is None or place is None:
+                continue
+            for rows in _rows_of(stage, place[0], loss.samples(batch), i):
+                if i in grads and stage.has_backward:
+                    low, high = first + rows.start, first + rows.stop
+                    grad = grads[i][rows.start : rows.stop]
+                    self._gradients[stage.index, rows.mb].append((item.element, low, high, grad))
+        self._release(loss, batch)
+
+    def _release(self, loss: CrossSampleLoss, batch: int) -> None:
+        for stage in self._program.stages:
+            place = stage.find_place(self._transport.rank)
+            if loss.index not in stage.syncs or place is None:
+                continue
+            for rows in _rows_of(stage, place[0], loss.samples(batch), 0):
+                key = stage.index, rows.mb
+                self._uses[key] -= 1
+                if not self._uses[key]:
+                    del self._features[key], self._uses[key]
+
+    def _wants_gradient(self, loss: CrossSampleLoss, index: int) -> bool:
+        stage = loss.inputs[index].stage
+        return stage is not None and self._program.stages[stage].has_backward
+
+    def _data_input(self, loss: CrossSampleLoss, item: LossInput, batch: int) -> Any:
+        if item.field is None:
+            return None
+        return self._field_of(loss.task, item.field, *loss.samples(batch))
+
+    def _layout(self, loss: CrossSampleLoss, batch: int) -> dict[int, list[_HeldRows]]:
+        """Which rows each rank contributes; of a tensor-parallel group, the first rank does."""
+        key = loss.index, batch
+        if key not in self._layouts:
+            layout: dict[int, list[_HeldRows]] = {rank: [] for rank in loss.ranks}
+            for i, item in enumerate(loss.inputs):
+                if item.stage is None:
+                    continue
+                stage = self._program.stages[item.stage]
+                for d, group in enumerate(stage.ranks):
+                    layout[group[0]] += _rows_of(stage, d, loss.samples(batch), i)
+            self._layouts[key] = layout
+        return self._layouts[key]
+
+    def _feature(self, loss: CrossSampleLoss, batch: int, rows: _HeldRows) -> Tensor:
+        self._tail(loss, rows.input)  # refuses what is no tensor
+        item = loss.inputs[rows.input]
+        stage = self._program.stages[rows.stage]
+        d, _ = stage.place(self._transport.rank)
+        first = loss.samples(batch)[0] - stage.microbatches[d][rows.mb][0]
+        tree = element_of(self._features[rows.stage, rows.mb], item.element, stage.module)
+        return slice_samples(tree, first + rows.start, first + rows.stop)
+
+    def _tail(self, loss: CrossSampleLoss, index: int) -> LeafSpec:
+        item = loss.inputs[index]
+        stage = self._program.stages[item.stage or 0]
+        spec = element_of(self._specs[stage.index], item.element, stage.module)
+        if not isinstance(spec, LeafSpec) or spec.ragged:
+            raise RunFailedError(
+                f"losses.{loss.name} takes {stage.module}, which does not return one tensor",
+                hint="name one element of its output in inputs",
+            )
+        return spec
+
+    def _gather_flat(
+        self, loss: CrossSampleLoss, batch: int, tensors: Iterable[Tensor]
+    ) -> tuple[Work, list[Tensor]]:
+        """Everything that each rank contributes in one gather, padded to the longest."""
+        sizes = self._flat_sizes(loss, batch)
+        dtype = self._common_type(loss)
+        flat = torch.zeros(max(sizes.values()), dtype=dtype, device=self._transport.device)
+        position = 0
+        for tensor in tensors:
+            flat[position : position + tensor.numel()] = tensor.reshape(-1)
+            position += tensor.numel()
+        return self._transport.all_gather(flat, loss.ranks, loss.channel)
+
+    def _flat_sizes(self, loss: CrossSampleLoss, batch: int) -> dict[int, int]:
+        key = loss.index, batch
+        if key not in self._sizes:
+            self._sizes[key] = {
+                rank: sum(
+                    (r.stop - r.start) * torch.Size(self._tail(loss, r.input).tail).numel()
+                    for r in rows
+                )
+                for rank, rows in self._layout(loss, batch).items()
+            }
+        return self._sizes[key]
+
+    def _common_type(self, loss: CrossSampleLoss) -> torch.dtype:
+        types = [
+            self._tail(loss, i).dtype
+            for i, item in enumerate(loss.inputs)
+            if item.stage is not None
+        ]
+        common = types[0]
+        for other in types[1:]:
+            common = torch.promote_types(common, other)
+        return common
+
+    def _unpack(
+        self, loss: CrossSampleLoss, batch: int, work: Work, gathered: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Full features by input, ``[sync_batch, ...]`` in sample order, at least float32."""
+        work.wait()
+        full: dict[int, Tensor] = {}
+        for i, item in enumerate(loss.inputs):
+            if item.stage is not None:
+                spec = self._tail(loss, i)
+                shape = (loss.sync_batch, *spec.tail)
+                full[i] = torch.empty(shape, dtype=spec.dtype, device=self._transport.device)
+        for rank, flat in zip(loss.ranks, gathered, strict=True):
+            position = 0
+            for rows in self._layout(loss, batch)[rank]:
+                target = full[rows.input][rows.start : rows.stop]
+                target.copy_(flat[position : position + target.numel()].view(target.shape))
+                position += target.numel()
+        return {i: widened(tensor) for i, tensor in full.items()}
+
+    def _exchange(
+        self, loss: CrossSampleLoss, batch: int, stats: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """Per-row statistics of own rows to those of all rows, for every input."""
+        layout = self._layout(loss, batch)
+        sample = next(iter(stats.values()))
+        tail, dtype = tuple(sample.shape[1:]), sample.dtype
+        width = torch.Size(tail).numel()
+        longest = max(sum(r.stop - r.start for r in rows) for rows in layout.values())
+        flat = torch.zeros((longest, width), dtype=dtype, device=self._transport.device)
+        position = 0
+        for i in sorted(stats):
+            flat[position : position + len(stats[i])] = stats[i].reshape(len(stats[i]), width)
+            position += len(stats[i])
+        work, gathered = self._transport.all_gather(flat, loss.ranks)
+        work.wait()
+        full = [
+            torch.empty((loss.sync_batch, width), dtype=dtype, device=flat.device)
+            for _ in loss.inputs
+        ]
+        for rank, part in zip(loss.ranks, gathered, strict=True):
+            position = 0
+            for rows in sorted(layout[rank], key=lambda r: r.input):
+                count = rows.stop - rows.start
+                full[rows.input][rows.start : rows.stop] = part[position : position + count]
+                position += count
+        return [tensor.view(-1, *tail) for tensor in full]
+
+
+def _rows_of(stage: Stage, d: int, samples: SampleRange, index: int) -> list[_HeldRows]:
+    """Rows of a sync batch that a replica's micro-batches hold, in order."""
+    found: list[_HeldRows] = []
+    for mb, span in enumerate(stage.microbatches[d]):
+        shared = intersect(span, samples)
+        if shared is not None:
+            low, high = shared[0] - samples[0], shared[1] - samples[0]
+            found.append(_HeldRows(index, stage.index, mb, low, high))
+    return found
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor | None) -> None:
+    if grad is not None:
+        parameter.grad = grad.clone() if parameter.grad is None else parameter.grad + grad

@@ -1,0 +1,96 @@
+"""Run a stage's blocks, keeping their activations or making them again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.seeds import Seeds
+from mmplan.program.model import Stage
+
+
+class Blocks:
+    """This rank's blocks, as stages run them.
+
+    Args:
+        model: has the blocks.
+        seeds: seeded before each block, and again where it runs a second time.
+        recompute: modules whose blocks keep their inputs only (``recompute: full``).
+
+    Attributes:
+        split: makes what :meth:`run` takes as ``later``.
+    """
+
+    def __init__(self, model: LocalModel, seeds: Seeds, recompute: frozenset[str]) -> None:
+        self._model, self._seeds, self._recompute = model, seeds, recompute
+        self.split = SplitBackward()
+
+    def run(
+        self,
+        stage: Stage,
+        step: int,
+        first_sample: int,
+        arguments: Sequence[Any],
+        later: WeightGradients | None = None,
+    ) -> Any:
+        """The stage's output for one micro-batch.
+
+        Args:
+            stage: whose blocks.
+            step: number of the optimizer step.
+            first_sample: of the micro-batch.
+            arguments: of the first block.
+            later: takes the weight gradients of a split backward.
+        """
+        # Ranks of a tensor-parallel group run the same again, so their sums still meet.
+        again = stage.module in self._recompute and torch.is_grad_enabled()
+        given = tuple(arguments)
+        for index in range(*stage.blocks):
+            block = self._seeded(stage, index, step, first_sample, later)
+            if again:
+                # The block seeds the generators itself: their state needs no copy.
+                output = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                output = block(*given)
+            given = (output,)
+        return given[0]
+
+    def _seeded(
+        self,
+        stage: Stage,
+        index: int,
+        step: int,
+        first_sample: int,
+        later: WeightGradients | None,
+    ) -> Callable[..., Any]:
+        block = self._model.blocks[stage.owner, index]
+        frozen = self._model.frozen_here(stage.index)
+
+        def run(*arguments: Any) -> Any:
+            self._model.partners.meet(stage, index)
+            self._seeds.enter(step, stage.module, index, first_sample)
+            through = nullcontext() if later is None else self.split.during(block, later)
+            with switched_off(frozen), through:
+                return block(*arguments)
+
+        return run
+
+
+@contextmanager
+def switched_off(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+    """Parameters that get no gradient from what is computed inside."""
+    switched = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in switched:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in switched:
+            parameter.requires_grad_(True)

@@ -1,0 +1,223 @@
+"""Emulated devices: every compute is a wait of the time that the profile gives it.
+
+Launcher, program, processes, data, messages and reductions are the real ones; only blocks and
+losses are replaced by waits that take and give tensors of zeros in the right shapes (a ragged
+output has the lengths of the first ragged input). So more ranks than cores can run as if each had
+a device of its own, which holds a prediction against everything but the computes. Nothing is
+trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mmlaunch.comm.messages import LeafSpec, float_leaves
+from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.seeds import Seeds
+from mmplan.errors import InvalidInputError
+from mmplan.program.compute_times import Timings
+from mmplan.program.instructions import Op
+from mmplan.program.model import Stage
+from mmplan.ragged import Ragged
+
+# Past the checker, which takes the decorator's ctx for position-only.
+_once = cast("Any", once_differentiable)
+
+
+class EmulatedBlocks(Blocks):
+    """Blocks that wait; the model's losses wait as well from then on.
+
+    Args:
+        model: its parameters get gradients of zeros, so that reductions are as large.
+        seeds: not used.
+        specs: output spec of every stage.
+        timings: how long what takes.
+    """
+
+    def __init__(
+        self, model: LocalModel, seeds: Seeds, specs: Sequence[Any], timings: Timings
+    ) -> None:
+        super().__init__(model, seeds, frozenset())
+        for name, loss in model.losses.items():
+            model.losses[name] = EmulatedLoss(loss, timings.losses.get(name, 0.0))
+        self._specs, self._timings = specs, timings
+        self.split = _LaterWaits()
+        # What makes an output of zeros one that has a backward.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def run(
+        self,
+        stage: Stage,
+        step: int,
+        first_sample: int,
+        arguments: Sequence[Any],
+        later: WeightGradients | None = None,
+    ) -> Any:
+        """Wait as long as the forward takes; the output waits in its backward."""
+        begun_s = time.perf_counter()
+        samples = _samples(stage, first_sample)
+        seconds = {op: self._timings.computes.get((stage.index, op, samples), 0.0) for op in Op}
+        if isinstance(later, _LaterWait):
+            later.seconds = seconds[Op.WEIGHT]
+        backward_s = seconds[Op.INPUT] if later is not None else seconds[Op.BACKWARD]
+        given = [leaf for item in arguments for leaf in float_leaves(item)]
+        wait = _Wait(self._model, stage, backward_s)
+        spec, rows = self._specs[stage.index], _RowCount(samples, _lengths(arguments))
+        leaves = cast("Any", _Compute.apply(wait, _shapes(spec, rows), self._anchor, *given))
+        _spend(seconds[Op.FORWARD], begun_s)
+        return _tree(spec, iter(leaves), rows)
+
+
+class EmulatedLoss(nn.Module):
+    """A loss that waits: its value is 0, its gradients are zeros.
+
+    Args:
+        loss: whose parameters it has, under the same names.
+        seconds: its time; 0 where that of its stage contains it.
+    """
+
+    def __init__(self, loss: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.__dict__.update(loss.__dict__)
+        self._seconds = seconds
+
+    def forward(self, *arguments: Any) -> Tensor:
+        """Wait; a sum of zeros that depends on all floating inputs and parameters."""
+        begun_s = time.perf_counter()
+        leaves = [leaf for item in arguments for leaf in float_leaves(item)]
+        parts = [tensor.sum() * 0 for tensor in (*leaves, *self.parameters())]
+        value = torch.stack(parts).sum() if parts else torch.zeros(())
+        _spend(self._seconds, begun_s)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class _RowCount:
+    """Rows of a micro-batch's outputs: one a sample, or as many as the ragged input has."""
+
+    samples: int
+    lengths: Tensor | None
+
+    def of(self, spec: LeafSpec) -> int:
+        """Rows of an output."""
+        return int(self.given().sum()) if spec.ragged else self.samples
+
+    def given(self) -> Tensor:
+        """Rows of each sample.
+
+        Raises:
+            InvalidInputError: no input says them.
+        """
+        if self.lengths is None:
+            raise InvalidInputError(
+                "a module makes ragged outputs of inputs that are not, so that their size is known "
+                "only when they are computed",
+                hint="run without --emulate",
+            )
+        return self.lengths
+
+
+class _Wait:
+    """A stage's backward for one micro-batch."""
+
+    def __init__(self, model: LocalModel, stage: Stage, seconds: float) -> None:
+        self._model, self._stage, self._seconds = model, stage, seconds
+
+    def __call__(self) -> None:
+        begun_s = time.perf_counter()
+        frozen = {id(parameter) for parameter in self._model.frozen_here(self._stage.index)}
+        for index in range(*self._stage.blocks):
+            for parameter in self._model.blocks[self._stage.owner, index].parameters():
+                trains = parameter.requires_grad and id(parameter) not in frozen
+                if trains and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        _spend(self._seconds, begun_s)
+
+
+class _Compute(torch.autograd.Function):
+    """Zeros out, zeros back, and a wait in between."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        wait: _Wait,
+        shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Tensors of zeros of the shapes asked for."""
+        ctx.wait = wait
+        ctx.given = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
+        outputs = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        """Wait, then gradients of zeros."""
+        ctx.wait()
+        zeros = (torch.zeros(shape, dtype=d, device=where) for shape, d, where in ctx.given)
+        return None, None, *zeros
+
+
+class _LaterWaits(SplitBackward):
+    """Split backwards of waits."""
+
+    def microbatch(self) -> _LaterWait:
+        """What a micro-batch leaves for its ``W``."""
+        return _LaterWait()
+
+
+class _LaterWait(WeightGradients):
+    """The ``W`` of one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.seconds = 0.0
+
+    def compute(self) -> None:
+        """Wait."""
+        _spend(self.seconds, time.perf_counter())
+
+
+def _spend(seconds: float, begun_s: float) -> None:
+    """Sleep for what is left of the seconds: what was done since the beginning counts."""
+    time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
+
+
+def _samples(stage: Stage, first_sample: int) -> int:
+    sizes = {span[0]: span[1] - span[0] for row in stage.microbatches for span in row}
+    return sizes[first_sample]
+
+
+def _lengths(arguments: Sequence[Any]) -> Tensor | None:
+    """Of the first ragged input."""
+    for item in arguments:
+        if isinstance(item, Ragged):
+            return item.lengths
+        found = _lengths(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else None
+        if found is not None:
+            return found
+    return None
+
+
+def _shapes(spec: Any, rows: _RowCount) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    if isinstance(spec, LeafSpec):
+        return [((rows.of(spec), *spec.tail), spec.dtype)]
+    return [] if spec is None else [shape for item in spec for shape in _shapes(item, rows)]
+
+
+def _tree(spec: Any, leaves: Iterator[Tensor], rows: _RowCount) -> Any:
+    if isinstance(spec, LeafSpec):
+        leaf = next(leaves)
+        return Ragged(leaf, rows.given()) if spec.ragged else leaf
+    return None if spec is None else tuple(_tree(item, leaves, rows) for item in spec)

@@ -1,0 +1,354 @@
+"""Run one rank's program: one optimizer step.
+
+The program decides the order; the executor never reorders or skips, and waits only for
+what an instruction names. State lives for one call of ``run``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.comm.batches import cat_samples, slice_samples
+from mmlaunch.comm.messages import IncomingGradient, element_of, map_tensors
+from mmlaunch.comm.scatter_gather import bring_together
+from mmlaunch.comm.transport import Transport
+from mmlaunch.data.loader import StepData
+from mmlaunch.execute.activation_gradients import GradientSums, leaf_of
+from mmlaunch.execute.batch_sync import BatchSync
+from mmlaunch.execute.blocks import Blocks, switched_off
+from mmlaunch.execute.mailbox import Mail
+from mmlaunch.execute.reductions import Reductions
+from mmlaunch.execute.weight_gradients import WeightGradients
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import Precision, widened
+from mmlaunch.model.seeds import Seeds
+from mmlaunch.process.heartbeat import Heartbeat
+from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
+
+
+class ExecutionError(RunFailedError):
+    """An instruction failed; the message shows it between its neighbours."""
+
+    @property
+    def detail(self) -> str:
+        """The traceback of what was raised in it."""
+        return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
+
+
+@dataclass(slots=True)
+class _Live:
+    """What a micro-batch's forward leaves for its backward.
+
+    Attributes:
+        inputs: assembled inputs by edge; their floating leaves collect gradients.
+        output: the stage's output tree, with its graph.
+        losses: weighted terms of hosted losses, with their graphs.
+        later: weight gradients that ``W`` will compute; None without a split backward.
+    """
+
+    inputs: dict[int, Any]
+    output: Any
+    losses: list[Tensor]
+    sends_left: int
+    later: WeightGradients | None = None
+    messages: list[tuple[Message, IncomingGradient]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an instruction ran, seconds since the step began."""
+
+    index: int
+    start_s: float
+    end_s: float
+
+
+class Executor:
+    """Interprets the instructions of one rank.
+
+    Args:
+        program: the whole program.
+        model: this rank's blocks and losses.
+        transport: moves tensors between ranks.
+        specs: output spec of every stage (:func:`mmlaunch.model.shape_inference.infer_shapes`).
+        blocks: run the model's blocks.
+        seeds: makes random numbers independent of the schedule.
+        precision: the type in which blocks compute.
+        reductions: COUNT and REDUCE.
+        prepare: moves a data field to the device and its training type.
+        heartbeat: told of every instruction.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        specs: Sequence[Any],
+        blocks: Blocks,
+        seeds: Seeds,
+        precision: Precision,
+        reductions: Reductions,
+        prepare: Callable[[Any], Any],
+        heartbeat: Heartbeat,
+    ) -> None:
+        self._program = program
+        self._row = program.instructions[transport.rank]
+        self._texts = [str(instruction) for instruction in self._row]
+        self._model = model
+        self._transport = transport
+        self._blocks = blocks
+        self._seeds = seeds
+        self._precision = precision
+        self._reductions = reductions
+        self._prepare = prepare
+        self._heartbeat = heartbeat
+        self._places = {
+            stage.index: stage.place(transport.rank) for stage in program.stages_of(transport.rank)
+        }
+        self._sends = Counter(
+            (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
+        )
+        self._mail = Mail(program, transport, specs)
+        self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Compute: self._compute,
+            Message: self._message,
+            Sync: self._synchronise,
+            Collective: self._collective,
+            Step: self._finish,
+        }
+        self._data: Mapping[str, StepData] = {}
+        self._step = 0
+
+    def run(
+        self, step: int, data: Mapping[str, StepData], *, timed: bool = False
+    ) -> tuple[float, list[Span]]:
+        """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
+
+        Args:
+            step: number of the step, which seeds dropout.
+            data: this rank's samples by task.
+            timed: note when each instruction ran.
+
+        Returns:
+            This rank's part of the step's loss (the parts add up to it), and the times.
+
+        Raises:
+            ExecutionError: an instruction failed; the cause is kept.
+        """
+        self._begin(step, data)
+        with self._precision.step():
+            spans = self._run_row(step, timed=timed)
+        return float(self._loss + self._sync.loss), spans
+
+    def _run_row(self, step: int, *, timed: bool) -> list[Span]:
+        marks = [self._transport.mark()] if timed else []
+        for position, instruction in enumerate(self._row):
+            self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
+            if timed:
+                marks.append(self._transport.mark())
+            try:
+                self._handlers[type(instruction)](instruction)
+            except MMPlanError:
+                raise
+            except Exception as error:
+                raise ExecutionError(
+                    f"{self._describe(position)}: {type(error).__name__}: {error}"
+                ) from error
+            if timed:
+                marks.append(self._transport.mark())
+        times = iter(self._transport.seconds_of(marks)[1:] if timed else ())
+        return [Span(index, *ends) for index, ends in enumerate(zip(times, times, strict=True))]
+
+    def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
+        self._step = step
+        self._data = data
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        self._live: dict[MicroBatch, _Live] = {}
+        self._later: dict[MicroBatch, WeightGradients] = {}
+        self._mail.begin()
+        self._blocks.split.forget()
+        self._reductions.begin()
+        self._sync.begin(step)
+
+    def _compute(self, instruction: Compute) -> None:
+        stage = self._program.stages[instruction.stage]
+        self._model.partners.running = stage.index
+        if instruction.op == Op.FORWARD:
+            self._forward(stage, instruction.mb)
+        elif instruction.op == Op.WEIGHT:
+            self._later.pop((stage.index, instruction.mb)).compute()
+        else:
+            self._backward(stage, instruction.mb)
+
+    def _forward(self, stage: Stage, mb: int) -> None:
+        key = stage.index, mb
+        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
+        inputs = self._assemble(stage, mb)
+        later = self._blocks.split.microbatch() if stage.split else None
+        compute = self._precision.compute(keep_casts=stage.has_backward)
+        with torch.set_grad_enabled(stage.has_backward), compute:
+            arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
+            output = self._blocks.run(stage, self._step, start, arguments, later)
+            losses = [
+                self._hosted_loss(
+                    self._program.per_sample(index), output, inputs, stage, start, stop
+                )
+                for index in stage.hosted
+            ]
+        self._sync.keep(stage, mb, output)
+        sends = self._sends[Op.SEND_F, stage.index, mb]
+        if stage.has_backward:
+            self._live[key] = _Live(inputs, output, losses, sends, later)
+        elif sends:
+            self._live[key] = _Live({}, output, [], sends)
+
+    def _assemble(self, stage: Stage, mb: int) -> dict[int, Any]:
+        """The stage's inputs by edge, each joined from the messages that brought it."""
+        messages = self._mail.inputs(stage, mb)
+        pieces: defaultdict[int, list[Any]] = defaultdict(list)
+        trees = self._together(stage, [incoming.wait() for _, incoming in messages])
+        for (message, _), tree in zip(messages, trees, strict=True):
+            pieces[message.edge].append(tree)
+        inputs: dict[int, Any] = {}
+        for edge, items in pieces.items():
+            tree = cat_samples(items)
+            if self._program.edges[edge].carries_gradient:
+                tree = map_tensors(tree, leaf_of)
+            inputs[edge] = tree
+        return inputs
+
+    def _together(self, stage: Stage, trees: list[Any]) -> list[Any]:
+        """What a compute takes, whole: shares are gathered by its tensor-parallel group."""
+        group = stage.ranks[self._places[stage.index][0]]
+        return bring_together(trees, self._transport, group)
+
+    def _argument(
+        self, source: Source, stage: Stage, inputs: Mapping[int, Any], start: int, stop: int
+    ) -> Any:
+        if source.edge is not None:
+            return inputs[source.edge]
+        return None if source.field is None else self._field(stage.task, source.field, start, stop)
+
+    def _field(self, task: str, name: str, start: int, stop: int) -> Any:
+        return self._prepare(self._data[task].get(name, start, stop))
+
+    def _hosted_loss(
+        self,
+        loss: PerSampleLoss,
+        output: Any,
+        inputs: Mapping[int, Any],
+        stage: Stage,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """This micro-batch's weighted term of a per-sample loss."""
+        arguments = [
+            element_of(output, source.element, stage.module)
+            if source.own
+            else self._argument(source, stage, inputs, start, stop)
+            for source in loss.inputs
+        ]
+        self._seeds.enter(self._step, f"losses.{loss.name}", 0, start)
+        first = self._places[stage.index][1] == 0
+        module = self._model.losses[loss.name]
+        # Of a tensor-parallel group only the first rank counts for the loss's parameters.
+        with switched_off([] if first else list(module.parameters())):
+            value = module(*arguments)
+        batch = self._program.batches[loss.task]
+        term = widened(value) * self._reductions.scale(loss, stop - start, batch)
+        if first:
+            self._loss += term.detach()
+        return term
+
+    def _backward(self, stage: Stage, mb: int) -> None:
+        live = self._live[stage.index, mb]
+        live.messages = self._mail.gradients(stage, mb)
+        roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
+        grads: list[Tensor | None] = [None] * len(roots)
+        for leaf, grad in self._output_gradients(stage, mb, live):
+            roots.append(leaf)
+            grads.append(grad)
+        with nullcontext() if live.later is None else live.later.collect():
+            if roots:
+                torch.autograd.backward(roots, grads)
+        if live.later is not None:
+            self._later[stage.index, mb] = live.later
+        live.output, live.losses, live.messages = None, [], []
+        live.sends_left = self._sends[Op.SEND_B, stage.index, mb]
+        if not live.sends_left:
+            del self._live[stage.index, mb]
+
+    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> list[tuple[Tensor, Tensor]]:
+        """Floating outputs that need a gradient, each with the sum over its consumers."""
+        start, _ = stage.microbatches[self._places[stage.index][0]][mb]
+        sums = GradientSums()
+        cuts: list[tuple[Any, int, Any]] = []
+        for message, _ in live.messages:
+            edge = self._program.edges[message.edge]
+            tree, low = element_of(live.output, edge.element, stage.module), message.start - start
+            cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
+        waited = zip(live.messages, cuts, strict=True)
+        given = self._together(stage, [incoming.wait(cut[2]) for (_, incoming), cut in waited])
+        self._mail.returned(message for message, _ in live.messages)
+        for cut, gradients in zip(cuts, given, strict=True):
+            sums.add(*cut, gradients)
+        for element, low, high, grad in self._sync.gradients(stage, mb):
+            tree = element_of(live.output, element, stage.module)
+            sums.add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
+        return sums.pairs()
+
+    def _message(self, message: Message) -> None:
+        if not message.is_send:
+            self._mail.receive(message)
+            return
+        live = self._live[message.stage, message.mb]
+        after_backward = message.op == Op.SEND_B
+        self._mail.send(message, live.inputs[message.edge] if after_backward else live.output)
+        live.sends_left -= 1
+        has_backward = self._program.stages[message.stage].has_backward
+        if not live.sends_left and (after_backward or not has_backward):
+            del self._live[message.stage, message.mb]
+
+    def _synchronise(self, instruction: Sync) -> None:
+        if instruction.op == Op.SYNC_START:
+            self._sync.start(instruction.loss, instruction.batch)
+        else:
+            self._sync.wait(instruction.loss, instruction.batch)
+
+    def _collective(self, instruction: Collective) -> None:
+        if instruction.op == Op.REDUCE:
+            self._reductions.reduce(instruction.index)
+        else:
+            self._reductions.count(instruction.index, self._field)
+
+    def _finish(self, _: Step) -> None:
+        """Gradients are complete after this; the caller updates the parameters."""
+        self._blocks.split.forget()
+        self._mail.finish()
+        self._reductions.finish()
+
+    def _unit(self, instruction: Instruction) -> str | None:
+        if isinstance(instruction, Compute | Message):
+            return self._program.stages[instruction.stage].unit
+        return None
+
+    def _describe(self, position: int) -> str:
+        near = range(max(0, position - 2), min(len(self._row), position + 3))
+        shown = " ".join(f">{self._texts[k]}<" if k == position else self._texts[k] for k in near)
+        return (
+            f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
+            f"{len(self._row)}: {shown}"
+        )

@@ -1,0 +1,282 @@
+"""Weight gradients later: what ``I`` leaves for ``W`` when a stage's backward is split.
+
+While a split stage runs forward, its Linears and convolutions go through functions whose
+backward gives the input's gradient at once and notes what the weight's needs. ``W`` then
+computes that and hands it to autograd, which adds it up as it would have. Everything else
+in a block (norms, embeddings, matrices of its own) gets its gradients in ``I``: exact as
+well, only not delayed.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mmlaunch.model.tensor_parallel import CutLinear
+
+_CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
+    nn.Conv1d.forward: functional.conv1d,
+    nn.Conv2d.forward: functional.conv2d,
+    nn.Conv3d.forward: functional.conv3d,
+}
+# Past the checker, which takes the decorator's ctx for position-only.
+_once = cast("Callable[[Any], Any]", once_differentiable)
+# Gradients of a layer's weight and bias, None where there is none.
+_GradientPair = tuple[Tensor | None, Tensor | None]
+
+
+class WeightGradients:
+    """The weight gradients of one micro-batch of a stage that wait for its ``W``.
+
+    Args:
+        narrow: a step's parameters in autocast's type, by id; shared by its micro-batches.
+    """
+
+    def __init__(self, narrow: dict[int, Tensor]) -> None:
+        self._narrow = narrow
+        self._collecting = False
+        self._waiting: list[tuple[Tensor, Tensor | None, Callable[[], _GradientPair]]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def collect(self) -> Generator[None]:
+        """Around ``I``. A backward outside of it gives every gradient at once, as always."""
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+
+    def compute(self) -> None:
+        """``W``: add what waits to the parameters' ``.grad``, and let go of it."""
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        waiting, self._waiting = self._waiting, []
+        # From the last: what is held of a layer goes as soon as its gradient is there.
+        while waiting:
+            weight, bias, make = waiting.pop()
+            for parameter, grad in zip((weight, bias), make(), strict=True):
+                if parameter is None or grad is None:
+                    continue
+                wide = grad.to(parameter.dtype)
+                known = sums.get(id(parameter))
+                sums[id(parameter)] = parameter, wide if known is None else known[1].add_(wide)
+        if sums:
+            # Through autograd: .grad adds up as it always does.
+            parameters, grads = zip(*sums.values(), strict=True)
+            torch.autograd.backward(parameters, grads)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """:func:`torch.nn.functional.linear`, its weight's gradient delayed where it can be."""
+        if not _can_wait(x, weight, bias):
+            return functional.linear(x, weight, bias)
+        return cast(Tensor, _Linear.apply(*self._arguments(x, weight, bias)))
+
+    def convolution(self, layer: Any, input: Tensor) -> Tensor:
+        """Forward of an ``nn.Conv1d``, ``2d`` or ``3d``, likewise."""
+        plain, x = type(layer).forward, input
+        padding = (0,) * len(layer.stride) if layer.padding == "valid" else layer.padding
+        batched = x.dim() == layer.weight.dim()
+        simple = layer.padding_mode == "zeros" and not isinstance(padding, str) and batched
+        if not simple or not _can_wait(x, layer.weight, layer.bias):
+            return cast(Tensor, plain(layer, x))
+        settings = (layer.stride, padding, layer.dilation, layer.groups)
+        arguments = self._arguments(x, layer.weight, layer.bias)
+        return cast(Tensor, _Convolution.apply(*arguments, _CONVOLUTIONS[plain], settings))
+
+    def _arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        """What the functions take: the input, the parameters, and what is computed with."""
+        kind = x.device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if narrow is not None and x.dtype == torch.float64:
+            narrow = None
+        x = x if narrow is None else x.to(narrow)
+        used_bias = None if bias is None else self._as(bias, narrow)
+        return x, weight, bias, self._as(weight, narrow), used_bias, self
+
+    def _as(self, parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """The parameter's values in a type, made once for all of its uses."""
+        if dtype is None or parameter.dtype == dtype:
+            return parameter.detach()
+        # Not autocast's own copy: made without a graph, it would lead others nowhere.
+        if id(parameter) not in self._narrow:
+            self._narrow[id(parameter)] = parameter.detach().to(dtype)
+        return self._narrow[id(parameter)]
+
+    def gradients(
+        self, weight: Tensor, bias: Tensor | None, make: Callable[[], _GradientPair]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``make()``, or nothing inside :meth:`collect`: then it waits."""
+        if not self._collecting:
+            return make()
+        self._waiting.append((weight, bias, make))
+        return None, None
+
+
+def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a weight collects a gradient of its own that nothing else hangs on.
+
+    One with a hook does not wait: I would call the hook without a gradient.
+    """
+    tensors = [weight] if bias is None else [weight, bias]
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and type(x) is Tensor
+        and all(t.is_leaf and type(t) in (Tensor, nn.Parameter) for t in tensors)
+        and not any(t._backward_hooks or _after(t) for t in tensors)
+    )
+
+
+def _after(tensor: Tensor) -> Any:
+    """Hooks that run when its gradient has been added up."""
+    return cast(Any, tensor)._post_accumulate_grad_hooks
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        used_weight: Tensor,
+        used_bias: Tensor | None,
+        later: WeightGradients,
+    ) -> Tensor:
+        # Saved, not kept on ctx: recomputation must be able to let the input go.
+        ctx.save_for_backward(x, used_weight)
+        ctx.parameters, ctx.later = (weight, bias), later
+        return functional.linear(x, used_weight, used_bias)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, used_weight) = grads, ctx.saved_tensors
+        grad_x = grad.matmul(used_weight) if ctx.needs_input_grad[0] else None
+        make = partial(_linear_gradients, x, grad, ctx.needs_input_grad[2])
+        return grad_x, *ctx.later.gradients(*ctx.parameters, make), None, None, None
+
+
+def _linear_gradients(x: Tensor, grad: Tensor, needs_bias: bool) -> _GradientPair:
+    rows = grad.reshape(-1, grad.shape[-1])
+    weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
+    return weight, rows.sum(0) if needs_bias else None
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        used_weight: Tensor,
+        used_bias: Tensor | None,
+        later: WeightGradients,
+        function: Callable[..., Tensor],
+        settings: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(x, used_weight)
+        ctx.parameters, ctx.later, ctx.settings = (weight, bias), later, settings
+        return function(x, used_weight, used_bias, *settings)
+
+    @staticmethod
+    @_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, used_weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
+        run = partial(_convolution_gradients, grad, x, used_weight, ctx.settings)
+        grad_x = run((True, False, False))[0] if needed[0] else None
+
+        def make() -> _GradientPair:
+            return run((False, True, needed[2]))[1:]
+
+        return grad_x, *ctx.later.gradients(*ctx.parameters, make), *(None,) * 5
+
+
+def _convolution_gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    settings: tuple[Any, ...],
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those gradients of input, weight and bias that are wanted; the others are None."""
+    stride, padding, dilation, groups = settings
+    return torch.ops.aten.convolution_backward(
+        grad,
+        x,
+        weight,
+        [weight.shape[0]],
+        stride,
+        padding,
+        dilation,
+        False,
+        [0] * len(stride),
+        groups,
+        wanted,
+    )
+
+
+class SplitBackward:
+    """Lets a rank's blocks run with :class:`WeightGradients`, and leaves them as they were."""
+
+    def __init__(self) -> None:
+        self._layers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+        self._narrow: dict[int, Tensor] = {}
+
+    def forget(self) -> None:
+        """A step begins or ends: narrow copies of parameters are of no more use."""
+        self._narrow = {}
+
+    def microbatch(self) -> WeightGradients:
+        """For one micro-batch of a stage in this step."""
+        return WeightGradients(self._narrow)
+
+    @contextmanager
+    def during(self, block: nn.Module, later: WeightGradients) -> Generator[None]:
+        """Around a block's forward: its layers compute through ``later``."""
+        layers = self._layers_of(block)
+        # Past nn.Module's __setattr__; a forward of an instance hides its class's.
+        for layer in layers:
+            layer.__dict__["forward"] = _through(layer, later)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["forward"]
+
+    def _layers_of(self, block: nn.Module) -> list[nn.Module]:
+        if block not in self._layers:
+            self._layers[block] = [m for m in block.modules() if _is_known(m)]
+        return self._layers[block]
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether a layer's forward is one that :func:`_through` can stand in for."""
+    forward = type(layer).forward
+    known = isinstance(layer, CutLinear) or forward is nn.Linear.forward
+    return (known or forward in _CONVOLUTIONS) and "forward" not in layer.__dict__
+
+
+def _through(layer: Any, later: WeightGradients) -> Callable[[Tensor], Tensor]:
+    if isinstance(layer, CutLinear):
+        return partial(layer.compute, later.linear)
+    if isinstance(layer, nn.Linear):
+        return partial(_linear, layer, later)
+    return partial(later.convolution, layer)
+
+
+def _linear(layer: nn.Linear, later: WeightGradients, input: Tensor) -> Tensor:
+    return later.linear(input, layer.weight, layer.bias)

@@ -1,0 +1,238 @@
+"""The launcher's eye on its workers: events, deaths, silence; and the end of them all."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from mmlaunch.launch import failures
+from mmlaunch.launch.failures import Blame, FailureRecord
+from mmlaunch.launch.worker_main import Job
+from mmlaunch.process import process_tree
+from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
+
+OnEvent = Callable[[dict[str, Any]], None]
+
+# How long a better explanation than "lost its peer" may take to arrive.
+_SETTLE_S = 1.0
+_STACK_S = 0.3
+_REAP_S = 2.0
+# A worker ends itself sooner, see process_tree.watch_launcher.
+_LEAVE_S = 10.0
+
+
+class Watch:
+    """Watches one machine's workers, attempt after attempt.
+
+    Args:
+        job: the launch; its ``control_dir`` exists.
+        on_event: gets every event that a worker reports, and the launcher's own:
+            ``{"launcher": "stop-requested"}`` and ``{"launcher": "restart", "cause": line}``.
+    """
+
+    def __init__(self, job: Job, *, on_event: OnEvent | None) -> None:
+        self._job = job
+        self._on_event = on_event
+        self._board = Board(job.board_path, num_slots=job.num_local, create=True)
+        job.events_path.touch()
+        self._events = job.events_path.open("rb")
+        self._partial = b""
+        self._processes: dict[int, BaseProcess] = {}
+        self._process_ids: dict[int, process_tree.ProcessId] = {}
+        self._vanished: dict[int, int] = {}
+        self._started_s = time.monotonic()
+        self._trouble_s: float | None = None
+        self.stop_requested = False
+        self._stop_announced = False
+
+    def close(self) -> None:
+        """Deliver what is left and let go of the files."""
+        try:
+            self._deliver()
+        finally:
+            self._events.close()
+
+    def begin(self, job: Job) -> None:
+        """Forget the last attempt; called before the workers of the next one start."""
+        self._job = job
+        self._board.clear()
+        self._processes, self._process_ids, self._vanished = {}, {}, {}
+        self._trouble_s = None
+
+    def adopt(self, processes: Sequence[BaseProcess]) -> None:
+        """Take note of the workers' processes, by local rank; their time runs from here."""
+        self._started_s = time.monotonic()
+        self._processes = dict(enumerate(processes))
+        self._process_ids = {
+            rank: process_tree.ProcessId.of(process.pid)
+            for rank, process in self._processes.items()
+            if process.pid is not None
+        }
+
+    def request_stop(self) -> None:
+        """Ask the workers to stop after their step; safe in a signal handler."""
+        self.stop_requested = True
+        self._board.request_stop()
+
+    def announce(self, event: dict[str, Any]) -> None:
+        """Hand an event to the user."""
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def poll(self) -> Blame | None:
+        """Deliver events and look for trouble; the verdict once there is one."""
+        if self.stop_requested and not self._stop_announced:
+            self._stop_announced = True
+            self.announce({"launcher": "stop-requested"})
+        self._deliver()
+        # In this order: what a worker says before it ends is there once its end is seen.
+        exits = self._exits()
+        shots = self._snapshots()
+        records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
+        self._note_deaths(exits, shots, records)
+        if records or self._vanished:
+            return self._judge_death(shots, records)
+        return self._judge_silence(shots)
+
+    def all_done(self) -> bool:
+        """Whether every worker's result is stored."""
+        return all(shot.state is WorkerState.DONE for shot in self._board.snapshots())
+
+    def release(self) -> None:
+        """Let the workers exit."""
+        self._board.release()
+
+    def join(self) -> None:
+        """Wait until the workers have left; what they still do is theirs, within a limit."""
+        deadline_s = time.monotonic() + _LEAVE_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline_s - time.monotonic()))
+
+    def results(self) -> list[Any]:
+        """What the entries returned, by local rank."""
+        paths = [self._job.result_path(rank) for rank in range(self._job.num_local)]
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+    def kill(self) -> None:
+        """End every worker, and its children, now.
+
+        SIGKILL at once: nobody saves on the way out (checkpoints are whole or absent at
+        any moment), and a worker that waits in a collective would not hear anything else.
+        """
+        # A second Ctrl-C may come between starting workers and adopting them.
+        registered = {
+            shot.process.pid
+            for shot in self._board.snapshots()
+            if shot.process is not None and shot.process.alive()
+        }
+        for pid in registered | {process_id.pid for process_id in self._process_ids.values()}:
+            process_tree.kill_group(pid)
+        deadline_s = time.monotonic() + _REAP_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        self._process_ids = {}
+
+    def _deliver(self) -> None:
+        *lines, self._partial = (self._partial + self._events.read()).split(b"\n")
+        for line in lines:
+            self.announce(json.loads(line))
+
+    def _snapshots(self) -> list[Snapshot]:
+        """The board, with what is known of workers that have not registered yet."""
+        return [
+            shot
+            if shot.process is not None
+            else replace(
+                shot,
+                progress_s=self._started_s,
+                process=self._process_ids.get(shot.local_rank),
+            )
+            for shot in self._board.snapshots()
+        ]
+
+    def _exits(self) -> dict[int, int]:
+        """Exit codes of the local ranks that have ended."""
+        return {
+            local_rank: process.exitcode
+            for local_rank, process in self._processes.items()
+            if process.exitcode is not None
+        }
+
+    def _note_deaths(
+        self, exits: dict[int, int], shots: list[Snapshot], records: list[FailureRecord]
+    ) -> None:
+        recorded = {record.rank - self._job.base_rank for record in records}
+        for local_rank, exit_code in exits.items():
+            finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
+            if not finished and local_rank not in recorded:
+                self._vanished.setdefault(local_rank, exit_code)
+
+    def _judge_death(self, shots: list[Snapshot], records: list[FailureRecord]) -> Blame | None:
+        now_s = time.monotonic()
+        self._trouble_s = self._trouble_s or now_s
+        recorded = {record.rank - self._job.base_rank for record in records}
+        vanished = [
+            (self._job.base_rank + rank, code, shots[rank].where)
+            for rank, code in self._vanished.items()
+            if rank not in recorded
+        ]
+        verdict = failures.blame_death(records, vanished, include_network=False)
+        if verdict is not None:
+            return self._with_stack(verdict)
+        if now_s - self._trouble_s < _SETTLE_S:
+            return None
+        lost = [shots[rank] for rank in recorded if 0 <= rank < len(shots)]
+        return (
+            self._blame_survivor(shots)
+            or failures.blame_finished(lost, shots, base_rank=self._job.base_rank)
+            or failures.blame_death(records, vanished, include_network=True)
+        )
+
+    def _blame_survivor(self, shots: list[Snapshot]) -> Blame | None:
+        """A rank whose peers timed out, because it is stopped or hangs."""
+        now_s = time.monotonic()
+        silent = [
+            shot
+            for shot in shots
+            if shot.process is not None
+            and shot.process.alive()
+            and (shot.process.stopped() or self._is_late(shot, now_s))
+        ]
+        if not silent:
+            return None
+        stalled_s = now_s - min(shot.progress_s for shot in silent)
+        verdict = failures.blame_silence(silent, base_rank=self._job.base_rank, stalled_s=stalled_s)
+        return verdict and self._with_stack(verdict)
+
+    def _judge_silence(self, shots: list[Snapshot]) -> Blame | None:
+        active = [shot for shot in shots if shot.state is not WorkerState.DONE]
+        if not active:
+            return None
+        stalled_s = time.monotonic() - max(shot.progress_s for shot in active)
+        if stalled_s <= self._job.timeout_s:
+            return None
+        verdict = failures.blame_silence(shots, base_rank=self._job.base_rank, stalled_s=stalled_s)
+        return verdict and self._with_stack(verdict)
+
+    def _with_stack(self, verdict: Blame) -> Blame:
+        """Add the worker's own stack where it left one, asking for it where it hangs."""
+        local_rank = verdict.rank - self._job.base_rank
+        if verdict.detail or local_rank not in self._process_ids:
+            return verdict
+        if verdict.is_hang and self._process_ids[local_rank].alive():
+            os.kill(self._process_ids[local_rank].pid, signal.SIGUSR1)
+            time.sleep(_STACK_S)
+        path = self._job.stack_path(local_rank)
+        stack = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return replace(verdict, detail=failures.own_stack(stack))
+
+    def _is_late(self, shot: Snapshot, now_s: float) -> bool:
+        is_busy = shot.state in (WorkerState.COMPUTING, WorkerState.NOT_STARTED)
+        return is_busy and now_s - shot.progress_s > self._job.timeout_s / 2

@@ -1,0 +1,273 @@
+"""The worker's side of a launch: set up, call the entry, leave a result or a record."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mmlaunch.launch import failures
+from mmlaunch.launch.rendezvous import Address, connect
+from mmlaunch.process import process_tree
+from mmlaunch.process.device import RankDevice, pick
+from mmlaunch.process.heartbeat import Board, Heartbeat, Where
+from mmplan.errors import InvalidInputError
+
+Entry = Callable[..., Any]
+FAILURES = "failures"
+
+# The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
+# collective only the rank that waited.
+_COLLECTIVE_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a launcher hands to each of its workers.
+
+    Attributes:
+        entry: function, or "module:function", called as ``entry(ctx, *args)``.
+        args: its further arguments.
+        run_dir: the run's folder; failure records go to its ``failures``.
+        control_dir: the launch's own folder inside it: board, events, results.
+        timeout_s: longest silence of a peer, seconds.
+        launcher: the process without which a worker must not live.
+        environment: the launcher's, which the fork server may have been started without.
+        num_nodes: machines in the run.
+        base_rank: global rank of this machine's first worker.
+        num_local: workers on this machine.
+        node_rank: this machine.
+        num_ranks: in the whole run.
+        attempt: 0, then one more for each restart.
+        store: address of the run's store.
+        store_prefix: keeps the attempts' keys in the one store apart.
+    """
+
+    entry: Entry | str
+    args: tuple[Any, ...]
+    run_dir: Path
+    control_dir: Path
+    timeout_s: float
+    launcher: process_tree.ProcessId
+    environment: Mapping[str, str]
+    num_nodes: int
+    base_rank: int
+    num_local: int
+    node_rank: int
+    num_ranks: int
+    attempt: int = 0
+    store: Address = ("127.0.0.1", 0)
+    store_prefix: str = ""
+
+    @property
+    def failures_dir(self) -> Path:
+        """Where workers leave their records."""
+        return self.run_dir / FAILURES
+
+    @property
+    def board_path(self) -> Path:
+        """The heartbeats' file."""
+        return self.control_dir / "board"
+
+    @property
+    def events_path(self) -> Path:
+        """One line of JSON per report."""
+        return self.control_dir / "events.jsonl"
+
+    def result_path(self, local_rank: int) -> Path:
+        """Where a worker leaves what its entry returned."""
+        return self.control_dir / f"attempt-{self.attempt}-result-{local_rank}"
+
+    def stack_path(self, local_rank: int) -> Path:
+        """Where a worker's stack goes when it crashes, or when the launcher asks for it."""
+        return self.control_dir / f"attempt-{self.attempt}-stack-{local_rank}"
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerContext:
+    """What an entry gets first.
+
+    Attributes:
+        rank: global rank.
+        local_rank: position on this machine.
+        world_size: ranks in the run.
+        attempt: 0, then one more for each restart.
+        device: the rank's device and backend.
+        run_dir: the run's folder.
+        heartbeat: ``beat`` at each instruction, ``waiting`` around each wait for peers; a
+            rank that is silent for longer than the timeout ends the run.
+        timeout_s: that timeout, seconds.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+    device: RankDevice
+    run_dir: Path
+    timeout_s: float
+    heartbeat: Heartbeat = field(default_factory=Heartbeat.detached)
+    events_fd: int | None = None
+
+    @property
+    def failures_dir(self) -> Path:
+        """Where attempts leave why they ended."""
+        return self.run_dir / FAILURES
+
+    @property
+    def where(self) -> Where:
+        """Place in the program, which a failure record shows; mutable."""
+        return self.heartbeat.where
+
+    def should_stop(self) -> bool:
+        """Whether a stop was asked for on this machine. Ranks must agree before they act on it."""
+        return self.heartbeat.should_stop()
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Send an event (JSON) to the launcher's ``on_event``; dropped without a launcher."""
+        if self.events_fd is not None:
+            # One write in append mode: lines of several ranks do not mix.
+            os.write(self.events_fd, json.dumps(event).encode() + b"\n")
+
+
+def worker_main(job: Job, local_rank: int) -> None:
+    """Run the entry in a worker that the agent started. Does not return after a failure."""
+    heartbeat = Board(job.board_path, num_slots=job.num_local).heartbeat(local_rank)
+    process_tree.isolate_worker(job.launcher, on_terminate=heartbeat.request_stop)
+    process_tree.watch_launcher(job.launcher, released=heartbeat.released)
+    heartbeat.register()
+    _dump_stack_on_demand(job.stack_path(local_rank))
+    try:
+        context = _context(job, local_rank, heartbeat)
+        _run_entry(job, context)
+    except BaseException:
+        # The record is written; what multiprocessing would print stands there already.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    heartbeat.done()
+
+
+def _dump_stack_on_demand(path: Path) -> None:
+    """A crash in C leaves the Python stack in the file; so does SIGUSR1, even in a wedged call."""
+    file = path.open("w", encoding="utf-8")
+    faulthandler.enable(file=file)
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    _kept_open.append(file)
+
+
+_kept_open: list[Any] = []  # faulthandler keeps the descriptor only
+
+
+def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
+    rank = job.base_rank + local_rank
+    try:
+        _take_environment(job, local_rank)
+        device = pick(local_rank, local_world_size=job.num_local)
+        device.apply(single_node=job.num_nodes == 1)
+    except BaseException as error:
+        _record(job, rank, heartbeat, error)
+        raise
+    return WorkerContext(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=job.num_ranks,
+        attempt=job.attempt,
+        device=device,
+        run_dir=job.run_dir,
+        timeout_s=job.timeout_s,
+        heartbeat=heartbeat,
+        events_fd=os.open(job.events_path, os.O_WRONLY | os.O_APPEND),
+    )
+
+
+def _take_environment(job: Job, local_rank: int) -> None:
+    """Make this process's variables the launcher's (the fork server may be older), and torchrun's.
+
+    Scripts of users ask for torchrun's.
+    """
+    os.environ.clear()
+    os.environ.update(job.environment)
+    host, port = job.store
+    numbers = {
+        "RANK": job.base_rank + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": job.num_ranks,
+        "LOCAL_WORLD_SIZE": job.num_local,
+        "GROUP_RANK": job.node_rank,
+        "GROUP_WORLD_SIZE": job.num_nodes,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+
+
+def _run_entry(job: Job, context: WorkerContext) -> None:
+    """Group, entry, result; the record is written before the group falls and peers notice."""
+    try:
+        _init_process_group(job, context)
+        result = resolve(job.entry)(context, *job.args)
+        _store_result(job.result_path(context.local_rank), result)
+    except BaseException as error:
+        _record(job, context.rank, context.heartbeat, error)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _record(job: Job, rank: int, heartbeat: Heartbeat, error: BaseException) -> None:
+    failures.write_record(
+        job.failures_dir, rank=rank, attempt=job.attempt, where=heartbeat.where, error=error
+    )
+
+
+def _init_process_group(job: Job, context: WorkerContext) -> None:
+    timeout = timedelta(seconds=job.timeout_s + _COLLECTIVE_GRACE_S)
+    with context.heartbeat.waiting():
+        # The launcher's store, bound since before any worker started: no port to race for.
+        store = connect(job.store, timeout)
+        dist.init_process_group(
+            context.device.backend,
+            store=dist.PrefixStore(job.store_prefix, store),  # pyright: ignore[reportPrivateImportUsage]
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
+        )
+
+
+def _store_result(path: Path, result: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(result))
+    os.replace(temporary, path)
+
+
+def check_entry(entry: Entry | str) -> None:
+    """Refuse an entry that is no function and no "module:function".
+
+    Raises:
+        InvalidInputError: with what was given.
+    """
+    if not callable(entry) and not all(entry.partition(":")):
+        raise InvalidInputError(
+            f"entry is {entry!r}", hint='give a function or "package.module:function"'
+        )
+
+
+def resolve(entry: Entry | str) -> Entry:
+    """The function that an entry names."""
+    if callable(entry):
+        return entry
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,387 @@
+"""What one process of a measuring job does for each kind of point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmlaunch.measure.inputs import (
+    Inputs,
+    block_flops,
+    call_blocks,
+    checked_block,
+    checked_loss,
+    compute_shard,
+    float_outputs,
+    leaves,
+)
+from mmlaunch.measure.machine import (
+    NoComm,
+    measure_link,
+    measure_machine,
+    tensor_parallel_groups,
+)
+from mmlaunch.measure.memory import kept_bytes, passing_bytes, tensors_of
+from mmlaunch.measure.sample_work import WorkSampler
+from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
+from mmlaunch.model.tensor_parallel import block_plan, shard_block
+from mmplan.errors import InvalidInputError
+from mmplan.processes import num_cores
+from mmplan.schema.base import Json
+from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
+from mmplan.schema.workload import Workload
+
+Clock = Callable[[], float]
+
+
+class Measurer:
+    """Measures points one after another; all processes are given the same ones.
+
+    Args:
+        job: see :mod:`mmlaunch.measure`.
+        rank: this process.
+        device: where it computes.
+    """
+
+    def __init__(self, job: Json, *, rank: int, device: torch.device) -> None:
+        self._rank, self._device, self._job = rank, device, job
+        self._workload = Workload.model_validate(job["workload"])
+        self._folder = Path(job["folder"])
+        self._takes_part = rank < job["processes"]
+        self._watch = Stopwatch(
+            device=device,
+            peers=Peers(job["processes"], device),
+            repeat_s=job["repeat_s"],
+            own_core=job["processes"] <= num_cores(),
+        )
+        self._groups = tensor_parallel_groups(job["processes"], rank)
+        self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
+        self._built: tuple[tuple[str, int], nn.Sequential] | None = None
+        # Seconds per sample of what was measured, to foresee points that would take too long.
+        self._seconds: dict[tuple[Any, ...], float] = {}
+        self._kinds: dict[str, Callable[[Json], Json]] = {
+            "machine": self._machine,
+            "describe": self._describe,
+            "shape": self._shape,
+            "module": self._module,
+            "loss": self._loss,
+            "work": WorkSampler(self._workload, self._folder).work,
+        }
+
+    def measure(self, point: Json) -> Json:
+        """One point's result; ``{"skipped": reason}`` for one that this device cannot do."""
+        if point["kind"] == "link":
+            return _as_json(
+                measure_link(
+                    point["operation"],
+                    point["bytes"],
+                    device=self._device,
+                    repeat_s=self._job["repeat_s"],
+                )
+            )
+        if not self._takes_part:
+            return {}
+        try:
+            return self._kinds[point["kind"]](point)
+        except torch.OutOfMemoryError:
+            self._built = None
+            torch.cuda.empty_cache()
+            return {"skipped": "out of memory"}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._workload.train.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+
+    def _machine(self, _: Json) -> Json:
+        return measure_machine(
+            device=self._device,
+            processes=self._job["processes"],
+            precision=self._workload.train.precision,
+            watch=self._watch,
+        )
+
+    # --- modules -----------------------------------------------------------------------
+
+    def _describe(self, point: Json) -> Json:
+        """What a module is, from its shapes alone."""
+        name = point["module"]
+        module = self._build_shapes(name)
+        degrees: list[int] = [1]
+        refused: Json = {}
+        for tp in point["tps"]:
+            obstacle = self._tp_obstacle(name, tp)
+            if obstacle is None:
+                degrees.append(tp)
+            else:
+                refused[str(tp)] = obstacle
+        owned = [sum(p.numel() for p in own) for own in _parameters_by_block(module)]
+        return {
+            "blocks": len(module),
+            "parameters": sum(owned),
+            "block_parameters": owned,
+            "tied_blocks": tied_blocks(module),
+            "tps": degrees,
+            "refused": refused,
+        }
+
+    def _build_shapes(self, name: str) -> nn.Sequential:
+        try:
+            return build_module(self._workload, name, self._folder, device="meta")
+        except InvalidInputError:
+            # A factory that computes with its values cannot be built without them.
+            return build_module(self._workload, name, self._folder)
+
+    def _tp_obstacle(self, name: str, tp: int) -> str | None:
+        """Why a module is not measured at this degree; None when it can be."""
+        module = self._build_shapes(name)
+        try:
+            plans = [block_plan(b, where=f"{name}.{i}") for i, b in enumerate(module)]
+            if not any(plans):
+                return "no block has a tp_plan"
+            ties = tied_parameters(module)
+            for index, block in enumerate(module):
+                where = f"{name}.{index}"
+                cut = shard_block(block, index=0, count=tp, comm=NoComm(), where=where)
+                tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
+                if tied:
+                    return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
+        except InvalidInputError as error:
+            return error.message
+        return None
+
+    def _shape(self, point: Json) -> Json:
+        """Work, activations and outputs of every block, from real samples.
+
+        Raises:
+            InvalidInputError: a block fails on the data, or changes a buffer.
+        """
+        task, name, size = point["task"], point["module"], point["microbatch"]
+        module = self._build(name, tp=1)
+        args = self._inputs.of_module(task, name, size)
+        blocks: list[Json] = []
+        known = [*module.parameters(), *module.buffers(), *tensors_of(args)]
+        value: Any = args
+        for index, block in enumerate(module):
+            with HeldTensors(known) as held, self._autocast():
+                out = checked_block(name, index, block, value)
+            held_bytes = held.add(tensors_of(out))
+            known = held.kept
+            with self._autocast():
+                flops = block_flops(block, value)
+            leaves_module = self._inputs.crossing(task, name, out) if block is module[-1] else out
+            bytes_out = sum(t.numel() * t.element_size() for t in tensors_of(leaves_module))
+            blocks.append(
+                {
+                    "flops": flops / size,
+                    "output_bytes": bytes_out / size,
+                    "activation_bytes": held_bytes / size,
+                }
+            )
+            value = (out,)
+        seconds = self._block_seconds(module, args)
+        kinds = [_signature(block) for block in module]
+        for block, timing, kind in zip(blocks, seconds, kinds, strict=True):
+            block |= {
+                "seconds": timing.median_s,
+                "spread_s": timing.spread_s,
+                "same_as": kinds.index(kind),
+            }
+        return {"blocks": blocks}
+
+    def _block_seconds(self, module: nn.Sequential, args: tuple[Any, ...]) -> list[Timing]:
+        """Forward and backward together of every block by itself."""
+
+        clock = self._watch.compute_clock
+
+        def step(_: int) -> Sequence[float]:
+            seconds: list[float] = []
+            value = args
+            for block in module:
+                started = clock()
+                with self._autocast():
+                    out = block(*value)
+                forward_s = clock() - started
+                seconds.append(forward_s + _timed_backward(out, clock))
+                value = (leaves(out),)
+            return seconds
+
+        return self._watch.time(step)
+
+    def _module(self, point: Json) -> Json:
+        """Seconds and held bytes of the first blocks of a module."""
+        task, name, tp = point["task"], point["module"], point["tp"]
+        size, num_blocks = point["microbatch"], point["blocks"]
+        key = task, name, tp, num_blocks
+        foreseen_s = self._watch.peers.largest(self._seconds.get(key, 0.0) * size)
+        if foreseen_s > self._job["max_point_s"]:
+            return {"skipped": f"one micro-batch of {size} would take {foreseen_s:.3g} s"}
+        blocks = list(self._build(name, tp=tp))[:num_blocks]
+        started = time.perf_counter()
+        different = list(self._inputs.different(task, name, size))
+        held = fmean(self._held_bytes(blocks, args) for args in different)
+        # Waiting for the others of a tensor-parallel group takes no processor time.
+        clock = self._watch.now if tp > 1 else self._watch.compute_clock
+        forward, backward = self._forward_backward(blocks, task, name, size, clock)
+        inputs = self._backward_input(blocks, task, name, size, clock)
+        passing = [self._passing_bytes(blocks, args) for args in different]
+        self._seconds[key] = (forward.median_s + backward.median_s) / size
+        return {
+            "forward_s": forward.median_s,
+            "forward_spread_s": forward.spread_s,
+            "backward_s": backward.median_s,
+            "backward_spread_s": backward.spread_s,
+            "repeats": forward.repeats,
+            "activation_bytes": held,
+            "passing": {key: fmean(each[key] for each in passing) for key in passing[0]},
+            "backward_input": inputs,
+            "wall_s": time.perf_counter() - started,
+        }
+
+    def _held_bytes(self, blocks: list[nn.Module], args: Any) -> float:
+        """Bytes held from the forward to the backward, outputs included."""
+        held = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
+        twice = self._workload.train.precision == "bf16"
+        with self._autocast():
+            return kept_bytes(
+                lambda: call_blocks(blocks, args), [*held, *tensors_of(args)], self._device, twice
+            )
+
+    def _passing_bytes(self, blocks: list[nn.Module], args: Any) -> Json:
+        """What the blocks take for the moment; the timed repeats left gradients behind."""
+
+        def call() -> Any:
+            with self._autocast():
+                return call_blocks(blocks, args)
+
+        return passing_bytes(call, self._device)
+
+    def _forward_backward(
+        self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
+    ) -> list[Timing]:
+        def step(repeat: int) -> Sequence[float]:
+            args = self._inputs.of_module(task, name, size, repeat)
+            started = clock()
+            with self._autocast():
+                out = call_blocks(blocks, args)
+            forward_s = clock() - started
+            return forward_s, _timed_backward(out, clock)
+
+        return self._watch.time(step)
+
+    def _backward_input(
+        self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
+    ) -> Json | None:
+        """Backward that stops at inputs: of all blocks, or of those after the first.
+
+        Data takes no gradient, so for a module that is fed with data alone the gradient
+        ends after its first block; the caller scales the time to all of them.
+        """
+        first = 0 if self._inputs.takes_gradients(task, name) else 1
+        if first >= len(blocks):
+            return None
+        trained = [p for b in blocks for p in b.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+
+        def step(repeat: int) -> Sequence[float]:
+            args = self._inputs.of_module(task, name, size, repeat)
+            with self._autocast():
+                if first:
+                    args = (leaves(blocks[0](*args)),)
+                out = call_blocks(blocks[first:], args)
+            return (_timed_backward(out, clock),)
+
+        try:
+            timing = self._watch.time(step)[0]
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        return {"seconds": timing.median_s, "first_block": first}
+
+    def _build(self, name: str, *, tp: int) -> nn.Sequential:
+        """A module on this device, cut for tensor parallelism; the last one is kept."""
+        if self._built is None or self._built[0] != (name, tp):
+            self._built = None
+            module = build_module(self._workload, name, self._folder)
+            if tp > 1:
+                comm = self._groups[tp]
+                for index, block in enumerate(module):
+                    where = f"{name}.{index}"
+                    shard_block(block, index=self._rank % tp, count=tp, comm=comm, where=where)
+            module = module.to(self._device).train()
+            self._built = (name, tp), module
+        return self._built[1]
+
+    # --- losses ------------------------------------------------------------------------
+
+    def _loss(self, point: Json) -> Json:
+        """Seconds of a whole loss on some samples, as one device computes it.
+
+        What is called is what a run calls; a sharded loss has its gradient in its forward.
+        """
+        task, name, size = point["task"], point["loss"], point["samples"]
+        loss = build_loss(self._workload, name, self._folder).to(self._device)
+        args = self._inputs.of_loss(task, name, size)
+        with HeldTensors([*loss.parameters(), *tensors_of(args)]) as held, self._autocast():
+            value = checked_loss(name, loss, args)
+            held_bytes = held.add([value])
+
+        clock = self._watch.compute_clock
+        # As in a run: features alone can be shared out, data fields are not.
+        sharded = hasattr(loss, "sharded") and self._inputs.only_features(task, name)
+
+        def step(_: int) -> Sequence[float]:
+            self._watch.cool()
+            started = clock()
+            with self._autocast():
+                if sharded:
+                    compute_shard(loss, args)
+                    return clock() - started, 0.0
+                value = loss(*args)
+            forward_s = clock() - started
+            return forward_s, _timed_backward(value, clock)
+
+        forward, backward = self._watch.time(step)
+        return {
+            "forward_s": forward.median_s,
+            "backward_s": backward.median_s,
+            "activation_bytes": held_bytes,
+            "sharded": sharded,
+        }
+
+
+def _timed_backward(out: Any, clock: Clock) -> float:
+    outs = float_outputs(out)
+    grads = [torch.ones_like(o) for o in outs]
+    started = clock()
+    if outs:
+        torch.autograd.backward(outs, grads)
+    return clock() - started
+
+
+def _as_json(timing: Timing) -> Json:
+    return {"seconds": timing.median_s, "spread_s": timing.spread_s, "repeats": timing.repeats}
+
+
+def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:
+    """Each block's parameters; one that is tied to an earlier block's counts there."""
+    seen: set[int] = set()
+    blocks: list[list[nn.Parameter]] = []
+    for block in module:
+        blocks.append([p for p in block.parameters() if id(p) not in seen])
+        seen |= {id(p) for p in block.parameters()}
+    return blocks
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that must cost the same."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    return type(block), shapes

@@ -1,0 +1,192 @@
+"""What every stage returns, known on all ranks before the first message.
+
+A receive buffer of the wrong size is filled in part, or aborts the process; so shapes are
+inferred when workers start: each stage runs once on fake tensors, in pipeline order, and
+its first rank tells the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmlaunch.comm.messages import LeafSpec, Spec, element_of, map_tensors, spec_of
+from mmlaunch.comm.transport import Transport
+from mmlaunch.comm.wire import Failure
+from mmlaunch.data.loader import StepData
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import Precision
+from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.program.model import Program, Source, Stage
+from mmplan.ragged import Ragged
+
+# Two samples: a batch of one is what some modules squeeze away.
+_SAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """What a stage's first rank tells the others."""
+
+    spec: Spec = None
+    failure: Failure | None = None
+
+
+def infer_shapes(
+    program: Program,
+    model: LocalModel,
+    transport: Transport,
+    data: Callable[[str], StepData],
+    prepare: Callable[[Any], Any],
+    precision: Precision,
+) -> list[Any]:
+    """The output spec of every stage, the same list on all ranks.
+
+    Args:
+        program: the program.
+        model: this rank's blocks.
+        transport: tells the specs to all ranks.
+        data: some step's data of a task.
+        prepare: moves a data field to the device and its training type.
+        precision: the type in which blocks compute.
+
+    Raises:
+        MMPlanError: a block raised, or returned something that cannot travel; on all ranks.
+    """
+    specs: list[Any] = []
+    for stage in program.stages:
+        leader = stage.ranks[0][0]
+        answer = _Answer()
+        if transport.rank == leader:
+            try:
+                with precision.compute(keep_casts=False):
+                    found = _infer(
+                        stage, program, model, specs, data(stage.task), prepare, transport.device
+                    )
+                answer = _Answer(spec=found)
+            except MMPlanError as error:
+                answer = _Answer(failure=Failure.of(error))
+            except Exception as error:
+                task = f"task {stage.task}, " if len(program.batches) > 1 else ""
+                where = f"{task}{stage.module} blocks {list(stage.blocks)}"
+                failed = RunFailedError(
+                    f"{where}: {type(error).__name__}: {error}{_own_line(error)}",
+                    hint="run the blocks on a batch of two samples to see where",
+                )
+                answer = _Answer(failure=Failure.of(failed))
+        answer = transport.broadcast_object(answer, leader, _Answer)
+        if answer.failure is not None:
+            raise answer.failure.error()
+        specs.append(answer.spec)
+    return specs
+
+
+def _own_line(error: Exception) -> str:
+    """(file:line) of the innermost frame that is neither an installed package's nor mmlaunch's."""
+    ours = str(Path(__file__).parent)
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename and not frame.filename.startswith(ours)
+    ]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _infer(
+    stage: Stage,
+    program: Program,
+    model: LocalModel,
+    specs: list[Any],
+    data: StepData,
+    prepare: Callable[[Any], Any],
+    device: torch.device,
+) -> Any:
+    start, stop = stage.microbatches[0][0]
+    samples = min(_SAMPLES, stop - start)
+    arguments = [
+        _argument(source, program, specs, data, (start, samples), prepare, device)
+        for source in stage.inputs
+    ]
+    blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
+    try:
+        return _run_fake(blocks, arguments)
+    except Exception:
+        if stage.tp > 1:
+            raise
+        # Some blocks look at values, which fake tensors do not have.
+        with torch.no_grad():
+            return spec_of(_chain(blocks, arguments))
+
+
+def _argument(
+    source: Source,
+    program: Program,
+    specs: list[Any],
+    data: StepData,
+    span: tuple[int, int],
+    prepare: Callable[[Any], Any],
+    device: torch.device,
+) -> Any:
+    start, samples = span
+    if source.field is not None:
+        return prepare(data.get(source.field, start, start + samples))
+    if source.edge is None:
+        return None
+    edge = program.edges[source.edge]
+    producer = program.stages[edge.producer]
+    spec = element_of(specs[edge.producer], edge.element, producer.module)
+    return _example(spec, samples, device)
+
+
+def _example(spec: Any, samples: int, device: torch.device) -> Any:
+    """Zeros of a spec; one row for each sample of ``Ragged``."""
+    if isinstance(spec, LeafSpec):
+        values = torch.zeros((samples, *spec.tail), dtype=spec.dtype, device=device)
+        lengths = torch.ones(samples, dtype=torch.int64, device=device)
+        return Ragged(values, lengths) if spec.ragged else values
+    if isinstance(spec, tuple):
+        return tuple(_example(item, samples, device) for item in spec)
+    return None
+
+
+def _run_fake(blocks: list[nn.Module], arguments: list[Any]) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # It logs a traceback of what is tried again with real tensors, or said in our words.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    # Weights are swapped for fake ones: a fake input never meets a real parameter.
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake: dict[int, Tensor] = {}
+
+        def convert(tensor: Tensor) -> Tensor:
+            if id(tensor) not in fake:
+                fake[id(tensor)] = mode.from_tensor(tensor)
+            return fake[id(tensor)]
+
+        tree: Any = [map_tensors(argument, convert) for argument in arguments]
+        for position, block in enumerate(blocks):
+            state = {n: convert(t) for n, t in _state(block)}
+            given = tuple(tree) if position == 0 else (tree,)
+            tree = torch.func.functional_call(block, state, given, tie_weights=False)
+        return spec_of(tree)
+
+
+def _state(block: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *block.named_parameters(remove_duplicate=False),
+        *block.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _chain(blocks: list[nn.Module], arguments: list[Any]) -> Any:
+    tree = blocks[0](*arguments)
+    for block in blocks[1:]:
+        tree = block(tree)
+    return tree

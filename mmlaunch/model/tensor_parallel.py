@@ -1,0 +1,371 @@
+"""Tensor parallelism inside a block: plain shards, as Megatron-LM cuts them.
+
+A block says in ``tp_plan`` which of its Linears are cut and how. Column-cut Linears take
+the whole input and give a slice of the channels, row-cut ones take that slice and sum
+their partial outputs over the group; so one all-reduce per row-cut Linear in forward and
+one per column-cut Linear in backward. Parameter names stay, only shapes shrink. All other
+parameters are replicated, and their gradients are equal on every rank of the group.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mmlaunch.checkpoint.boxes import Box, ShardStyle, shard_boxes
+from mmplan.errors import InvalidInputError
+
+STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
+
+
+class TensorParallelComm(Protocol):
+    """What a block needs of its tensor-parallel group."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over the group; blocks until it is there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShard:
+    """How a rank's parameter lies in the full one (``boxes.shard_boxes`` gives the place).
+
+    Attributes:
+        full_shape: shape without tensor parallelism.
+        style: how it is cut.
+        parts: equal parts of dim 0 that are cut apart (fused qkv: 3).
+    """
+
+    full_shape: tuple[int, ...]
+    style: ShardStyle
+    parts: int = 1
+
+
+def shard_block(
+    block: nn.Module,
+    *,
+    index: int,
+    count: int,
+    comm: TensorParallelComm,
+    where: str = "block",
+) -> dict[str, ParameterShard]:
+    """Cut a block's Linears in place to one rank's share of a tensor-parallel group.
+
+    Args:
+        block: may carry ``tp_plan``: submodule name to style; without it the block stays
+            whole on every rank.
+        index: this rank's position in the group.
+        count: ranks of the group.
+        comm: sums tensors over the group.
+        where: what errors call the block (``vision.3``).
+
+    Returns:
+        The cut parameters by name inside the block; the others are replicated.
+
+    Raises:
+        InvalidInputError: the plan names no Linear of the block, an unknown style, or sizes
+            (heads too) that ``count`` does not divide.
+    """
+    plan = block_plan(block, where=where)
+    if count == 1:
+        return {}
+    _check_not_tied(block, plan, where)
+    shards: dict[str, ParameterShard] = {}
+    for name, style in plan.items():
+        linear = _linear(block, name, where)
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
+        for parameter, shard in _cut(linear, style, parts, index, count).items():
+            shards[f"{name}.{parameter}"] = shard
+        linear.__class__ = _RowwiseLinear if style == "rowwise" else _ColwiseLinear
+        # Past nn.Module's __setattr__: a comm that is a module must not become a child.
+        object.__setattr__(linear, "tp_comm", comm)
+    return shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The share of a whole Linear that one tensor-parallel group uses on this rank.
+
+    Attributes:
+        weight, bias: boxes of the share; None for all of it.
+        comm: sums over the group.
+    """
+
+    style: ShardStyle
+    weight: list[Box]
+    bias: list[Box] | None
+    comm: TensorParallelComm
+
+
+def window_block(
+    block: nn.Module, *, index: int, count: int, comm: TensorParallelComm, where: str = "block"
+) -> list[tuple[WindowedLinear, Window]]:
+    """Let a block stay whole and run as a share of a tensor-parallel group where asked to.
+
+    Args:
+        block, index, count, comm, where: as for :func:`shard_block`.
+
+    Returns:
+        The Linears that the group cuts, each with its share; until one is set as ``tp_window``
+        the Linear computes what it did before.
+
+    Raises:
+        InvalidInputError: as :func:`shard_block`.
+    """
+    plan = block_plan(block, where=where)
+    _check_not_tied(block, plan, where)
+    found: list[tuple[WindowedLinear, Window]] = []
+    for name, style in plan.items():
+        linear = cast(Any, block.get_submodule(name))
+        if not isinstance(linear, WindowedLinear):
+            linear = cast(Any, _linear(block, name, where))
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
+        boxes = {
+            parameter: shard_boxes(tuple(full.shape), style, index, count, parts)
+            for parameter, full in _cut_ones(linear, style)
+        }
+        linear.__class__ = WindowedLinear
+        object.__setattr__(linear, "tp_window", None)
+        window = Window(style=style, weight=boxes["weight"], bias=boxes.get("bias"), comm=comm)
+        found.append((linear, window))
+    return found
+
+
+def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, ParameterShard]:
+    """What tensor parallelism would cut of a whole block, by name inside it.
+
+    Raises:
+        InvalidInputError: the plan names no Linear of the block, or an unknown style.
+    """
+    found: dict[str, ParameterShard] = {}
+    for name, style in block_plan(block, where=where).items():
+        linear = _linear(block, name, where)
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        for parameter, full in _cut_ones(linear, style):
+            shape = tuple(full.shape)
+            shard = ParameterShard(full_shape=shape, style=style, parts=parts)
+            found[f"{name}.{parameter}"] = shard
+    return found
+
+
+def block_plan(block: nn.Module, *, where: str = "block") -> dict[str, ShardStyle]:
+    """A block's ``tp_plan``, checked; empty when it has none.
+
+    Raises:
+        InvalidInputError: the plan is no dict of known styles.
+    """
+    plan: object = getattr(block, "tp_plan", None)
+    if plan is None:
+        return {}
+    if not isinstance(plan, dict):
+        raise InvalidInputError(
+            f"{where}: tp_plan is a {type(plan).__name__}",
+            hint='give it a dict: {"mlp.up": "colwise", "mlp.down": "rowwise"}',
+        )
+    for name, style in plan.items():
+        if style not in STYLES:
+            raise InvalidInputError(
+                f"{where}: tp_plan[{name!r}] is {style!r}", hint=f"choose of {', '.join(STYLES)}"
+            )
+    return cast("dict[str, ShardStyle]", plan)
+
+
+def packed_parts(linear: nn.Module, name: str) -> int:
+    """Matrices that lie one above the other in a fused Linear: its ``packed_parts``.
+
+    Without the attribute: 3 for a name with "qkv" in it, else 2 (gate and up).
+    """
+    return int(cast(Any, getattr(linear, "packed_parts", 3 if "qkv" in name else 2)))
+
+
+class CutLinear(nn.Linear):
+    """A Linear of which this rank holds a share."""
+
+    tp_comm: TensorParallelComm
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] to [..., out], either of them this rank's share."""
+        return self.compute(functional.linear, input)
+
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+        """The forward with another function in place of ``functional.linear``."""
+        raise NotImplementedError
+
+
+class _ColwiseLinear(CutLinear):
+    """Rows of the weight: whole input, a slice of the output channels."""
+
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+        """[..., in] to [..., out / count]; the input's gradient is summed over the group."""
+        return linear(_enter(input, self.tp_comm), self.weight, self.bias)
+
+
+class _RowwiseLinear(CutLinear):
+    """Columns of the weight: a slice of the input channels, whole output."""
+
+    def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
+        """[..., in / count] to [..., out], summed over the group; the bias is added once."""
+        summed = _leave(linear(input, self.weight), self.tp_comm)
+        # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
+        return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+
+
+class WindowedLinear(nn.Linear):
+    """A whole Linear that tensor-parallel groups use a share of, in turn."""
+
+    tp_window: Window | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As the Linear, or as this rank's share of it in the group of the window."""
+        window = self.tp_window
+        if window is None:
+            return functional.linear(input, self.weight, self.bias)
+        weight = _share(self.weight, window.weight)
+        if window.style == "rowwise":
+            summed = _leave(functional.linear(input, weight), window.comm)
+            return summed if self.bias is None else summed + self.bias.to(summed.dtype)
+        bias = None if window.bias is None else _share(self.bias, window.bias)
+        return functional.linear(_enter(input, window.comm), weight, bias)
+
+
+def _share(full: Tensor, boxes: Sequence[Box]) -> Tensor:
+    """Boxes of a tensor, one above the other."""
+    parts = [full[box.slices] for box in boxes]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _Enter(torch.autograd.Function):
+    """Megatron's f: identity, and a sum over the group in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy: the incoming gradient may be in use by another consumer.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.comm.all_reduce(grad)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    """Megatron's g: a sum over the group, and identity in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
+        ctx.mark_dirty(x)
+        comm.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _enter(x: Tensor, comm: TensorParallelComm) -> Tensor:
+    return x if _has_no_values(x) else cast(Tensor, _Enter.apply(x, comm))
+
+
+def _leave(x: Tensor, comm: TensorParallelComm) -> Tensor:
+    return x if _has_no_values(x) else cast(Tensor, _Leave.apply(x, comm))
+
+
+def _has_no_values(x: Tensor) -> bool:
+    """Whether only shapes are inferred, on one rank alone: nobody would answer a sum."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return x.is_meta or isinstance(x, FakeTensor)
+
+
+def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
+    try:
+        found = block.get_submodule(name)
+    except AttributeError:
+        children = [child for child, m in block.named_modules() if isinstance(m, nn.Linear)]
+        raise InvalidInputError(
+            f"{where}: tp_plan names {name!r}, which the block does not have",
+            hint=f"its Linears are {', '.join(children) or '(none)'}",
+        ) from None
+    plain = isinstance(found, nn.Linear) and type(found).forward is nn.Linear.forward
+    if not plain or "weight" not in found._parameters:
+        raise InvalidInputError(
+            f"{where}: tp_plan names {name!r}, a {type(found).__name__}",
+            hint="only nn.Linear can be cut; leave others out of tp_plan to replicate them",
+        )
+    return cast(nn.Linear, found)
+
+
+def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        cut = [n for n in (other, name) if n.rpartition(".")[0] in plan]
+        if other != name and cut:
+            raise InvalidInputError(
+                f"{where}: tp_plan cuts {cut[0]}, which is tied to "
+                f"{name if cut[0] == other else other}",
+                hint="leave it out of tp_plan: tied parameters stay whole",
+            )
+
+
+def _check_sizes(
+    block: nn.Module,
+    name: str,
+    linear: nn.Linear,
+    *,
+    style: ShardStyle,
+    parts: int,
+    count: int,
+    where: str,
+) -> None:
+    width = linear.in_features if style == "rowwise" else linear.out_features
+    side = "in_features" if style == "rowwise" else "out_features"
+    packed = f" in {parts} parts" if parts > 1 else ""
+    if parts < 1 or width % (parts * count):
+        raise InvalidInputError(
+            f"{where}: {name} has {side} {width}{packed}, which tp {count} does not divide",
+            hint=f"choose a tp that divides {width // max(parts, 1)}, or take {name} out of "
+            "tp_plan with the Linears that share its channels",
+        )
+    part = width // parts
+    head_dim = getattr(block.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if isinstance(head_dim, int) and part % head_dim == 0 and (part // count) % head_dim:
+        raise InvalidInputError(
+            f"{where}: {name} has {part // head_dim} heads of {head_dim} channels, "
+            f"which tp {count} does not divide",
+            hint=f"choose a tp that divides {part // head_dim}",
+        )
+
+
+def _cut_ones(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
+    """A Linear's parameters but for a row-cut one's bias: that is added once, after the sum."""
+    return [
+        (name, full)
+        for name, full in linear.named_parameters()
+        if not (style == "rowwise" and full.dim() == 1)
+    ]
+
+
+def _cut(
+    linear: nn.Linear, style: ShardStyle, parts: int, index: int, count: int
+) -> dict[str, ParameterShard]:
+    """Replace a Linear's parameters by their shares, on memory of their own."""
+    shards: dict[str, ParameterShard] = {}
+    for name, full in _cut_ones(linear, style):
+        boxes = shard_boxes(tuple(full.shape), style, index, count, parts)
+        local = torch.cat([full.detach()[box.slices] for box in boxes])
+        setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))
+        shards[name] = ParameterShard(full_shape=tuple(full.shape), style=style, parts=parts)
+    linear.out_features, linear.in_features = linear.weight.shape
+    return shards

@@ -1,0 +1,291 @@
+"""``mmlaunch run`` and ``mmlaunch verify``: start a plan's workers, collect what they did."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmlaunch.run.run_record import RunRecord
+from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
+from mmlaunch.session.preconditions import find_workload
+from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.program.compute_times import Timings
+from mmplan.schema.agreement import check_agrees
+from mmplan.schema.load import load_plan
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload, load_workload
+
+if TYPE_CHECKING:
+    from mmlaunch.launch.watch import OnEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What the command line says about a run; see ``mmlaunch run --help``."""
+
+    plan: Path
+    steps: int | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    resume_anyway: bool = False
+    save_every: int = 0
+    max_restarts: int = 0
+    workload: Path | None = None
+    tasks: tuple[str, ...] | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    timeout_s: float = 300.0
+    num_workers: int = 0
+    emulation: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """What a run did.
+
+    Attributes:
+        spans: rank to the (instruction index, start_s, end_s) of its last step.
+        memory_bytes: rank to the most that its steps held, of ranks whose system tells.
+        stopped: whether it saved and ended early on request.
+        segment: what it ended in.
+    """
+
+    segment: Segment
+    run_dir: Path
+    steps: int
+    stopped: bool
+    spans: dict[int, list[tuple[int, float, float]]]
+    memory_bytes: dict[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan and its workload, checked, before anything of the user's is imported."""
+
+    plan: Plan
+    workload: Workload
+    workload_path: Path
+
+    @property
+    def imports(self) -> list[str]:
+        """The factories that workers are about to import."""
+        parts = [*self.workload.modules.values(), *self.workload.losses.values()]
+        data = [t.data for t in self.workload.tasks.values()] + [self.workload.data]
+        found = [p.factory for p in parts] + [d.factory for d in data if d is not None]
+        return list(dict.fromkeys(found))
+
+
+def prepare(options: RunOptions) -> Prepared:
+    """Check plan, workload, devices and optimizer.
+
+    Raises:
+        InvalidInputError: a file is wrong or has changed, there are too few devices, or
+            torch.optim has no such optimizer.
+    """
+    if not 0 < options.timeout_s < math.inf:
+        raise InvalidInputError(
+            f"--timeout {options.timeout_s:g}: not a number of seconds", hint="300 is the default"
+        )
+    plan = load_plan(options.plan)
+    path = find_workload(plan, options.plan, options.workload)
+    workload = load_workload(path)
+    check_agrees(plan, workload)
+    _check_devices(plan, options)
+    if options.emulation is None:
+        from mmlaunch.session.optimizer import check_optimizer
+
+        cut = any(unit.tp > 1 for unit in plan.units) or bool(plan.training.zero)
+        check_optimizer(workload.train, sharded=cut)
+    return Prepared(plan=plan, workload=workload, workload_path=path)
+
+
+def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Planner) -> RunSummary:
+    """Train in one process per rank and write the run folder.
+
+    Args:
+        options: what the command line says.
+        prepared: checked.
+        on_event: is told of steps, of plans that take over, and of what the launcher does.
+        planner: plans for task sets that the given plan is not for.
+
+    Raises:
+        MMPlanError: what the planner raises.
+        WorkerFailedError: a worker died or hung.
+        InvalidInputError: the run folder holds another run.
+    """
+    from mmlaunch.launch.launch import check_free, launch
+    from mmlaunch.run.training_worker import CHECKPOINTS, JobSegment, TrainJob
+
+    sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
+    run_dir = _run_dir(options, prepared.plan)
+    # A run that is under way goes on with the plans that lie there.
+    check_free(run_dir, options.node_rank)
+    steps = prepared.workload.train.steps if options.steps is None else options.steps
+    segments = make_segments(
+        sets,
+        start=first_step(run_dir, CHECKPOINTS, resume=options.resume),
+        steps=steps,
+        plan=prepared.plan,
+        path=options.plan.absolute(),
+        run_dir=run_dir,
+        planner=planner,
+        is_first_node=options.node_rank == 0,
+    )
+    record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
+    record.write(segments[0])
+    on_event({"kind": "start", "run_dir": str(run_dir)})
+    if options.resume and options.node_rank == 0 and not any((run_dir / CHECKPOINTS).glob("*")):
+        note = f"--resume: {run_dir} holds no checkpoint, so the run begins at step 0"
+        on_event({"kind": "note", "message": note})
+
+    def on_worker_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "part":
+            segment = segments[event["part"]]
+            record.write(segment, step=event["step"])
+            event = {"kind": "segment", "segment": segment, "of": len(segments)}
+        on_event(event)
+
+    job = TrainJob(
+        parts=tuple(
+            JobSegment(from_step=s.from_step, until=s.until, plan=str(s.path)) for s in segments
+        ),
+        workload=str(prepared.workload_path.absolute()),
+        steps=steps,
+        save_every=options.save_every,
+        resume=options.resume,
+        resume_anyway=options.resume_anyway,
+        num_workers=options.num_workers,
+        emulation=options.emulation,
+    )
+    try:
+        results = launch(
+            entry="mmlaunch.run.training_worker:train",
+            args=(job,),
+            num_ranks=prepared.plan.devices,
+            run_dir=run_dir,
+            timeout_s=options.timeout_s,
+            max_restarts=options.max_restarts,
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            rdzv_endpoint=options.rdzv_endpoint,
+            on_event=on_worker_event,
+        )
+    except MMPlanError:
+        if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
+            # Nothing was trained: the folder is free for the next try.
+            (run_dir / "run.json").unlink(missing_ok=True)
+        raise
+    held = {r.rank: r.memory_bytes for r in results if r.memory_bytes is not None}
+    if options.emulation is None:
+        record.finish(held)
+    return RunSummary(
+        run_dir=run_dir,
+        steps=results[0].step,
+        stopped=results[0].stopped,
+        segment=segments[results[0].part],
+        spans={result.rank: result.spans for result in results},
+        memory_bytes=held,
+    )
+
+
+def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
+    """One planned step held against one process: a :class:`mmlaunch.session.verify.Verdict`."""
+    from mmlaunch.launch.launch import launch
+    from mmlaunch.session.verify import compare
+    from mmplan.program.compile import compile_plan
+
+    folder = prepared.workload_path.parent
+    if in_process:
+        found = _verify_threads(prepared, folder)
+    else:
+        with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
+            found = launch(
+                entry="mmlaunch.run.training_worker:verify",
+                args=(str(options.plan.absolute()), str(prepared.workload_path.absolute())),
+                num_ranks=prepared.plan.devices,
+                run_dir=Path(run_dir),
+                timeout_s=options.timeout_s,
+                stops_in_order=False,
+            )
+    return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
+
+
+def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
+    import torch
+
+    from mmlaunch.comm.inprocess import InProcessWorld
+    from mmlaunch.session.session import Session
+    from mmlaunch.session.verify import planned_step
+
+    torch.set_num_threads(1)
+    return InProcessWorld(prepared.plan.devices).run(
+        lambda transport: planned_step(
+            Session(
+                plan=prepared.plan,
+                workload=prepared.workload,
+                folder=folder,
+                transport=transport,
+            )
+        )
+    )
+
+
+def _check_devices(plan: Plan, options: RunOptions) -> None:
+    if plan.cluster.device.is_cpu or os.environ.get("MMLAUNCH_DEVICE", "").lower() == "cpu":
+        return
+    import torch
+
+    needed = -(-plan.devices // options.nnodes)
+    available = torch.cuda.device_count()
+    if available < needed:
+        raise InvalidInputError(
+            f"{options.plan}: planned for {needed} {plan.cluster.device.name} devices on this "
+            f"machine, which has {available}",
+            hint=f"solve with --devices {max(available, 1)}, or run all ranks as processes: "
+            "MMLAUNCH_DEVICE=cpu",
+        )
+
+
+def _run_dir(options: RunOptions, plan: Plan) -> Path:
+    if options.run_dir is not None:
+        return _claimed(options.run_dir, options)
+    base = Path("runs") / plan.name
+    taken = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]
+    used = [path for path in taken if _holds_run(path)]
+    if options.resume:
+        if not used:
+            raise InvalidInputError(
+                f"--resume: there is no run of {plan.name} in runs/",
+                hint="name its folder with --run-dir",
+            )
+        return _claimed(used[-1], options)
+    return next(path for path in taken if path not in used)
+
+
+def _holds_steps(path: Path, checkpoints: str) -> bool:
+    metrics = path / "metrics.jsonl"
+    measured = metrics.exists() and metrics.stat().st_size > 0
+    return measured or any((path / checkpoints).glob("*"))
+
+
+def _holds_run(path: Path) -> bool:
+    return (path / "run.json").exists()
+
+
+def _claimed(path: Path, options: RunOptions) -> Path:
+    """The folder, unless it holds another run or is a file."""
+    if path.exists() and not path.is_dir():
+        raise InvalidInputError(f"--run-dir {path}: is a file", hint="name a folder")
+    if not _holds_run(path):
+        return path
+    if not options.resume:
+        raise InvalidInputError(
+            f"{path} already holds a run",
+            hint="go on with it: --resume, or name another --run-dir",
+        )
+    return path

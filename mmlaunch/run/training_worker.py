@@ -1,0 +1,303 @@
+"""What the processes of ``mmlaunch run`` and ``mmlaunch verify`` do."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmlaunch.checkpoint import save as checkpoints
+from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.comm.transport import DistTransport
+from mmlaunch.launch import failures
+from mmlaunch.launch.worker_main import WorkerContext
+from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.session.session import Session
+from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.verify import LocalGradients, planned_step
+from mmplan.errors import RunFailedError, UnfitEnvironmentError
+from mmplan.program.compute_times import Timings
+from mmplan.schema.base import write_text
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+WEIGHTS = "final.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSegment:
+    """Steps [from_step, until), and the path of the plan that trains them."""
+
+    from_step: int
+    until: int
+    plan: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """What every worker of a run is told.
+
+    Attributes:
+        parts: of the run, one after another; the last one ends with the run.
+        workload: path of the workload, None for the one that the plan names.
+        steps: optimizer steps in all.
+        save_every: steps between checkpoints, 0 for none on the way.
+        resume: start from the newest checkpoint of the run folder, if there is one.
+        resume_anyway: also where it was saved by a run that trained otherwise.
+        num_workers: data loading processes per rank.
+        emulation: times of the computes of emulated devices; None to compute and train.
+    """
+
+    parts: tuple[JobSegment, ...]
+    workload: str | None
+    steps: int
+    save_every: int
+    resume: bool
+    resume_anyway: bool
+    num_workers: int
+    emulation: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a worker returns.
+
+    Attributes:
+        step: steps done.
+        stopped: whether it ended early on request.
+        part: index of the part that it ended in.
+        spans: (instruction index, start_s, end_s) of the last step on this rank.
+        memory_bytes: most that the part's steps held; None where the system does not tell.
+    """
+
+    rank: int
+    step: int
+    stopped: bool
+    part: int
+    spans: list[tuple[int, float, float]]
+    memory_bytes: int | None = None
+
+
+def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
+    """Train until the last step or a request to stop; save and write the weights.
+
+    Where another part begins, a checkpoint is saved and loaded under that part's plan, in the
+    same processes.
+    """
+    transport = DistTransport(ctx.device.device, ctx.heartbeat)
+    folder = ctx.run_dir / CHECKPOINTS
+    # A worker that is started anew after a failure always goes on from the last save.
+    going_on = job.resume or ctx.attempt > 0
+    newest = _newest(ctx, transport, folder) if going_on else None
+    if going_on and newest is None:
+        _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
+    trainer = _Trainer(ctx, job, transport)
+    index = _part_at(job, newest)
+    result = trainer.train(index, newest)
+    while not result.stopped and result.step < job.steps:
+        # The last plan's model and groups must be gone before the next ones come.
+        gc.collect()
+        if ctx.device.device.type == "cuda":
+            torch.cuda.empty_cache()
+        transport.forget_groups()
+        index += 1
+        result = trainer.train(index, folder / f"step-{result.step}")
+    return result
+
+
+class _Trainer:
+    """Trains the parts of a run on one rank.
+
+    Args:
+        ctx: the worker's.
+        job: the run.
+        transport: of all parts.
+    """
+
+    def __init__(self, ctx: WorkerContext, job: TrainJob, transport: DistTransport) -> None:
+        self._ctx, self._job, self._transport = ctx, job, transport
+        self._log: _Metrics | None = None
+
+    def train(self, index: int, checkpoint: Path | None) -> TrainResult:
+        """Train one part to its end, from a checkpoint or from the initial weights.
+
+        At its end there is a checkpoint, or after the last part the weights.
+        """
+        ctx, job, part = self._ctx, self._job, self._job.parts[index]
+        with Session.from_plan(
+            part.plan,
+            workload=job.workload,
+            timeout_s=ctx.timeout_s,
+            transport=self._transport,
+            heartbeat=ctx.heartbeat,
+            num_workers=job.num_workers,
+            should_stop=ctx.should_stop,
+            emulation=job.emulation,
+        ) as session:
+            for note in session.notes:
+                _report(ctx, {"kind": "note", "message": note})
+            # Before any state is there, and after all imports: optimizers' are large too.
+            memory = PeakMemory(ctx.device.device)
+            memory.begin(session.model.tensors())
+            if checkpoint is not None:
+                for change in session.load(checkpoint, anyway=job.resume_anyway):
+                    _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
+            _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
+            stopped, spans = self._steps(session, part, memory)
+            if not stopped and session.step_count >= job.steps and job.emulation is None:
+                session.write_weights(ctx.run_dir / WEIGHTS)
+            return TrainResult(
+                rank=ctx.rank,
+                step=session.step_count,
+                stopped=stopped,
+                part=index,
+                spans=spans,
+                memory_bytes=memory.most_bytes,
+            )
+
+    def _steps(
+        self, session: Session, part: JobSegment, memory: PeakMemory
+    ) -> tuple[bool, list[tuple[int, float, float]]]:
+        """Train and save; whether a stop was asked for, and the last step's times."""
+        job = self._job
+        if self._log is None and session.rank == 0:
+            emulated = job.emulation is not None
+            self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
+        stopped, spans = False, []
+        memory.forget()
+        while session.step_count < part.until and not stopped:
+            result = session.step(timed=_is_timed(session, job))
+            memory.note()
+            spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
+            if self._log is not None:
+                self._log.add(session, result)
+            step = session.step_count
+            stopped = result.stop and step < job.steps
+            if stopped or step == part.until:
+                memory.end(_tensors(session))
+            # The last step is saved too: a later run may go on from it with more --steps.
+            due = job.save_every and (step == job.steps or step % job.save_every == 0)
+            if stopped or due or (step == part.until and step < job.steps):
+                path = session.save(self._ctx.run_dir / CHECKPOINTS)
+                memory.forget()
+                _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
+        return stopped, spans
+
+
+def _tensors(session: Session) -> Iterator[Tensor]:
+    """What a rank holds between two steps: parameters, buffers and optimizer state."""
+    yield from session.model.tensors()
+    states = session.optimizer.state.values() if session.optimizer is not None else ()
+    yield from (item for state in states for item in state.values() if torch.is_tensor(item))
+
+
+def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradients:
+    """One planned step without its update: this rank's gradients."""
+    with Session.from_plan(
+        plan, workload=workload, timeout_s=ctx.timeout_s, heartbeat=ctx.heartbeat
+    ) as session:
+        return planned_step(session)
+
+
+def _is_timed(session: Session, job: TrainJob) -> bool:
+    """Of CUDA's steps the last one only: two events for each instruction are made and kept."""
+    return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
+
+
+def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:
+    """The newest checkpoint on which no earlier attempt died, the same for all ranks.
+
+    Raises:
+        RunFailedError: there are some, and attempts died on all of them.
+    """
+    step = None
+    # The others must look after the cleaning, and all must take the same one.
+    if transport.rank == 0:
+        checkpoints.clean(folder)
+        saved = [step for step, _ in step_folders(folder)]
+        failed = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
+        if saved and failed.issuperset(saved):
+            raise RunFailedError(
+                f"restarts died on every checkpoint in {folder}",
+                hint="the records beside it say of what; move these away to begin anew",
+            )
+        step = max((s for s in saved if s not in failed), default=None)
+        if step is not None:
+            failures.write_start(ctx.failures_dir, attempt=ctx.attempt, step=step)
+    step = transport.broadcast_object(step, 0)
+    return None if step is None else folder / f"step-{step}"
+
+
+def _part_at(job: TrainJob, checkpoint: Path | None) -> int:
+    """Index of the part that a checkpoint goes on with."""
+    step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    if step < job.parts[0].from_step:
+        raise RunFailedError(
+            f"the newest checkpoint is of step {step}, a later one is gone since this run started",
+            hint="run again with --resume",
+        )
+    return max(i for i, part in enumerate(job.parts) if part.from_step <= step)
+
+
+def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
+    if ctx.rank == 0:
+        ctx.report(event)
+
+
+class _Metrics:
+    """``metrics.jsonl``: one line per step; lines of steps that are done again are dropped.
+
+    Emulated steps have no loss: theirs is null.
+    """
+
+    def __init__(self, ctx: WorkerContext, first_step: int, *, emulated: bool) -> None:
+        self._ctx, self._emulated = ctx, emulated
+        path = ctx.run_dir / METRICS
+        write_text(path, "".join(_lines_before(path, first_step)))
+        self._file = path.open("a", encoding="utf-8")
+
+    def add(self, session: Session, result: StepResult) -> None:
+        """Append a step and tell the launcher."""
+        samples = sum(session.program.batches.values())
+        entry = {
+            "step": result.step,
+            "loss": None if self._emulated else result.loss,
+            "iteration_s": result.iteration_s,
+            "samples_per_s": samples / result.iteration_s,
+            "update_s": result.update_s,
+            "data_s": result.data_s,
+        }
+        if result.grad_norm is not None:
+            entry["grad_norm"] = result.grad_norm
+        try:
+            # JSON has no NaN: such a loss is written as null and ends the run.
+            finite = {
+                k: v if v is not None and abs(v) < float("inf") else None for k, v in entry.items()
+            }
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UnfitEnvironmentError(
+                f"{self._file.name}: cannot be written: {error.strerror}",
+                hint="make room, then run again with --resume",
+            ) from None
+        self._ctx.report({"kind": "step", **finite})
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    if not path.exists() or step == 0:
+        return []
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] < step:
+                kept.append(line)
+        except (ValueError, KeyError):
+            continue  # the last line of a killed run may be cut off
+    return kept

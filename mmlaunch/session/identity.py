@@ -1,0 +1,91 @@
+"""What a run trains with, so that one which goes on with something else is told so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from mmplan.errors import InvalidInputError
+from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.wording import counted
+
+_NONE = object()
+_TRAIN = {"seed", "optimizer_args", "groups", "clip_grad_norm", "precision"}
+
+
+def identity_of(workload: Workload) -> dict[str, Any]:
+    """Field to value, of all that decides which samples a step takes and what it makes of them.
+
+    Numbers of steps and the model are not among them: a run may be made longer, and another
+    model's shapes are refused anyway.
+    """
+    found: dict[str, Any] = {}
+    for name, task in resolve_tasks(workload).items():
+        where = f"tasks.{name}." if workload.tasks else ""
+        found[f"{where}batch"] = task.batch
+        found[f"{where}weight"] = task.weight
+        found[f"{where}data"] = task.data and task.data.model_dump(mode="json")
+        for loss, size in task.sync_batches.items():
+            found[f"{where}losses.{loss}.sync_batch"] = size
+    for name, loss in workload.losses.items():
+        found[f"losses.{name}.weight"] = loss.weight
+    train = workload.train
+    for name, value in train.model_dump(mode="json", include=_TRAIN).items():
+        found[f"train.{name}"] = value
+    schedule = train.schedule.model_dump(mode="json")
+    if train.schedule.kind != "constant":
+        schedule["total_steps"] = train.schedule.total_steps or train.steps
+    found["train.schedule"] = schedule
+    return _flat(found)
+
+
+def check_same_run(path: Path, saved: Any, workload: Workload, *, anyway: bool) -> list[str]:
+    """Compare a checkpoint's identity with a workload's.
+
+    Args:
+        path: the checkpoint's.
+        saved: what it keeps; None in older ones, which are believed.
+        workload: that goes on from it.
+        anyway: let differences pass.
+
+    Returns:
+        The differences, in words.
+
+    Raises:
+        InvalidInputError: there are some.
+    """
+    if not isinstance(saved, Mapping):
+        return []
+    was, now = cast("Mapping[str, Any]", saved), json.loads(json.dumps(identity_of(workload)))
+    found = [
+        _change(name, was, now)
+        for name in dict.fromkeys([*now, *was])
+        if was.get(name, _NONE) != now.get(name, _NONE)
+    ]
+    if found and not anyway:
+        more = f" (and {counted(len(found) - 1, 'more difference')})" if len(found) > 1 else ""
+        raise InvalidInputError(
+            f"{path} was saved by a run that trains otherwise: {found[0]}{more}",
+            hint="--resume-anyway goes on with what the workload has; samples may be repeated or "
+            "left out",
+        )
+    return found
+
+
+def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if name not in now:
+        return f"{name} is gone, it was {json.dumps(was[name])}"
+    before = f"was {json.dumps(was[name])}" if name in was else "is new"
+    return f"{name} {before}, the workload has {json.dumps(now[name])}"
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            found[name] = value
+    return found

@@ -1,0 +1,316 @@
+"""What a run keeps for tasks that the plan leaves out: their weights and optimizer state.
+
+As in one process, a module that no active task uses gets no gradient and no update, and is
+there when a task needs it again. Its tensors lie whole in host memory, shared out over the
+ranks, and are in every checkpoint and in the final weights. So is the optimizer state of
+parameters that only other tasks train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmlaunch.checkpoint.boxes import whole
+from mmlaunch.checkpoint.initial_weights import InitialWeights, load_initial, targets
+from mmlaunch.checkpoint.restore import Checkpoint
+from mmlaunch.checkpoint.save import Entry
+from mmlaunch.comm.transport import Transport
+from mmlaunch.model.deferred_init import recording
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.materialize import UnfilledModule
+from mmlaunch.model.replay_init import UndeferrableError
+from mmlaunch.session.state import OPTIMIZER_KIND, Weights, WeightSpec
+from mmplan.errors import InvalidInputError
+from mmplan.program.model import Program
+from mmplan.schema.factories import build_loss, build_module
+from mmplan.schema.workload import Workload, resolve_tasks
+
+# (kind, full name) of a tensor in a checkpoint.
+_StateKey = tuple[str, str]
+_WEIGHT = "param"
+_CPU = torch.device("cpu")
+
+
+class Absent:
+    """One rank's share of what the plan does not use.
+
+    Args:
+        workload: says what its other tasks use.
+        folder: the workload file's folder.
+        program: the plan's.
+        transport: says which rank this is.
+
+    Attributes:
+        names: full names of all parameters that only other tasks use, on every rank the same.
+
+    Raises:
+        InvalidInputError: a factory is wrong.
+    """
+
+    def __init__(
+        self, *, workload: Workload, folder: Path, program: Program, transport: Transport
+    ) -> None:
+        self._transport = transport
+        owners, losses = _unused(workload, program)
+        share = transport.rank, transport.world_size
+        self._parts = [_Module(workload, owner, folder, share) for owner in owners]
+        self._parts += [_Loss(workload, name, folder, share) for name in losses]
+        self._specs = {n: spec for part in self._parts for n, spec in part.specs.items()}
+        self.names = frozenset(n for n, spec in self._specs.items() if spec.is_parameter)
+        self._kept: dict[_StateKey, Tensor] | None = None
+
+    def load(
+        self, checkpoint: Checkpoint, *, written: Sequence[str], trained: Sequence[str]
+    ) -> None:
+        """Take everything that the sessions' own states do not; all ranks call it.
+
+        Args:
+            checkpoint: of any plan.
+            written: full names of the weights that this rank's session saves.
+            trained: names of the parameters that it updates, whose state it loads.
+
+        Raises:
+            InvalidInputError: a module is missing or has another shape.
+        """
+        check_holds(checkpoint, self._specs)
+        for name, spec in self._specs.items():
+            _check_shape(checkpoint, name, spec)
+        present, updated = set[str](), set[str]()
+        for theirs in self._transport.gather_objects((written, trained)):
+            present.update(theirs[0])
+            updated.update(theirs[1])
+        wanted = [(_WEIGHT, name) for name in self._specs]
+        for name in sorted({*self.names, *present} - updated):
+            wanted += [(k, name) for k in checkpoint.kinds(name) if k.startswith(OPTIMIZER_KIND)]
+        self._kept = {key: self._read(checkpoint, key) for key in self._mine(checkpoint, wanted)}
+        self._parts = []
+
+    def _mine(self, checkpoint: Checkpoint, wanted: Sequence[_StateKey]) -> Iterator[_StateKey]:
+        """This rank's share: the largest first, each to the rank that has the least so far."""
+        loads = [0] * self._transport.world_size
+        sizes = {key: whole(checkpoint.full_shape(key[1], key[0])).num_elements for key in wanted}
+        for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+            rank = loads.index(min(loads))
+            loads[rank] += sizes[key]
+            if rank == self._transport.rank:
+                yield key
+
+    def _read(self, checkpoint: Checkpoint, key: _StateKey) -> Tensor:
+        kind, name = key
+        value = checkpoint.load_whole(name, kind)
+        spec = self._specs.get(name)
+        # As when a session's own are loaded: a step count keeps its type.
+        typed = kind == _WEIGHT or value.dim() > 0
+        return value.to(spec.dtype) if spec is not None and typed else value
+
+    def _tensors(self) -> dict[_StateKey, Tensor]:
+        """What is kept here; the initial weights where no checkpoint was loaded."""
+        if self._kept is None:
+            initial = [part.initial() for part in self._parts]
+            self._kept = {(_WEIGHT, n): t for found in initial for n, t in found.items()}
+            self._parts = []
+        return self._kept
+
+    def entries(self) -> list[Entry]:
+        """What this rank writes into a checkpoint."""
+        return [
+            Entry(
+                name=name,
+                kind=kind,
+                full_shape=tuple(tensor.shape),
+                boxes=[((0,) * tensor.dim(), tensor.contiguous())],
+            )
+            for (kind, name), tensor in self._tensors().items()
+        ]
+
+    def specs(self) -> list[WeightSpec]:
+        """Name, full shape, type and boxes of the weights kept here."""
+        return [
+            (name, tuple(tensor.shape), tensor.dtype, (whole(tuple(tensor.shape)),))
+            for (kind, name), tensor in self._tensors().items()
+            if kind == _WEIGHT
+        ]
+
+    def parts(self, name: str) -> list[Tensor]:
+        """A kept weight, where it can be sent from."""
+        return [self._tensors()[_WEIGHT, name].to(self._transport.device)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Spec:
+    """What a tensor of the workload looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Spec:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, is_parameter=is_parameter)
+
+
+class _Module:
+    """A module that the plan does not use: its names and shapes, and one rank's blocks.
+
+    Built without memory where its factory allows that.
+
+    Args:
+        share: this rank, and how many ranks share the blocks out.
+    """
+
+    def __init__(
+        self, workload: Workload, owner: str, folder: Path, share: tuple[int, int]
+    ) -> None:
+        self._workload, self._owner, self._folder = workload, owner, folder
+        self._share = share
+        self._hollow: tuple[nn.Sequential, UnfilledModule] | None = self._deferred()
+        self._values: dict[str, Tensor] = {}
+        module = self._hollow[0] if self._hollow else self._whole()
+        self.specs = {f"{owner}.{n}": _Spec.of(t) for n, t in targets(module)}
+        if self._hollow is None:
+            self._take(module)
+
+    def initial(self) -> dict[str, Tensor]:
+        """Weights of this rank's blocks, as the factory or ``init`` has them."""
+        if self._hollow is not None:
+            module, draft = self._hollow
+            self._hollow = None
+            try:
+                draft.fill({b: module[b] for b in self._blocks(module)}, {}, _CPU)
+                self._take(module)
+            except UndeferrableError:
+                self._take(self._whole())
+        return self._values
+
+    def _blocks(self, module: nn.Sequential) -> list[int]:
+        rank, count = self._share
+        return [b for b in range(len(module)) if b * count // len(module) == rank]
+
+    def _take(self, module: nn.Sequential) -> None:
+        """Keep the values of this rank's blocks, of tied ones under their first name."""
+        blocks = self._blocks(module)
+        self._values = {
+            f"{self._owner}.{name}": tensor.detach()
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if int(name.split(".")[0]) in blocks and f"{self._owner}.{name}" in self.specs
+        }
+
+    def _deferred(self) -> tuple[nn.Sequential, UnfilledModule] | None:
+        try:
+            with recording() as notes:
+                module = build_module(self._workload, self._owner, self._folder)
+        except (InvalidInputError, UndeferrableError):
+            return None  # the factory's own failure, if it is one, comes again
+        init = self._workload.modules[self._owner].init
+        initial = None if init is None else InitialWeights(self._folder / init, module, self._owner)
+        return module, UnfilledModule(module, notes, initial)
+
+    def _whole(self) -> nn.Sequential:
+        module = build_module(self._workload, self._owner, self._folder)
+        init = self._workload.modules[self._owner].init
+        if init is not None:
+            load_initial(module, self._folder / init, self._owner)
+        return module
+
+
+class _Loss:
+    """A loss that the plan does not use; the first rank keeps it."""
+
+    def __init__(self, workload: Workload, name: str, folder: Path, share: tuple[int, int]) -> None:
+        loss = build_loss(workload, name, folder)
+        named = {f"losses.{name}.{n}": tensor for n, tensor in targets(loss)}
+        self.specs = {n: _Spec.of(tensor) for n, tensor in named.items()}
+        self._values = {n: tensor.detach() for n, tensor in named.items() if share[0] == 0}
+
+    def initial(self) -> dict[str, Tensor]:
+        """Its weights, on the first rank."""
+        return self._values
+
+
+class Together:
+    """The session's own weights and the absent ones, as one.
+
+    Args:
+        holders: each has ``specs`` and ``parts``, of different names.
+    """
+
+    def __init__(self, *holders: Weights) -> None:
+        self._specs = [spec for holder in holders for spec in holder.specs()]
+        self._holder_of = {spec[0]: holder for holder in holders for spec in holder.specs()}
+
+    def specs(self) -> list[WeightSpec]:
+        """Of all."""
+        return self._specs
+
+    def parts(self, name: str) -> list[Tensor]:
+        """Of the one that has it."""
+        return self._holder_of[name].parts(name)
+
+
+def absent_of(
+    *, workload: Workload, folder: Path, program: Program, transport: Transport
+) -> Absent | None:
+    """None where the plan is for every task of the workload: all state is the session's own."""
+    if set(program.batches) == set(resolve_tasks(workload)):
+        return None
+    return Absent(workload=workload, folder=folder, program=program, transport=transport)
+
+
+def trained_elsewhere(absent: Absent | None, model: LocalModel) -> set[str]:
+    """Names of this rank's parameters, and of absent ones, that other tasks may train."""
+    if absent is None:
+        return set()
+    return {n for n, p in model.named_parameters() if not p.requires_grad} | absent.names
+
+
+def check_holds(checkpoint: Checkpoint, names: Collection[str]) -> None:
+    """Refuse a checkpoint without anything of a module that it should hold.
+
+    Args:
+        checkpoint: an opened one.
+        names: full names that are needed.
+
+    Raises:
+        InvalidInputError: names the module.
+    """
+    held = {_owner_of(name) for name in checkpoint.names()}
+    for name in names:
+        owner = _owner_of(name)
+        if owner not in held:
+            raise InvalidInputError(
+                f"{checkpoint.path} holds no {name} ({_WEIGHT}), nor anything else of {owner}, "
+                "which a task of the workload uses",
+                hint="resume with the workload that the checkpoint was saved with, or start a new "
+                "run from the trained weights with init:",
+            )
+
+
+def _owner_of(name: str) -> str:
+    """Where a full name belongs, in words: a module or a loss."""
+    first, second = name.split(".")[:2]
+    return f"loss {second}" if first == "losses" else f"module {first}"
+
+
+def _check_shape(checkpoint: Checkpoint, name: str, spec: _Spec) -> None:
+    # Reading no part compares the shapes, and says what is wrong.
+    checkpoint.load(name, _WEIGHT, [], full_shape=spec.shape)
+
+
+def _unused(workload: Workload, program: Program) -> tuple[list[str], list[str]]:
+    """Owners of parameters, and losses, that only tasks outside the program use."""
+    tasks: Mapping[str, Any] = resolve_tasks(workload)
+    used = {stage.owner for stage in program.stages}
+    owners = [workload.modules[m].share or m for t in tasks.values() for m in t.modules]
+    here = {loss.name for loss in program.losses}
+    losses = [loss for task in tasks.values() for loss in task.loss_inputs]
+    return (
+        [name for name in dict.fromkeys(owners) if name not in used],
+        [name for name in dict.fromkeys(losses) if name not in here],
+    )

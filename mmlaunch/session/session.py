@@ -1,0 +1,452 @@
+"""The training loop as a small API: a plan in, steps out.
+
+Under torchrun, in a script of your own::
+
+    import mmlaunch
+
+    with mmlaunch.Session.from_plan("plan.json") as session:
+        for result in session.steps(200):
+            if session.rank == 0 and result.step % 50 == 0:
+                print(result.step, result.loss)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mmlaunch.checkpoint import save as checkpoints
+from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.comm.messages import map_tensors, message_links
+from mmlaunch.comm.transport import DistTransport, Transport
+from mmlaunch.data.task_data import TaskData
+from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.emulate import EmulatedBlocks
+from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.reductions import Reductions, collective_groups, gather_ties
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import Precision
+from mmlaunch.model.seeds import Seeds
+from mmlaunch.model.shape_inference import infer_shapes
+from mmlaunch.model.whole_modules import whole_modules
+from mmlaunch.process.device import async_tp_note, pick
+from mmlaunch.process.heartbeat import Heartbeat
+from mmlaunch.session.identity import check_same_run, identity_of
+from mmlaunch.session.inactive_tasks import Together, absent_of, check_holds, trained_elsewhere
+from mmlaunch.session.preconditions import check_runnable, find_workload
+from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
+from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.update import Update
+from mmplan.errors import NotFiniteError
+from mmplan.program.compile import compile_plan
+from mmplan.program.compute_times import Timings
+from mmplan.program.shards import Ranks
+from mmplan.schema.base import file_sha256
+from mmplan.schema.factories import dtype_of
+from mmplan.schema.load import load_plan
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload, load_workload, resolve_tasks
+
+if TYPE_CHECKING:
+    from mmlaunch.session.session import Session
+    from mmlaunch.session.step_result import StepResult
+
+T = TypeVar("T")
+# From then on training is a waste, and a checkpoint would keep it.
+_NOT_FINITE_HINT = "lower the learning rate, or look for bad samples in that step's batch"
+
+
+class _GroupSum:
+    """A tensor-parallel group as blocks see it."""
+
+    def __init__(self, transport: Transport, ranks: Ranks) -> None:
+        self._transport, self._ranks = transport, ranks
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor by its sum over the group."""
+        self._transport.all_reduce(tensor, self._ranks)
+
+
+class Session:
+    """One rank's part of a planned training run.
+
+    Args:
+        plan: the plan.
+        workload: the workload that it was made for.
+        folder: the workload file's folder.
+        transport: this rank's; its world has as many ranks as the plan.
+        heartbeat: told of every instruction.
+        num_workers: data loading processes of this rank.
+        meta: kept in checkpoints: hashes of plan and workload.
+        should_stop: asked once a step; see :class:`StepResult`.
+        emulation: compute nothing, wait for such times instead; then nothing is updated.
+
+    Attributes:
+        step_count: steps done, which is the number of the next one.
+        update: what this rank updates, and how.
+        hooks: functions to call on steps, losses and checkpoints.
+        notes: lines that tell the user how this run works and why.
+
+    Raises:
+        InvalidInputError: the plan needs another number of ranks, or a factory is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        workload: Workload,
+        folder: Path,
+        transport: Transport,
+        heartbeat: Heartbeat | None = None,
+        num_workers: int = 0,
+        meta: dict[str, Any] | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        emulation: Timings | None = None,
+    ) -> None:
+        check_runnable(plan, workload, transport.world_size)
+        self.plan, self.workload, self.folder = plan, workload, folder
+        self.transport = transport
+        self.hooks = Hooks()
+        self.step_count = 0
+        self._meta = meta or {}
+        self._should_stop = should_stop
+        self._owns_process_group = False
+        self._emulation = emulation
+        self.program = compile_plan(plan)
+        self._dtype = dtype_of(workload.train.precision)
+        self.model = LocalModel(
+            workload=workload,
+            folder=folder,
+            program=self.program,
+            rank=transport.rank,
+            device=transport.device,
+            comm=lambda ranks: _GroupSum(transport, ranks),
+        )
+        ties = gather_ties(self.model, transport)
+        transport.prepare(collective_groups(self.program, ties), message_links(self.program))
+        self._data = TaskData(
+            program=self.program,
+            workload=workload,
+            folder=folder,
+            tasks={n: v for n, v in resolve_tasks(workload).items() if n in plan.tasks},
+            rank=transport.rank,
+            num_workers=num_workers,
+            pin_memory=transport.device.type == "cuda",
+        )
+        precision = Precision(workload.train.precision, transport.device)
+        specs = infer_shapes(
+            *(self.program, self.model, transport),
+            *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
+        )
+        self._data.close()
+        zero = max(workload.train.zero, plan.training.zero) > 0
+        reductions = Reductions(self.program, self.model, transport, ties, zero=zero)
+        seeds = Seeds(workload.train.seed, transport.device)
+        recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
+        self.executor = Executor(
+            program=self.program,
+            model=self.model,
+            transport=transport,
+            specs=specs,
+            blocks=(
+                Blocks(self.model, seeds, recompute)
+                if emulation is None
+                else EmulatedBlocks(self.model, seeds, specs, emulation)
+            ),
+            seeds=seeds,
+            precision=precision,
+            reductions=reductions,
+            prepare=self._prepare,
+            heartbeat=heartbeat or Heartbeat.detached(),
+        )
+        self._state = LocalState(self.program, self.model, transport.rank)
+        self._absent = absent_of(
+            workload=workload, folder=folder, program=self.program, transport=transport
+        )
+        self.update = Update(
+            workload.train,
+            self._state,
+            reductions,
+            transport,
+            tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
+            elsewhere=trained_elsewhere(self._absent, self.model),
+        )
+        self.notes = self._gather_notes()
+
+    def _gather_notes(self) -> list[str]:
+        """What the user should know of how this run works, the same on all ranks."""
+        notes = [async_tp_note(self.transport.device)] * any(s.tp > 1 for s in self.program.stages)
+        found = self.transport.gather_objects(notes + self.model.notes)
+        return list(dict.fromkeys(note for mine in found for note in mine))
+
+    @classmethod
+    def from_plan(
+        cls,
+        plan: str | Path,
+        *,
+        workload: str | Path | None = None,
+        timeout_s: float = 600.0,
+        transport: Transport | None = None,
+        heartbeat: Heartbeat | None = None,
+        num_workers: int = 0,
+        should_stop: Callable[[], bool] = lambda: False,
+        emulation: Timings | None = None,
+    ) -> Session:
+        """A session of this process, as started by torchrun or ``mmlaunch run``.
+
+        Args:
+            plan: path of plan.json.
+            workload: path of the workload; default: the one that the plan names.
+            timeout_s: longest wait for another rank; used when this call creates the
+                process group.
+            transport: of the process group; default: one of the session's own.
+            heartbeat: told of every instruction.
+            num_workers: data loading processes of this rank.
+            should_stop: asked once a step.
+            emulation: compute nothing, wait for such times instead.
+
+        The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
+        ``mmlaunch run`` does.
+
+        Raises:
+            InvalidInputError: a file is wrong, or the workload is not the plan's.
+        """
+        path = Path(plan)
+        loaded = load_plan(path)
+        workload_path = find_workload(loaded, path, workload)
+        device = pick(int(os.environ.get("LOCAL_RANK", "0")))
+        owns = not dist.is_initialized()
+        if owns:
+            device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
+            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+                os.environ.setdefault(name, value)
+            store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group(
+                device.backend,
+                store=store,
+                rank=int(os.environ["RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                timeout=timedelta(seconds=timeout_s),
+            )
+        watch = heartbeat or Heartbeat.detached()
+        session = cls(
+            plan=loaded,
+            workload=load_workload(workload_path),
+            folder=workload_path.parent,
+            transport=transport or DistTransport(device.device, watch),
+            heartbeat=watch,
+            num_workers=num_workers,
+            should_stop=should_stop,
+            emulation=emulation,
+            meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
+        )
+        session._owns_process_group = owns
+        return session
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer; None where it updates nothing."""
+        return self.update.optimizer
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.transport.rank
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop loading data, and leave the process group if this session created it."""
+        self._data.close()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def steps(self, until: int) -> Iterator[StepResult]:
+        """Train until ``until`` steps are done in all."""
+        while self.step_count < until:
+            yield self.step()
+
+    def step(self, *, timed: bool = False) -> StepResult:
+        """One whole forward, backward and update on the next batch.
+
+        Args:
+            timed: note when each instruction ran.
+
+        Raises:
+            NotFiniteError: the loss or a gradient is not finite; the parameters are as before.
+        """
+        done = self.forward_backward(timed=timed)
+        loss = done.loss
+        if not (done.finite or self._emulation):
+            raise self._not_finite(done)
+        for hook in self.hooks.on_loss:
+            hook(self, loss)
+        began = time.perf_counter()
+        norm = None if self._emulation else self.update.apply(self.step_count)
+        result = replace(done, grad_norm=norm, update_s=time.perf_counter() - began)
+        self.step_count += 1
+        for hook in self.hooks.on_step:
+            hook(self, result)
+        return result
+
+    def forward_backward(self, *, timed: bool = False) -> StepResult:
+        """A step without its update; the gradients are left in ``.grad``."""
+        asked = time.perf_counter()
+        data = self._data.step(self.step_count)
+        began = time.perf_counter()
+        part, spans = self.executor.run(self.step_count, data, timed=timed)
+        sums = [part, float(self._should_stop()), 0.0]
+        total = torch.tensor(sums, dtype=torch.float64, device=self.transport.device)
+        total[2] = self.update.has_faults()
+        self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
+        loss, votes, faults = total.tolist()
+        return StepResult(
+            step=self.step_count,
+            loss=loss,
+            grad_norm=None,
+            iteration_s=time.perf_counter() - began,
+            update_s=0.0,
+            data_s=began - asked,
+            stop=votes > 0,
+            finite=math.isfinite(loss) and not faults,
+            spans=spans,
+        )
+
+    def _not_finite(self, done: StepResult) -> NotFiniteError:
+        what = f"the loss of step {done.step} is {done.loss}"
+        if math.isfinite(done.loss):
+            first, *others = self.update.faults()
+            more = f" and of {len(others)} other parameters" if others else ""
+            what = f"step {done.step}: the gradient of {first}{more} is not finite"
+        return NotFiniteError(what, hint=_NOT_FINITE_HINT)
+
+    def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
+        """Call a function on rank 0 with whole modules and losses; all ranks get its result.
+
+        Args:
+            function: takes the modules by name and the losses as ``losses.NAME``, in
+                evaluation mode, with the current weights, on the CPU.
+        """
+        weights = gather_weights(self._state, self.transport)
+        result = None
+        if self.rank == 0:
+            with torch.no_grad():
+                result = function(whole_modules(self.workload, self.folder, self.program, weights))
+        answer: Any = self.transport.broadcast_object(result, 0)
+        return answer
+
+    def save(self, folder: str | Path, *, keep: int = 2) -> Path:
+        """Write ``folder/step-N``, complete or not at all.
+
+        Raises:
+            UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
+        """
+        path = checkpoints.save(
+            root=Path(folder),
+            step=self.step_count,
+            entries=[
+                *self._state.entries(self.optimizer, self.update.parts),
+                *(self._absent.entries() if self._absent else []),
+            ],
+            state={
+                "step": self.step_count,
+                "seed": self.workload.train.seed,
+                "optimizer": self.workload.train.optimizer,
+                "identity": identity_of(self.workload),
+            },
+            meta=self._meta,
+            rank=self.rank,
+            gather=self.transport.gather_objects,
+            barrier=self._barrier,
+            keep=keep,
+        )
+        for hook in self.hooks.on_checkpoint:
+            hook(self, path)
+        return path
+
+    def _barrier(self) -> None:
+        self.transport.gather_objects(None)
+
+    def load(self, path: str | Path, *, anyway: bool = False) -> list[str]:
+        """Take parameters, optimizer state and step count from a checkpoint of any plan.
+
+        Args:
+            path: the checkpoint's folder.
+            anyway: also go on from a run with another batch, seed or learning rate.
+
+        Returns:
+            In what that run trained otherwise, in words.
+
+        Raises:
+            InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
+                run that trained otherwise.
+        """
+        checkpoint = open_checkpoint(Path(path))
+        try:
+            checkpoint.verify()
+            self.update.check_state(checkpoint)
+            written = [spec[0] for spec in self._state.specs()]
+            check_holds(checkpoint, written)
+            self._state.load(checkpoint, self.optimizer, self.update.parts)
+            if self._absent is not None:
+                trained = [part.name for part in self.update.parts]
+                self._absent.load(checkpoint, written=written, trained=trained)
+            # Last: that a tensor has another shape says more.
+            saved = checkpoint.state.get("identity")
+            others = check_same_run(checkpoint.path, saved, self.workload, anyway=anyway)
+        finally:
+            checkpoint.close()
+        self.step_count = int(checkpoint.state["step"])
+        self._data.close()
+        return others
+
+    def write_weights(self, path: str | Path) -> list[Path]:
+        """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
+        held = Together(self._state, self._absent) if self._absent else self._state
+        return write_final_weights(Path(path), held, self.transport)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's summed gradients by full parameter name (shards of cut parameters).
+
+        With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part. Of a
+        parameter that other ranks hold under another tp degree these are boxes, and their
+        place is part of the name: ``vision.0.up.weight[0:4, 0:8]``.
+        """
+        return self.update.gradients()
+
+    def _prepare(self, tree: Any) -> Any:
+        def move(tensor: Tensor) -> Tensor:
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self.transport.device, dtype, non_blocking=True)
+
+        return map_tensors(tree, move)
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions called with the session and what happened; all ranks call them.
+
+    Attributes:
+        on_step: after each update, with its :class:`StepResult`.
+        on_loss: after backward and before the update, with the loss; gradients are whole.
+        on_checkpoint: after a checkpoint is complete, with its folder.
+    """
+
+    on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
+    on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
+    on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)

@@ -1,0 +1,157 @@
+"""The end of a step: parameters updated from their summed gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from mmlaunch.checkpoint.restore import Checkpoint
+from mmlaunch.comm.transport import Transport
+from mmlaunch.execute.reductions import Reductions
+from mmlaunch.session.optimizer import build_optimizer, group_of, rate_factor, state_of
+from mmlaunch.session.state import OPTIMIZER_KIND, LocalState
+from mmplan.errors import InvalidInputError
+from mmplan.schema.workload import TrainSpec
+
+
+class Update:
+    """One rank's optimizer and what it updates.
+
+    Args:
+        train: the workload's.
+        state: says which replica counts.
+        reductions: has the slices of ZeRO-1, and gathers them.
+        transport: adds up the gradients' norm.
+        tensor_parallel: whether any parameter of the run is cut over ranks.
+        elsewhere: names of parameters that tasks outside this plan may train.
+
+    Attributes:
+        parts: what this rank updates.
+        optimizer: None where that is nothing.
+
+    Raises:
+        InvalidInputError: the optimizer's class or arguments are wrong, or a group matches no
+            parameter of the run.
+    """
+
+    def __init__(
+        self,
+        train: TrainSpec,
+        state: LocalState,
+        reductions: Reductions,
+        transport: Transport,
+        *,
+        tensor_parallel: bool,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        self._train, self._reductions, self._transport = train, reductions, transport
+        self.parts = reductions.parts(state.writes)
+        self.optimizer: torch.optim.Optimizer | None = build_optimizer(
+            train,
+            [(part.name, part.tensor) for part in self.parts],
+            sharded=tensor_parallel or reductions.zero,
+        )
+
+        # The rates that the schedule's factor is for.
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        self._rates = [(group, group["lr"]) for group in groups]
+        self._check_groups(elsewhere)
+
+    def _check_groups(self, elsewhere: Collection[str]) -> None:
+        """Refuse patterns that no parameter of any rank matches."""
+        if not self._train.groups:
+            return
+        names = [*(part.name for part in self.parts), *elsewhere]
+        mine = {group_of(self._train, name) for name in names}
+        used = set[int | None]().union(*self._transport.gather_objects(mine, set[int | None]))
+        for index, group in enumerate(self._train.groups):
+            if index not in used:
+                raise InvalidInputError(
+                    f"train.groups[{index}].match: {group.match!r} matches no trained parameter "
+                    "that is not in an earlier group",
+                    hint="names are module.block.parameter and losses.NAME.parameter, as in "
+                    "final.safetensors",
+                )
+
+    def check_state(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that another optimizer left.
+
+        Raises:
+            InvalidInputError: names both.
+        """
+        mine, theirs = self._train.optimizer, checkpoint.state.get("optimizer")
+        if theirs not in (None, mine):
+            raise InvalidInputError(
+                f"{checkpoint.path} was saved with train.optimizer {theirs}, the workload has "
+                f"{mine}",
+                hint=f"go on with {theirs}, or start a new run from the trained weights with init:",
+            )
+        kept: dict[int | None, frozenset[str]] = {}
+        for part in self.parts:
+            group = group_of(self._train, part.name)
+            if group not in kept:
+                kept[group] = state_of(self._train, part.name)
+            kinds = [kind for kind in checkpoint.kinds(part.name) if OPTIMIZER_KIND in kind]
+            stored = {kind.removeprefix(OPTIMIZER_KIND) for kind in kinds}
+            if stored and stored != kept[group]:
+                raise InvalidInputError(
+                    f"{checkpoint.path} holds {', '.join(sorted(stored))} of {part.name}, {mine} "
+                    f"with these arguments keeps {', '.join(sorted(kept[group])) or 'nothing'}",
+                    hint="go on with the optimizer and the optimizer_args of the saved run",
+                )
+
+    def apply(self, step: int) -> float | None:
+        """Update the parameters on all ranks; gradients are gone afterwards.
+
+        Args:
+            step: number of this step, for the schedule.
+
+        Returns:
+            The norm of all gradients before they were clipped; None without clipping.
+        """
+        norm = None if self._train.clip_grad_norm is None else self._clip()
+        if self.optimizer is not None:
+            factor = rate_factor(self._train, step)
+            for group, rate in self._rates:
+                group["lr"] = rate * factor
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._reductions.gather()
+        return norm
+
+    def has_faults(self) -> Tensor:
+        """1.0 where a summed gradient of this rank is not finite, else 0.0; on its device."""
+        found = [grad for grad in self.gradients().values() if grad.numel()]
+        largest = torch.nn.utils.get_total_norm(found, norm_type=math.inf)
+        return (~largest.isfinite()).to(self._transport.device, torch.float64)
+
+    def faults(self) -> list[str]:
+        """Names of the gradients that are not finite on any rank, in order of ranks."""
+        mine = [name for name, grad in self.gradients().items() if not grad.isfinite().all()]
+        everyone = self._transport.gather_objects(mine)
+        return list(dict.fromkeys(name for names in everyone for name in names))
+
+    def _clip(self) -> float:
+        """Scale all gradients such that their common norm is at most the workload's.
+
+        Each element counts once: of replicas and of equal parts one rank's, of shards and
+        slices each. Scaled as ``torch.nn.utils.clip_grad_norm_`` does.
+        """
+        counted = [p.tensor.grad for p in self.parts if p.counts and p.tensor.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        for grad in counted:
+            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        self._transport.all_reduce(squares, tuple(range(self._transport.world_size)))
+        norm = math.sqrt(squares.item())
+        scale = (self._train.clip_grad_norm or math.inf) / (norm + 1e-6)
+        if scale < 1.0:
+            for gradient in self.gradients().values():
+                gradient.mul_(scale)
+        return norm
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Summed gradients by :attr:`Part.label`: whole parameters', or this rank's slices'."""
+        return {p.label: p.tensor.grad for p in self.parts if p.tensor.grad is not None}

@@ -1,0 +1,11 @@
+"""Types of arrays, by what is in them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+# Positions, as numpy's own functions return them.
+Indices = NDArray[np.intp]

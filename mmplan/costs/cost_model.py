@@ -1,0 +1,415 @@
+"""What modules, stages, messages and losses cost: the one place where a profile becomes numbers.
+
+A stage ``[a, b)`` costs its whole module's time times its blocks' share of the work, the
+fixed part included; parameters and activations are shared out by the profile's own
+lists, equally without them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmplan.costs.block_ranges import Blocks, Ranges, gradient_blocks, overlaps
+from mmplan.costs.fit import fit_key, fit_loss, fit_module, tp_degrees
+from mmplan.costs.links import LinkCosts
+from mmplan.costs.sample_work import SampledWork, fit_for_work, sampled_work
+from mmplan.errors import InvalidInputError
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import PlannedTraining
+from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
+
+# A row's logsumexp is computed in float32 at least.
+_STATISTIC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Running sums of a profile's per-block lists, so that a range is one subtraction."""
+
+    profile: ModuleProfile
+    work: tuple[float, ...]
+    parameters: tuple[float, ...]
+    activations: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A whole module's cost for one micro-batch."""
+
+    forward_s: float
+    backward_s: float
+    backward_input_s: float
+    activation_bytes: float
+
+
+class CostModel(LinkCosts):
+    """Times (seconds) and sizes (bytes) from a profile's fitted curves.
+
+    Curves are the profile's own ``fits``; what they lack is fitted from its points when
+    first asked for. Answers are remembered: solvers ask the same thing often.
+
+    Args:
+        profile: the measured, analytic or given costs.
+        cluster: whose links are used; the profile's own when absent.
+        training: precision, optimizer and ZeRO stage, for memory.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster | None = None,
+        training: PlannedTraining | None = None,
+    ) -> None:
+        self.profile = profile
+        super().__init__(cluster or profile.cluster)
+        self.training = training or PlannedTraining()
+        self._work = sampled_work(
+            profile.data, seed=self.training.seed, reordered=self.training.reorder
+        )
+        self._shares: dict[tuple[str, str], _Shares] = {}
+        self._fits: dict[tuple[str, str, int], ModuleFit] = {}
+        self._fitted: dict[tuple[int, int], ModuleFit] = {}
+        self._whole: dict[tuple[str, str, int, float], _Whole] = {}
+        self._loss_fits: dict[str, LossFit | None] = {}
+        self._asked: dict[str, tuple[Curve, float, float]] = {}
+        self._inputs: dict[tuple[str, str], list[float]] = {}
+
+    # --- modules ---------------------------------------------------------------------
+
+    def tp_options(self, *, task: str, module: str) -> tuple[int, ...]:
+        """Tensor-parallel degrees that have points, ascending."""
+        return tp_degrees(self._module(task, module).profile)
+
+    def num_blocks(self, *, task: str, module: str) -> int:
+        """Blocks of a module."""
+        return self._module(task, module).profile.blocks
+
+    def work_share(self, *, task: str, module: str, blocks: Blocks) -> float:
+        """Share of a module's work that lies in a range of its blocks."""
+        return _between(self._module(task, module).work, blocks)
+
+    def activation_share(self, *, task: str, module: str, blocks: Blocks) -> float:
+        """Share of a module's activation bytes that lies in a range of its blocks."""
+        return _between(self._module(task, module).activations, blocks)
+
+    def curves(self, *, task: str, module: str, tp: int) -> ModuleFit:
+        """A whole module's curves over the micro-batch size, for many sizes at once."""
+        return self._fit(task, module, tp)
+
+    def sampled_work(self, task: str) -> SampledWork | None:
+        """How the work of a task's samples varies, where the profile knows it."""
+        return self._work.get(task)
+
+    def straggler(self, *, task: str, module: str, dp: int, samples: int) -> float:
+        """Mean work of the busiest of dp replicas, in samples of mean work; 1 where all are alike.
+
+        Times of a module with dp replicas are asked for at that many times its micro-batch.
+
+        Args:
+            task: whose data.
+            module: the module.
+            dp: its replicas, which wait for each other after every round.
+            samples: of a round, over all replicas.
+        """
+        known = self._work.get(task)
+        return 1.0 if known is None else known.straggler(module, dp=dp, samples=samples)
+
+    def loss_curves(self, loss: str) -> LossFit | None:
+        """A loss's curves over the samples, None for one that the profile does not know."""
+        return self._loss_fit(loss)
+
+    def forward_s(
+        self, *, task: str, module: str, tp: int, samples: float, blocks: Blocks | None = None
+    ) -> float:
+        """Seconds of a range's forward (default: the whole module) for one micro-batch."""
+        share = 1.0 if blocks is None else self.work_share(task=task, module=module, blocks=blocks)
+        return self._whole_cost(task, module, tp, samples).forward_s * share
+
+    def backward_s(
+        self,
+        *,
+        task: str,
+        module: str,
+        tp: int,
+        samples: float,
+        blocks: Blocks | None = None,
+        trainable: Ranges | None = None,
+        input_gradient: bool = True,
+        recompute: str = "none",
+    ) -> float:
+        """Seconds of a range's backward for one micro-batch.
+
+        Input gradients cost ``backward_input_s`` over the blocks from the first that a
+        gradient passes, weight gradients the rest of the backward over those that train.
+
+        Args:
+            task: whose version of the module.
+            module: the module.
+            tp: tensor-parallel degree.
+            samples: of mean work, as many as the micro-batch's own are worth.
+            blocks: the stage, default the whole module.
+            trainable: ranges of blocks that train, default all.
+            input_gradient: whether something before the stage takes a gradient.
+            recompute: ``full`` adds the forward of the blocks that a gradient passes.
+        """
+        whole = self._whole_cost(task, module, tp, samples)
+        work = self._module(task, module).work
+        blocks = blocks or (0, len(work) - 1)
+        passed = gradient_blocks(blocks, trainable, input_gradient=input_gradient)
+        if passed is None:
+            return 0.0
+        weights = sum(_between(work, part) for part in overlaps(blocks, trainable))
+        again = whole.forward_s if recompute == "full" else 0.0
+        return (whole.backward_input_s + again) * _between(work, passed) + (
+            max(whole.backward_s - whole.backward_input_s, 0.0) * weights
+        )
+
+    def activation_bytes(
+        self,
+        *,
+        task: str,
+        module: str,
+        tp: int,
+        samples: float,
+        blocks: Blocks | None = None,
+        recompute: str = "none",
+    ) -> float:
+        """Bytes that one device holds of a micro-batch between its forward and backward.
+
+        With ``recompute="full"`` only each block's input is kept (what the previous cut
+        carries, whole on every tensor-parallel rank), never more than without.
+        """
+        shares = self._module(task, module)
+        blocks = blocks or (0, shares.profile.blocks)
+        full = self._whole_cost(task, module, tp, samples).activation_bytes * _between(
+            shares.activations, blocks
+        )
+        if recompute != "full":
+            return full
+        inputs = self._input_bytes(task, module)
+        return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]))
+
+    def _input_bytes(self, task: str, module: str) -> list[float]:
+        """Running sums of the bytes per sample that the blocks take in."""
+        key = task, module
+        if key not in self._inputs:
+            blocks = range(self.num_blocks(task=task, module=module))
+            cut = self.cut_bytes
+            sizes = (cut(task=task, module=module, after_block=max(b - 1, 0)) for b in blocks)
+            self._inputs[key] = list(itertools.accumulate(sizes, initial=0.0))
+        return self._inputs[key]
+
+    def parameters(self, *, task: str, module: str, blocks: Blocks | None = None) -> float:
+        """Number of parameters of a range of blocks (default: all)."""
+        shares = self._module(task, module)
+        share = 1.0 if blocks is None else _between(shares.parameters, blocks)
+        return shares.profile.parameters * share
+
+    def static_bytes(
+        self,
+        *,
+        task: str,
+        module: str,
+        tp: int,
+        dp: int = 1,
+        blocks: Blocks | None = None,
+        trainable: Ranges | None = None,
+    ) -> float:
+        """Weights, gradients and optimizer state of a stage on one device.
+
+        See :mod:`mmplan.costs.cost_model` for the bytes; all are divided by ``tp``, the state by
+        ``dp`` as well under ZeRO-1.
+        """
+        blocks = blocks or (0, self.num_blocks(task=task, module=module))
+        total = self.parameters(task=task, module=module, blocks=blocks)
+        trained = sum(
+            self.parameters(task=task, module=module, blocks=part)
+            for part in overlaps(blocks, trainable)
+        )
+        return (
+            trained * self.bytes_per_parameter(trainable=True, dp=dp)
+            + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
+        ) / tp
+
+    def bytes_per_parameter(self, *, trainable: bool, dp: int = 1) -> float:
+        """Bytes that one parameter costs a device under this training."""
+        return parameter_bytes(
+            self.training.precision,
+            self.training.optimizer,
+            trainable=trainable,
+            state_shards=dp if self.training.zero else 1,
+        )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of one parameter's gradient under this training."""
+        return gradient_bytes(self.training.precision)
+
+    def flops_per_sample(self, *, task: str, module: str) -> float:
+        """Floating-point operations of a whole module's forward for one sample."""
+        return self._module(task, module).profile.flops_per_sample * self._mean(task, module)
+
+    # --- cuts ------------------------------------------------------------------------
+
+    def cut_bytes(self, *, task: str, module: str, after_block: int) -> float:
+        """Bytes per sample that cross a cut after a block; the output after the last."""
+        profile = self._module(task, module).profile
+        if after_block == profile.blocks - 1:
+            return profile.output_bytes_per_sample
+        if profile.block_boundary_bytes is not None:
+            return profile.block_boundary_bytes[after_block]
+        return profile.boundary_bytes_per_sample
+
+    # --- losses ----------------------------------------------------------------------
+
+    def loss_s(self, *, loss: str, samples: int, shards: int = 1) -> tuple[float, float]:
+        """Forward and backward seconds of a loss on ``samples`` samples.
+
+        Args:
+            loss: its name; one that the profile does not know is free.
+            samples: of the sync batch, or of the micro-batch.
+            shards: ranks that take part; when the loss is sharded, they divide what grows with
+                the samples.
+        """
+        fit = self._loss_fit(loss)
+        if fit is None:
+            return 0.0, 0.0
+        self._note(f"loss {loss}: {{}} samples", fit.forward, samples)
+        parts = shards if self.profile.losses[loss].sharded else 1
+        curves = fit.forward, fit.backward
+        forward_s, backward_s = (c.alpha + (c.at(samples) - c.alpha) / parts for c in curves)
+        return forward_s, backward_s
+
+    def statistics_s(self, *, loss: str, samples: int, inputs: int, ranks: Sequence[int]) -> float:
+        """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
+
+        Args:
+            loss: its name; only a sharded one has any: for each row of each input a number
+                against every input (:mod:`mmplan.zoo.losses`).
+            samples: of the sync batch.
+            inputs: modules whose features it takes.
+            ranks: that take part.
+        """
+        known = self.profile.losses.get(loss)
+        if known is None or not known.sharded:
+            return 0.0
+        return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs**2 * _STATISTIC_BYTES)
+
+    def extrapolations(self) -> list[str]:
+        """Which questions went beyond the measured range, one line for each curve."""
+        lines: list[str] = []
+        for text, (curve, least, most) in sorted(self._asked.items()):
+            beyond = [
+                n for n, out in ((least, least < curve.lowest), (most, most > curve.highest)) if out
+            ]
+            if beyond:
+                measured = f"measured from {curve.lowest:g} to {curve.highest:g}"
+                lines.append(f"{text.format(' and '.join(f'{n:g}' for n in beyond))} ({measured})")
+        return lines
+
+    # --- looking things up -----------------------------------------------------------
+
+    def _module(self, task: str, module: str) -> _Shares:
+        key = task, module
+        if key not in self._shares:
+            profile = self.profile.module(module, task)
+            self._shares[key] = _Shares(
+                profile=profile,
+                work=_running(profile.block_work, profile.blocks),
+                parameters=_running(profile.block_parameters, profile.blocks),
+                activations=_running(profile.block_activation_bytes, profile.blocks),
+            )
+        return self._shares[key]
+
+    def _mean(self, task: str, module: str) -> float:
+        """Mean work of a sample, in samples like those that the points were taken on."""
+        known = self._work.get(task)
+        return 1.0 if known is None else known.mean(module)
+
+    def _whole_cost(self, task: str, module: str, tp: int, samples: float) -> _Whole:
+        key = task, module, tp, samples
+        if key not in self._whole:
+            fit = self._fit(task, module, tp)
+            key_of_fit = self._fit_key(task, module)
+            self._note(f"{key_of_fit} at tp {tp}: micro-batch {{}}", fit.forward, samples)
+            self._whole[key] = _Whole(
+                forward_s=fit.forward.at(samples),
+                backward_s=fit.backward.at(samples),
+                backward_input_s=fit.backward_input.at(samples),
+                activation_bytes=fit.activation_bytes.at(samples),
+            )
+        return self._whole[key]
+
+    def _fit(self, task: str, module: str, tp: int) -> ModuleFit:
+        key = task, module, tp
+        if key not in self._fits:
+            profile = self._module(task, module).profile
+            if tp not in tp_degrees(profile):
+                options = ", ".join(map(str, tp_degrees(profile)))
+                raise InvalidInputError(
+                    f"module {module} has no points at tp {tp}; the profile has tp {options}",
+                    hint=f"plan with one of these, or profile {module} at tp {tp} as well",
+                )
+            # Tasks without costs of their own share the module's.
+            shared = id(profile), tp
+            if shared not in self._fitted:
+                self._fitted[shared] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
+            self._fits[key] = fit_for_work(self._fitted[shared], self._mean(task, module))
+        return self._fits[key]
+
+    def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:
+        fits = self.profile.fits
+        return fits and fits.modules.get(self._fit_key(task, module), {}).get(str(tp))
+
+    def _fit_key(self, task: str, module: str) -> str:
+        return fit_key(module, task if module in self.profile.tasks.get(task, {}) else None)
+
+    def _loss_fit(self, loss: str) -> LossFit | None:
+        if loss not in self._loss_fits:
+            profile, fits = self.profile.losses.get(loss), self.profile.fits
+            stored = fits.losses.get(loss) if fits else None
+            self._loss_fits[loss] = None if profile is None else stored or fit_loss(profile)
+        return self._loss_fits[loss]
+
+    def _note(self, text: str, curve: Curve, size: float) -> None:
+        _, least, most = self._asked.get(text, (curve, size, size))
+        self._asked[text] = curve, min(least, size), max(most, size)
+
+
+def _running(weights: Sequence[float] | None, blocks: int) -> tuple[float, ...]:
+    """Running sums of the weights, scaled to end in 1; equal ones without weights."""
+    if weights is None or not sum(weights):
+        return tuple(i / blocks for i in range(blocks + 1))
+    totals = [0.0, *itertools.accumulate(weights)]
+    return tuple(total / totals[-1] for total in totals)
+
+
+def _between(running: tuple[float, ...], blocks: Blocks) -> float:
+    return running[blocks[1]] - running[blocks[0]]
+
+
+# Numbers of state a parameter, where they are not Adam's two; SGD is charged a momentum.
+_STATE_NUMBERS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
+_ADAM_NUMBERS = 2
+
+_NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4}
+_COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2}
+
+
+def gradient_bytes(precision: str) -> int:
+    """Bytes of one parameter's gradient, also what its reduction moves."""
+    return _NUMBER_BYTES[precision]
+
+
+def parameter_bytes(
+    precision: str, optimizer: str, *, trainable: bool, state_shards: int = 1
+) -> float:
+    """Bytes of one parameter on a device, its state divided by ``state_shards``."""
+    number = _NUMBER_BYTES[precision]
+    weight = number + _COPY_BYTES[precision]
+    if not trainable:
+        return weight
+    state = number * _STATE_NUMBERS.get(optimizer, _ADAM_NUMBERS)
+    return weight + gradient_bytes(precision) + state / state_shards

@@ -1,0 +1,274 @@
+"""Seconds that messages and collectives take on a cluster's links when nothing else uses them.
+
+Inside a node a collective is the cheaper of
+
+- a *ring*: ``s`` passes over ``(n-1)/n`` of the bytes, each of its ``s (n-1)`` steps costs the
+  latency (``s`` is 2 for an all-reduce, 1 for an all-gather);
+- a *tree*: ``s ceil(log2 n)`` steps; an all-reduce moves twice the bytes, an all-gather, whose
+  data differ from rank to rank, the ring's.
+
+Over N nodes of n ranks in all, up to l of them on one node, it is the cheapest of
+
+- *hierarchical*: as above inside each node, then as above between the nodes, one part after
+  the other; a node sends its share of the bytes once;
+- a flat *ring* through all ranks, several on different ranks where a node has several, so that
+  together they fill the node's bandwidth: the ring's bytes at the slower of both links, of its
+  ``s (n-1)`` steps ``s N`` go between nodes (``N - 1`` where s is 1);
+- a flat *tree*, of an all-reduce only: chains inside the nodes and a tree between them, twice
+  the bytes at the slower of both links, ``2 (l - 1)`` steps inside and ``2 ceil(log2 N)``
+  between nodes.
+
+These are the algorithms between which NCCL chooses by size, with the steps and bytes that its
+own model has for them (``src/graph/tuning.cc``). A measured link of a collective replaces all of
+it on its level: ``latency_s`` for the whole operation and its bandwidth for the ring's bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from mmplan.arrays import Floats, Ints
+from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
+
+CollectiveKind = Literal["all_reduce", "all_gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A message or a collective, alone.
+
+    Attributes:
+        seconds: that it takes.
+        interface_s: for which of them it has the network interfaces of its nodes to itself.
+    """
+
+    seconds: float
+    interface_s: float = 0.0
+
+    def times(self, factor: float) -> Transfer:
+        """The transfer with all its times scaled."""
+        return Transfer(self.seconds * factor, self.interface_s * factor)
+
+
+def message(cluster: Cluster, source: int, target: int, num_bytes: float) -> Transfer:
+    """One message; a rank gives to itself for nothing."""
+    if source == target:
+        return Transfer(0.0)
+    link = cluster.link_between(source, target)
+    carried_s = num_bytes / link.bandwidth_bytes_per_s
+    between = link is cluster.links.inter_node
+    return Transfer(link.latency_s + carried_s, carried_s if between else 0.0)
+
+
+def message_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
+    """Seconds of one message; a rank gives to itself for nothing."""
+    return message(cluster, source, target, num_bytes).seconds
+
+
+def collective(
+    cluster: Cluster,
+    kind: CollectiveKind,
+    ranks: Sequence[int],
+    num_bytes: float,
+    *,
+    sharers: int = 1,
+) -> Transfer:
+    """A collective by its cheapest algorithm.
+
+    Args:
+        cluster: whose links carry it.
+        kind: all-reduce of ``num_bytes`` on every rank, or all-gather that leaves
+            ``num_bytes`` on every rank.
+        ranks: who takes part.
+        num_bytes: size of the result on each rank.
+        sharers: groups on these nodes that do the same at the same time (the shards of
+            a tensor-parallel module); they share a node's bandwidth. For estimates: a
+            simulation knows who shares it.
+    """
+    return _transfer(cluster, kind, _group(cluster, ranks), num_bytes, sharers)
+
+
+def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+    """Who takes part. Asked very often."""
+    each = cluster.devices_per_node
+    per_node = Counter([rank // each for rank in set(ranks)])
+    most = max(per_node.values(), default=1)
+    return _Group(max(sum(per_node.values()), 1), most, max(len(per_node), 1))
+
+
+def collective_s(
+    cluster: Cluster,
+    kind: CollectiveKind,
+    ranks: Sequence[int],
+    num_bytes: float,
+    *,
+    sharers: int = 1,
+) -> float:
+    """Seconds of :func:`collective`."""
+    return collective(cluster, kind, ranks, num_bytes, sharers=sharers).seconds
+
+
+class _Group(NamedTuple):
+    """Who takes part: ranks in all, most on one node, nodes; numbers, or arrays of many groups."""
+
+    ranks: Any
+    local: Any
+    nodes: Any
+
+
+def _transfer(
+    cluster: Cluster, kind: CollectiveKind, group: _Group, num_bytes: float, sharers: int
+) -> Transfer:
+    return Transfer(*map(float, _of_groups(cluster, kind, group, num_bytes, sharers)))
+
+
+def _of_groups(
+    cluster: Cluster, kind: CollectiveKind, group: _Group, num_bytes: Any, sharers: Any
+) -> tuple[Any, Any]:
+    """Seconds, and interface seconds, of one group or of arrays of groups."""
+    links = cluster.links
+    inside, between = links.intra_node, between_nodes(cluster)
+    measured = [
+        _measured(kind, x) for x in (links.intra_node_collectives, links.inter_node_collectives)
+    ]
+    inside_s, _ = _phase(kind, group.local, num_bytes, inside, measured[0])
+    between_s, carried_s = _phase(kind, group.nodes, num_bytes * sharers, between, measured[1])
+    best_s = inside_s + between_s
+    several = np.greater(group.nodes, 1)
+    if not any(measured):
+        for flat_s, flat_carried_s in _flat(kind, group, num_bytes, inside, between, sharers):
+            better = several & (flat_s < best_s)
+            best_s = np.where(better, flat_s, best_s)
+            carried_s = np.where(better, flat_carried_s, carried_s)
+    return best_s, np.where(several & (links.inter_node is not None), carried_s, 0.0)
+
+
+def _measured(kind: CollectiveKind, links: CollectiveLinks | None) -> Link | None:
+    """The link of a collective where it was measured."""
+    if links is None:
+        return None
+    return links.all_reduce if kind == "all_reduce" else links.all_gather
+
+
+def _passes(kind: CollectiveKind) -> int:
+    return 2 if kind == "all_reduce" else 1
+
+
+def _phase(
+    kind: CollectiveKind, num: Any, num_bytes: Any, link: Link, measured: Link | None
+) -> tuple[Any, Any]:
+    """One level of a collective among ``num`` equals: seconds, and those of its bytes alone."""
+    passes = _passes(kind)
+    ring_bytes = passes * (num - 1) / num * num_bytes
+    if measured is not None:
+        carried_s = ring_bytes / measured.bandwidth_bytes_per_s
+        seconds = measured.latency_s + carried_s
+    else:
+        # An all-gather's data differ from rank to rank: doubling sends no byte twice.
+        tree_bytes = passes * num_bytes if kind == "all_reduce" else ring_bytes
+        steps = passes * np.ceil(np.log2(num))
+        ring_s = passes * (num - 1) * link.latency_s + ring_bytes / link.bandwidth_bytes_per_s
+        tree_s = steps * link.latency_s + tree_bytes / link.bandwidth_bytes_per_s
+        seconds = np.minimum(ring_s, tree_s)
+        carried_s = np.where(tree_s < ring_s, tree_bytes, ring_bytes) / link.bandwidth_bytes_per_s
+    some = np.greater(num, 1)
+    return np.where(some, seconds, 0.0), np.where(some, carried_s, 0.0)
+
+
+def _flat(
+    kind: CollectiveKind, group: _Group, num_bytes: Any, inside: Link, between: Link, sharers: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Algorithms that use links of both levels at the same time: seconds, and of bytes alone."""
+    passes, nodes = _passes(kind), group.nodes
+    steps = passes * (group.ranks - 1)
+    across = np.minimum(steps, passes * nodes if kind == "all_reduce" else nodes - 1)
+    ring_s = (steps - across) * inside.latency_s + across * between.latency_s
+    options = [(ring_s, passes * (group.ranks - 1) / group.ranks * num_bytes)]
+    if kind == "all_reduce":
+        chain, levels = group.local - 1, np.ceil(np.log2(nodes))
+        options.append((2 * (chain * inside.latency_s + levels * between.latency_s), 2 * num_bytes))
+    for latency_s, size in options:
+        carried_s = size * sharers / between.bandwidth_bytes_per_s
+        yield latency_s + np.maximum(carried_s, size / inside.bandwidth_bytes_per_s), carried_s
+
+
+class LinkCosts:
+    """What transfers between a cluster's ranks cost: a part of the cost model.
+
+    Args:
+        cluster: whose links carry them.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._collectives: dict[tuple[CollectiveKind, _Group, float, int], Transfer] = {}
+
+    def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
+        """One message between two ranks, alone on its link."""
+        return message(self.cluster, source, target, num_bytes)
+
+    def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
+        """An all-reduce of ``num_bytes`` on each rank; see the module."""
+        return self._collective("all_reduce", ranks, num_bytes, sharers)
+
+    def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
+        """An all-gather that leaves ``num_bytes`` on each rank."""
+        return self._collective("all_gather", ranks, num_bytes)
+
+    def _collective(
+        self, kind: CollectiveKind, ranks: Sequence[int], num_bytes: float, sharers: int = 1
+    ) -> Transfer:
+        """:func:`collective`; remembered, for solvers ask the same thing often."""
+        key = kind, _group(self.cluster, ranks), num_bytes, sharers
+        if key not in self._collectives:
+            self._collectives[key] = _transfer(self.cluster, *key)
+        return self._collectives[key]
+
+    def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds in which a group brings together messages of which each rank has a share."""
+        return self._collective("all_gather", ranks, num_bytes).seconds
+
+    def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
+        """Seconds of one message between two ranks; 0 to itself."""
+        return self.message(source=source, target=target, num_bytes=num_bytes).seconds
+
+    def all_reduce_s(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> float:
+        """Seconds of an all-reduce of ``num_bytes`` on each rank."""
+        return self.all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers).seconds
+
+    def all_gather_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
+        """Seconds of an all-gather that leaves ``num_bytes`` on each rank."""
+        return self.all_gather(ranks=ranks, num_bytes=num_bytes).seconds
+
+
+def all_reduce_s(
+    cluster: Cluster,
+    num: Ints,
+    num_local: Ints,
+    num_nodes: Ints,
+    num_bytes: Floats,
+    *,
+    sharers: int | Ints,
+) -> Floats:
+    """:func:`collective_s` of an all-reduce, for many groups of ranks at once.
+
+    Args:
+        cluster: whose links carry it.
+        num: ranks of a group.
+        num_local: most of them on one node.
+        num_nodes: nodes on which they are.
+        num_bytes: on every rank.
+        sharers: groups that share a node's bandwidth.
+    """
+    group = _Group(num, num_local, num_nodes)
+    return _of_groups(cluster, "all_reduce", group, num_bytes, sharers)[0]
+
+
+def between_nodes(cluster: Cluster) -> Link:
+    """The link between nodes; the one inside where there is only one node."""
+    return cluster.links.inter_node or cluster.links.intra_node

@@ -1,0 +1,187 @@
+"""Bytes of one micro-batch in a stage, as a run of it allocates and releases them.
+
+More than what a plan's memory counts, which is weights, gradients, optimizer state and
+activations: here also what a forward or backward takes for the moment, as far as the profile has
+it, what is received and sent, and what losses hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mmplan.costs.block_ranges import gradient_blocks
+from mmplan.costs.fit import fit_curve
+from mmplan.costs.program_costs import ProgramCosts
+from mmplan.program.model import CrossSampleLoss, Stage
+from mmplan.schema.profile import Curve, LossProfile, ModuleProfile, Point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """One micro-batch in a stage.
+
+    Attributes:
+        activations: of the blocks that a gradient passes, from first to last; held from the
+            forward to the backward.
+        first: the first of these blocks.
+        forward: most at once in the forward, beside what it leaves.
+        backward: most at once in the backward, beside what was there before it.
+        losses: of its hosted losses, held as activations are.
+        output: of the last block.
+    """
+
+    activations: tuple[float, ...]
+    first: int
+    forward: float
+    backward: float
+    losses: float
+    output: float
+
+
+class BytesOfStages:
+    """Answers from a profile, each asked for once.
+
+    Args:
+        costs: of the program.
+
+    Attributes:
+        knows_passing: whether the profile has what forwards and backwards take for the moment,
+            of every module that runs.
+    """
+
+    def __init__(self, costs: ProgramCosts) -> None:
+        self.costs = costs
+        self._stages: dict[tuple[int, int, float], StageBytes] = {}
+        self._curves: dict[tuple[str, str, int], _Passing | None] = {}
+        self._loss_curves: dict[str, Curve | None] = {}
+        self.knows_passing = all(self._passing(stage) is not None for stage in costs.program.stages)
+
+    def of(self, stage: Stage, samples: int, worth: float) -> StageBytes:
+        """Of a micro-batch of so many samples, worth so many of mean work."""
+        key = stage.index, samples, worth
+        if key not in self._stages:
+            self._stages[key] = self._found(stage, samples, worth)
+        return self._stages[key]
+
+    def _found(self, stage: Stage, samples: int, worth: float) -> StageBytes:
+        cut = self.costs.costs.cut_bytes(
+            task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
+        )
+        losses = [self.costs.program.losses[index].name for index in stage.hosted]
+        forward, backward = self._moments(stage, worth)
+        passed = _passed(stage)
+        return StageBytes(
+            activations=self._activations(stage, worth),
+            first=passed[0] if passed is not None else stage.blocks[1],
+            forward=forward,
+            backward=backward,
+            losses=sum(self.loss_bytes(name, samples) for name in losses),
+            output=worth * cut,
+        )
+
+    def _activations(self, stage: Stage, worth: float) -> tuple[float, ...]:
+        passed = _passed(stage)
+        if passed is None:
+            return ()
+        whole = self.costs.activation_bytes(stage, worth)
+        shares = [
+            self.costs.costs.activation_share(
+                task=stage.task, module=stage.module, blocks=(block, block + 1)
+            )
+            for block in range(*passed)
+        ]
+        total = sum(shares)
+        return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
+
+    def _moments(self, stage: Stage, worth: float) -> tuple[float, float]:
+        """Most of a forward and of a backward, beside what they leave."""
+        known = self._passing(stage)
+        if known is None:
+            return 0.0, 0.0
+        work = self.costs.costs.sampled_work(stage.task)
+        # In samples like those that the points were taken on.
+        size = worth * (1.0 if work is None else work.mean(stage.module))
+        alone = known.forward_only.at(size)
+        passed = _passed(stage)
+        if passed is None:
+            return alone, 0.0
+        backward = known.backward_extra.at(size)
+        if self.costs.recomputes(stage):
+            # A block runs forward again, and holds all of its activations while it runs back.
+            return alone, backward + self._largest_block(stage, worth, passed)
+        forward = known.forward_extra.at(size)
+        return (forward if passed == stage.blocks else max(forward, alone)), backward
+
+    def _largest_block(self, stage: Stage, worth: float, passed: tuple[int, int]) -> float:
+        return max(
+            self.costs.costs.activation_bytes(
+                task=stage.task,
+                module=stage.module,
+                tp=stage.tp,
+                samples=worth,
+                blocks=(block, block + 1),
+            )
+            for block in range(*passed)
+        )
+
+    def _passing(self, stage: Stage) -> _Passing | None:
+        key = stage.task, stage.module, stage.tp
+        if key not in self._curves:
+            module = self.costs.costs.profile.module(stage.module, stage.task)
+            self._curves[key] = _fitted(module, stage.tp)
+        return self._curves[key]
+
+    def loss_bytes(self, name: str, samples: int) -> float:
+        """What a loss holds from its forward to its backward; 0 for one that is not known."""
+        if name not in self._loss_curves:
+            self._loss_curves[name] = _loss_curve(self.costs.costs.profile.losses.get(name))
+        curve = self._loss_curves[name]
+        return 0.0 if curve is None else curve.at(samples)
+
+    def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
+        """Of one sync batch: all features, and what its loss holds on a rank."""
+        samples = loss.sync_batch
+        held = self.loss_bytes(loss.name, samples)
+        known = self.costs.costs.profile.losses.get(loss.name)
+        parts = len(loss.ranks) if known is not None and known.sharded else 1
+        return samples * self.costs.feature_bytes(loss), held / parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passing:
+    """Curves over the micro-batch of what a profile's points have (:class:`Point`)."""
+
+    forward_only: Curve
+    forward_extra: Curve
+    backward_extra: Curve
+
+
+def _fitted(module: ModuleProfile, tp: int) -> _Passing | None:
+    """Curves of one tp: a stage of some blocks takes what the module does, being a most.
+
+    None where a point lacks what they are made of.
+    """
+    points = [p for p in module.points if p.tp == tp and p.backward_extra_bytes is not None]
+    whole = [p for p in points if p.blocks in (None, module.blocks)] or points
+    if not whole:
+        return None
+
+    def curve(value: Callable[[Point], float | None]) -> Curve:
+        return fit_curve([p.microbatch for p in whole], [value(p) or 0.0 for p in whole])
+
+    return _Passing(
+        forward_only=curve(lambda p: p.forward_only_bytes),
+        forward_extra=curve(lambda p: p.forward_extra_bytes),
+        backward_extra=curve(lambda p: p.backward_extra_bytes),
+    )
+
+
+def _loss_curve(loss: LossProfile | None) -> Curve | None:
+    if loss is None:
+        return None
+    return fit_curve([p.samples for p in loss.points], [p.activation_bytes for p in loss.points])
+
+
+def _passed(stage: Stage) -> tuple[int, int] | None:
+    return gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)

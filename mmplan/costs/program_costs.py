@@ -1,0 +1,384 @@
+"""What a program's instructions cost: the cost model applied to stages, edges and ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mmplan.costs.block_ranges import gradient_blocks
+from mmplan.costs.cost_model import CostModel
+from mmplan.costs.links import Transfer
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Message, Op
+from mmplan.program.model import CrossSampleLoss, Edge, LossReduction, Program, Reduction, Stage
+from mmplan.program.network import Traffic, exchange, incoming, outgoing
+from mmplan.program.rank_facts import (
+    StatePart,
+    collective_groups,
+    gathered_edges,
+    state_parts,
+    trained_blocks,
+)
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+
+__all__ = ["CostModel", "ProgramCosts", "check_cluster"]
+
+Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
+
+
+class ProgramCosts:
+    """Seconds, bytes and FLOPs of a compiled plan, for the simulator and the memory check.
+
+    Args:
+        program: the compiled plan.
+        costs: the profile's costs.
+        plan: for what the program leaves out: recomputation.
+    """
+
+    def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
+        self.program = program
+        self.costs = costs
+        self._recompute = {
+            (task, name): module.recompute
+            for task, planned in plan.tasks.items()
+            for name, module in planned.modules.items()
+        }
+        self._rounds = {name: task.period for name, task in plan.tasks.items()}
+        self._compute: dict[tuple[int, Op, int], float] = {}
+        self._syncs: dict[int, float] = {}
+        self._blocks = trained_blocks(program)
+        self._state_parts = state_parts(program.reductions)
+        self._shard_sizes: dict[Shard, float] = {}
+        self._groups = collective_groups(program)
+        self._gathered = gathered_edges(program)
+
+    # --- seconds ---------------------------------------------------------------------
+
+    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of a stage's forward or backward, its hosted losses included.
+
+        Where the profile knows how samples differ, those of the busiest replica.
+        """
+        key = stage.index, op, samples
+        if key not in self._compute:
+            worth = samples * self.costs.straggler(
+                task=stage.task,
+                module=stage.module,
+                dp=stage.dp,
+                samples=self._rounds[stage.task],
+            )
+            self._compute[key] = self.work_s(stage, op, samples, worth)
+        return self._compute[key]
+
+    def work_s(self, stage: Stage, op: Op, samples: int, worth: float) -> float:
+        """Seconds of a micro-batch that is worth so many samples of mean work."""
+        own_s = self._module_s(stage, op, worth) + self._hosted_s(stage, op, samples)
+        return own_s + self.shares_s(stage, op, samples)
+
+    def shares_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of bringing together what came in shares, before a compute; see ``Edge``."""
+        backward = op is not Op.FORWARD
+        edges = self._gathered.get((stage.index, backward))
+        if edges is None or op is Op.WEIGHT:
+            return 0.0
+        num_bytes = sum(self.edge_bytes(edge, samples) for edge in edges)
+        return self.costs.gather_shares_s(ranks=stage.ranks[0], num_bytes=num_bytes)
+
+    def _module_s(self, stage: Stage, op: Op, samples: float) -> float:
+        if op is Op.FORWARD:
+            return self.costs.forward_s(
+                task=stage.task,
+                module=stage.module,
+                tp=stage.tp,
+                samples=samples,
+                blocks=stage.blocks,
+            )
+        whole_s = self._backward_s(stage, samples, stage.trainable)
+        if op is Op.BACKWARD:
+            return whole_s
+        # As if nothing trained: what is left is the input's gradient, and recomputation.
+        inputs_s = self._backward_s(stage, samples, ())
+        return inputs_s if op is Op.INPUT else whole_s - inputs_s
+
+    def _backward_s(
+        self, stage: Stage, samples: float, trainable: Sequence[tuple[int, int]]
+    ) -> float:
+        return self.costs.backward_s(
+            task=stage.task,
+            module=stage.module,
+            tp=stage.tp,
+            samples=samples,
+            blocks=stage.blocks,
+            trainable=trainable,
+            input_gradient=stage.input_gradient,
+            recompute=self._recompute[stage.task, stage.module],
+        )
+
+    def _hosted_s(self, stage: Stage, op: Op, samples: int) -> float:
+        if op is Op.WEIGHT:
+            return 0.0
+        # Every tensor-parallel rank of the host computes the whole loss of its micro-batch.
+        losses = (self.program.losses[index].name for index in stage.hosted)
+        pairs = (self.costs.loss_s(loss=name, samples=samples) for name in losses)
+        return sum(pair[0 if op is Op.FORWARD else 1] for pair in pairs)
+
+    def edge_bytes(self, edge: Edge, samples: int) -> float:
+        """Bytes of ``samples`` samples along an edge, the same in both directions."""
+        producer = self.program.stages[edge.producer]
+        return samples * self.costs.cut_bytes(
+            task=producer.task, module=producer.module, after_block=producer.blocks[1] - 1
+        )
+
+    def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
+        """Bytes of one message of ``samples`` samples: all, or the receiving rank's share."""
+        # A part of the program may know the edge otherwise (:mod:`mmplan.simulation.symmetry`).
+        whole = self.program.edges[edge.index]
+        return self.edge_bytes(edge, samples) / self.program.shares(whole, backward=backward)
+
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
+        """Seconds of one message between two ranks; 0 to itself."""
+        num_bytes = self.message_bytes(edge, samples, backward)
+        return self.costs.message_s(source=source, target=target, num_bytes=num_bytes)
+
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
+        """What a message needs of nodes' interfaces; None inside a node."""
+        num_bytes = self.message_bytes(edge, samples, backward)
+        own = self.costs.message(source=source, target=target, num_bytes=num_bytes)
+        node = self.costs.cluster.node_of
+        loads = (outgoing(node(source)), 1.0), (incoming(node(target)), 1.0)
+        return Traffic(seconds=own.interface_s, loads=loads) if own.interface_s else None
+
+    def gather_s(self, loss: CrossSampleLoss) -> float:
+        """Seconds of gathering all features of a sync batch on every rank of the loss."""
+        return self._gather(loss).seconds
+
+    def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
+        """What a gather needs of nodes' interfaces; None inside a node."""
+        return self._exchange(self._gather(loss), loss.ranks)
+
+    def _gather(self, loss: CrossSampleLoss) -> Transfer:
+        size = loss.sync_batch * self.feature_bytes(loss)
+        return self.costs.all_gather(ranks=loss.ranks, num_bytes=size)
+
+    def _exchange(self, transfer: Transfer, ranks: Sequence[int]) -> Traffic | None:
+        """A collective's traffic, the same in and out of each of its nodes."""
+        if not transfer.interface_s:
+            return None
+        nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
+        return Traffic(seconds=transfer.interface_s, loads=exchange(nodes))
+
+    def sync_s(self, loss: CrossSampleLoss, batch: int = 0) -> float:
+        """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
+
+        A sharded loss exchanges its rows' statistics besides.
+        Every sync batch holds ``loss.sync_batch`` samples, so all take the same time.
+        """
+        if loss.index not in self._syncs:
+            size, ranks = loss.sync_batch, loss.ranks
+            inputs = sum(item.stage is not None for item in loss.inputs)
+            own_s = self.costs.loss_s(loss=loss.name, samples=size, shards=len(ranks))
+            statistics_s = self.costs.statistics_s(
+                loss=loss.name, samples=size, inputs=inputs, ranks=ranks
+            )
+            self._syncs[loss.index] = self.gather_s(loss) + statistics_s + sum(own_s)
+        return self._syncs[loss.index]
+
+    def feature_bytes(self, loss: CrossSampleLoss) -> float:
+        """Bytes per sample of all features that the loss takes, each stage's once."""
+        stages = (self.program.stages[index] for index in loss.stages)
+        return sum(
+            self.costs.cut_bytes(task=s.task, module=s.module, after_block=s.blocks[1] - 1)
+            for s in stages
+        )
+
+    def reduce_s(self, reduction: Reduction) -> float:
+        """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
+
+        ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters cost
+        the latency only.
+        """
+        return self._reduce(reduction).seconds
+
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        """What a reduction needs of nodes' interfaces; None inside a node."""
+        return self._exchange(self._reduce(reduction), reduction.ranks)
+
+    def _reduce(self, reduction: Reduction) -> Transfer:
+        return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction))
+
+    def reduced_bytes(self, reduction: Reduction) -> float:
+        """Bytes of gradient that every rank of a reduction brings; its blocks all train.
+
+        A profile does not say which parameters tensor parallelism leaves whole: all count
+        as cut, here as in memory.
+        """
+        if isinstance(reduction, LossReduction) or reduction.parameters == "whole":
+            return 0.0
+        numbers = sum(
+            self._block_parameters(self._blocks[reduction.owner, block].stage, block)
+            for block in range(*reduction.blocks)
+        )
+        first, end = reduction.shards
+        return numbers * (end - first) / reduction.tp * self.costs.gradient_bytes
+
+    # --- bytes -----------------------------------------------------------------------
+
+    def activation_bytes(self, stage: Stage, samples: float) -> float:
+        """Bytes that a device holds of one micro-batch until its backward (its ``W``) has run.
+
+        Only blocks that a gradient passes keep anything: nothing is saved before them.
+        """
+        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        if passed is None:
+            return 0.0
+        return self.costs.activation_bytes(
+            task=stage.task,
+            module=stage.module,
+            tp=stage.tp,
+            samples=samples,
+            blocks=passed,
+            recompute=self._recompute[stage.task, stage.module],
+        )
+
+    def recomputes(self, stage: Stage) -> bool:
+        """Whether a stage's blocks keep their inputs only."""
+        return self._recompute[stage.task, stage.module] == "full"
+
+    def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
+        """Bytes of the gradient of each block (owner, block) that trains, as a rank holds it."""
+        return {
+            (owner, block): self._block_parameters(held.stage, block)
+            / tp
+            * self.costs.gradient_bytes
+            for owner, block, tp, _ in self._shards(rank)
+            if (held := self._blocks[owner, block]).trainable
+        }
+
+    def static_bytes(self, rank: int) -> float:
+        """Weights, gradients and optimizer state on a rank, each shard of a block once.
+
+        Under ZeRO-1 the state of each part of a shard is divided by the ranks that reduce it.
+        """
+        return sum(self._shard_bytes(shard) for shard in self._shards(rank))
+
+    def _shard_bytes(self, shard: Shard) -> float:
+        if shard not in self._shard_sizes:
+            held = self._blocks[shard[:2]]
+            numbers = self._block_parameters(held.stage, shard[1])
+            self._shard_sizes[shard] = sum(
+                numbers
+                * (end - first)
+                / tp
+                * self.costs.bytes_per_parameter(trainable=held.trainable, dp=ranks)
+                for first, end, tp, ranks in self._parts_of(shard)
+            )
+        return self._shard_sizes[shard]
+
+    def _parts_of(self, shard: Shard) -> list[StatePart]:
+        """The parts of a shard, each with the ranks that reduce it; else all of it, on one."""
+        owner, block, tp, index = shard
+        found = [
+            part
+            for part in self._state_parts.get((owner, block), ())
+            if index * part[2] <= part[0] * tp and part[1] * tp <= (index + 1) * part[2]
+        ]
+        return found or [(index, index + 1, tp, 1)]
+
+    def _shards(self, rank: int) -> set[Shard]:
+        """The shard that a rank holds of every block; all of one that it runs as two."""
+        held: dict[tuple[str, int], tuple[int, int]] = {}
+        for stage in self.program.stages_of(rank):
+            shard = stage.tp, stage.place(rank)[1]
+            for block in range(*stage.blocks):
+                key = stage.owner, block
+                held[key] = shard if held.get(key, shard) == shard else (1, 0)
+        return {(*key, *shard) for key, shard in held.items()}
+
+    def _block_parameters(self, stage: Stage, block: int) -> float:
+        return self.costs.parameters(
+            task=stage.task, module=stage.module, blocks=(block, block + 1)
+        )
+
+    @property
+    def communicator_bytes(self) -> float:
+        """Device memory of one communicator."""
+        return self.costs.cluster.device.communicator_bytes
+
+    def communicators(self, rank: int) -> int:
+        """Communicators of a rank, as the launcher creates them on devices that have any.
+
+        One for all ranks, one for each other group that the rank reduces, gathers or
+        splits a module with, one more for the gathers of each cross-sample loss, which
+        start between other collectives, and one for each direction in which it sends or
+        receives: activations and gradients, to higher and to lower ranks.
+        """
+        everyone = frozenset(range(self.program.num_ranks))
+        groups = {everyone, *(group for group in self._groups if rank in group)}
+        directions = {
+            (item.op in (Op.SEND_B, Op.RECV_B), (rank < item.peer) == item.is_send)
+            for item in self.program.instructions[rank]
+            if isinstance(item, Message) and item.peer != rank
+        }
+        gathers = [
+            loss
+            for loss in self.program.cross_sample_losses
+            if rank in loss.ranks and len(loss.ranks) > 1
+        ]
+        return sum(len(group) > 1 for group in groups) + len(gathers) + len(directions)
+
+    # --- work ------------------------------------------------------------------------
+
+    def flops(self) -> float:
+        """Model FLOPs of one step: a forward, and as much again for each of the gradients.
+
+        Input gradients count over the blocks that a gradient passes, weight gradients
+        over those that train; recomputation is no useful work and does not count.
+        """
+        return sum(self.module_flops().values())
+
+    def module_flops(self) -> dict[str, float]:
+        """Each module's part of :meth:`flops`, over all tasks that use it."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for stage in self.program.stages:
+            found[stage.module] += self._stage_flops(stage)
+        return dict(found)
+
+    def _stage_flops(self, stage: Stage) -> float:
+        task, module = stage.task, stage.module
+        ranges = [stage.blocks, *stage.trainable]
+        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        if passed is not None:
+            ranges.append(passed)
+        share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
+        per_sample = self.costs.flops_per_sample(task=task, module=module)
+        return share * per_sample * self.program.batches[task]
+
+
+def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
+    """Refuse to use a profile's times on devices that they do not belong to.
+
+    A given profile states what the user wants it to be true of, so it may be moved;
+    times that were measured on, or computed for, one device say nothing of another.
+
+    Raises:
+        InvalidInputError: the cluster's device has another name or another memory.
+    """
+    if cluster is None or profile.source == "given":
+        return
+    theirs, ours = profile.cluster.device, cluster.device
+    for field, was, now in (
+        ("name", theirs.name, ours.name),
+        ("memory_bytes", theirs.memory_bytes, ours.memory_bytes),
+    ):
+        if was != now:
+            raise InvalidInputError(
+                f"profile {profile.name} is {profile.source} for devices with {field} {was}, "
+                f"cluster {cluster.name} has {now}",
+                hint="profile the workload again with --cluster, or leave --cluster out",
+            )

@@ -1,0 +1,359 @@
+"""Every solver's plan for the same work, on one or several numbers of devices and batches.
+
+Solvers do not depend on each other: they run in processes, one per core. What each simulates
+beyond its first plans is bounded, so that a comparison ends in seconds; ``mmplan solve``
+has more patience and may find a better plan of the same solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mmplan.costs.batch_override import with_batch
+from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
+from mmplan.planning import planner
+from mmplan.planning.comparison_details import Details, details_of
+from mmplan.processes import in_processes
+from mmplan.schema.cluster import Cluster
+from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
+from mmplan.schema.workload import Workload, check_tasks
+from mmplan.simulation.symmetry import BestSteps
+from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
+
+# Seconds for each solver's search, and for solving in all before only the first plan of each kind
+# is simulated.
+BUDGET_S = 0.5
+# What takes longest to solve.
+LONGEST = ("distmm-mt", "megatron", "distmm", "convex", "megatron-rigid", "ratio", "mpsp")
+# Budgets for simulating other plans at one setting, and where there are several settings.
+PATIENCE, SWEEP_PATIENCE = 1, 8
+# One degree of parallelism for the whole model: what people run who have no planner.
+PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
+PLAIN_WORDS = "the fastest that gives every module the same degrees"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedSetting:
+    """How many devices, and the workload's ``batch``: what each task takes goes along with it."""
+
+    devices: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """One solver's plan at one setting."""
+
+    solver: str
+    setting: ComparedSetting
+    plan: Plan
+    details: Details | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A solver without a plan at a setting, and why."""
+
+    solver: str
+    setting: ComparedSetting
+    error: MMPlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Every solver's plans.
+
+    Attributes:
+        main: the setting that plans are compared at: the most devices, the workload's batch.
+        settings: that one, then the others as they were asked for.
+        refused: solvers without a plan.
+        omitted: sentences on solvers that were not asked and batches that the workload cannot have.
+        baseline: solver that ratios refer to; it has a plan at ``main``.
+        baseline_is: why that one, in words.
+        tasks: samples of each task in a step of the main setting.
+    """
+
+    name: str
+    main: ComparedSetting
+    tasks: Mapping[str, int]
+    settings: tuple[ComparedSetting, ...]
+    solved: tuple[Solved, ...]
+    refused: tuple[Refused, ...]
+    omitted: tuple[str, ...]
+    baseline: str
+    baseline_is: str
+
+    def at(self, setting: ComparedSetting) -> list[Solved]:
+        """A setting's plans, most samples per second first."""
+        return _best_first(item for item in self.solved if item.setting == setting)
+
+    @property
+    def best_first(self) -> list[Solved]:
+        """The main setting's plans."""
+        return self.at(self.main)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Those of the main setting, then those of the others, best first in each."""
+        return [item.plan for setting in self.settings for item in self.at(setting)]
+
+    def batches(self, setting: ComparedSetting) -> dict[str, int]:
+        """Samples of each task in a step."""
+        return {
+            name: batch * setting.batch // self.main.batch for name, batch in self.tasks.items()
+        }
+
+    @property
+    def has_own_batches(self) -> bool:
+        """Whether tasks take other numbers of samples than the workload's batch, or are several."""
+        return [*self.tasks.values()] != [self.main.batch]
+
+    def ratio(self, plan: Plan) -> float:
+        """Samples per second over those of the baseline at the main setting."""
+        base = next(item for item in self.best_first if item.solver == self.baseline)
+        return _rate(plan) / _rate(base.plan) if _rate(base.plan) else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One solver at one setting."""
+
+    solver: str
+    setting: ComparedSetting
+    workload: Workload
+    tasks: tuple[str, ...]
+    with_details: bool
+
+
+def compare(
+    workload: Workload,
+    *,
+    workload_path: Path,
+    profile: Profile,
+    profile_path: Path,
+    cluster: Cluster | None = None,
+    devices: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    solvers: Sequence[str] | None = None,
+    tasks: Sequence[str] | None = None,
+    baseline: str | None = None,
+    budget_s: float = BUDGET_S,
+    with_details: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> Comparison:
+    """Plan the workload with every solver.
+
+    Args:
+        workload: what to train.
+        workload_path: its file.
+        profile: what it costs.
+        profile_path: its file.
+        cluster: whose devices to use, default the profile's.
+        devices: numbers of its first devices; default all. The largest is the main setting.
+        batches: others than the workload's, on the main setting's devices.
+        solvers: names; default all, of one task without those that are for several.
+        tasks: only these; default all, or those that train.tasks_from_step starts with.
+        baseline: solver that ratios refer to; default the fastest of :data:`PLAIN`, else the
+            slowest of all.
+        budget_s: seconds of each solver for searching, and as many for simulating.
+        with_details: also what pictures of the main setting's plans need.
+        processes: that plan at the same time, default one per core.
+        progress: hears how many of how many plans are done, and of which solver one was.
+
+    Raises:
+        InvalidInputError: an unknown name, a count that the cluster does not have, a named
+            solver that is not for such a workload, or a baseline without a plan.
+        InfeasibleError: no solver has a plan at the main setting.
+        RunFailedError: a process that planned was killed.
+    """
+    chosen_tasks = check_tasks(workload, workload.task_sets[0].tasks if tasks is None else tasks)
+    names, omitted = _names(len(chosen_tasks), solvers, baseline)
+    machine = cluster or profile.cluster
+    counts = [machine.take(n) and n for n in devices] or [machine.num_devices]
+    main = ComparedSetting(devices=max(counts), batch=workload.batch)
+    jobs, impossible = _jobs(
+        workload, tuple(chosen_tasks), names, main, counts, batches, with_details=with_details
+    )
+    solve = partial(
+        _solved,
+        workload_path=workload_path,
+        profile=profile,
+        profile_path=profile_path,
+        cluster=machine,
+        budget_s=budget_s,
+        # Who asks for curves waits anyway, and a point too low would mislead.
+        patience_s=budget_s * (SWEEP_PATIENCE if len({j.setting for j in jobs}) > 1 else PATIENCE),
+    )
+    found: dict[tuple[str, ComparedSetting], Solved | Refused] = {}
+    for item in in_processes(solve, _longest_first(jobs), processes=processes):
+        asked = item.solver in (solvers or ()) and item.setting == main
+        if isinstance(item, Refused) and isinstance(item.error, InvalidInputError) and asked:
+            raise item.error
+        found[item.solver, item.setting] = item
+        progress(len(found), len(jobs), item.solver)
+    ordered = [found[job.solver, job.setting] for job in jobs]
+    solved = tuple(item for item in ordered if isinstance(item, Solved))
+    without = tuple(item for item in ordered if isinstance(item, Refused))
+    chosen, reason = _baseline(main, solved, without, baseline)
+    return Comparison(
+        name=workload.name,
+        main=main,
+        tasks={name: view.batch for name, view in chosen_tasks.items()},
+        settings=tuple(dict.fromkeys(job.setting for job in jobs)),
+        solved=solved,
+        refused=without,
+        omitted=(*omitted, *impossible),
+        baseline=chosen,
+        baseline_is=reason,
+    )
+
+
+def _names(
+    num_tasks: int, solvers: Sequence[str] | None, baseline: str | None
+) -> tuple[tuple[str, ...], list[str]]:
+    """The solvers to ask, and what is to be said of others."""
+    known = (*SOLVERS, *BASELINES)
+    for option, asked in (("--solvers", solvers or ()), ("--baseline", (baseline,))):
+        for name in asked:
+            if name not in (*known, None):
+                raise InvalidInputError(
+                    f"{option} {name}: this version has {', '.join(known)}",
+                    hint="choose among these",
+                )
+    fitting = (name for name in known if not (num_tasks == 1 and name in OF_SEVERAL_TASKS))
+    # A ratio needs both sides.
+    names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))
+    apart = [] if solvers else [name for name in known if name not in names]
+    reason = "are left out: they are for several tasks, unless --solvers names them"
+    return names, [f"{', '.join(apart)} {reason}"] if apart else []
+
+
+def _jobs(
+    workload: Workload,
+    tasks: tuple[str, ...],
+    names: Sequence[str],
+    main: ComparedSetting,
+    counts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    with_details: bool,
+) -> tuple[list[_Job], list[str]]:
+    """The main setting's first, then other numbers of devices, then other batches."""
+    settings = {main: workload}
+    for count in dict.fromkeys(counts):
+        settings.setdefault(ComparedSetting(devices=count, batch=main.batch), workload)
+    impossible: list[str] = []
+    for batch in dict.fromkeys(batches):
+        try:
+            changed = with_batch(workload, batch)
+        except InvalidInputError as error:
+            impossible.append(f"left out: {error.message}")
+        else:
+            settings.setdefault(ComparedSetting(devices=main.devices, batch=batch), changed)
+    return [
+        _Job(
+            solver=name,
+            setting=setting,
+            workload=changed,
+            tasks=tasks,
+            with_details=with_details and setting == main,
+        )
+        for setting, changed in settings.items()
+        for name in names
+    ], impossible
+
+
+def _longest_first(jobs: Sequence[_Job]) -> list[_Job]:
+    """In the order of what they take, about: a long one begun last would run alone."""
+
+    def place(job: _Job) -> tuple[bool, int]:
+        known = job.solver in LONGEST
+        return job.setting != jobs[0].setting, LONGEST.index(job.solver) if known else len(LONGEST)
+
+    return sorted(jobs, key=place)
+
+
+def _solved(
+    job: _Job,
+    *,
+    workload_path: Path,
+    profile: Profile,
+    profile_path: Path,
+    cluster: Cluster,
+    budget_s: float,
+    patience_s: float,
+) -> Solved | Refused:
+    steps = BestSteps() if job.with_details else None
+    try:
+        plan = planner.solve(
+            job.workload,
+            workload_path=workload_path,
+            profile=profile,
+            profile_path=profile_path,
+            plan_path=workload_path.with_suffix(".plan.json"),
+            cluster=cluster,
+            devices=job.setting.devices,
+            solver=job.solver,
+            tasks=job.tasks,
+            budget_s=budget_s,
+            patience_s=patience_s,
+            steps=steps,
+        )
+    except MMPlanError as error:
+        return Refused(solver=job.solver, setting=job.setting, error=error)
+    details = None if steps is None else details_of(plan, profile, steps)
+    return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
+
+
+def _baseline(
+    main: ComparedSetting, solved: Sequence[Solved], refused: Sequence[Refused], asked: str | None
+) -> tuple[str, str]:
+    """The solver that ratios refer to, and why that one.
+
+    Raises:
+        InvalidInputError: the one asked for has no plan.
+        InfeasibleError: none has one.
+    """
+    ordered = _best_first(item for item in solved if item.setting == main)
+    names = [item.solver for item in ordered]
+    reasons = {item.solver: item.error for item in refused if item.setting == main}
+    if not names:
+        raise _none_fits(reasons)
+    if asked is None:
+        plain = [name for name in names if name in PLAIN]
+        return (plain[0], PLAIN_WORDS) if plain else (names[-1], "the slowest of these")
+    if asked not in names:
+        raise InvalidInputError(
+            f"--baseline {asked} has no plan: {reasons[asked].message}",
+            hint=f"choose among {', '.join(names)}",
+        )
+    return asked, "as asked"
+
+
+def _none_fits(reasons: Mapping[str, MMPlanError]) -> MMPlanError:
+    short = [error for error in reasons.values() if isinstance(error, InfeasibleError)]
+    alike: dict[str, list[str]] = {}
+    for solver, error in reasons.items():
+        alike.setdefault(error.message, []).append(solver)
+    # What all of them say is about none of them.
+    said = (
+        next(iter(alike))
+        if len(alike) == 1
+        else "; ".join(f"{', '.join(solvers)}: {message}" for message, solvers in alike.items())
+    )
+    if not short:
+        return InvalidInputError(said, hint=next(iter(reasons.values())).hint)
+    return InfeasibleError(said, hint=short[-1].hint)
+
+
+def _best_first(items: Iterable[Solved]) -> list[Solved]:
+    return sorted(items, key=lambda item: -_rate(item.plan))
+
+
+def _rate(plan: Plan) -> float:
+    return plan.predicted.samples_per_s

@@ -1,0 +1,185 @@
+"""Whether every parameter counts every sample as often as it should, on all ranks that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
+
+from mmplan.program.checks.interval_counts import CountedInterval, first_deviation, normal
+from mmplan.program.model import BlockReduction, Program, Stage
+from mmplan.program.shards import held_shards, is_crowded
+
+# Loss to the samples that it counts.
+Gradient = dict[int, list[CountedInterval]]
+
+
+class ParameterCheck:
+    """What every part of trainable parameters has counted after the reductions.
+
+    Args:
+        program: the whole program.
+        paths: per stage, loss to the paths by which its gradient reaches the stage.
+        gradients: (rank, stage) to what its parameters count before any reduction.
+        reduced: (reduction, rank) to how long those lists were, by (stage, loss), at that time.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        paths: Sequence[Mapping[int, int]],
+        gradients: Mapping[tuple[int, int], Gradient],
+        reduced: Mapping[tuple[int, int], Mapping[tuple[int, int], int]],
+    ) -> None:
+        self._program, self._paths = program, paths
+        self._gradients, self._reduced = gradients, reduced
+        self._known: dict[tuple[object, ...], list[str]] = {}
+
+    def faults(self) -> Iterator[str]:
+        """All of them."""
+        for owner in dict.fromkeys(stage.owner for stage in self._program.stages):
+            stages = [s for s in self._program.stages if s.owner == owner]
+            reductions = [r for r in self._program.block_reductions if r.owner == owner]
+            spans = [s.blocks for s in stages] + [r.blocks for r in reductions]
+            spans += [span for s in stages for span in s.trainable]
+            for a, b in pairwise(sorted({x for span in spans for x in span})):
+                holders = [s for s in stages if _inside(a, b, s.blocks)]
+                trained = [s for s in holders if any(_inside(a, b, t) for t in s.trainable)]
+                if trained:
+                    covering = [r for r in reductions if _inside(a, b, r.blocks)]
+                    yield from self._segment_faults((a, b), holders, trained, covering)
+
+    def _segment_faults(
+        self,
+        blocks: tuple[int, int],
+        holders: Sequence[Stage],
+        trained: Sequence[Stage],
+        reductions: Sequence[BlockReduction],
+    ) -> Iterator[str]:
+        """Faults of a range of blocks with one set of holders."""
+        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+        tp = lcm(*map(len, groups), *(r.tp for r in reductions))
+        ends = {i * (tp // len(g)) for g in groups for i in range(len(g) + 1)}
+        ends |= {end * (tp // r.tp) for r in reductions for end in r.shards}
+        name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
+        held = held_shards(groups)
+        crowded = is_crowded(groups)
+        for part in pairwise(sorted(ends)):
+            ranks = sorted(rank for rank, (i, n) in held.items() if part[0] * n // tp == i)
+            within = [r for r in reductions if _covers(r, part, tp)]
+            for kind in ("cut", "whole"):
+                sums = [r for r in within if r.parameters in ("all", kind)]
+                what = f"{name}{_part_name(part, tp, kind, sums)}"
+                brings = _Brings(kind=kind, first=part[0], tp=tp, crowded=crowded)
+                yield from self._part_faults(what, brings, ranks, trained, sums)
+
+    def _part_faults(
+        self,
+        what: str,
+        brings: _Brings,
+        ranks: Sequence[int],
+        trained: Sequence[Stage],
+        sums: Sequence[BlockReduction],
+    ) -> Iterator[str]:
+        """Faults of the parameters of one part, cut or whole, on all its holders."""
+        stages = tuple(s.index for s in trained)
+        for item in sums if brings.kind == "cut" else ():
+            strangers = sorted(set(item.ranks) - set(ranks))
+            if strangers:
+                yield f"reduction {item.index}: ranks {strangers} do not hold {what}"
+        for rank in ranks:
+            over = [r for r in sums if rank in r.ranks]
+            if len(over) > 1:
+                yield f"rank {rank}: {what} is reduced {len(over)} times"
+                continue
+            adding = _adding(over[0], brings.kind) if over else (rank,)
+            key = stages, brings.key, adding, over[0].index if over else None
+            if key not in self._known:
+                self._known[key] = list(self._sum_faults(trained, brings, over, adding))
+                for fault in self._known[key]:
+                    yield f"{what}: after reduction on rank {rank}, {fault}"
+
+    def _sum_faults(
+        self,
+        trained: Sequence[Stage],
+        brings: _Brings,
+        over: Sequence[BlockReduction],
+        ranks: Sequence[int],
+    ) -> Iterator[str]:
+        for stage in trained:
+            batch = self._program.batches[stage.task]
+            for loss, times in self._paths[stage.index].items():
+                pieces: list[CountedInterval] = []
+                for other in ranks:
+                    place = stage.find_place(other)
+                    if place is not None and brings.does(place[1], stage.tp):
+                        pieces += self._counted(other, stage.index, loss, over)
+                off = first_deviation(normal(pieces), 0, batch, times)
+                if off:
+                    name = self._program.losses[loss].name
+                    yield (
+                        f"loss {name} counts samples [{off[0]},{off[1]}) of stage {stage.index} "
+                        f"{off[2]} times instead of {times}"
+                    )
+
+    def _counted(
+        self, rank: int, stage: int, loss: int, over: Sequence[BlockReduction]
+    ) -> Sequence[CountedInterval]:
+        pieces = self._gradients.get((rank, stage), {}).get(loss, [])
+        if not over:
+            return pieces
+        return pieces[: self._reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Brings:
+    """Which ranks of a stage have a gradient of the parameters of one part.
+
+    Attributes:
+        kind: parameters that are cut, or whole.
+        first: the part's first shard of ``tp``.
+        crowded: see :mod:`mmplan.program.shards`.
+    """
+
+    kind: str
+    first: int
+    tp: int
+    crowded: bool
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal where the same ranks bring."""
+        return self.first, self.tp, self.crowded and self.kind
+
+    def does(self, index: int, count: int) -> bool:
+        """Whether shard ``index`` of a stage's ``count`` brings one."""
+        if self.kind == "whole":
+            # Whole parameters have their whole gradient on every rank of a group.
+            return index == 0 or not self.crowded
+        return index == self.first * count // self.tp
+
+
+def _adding(reduction: BlockReduction, kind: str) -> tuple[int, ...]:
+    """Ranks whose gradients a reduction sums, of cut or of whole parameters."""
+    return reduction.contributors if kind == "whole" else reduction.ranks
+
+
+def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[BlockReduction]) -> str:
+    if kind == "whole" and not any(r.parameters == "all" for r in sums):
+        return f", parameters that tp leaves whole (shards [{part[0]},{part[1]}) of {tp})"
+    if tp == 1:
+        return ""
+    shards = f"shard {part[0]}" if part[1] == part[0] + 1 else f"shards [{part[0]},{part[1]})"
+    return f", tp {shards} of {tp}"
+
+
+def _covers(reduction: BlockReduction, part: tuple[int, int], tp: int) -> bool:
+    """Whether a reduction sums a part, which is counted in shards of ``tp``."""
+    (a, b), (first, end) = part, reduction.shards
+    return first * tp <= a * reduction.tp and b * reduction.tp <= end * tp
+
+
+def _inside(a: int, b: int, span: tuple[int, int]) -> bool:
+    return span[0] <= a and b <= span[1]

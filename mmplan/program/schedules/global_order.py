@@ -1,0 +1,397 @@
+"""One global order of all events, so that the ranks' programs cannot deadlock.
+
+Every stage replica has a fixed order of its own, the chunks of an interleaved rank have one
+together (:mod:`mmplan.program.schedules.plan_order`). Events that
+several ranks take part in (a tensor-parallel compute, a sync, a reduction) happen on all of
+them at once. List scheduling with nominal durations puts all events into one sequence in
+which each comes after what it depends on; a rank's program is its part of that sequence.
+Any set of programs made this way runs to the end under blocking semantics, however long
+the events really take.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Op, ReplicaCompute
+from mmplan.program.model import CrossSampleLoss, Edge, Loss, LossReduction, Reduction, Stage
+from mmplan.program.samples import RangeIndex, SampleRange
+from mmplan.program.schedules.plan_order import Orders
+from mmplan.program.schedules.split_backward import Room, SplitSequence, room_of, split_sequence
+
+# Ties at one instant: free memory first, then feed others; collectives last.
+_PRIORITY = {
+    Op.SYNC_WAIT: 0,
+    Op.BACKWARD: 1,
+    Op.INPUT: 1,
+    Op.FORWARD: 2,
+    Op.REDUCE: 3,
+    # When nothing else can start; a forward that would take too much memory waits for it.
+    Op.WEIGHT: 4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Samples that micro-batch ``mb`` of producer replica ``d`` gives to ``(d2, mb2)``."""
+
+    d: int
+    mb: int
+    d2: int
+    mb2: int
+    span: SampleRange
+
+
+def edge_links(stages: Sequence[Stage], edge: Edge) -> list[Handover]:
+    """Every non-empty intersection of a producer's and a consumer's micro-batch."""
+    index = RangeIndex(stages[edge.producer].microbatches)
+    return [
+        Handover(d, mb, d2, mb2, span)
+        for d2, spans in enumerate(stages[edge.consumer].microbatches)
+        for mb2, wanted in enumerate(spans)
+        for span, d, mb in index.overlapping(wanted)
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """Something that happens once, on ``ranks`` together.
+
+    ``index`` is the stage of a compute, the loss of a sync, the reduction of a REDUCE;
+    ``d`` and ``mb`` place a compute, ``mb`` is the sync batch of a sync.
+    """
+
+    op: Op
+    index: int
+    d: int
+    mb: int
+    ranks: tuple[int, ...]
+    duration: int
+    first_sample: int
+    waiting_for: int = 0
+    ready_at: int = 0
+    then: list[Event] = field(default_factory=list)
+
+    def after(self, other: Event) -> None:
+        """Declare that this event needs the other one to be over."""
+        other.then.append(self)
+        self.waiting_for += 1
+
+
+class OrderBuilder:
+    """Builds the events of a graph and schedules them.
+
+    Args:
+        orders: :func:`mmplan.program.schedules.plan_order.order_stages`.
+        links: per edge, :func:`edge_links`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Sequence[Stage],
+        edges: Sequence[Edge],
+        losses: Sequence[Loss],
+        reductions: Sequence[Reduction],
+        batches: dict[str, int],
+        orders: Orders,
+        links: Sequence[Sequence[Handover]],
+    ) -> None:
+        self._stages = stages
+        self._edges = edges
+        self._losses = losses
+        self._batches = batches
+        self._computes: dict[tuple[Op, int, int, int], Event] = {}
+        self._sequences: list[list[Event]] = []
+        self._syncs: dict[tuple[int, int], Event] = {}
+        self._forwards_before = orders.forwards_before
+        self._turns = orders.turns
+        self._weights: list[Event] = []
+        # Per sequence, those that nothing in it waits for.
+        self._left_over: list[list[Event]] = []
+        for parts in self._split(orders.sequences):
+            self._sequences.append(self._events(parts))
+        for first, second in orders.precedences:
+            self._computes[second].after(self._computes[first])
+        for edge in edges:
+            self._connect(edge, links[edge.index])
+        for loss in losses:
+            self._add_syncs(loss)
+        self._take_turns(orders.following)
+        self._reductions = [self._reduction(r) for r in reductions]
+
+    def _split(self, sequences: Sequence[list[ReplicaCompute]]) -> Iterator[SplitSequence]:
+        """The sequences, backwards in two parts where stages have them so."""
+        split = {stage.index for stage in self._stages if stage.split}
+        if not split:
+            yield from map(SplitSequence, sequences)
+            return
+        for sequence, room in zip(sequences, self._rooms(sequences), strict=True):
+            yield split_sequence(sequence, split, self._work, room)
+
+    def _rooms(self, sequences: Sequence[Sequence[ReplicaCompute]]) -> list[Room]:
+        """What each sequence may hold while weight gradients wait."""
+        rooms = [room_of(sequence, self._work) for sequence in sequences]
+        stages = [self._stages[sequence[0][1]] for sequence in sequences]
+        fullest: Counter[str] = Counter()
+        for stage, room in zip(stages, rooms, strict=True):
+            fullest[stage.unit] = max(fullest[stage.unit], room.size)
+        return [
+            Room({}, fullest[stage.unit]) if stage.even_in_flight else room
+            for stage, room in zip(stages, rooms, strict=True)
+        ]
+
+    def _events(self, sequence: SplitSequence) -> list[Event]:
+        """A sequence's computes; what they leave for later goes to the loose ones."""
+        events = {item: self._compute(item) for item in sequence.items}
+        self._left_over.append([])
+        weights = None
+        for item, before in sequence.due:
+            # One after the other: only the first is ever looked at.
+            earlier, weights = weights, self._compute(item)
+            weights.after(events[Op.INPUT, *item[1:]])
+            if earlier is not None:
+                weights.after(earlier)
+            if before is None:
+                self._left_over[-1].append(weights)
+            else:
+                events[before].after(weights)
+            self._weights.append(weights)
+        return list(events.values())
+
+    def _work(self, item: ReplicaCompute) -> int:
+        _, index, d, mb = item
+        stage = self._stages[index]
+        start, stop = stage.microbatches[d][mb]
+        return (stop - start) * (stage.blocks[1] - stage.blocks[0])
+
+    def _compute(self, item: ReplicaCompute) -> Event:
+        op, index, d, mb = item
+        stage = self._stages[index]
+        event = Event(
+            op=op,
+            index=index,
+            d=d,
+            mb=mb,
+            ranks=stage.ranks[d],
+            duration=self._work(item) * (2 if op is Op.BACKWARD else 1),
+            first_sample=stage.microbatches[d][mb][0],
+        )
+        # To all others I is the backward: it takes gradients and gives them.
+        self._computes[Op.BACKWARD if op is Op.INPUT else op, index, d, mb] = event
+        return event
+
+    def _connect(self, edge: Edge, links: Sequence[Handover]) -> None:
+        for link in links:
+            consumer = self._computes[Op.FORWARD, edge.consumer, link.d2, link.mb2]
+            consumer.after(self._computes[Op.FORWARD, edge.producer, link.d, link.mb])
+            if edge.carries_gradient:
+                producer = self._computes[Op.BACKWARD, edge.producer, link.d, link.mb]
+                producer.after(self._computes[Op.BACKWARD, edge.consumer, link.d2, link.mb2])
+
+    def _add_syncs(self, loss: Loss) -> None:
+        if not isinstance(loss, CrossSampleLoss):
+            return
+        batch = self._batches[loss.task]
+        syncs = [
+            Event(
+                op=Op.SYNC_WAIT,
+                index=loss.index,
+                d=0,
+                mb=g,
+                ranks=loss.ranks,
+                duration=0,
+                first_sample=g * loss.sync_batch,
+            )
+            for g in range(batch // loss.sync_batch)
+        ]
+        self._syncs.update(((loss.index, sync.mb), sync) for sync in syncs)
+        for stage in self._stages:
+            if loss.index in stage.syncs:
+                self._join(stage, syncs, loss.sync_batch)
+        for rank in loss.ranks:
+            turns = self._turns.get(rank, [])
+            for sync in syncs if turns else []:
+                last, first = turns[((sync.mb + 1) * len(turns) - 1) // len(syncs)]
+                sync.after(self._computes[last])
+                if first is not None and self._computes[first] not in sync.then:
+                    self._computes[first].after(sync)
+
+    def _join(self, stage: Stage, syncs: Sequence[Event], size: int) -> None:
+        feeds_others = any(edge.producer == stage.index for edge in self._edges)
+        for d, spans in enumerate(stage.microbatches):
+            joined: set[int] = set()
+            starts = [start for start, _ in spans]
+            for sync in syncs:
+                # Syncs of a loss start in one order everywhere, so a replica without samples
+                # in this one has forwarded what it holds of those before.
+                earlier = bisect_left(starts, (sync.mb + 1) * size)
+                if earlier:
+                    sync.after(self._computes[Op.FORWARD, stage.index, d, earlier - 1])
+            for mb, span in enumerate(spans):
+                for sync in syncs[span[0] // size : -(-span[1] // size)]:
+                    if stage.has_backward:
+                        self._computes[Op.BACKWARD, stage.index, d, mb].after(sync)
+                        if sync.mb not in joined and not feeds_others:
+                            # The forwards that hide the sync stand between its start and end.
+                            # Where a stage feeds others, one of its earlier backwards may wait
+                            # for the sync by way of them, and those forwards for that backward.
+                            last = self._forwards_before[stage.index][d][mb] - 1
+                            sync.after(self._computes[Op.FORWARD, stage.index, d, last])
+                            joined.add(sync.mb)
+            if not stage.has_backward and not feeds_others:
+                self._hold_back(stage, d, syncs, size)
+
+    def _hold_back(self, stage: Stage, d: int, syncs: Sequence[Event], size: int) -> None:
+        """Forwards beyond a sync batch come after its sync.
+
+        A frozen tower has no backward that would hold it back: its ranks would compute
+        features of later sync batches while others wait for them at the sync.
+        """
+        spans = stage.microbatches[d]
+        for sync in syncs:
+            beyond = (mb for mb, span in enumerate(spans) if span[0] >= (sync.mb + 1) * size)
+            first = next(beyond, None)
+            if first is not None:
+                self._computes[Op.FORWARD, stage.index, d, first].after(sync)
+
+    def _take_turns(self, following: Mapping[tuple[str, int], Sequence[ReplicaCompute]]) -> None:
+        """Where tasks run in turn, a rank's next one waits for all that the last one has there."""
+        ends = [
+            (self._stages[sequence[0].index].task, last)
+            for sequence, weights in zip(self._sequences, self._left_over, strict=True)
+            for last in (sequence[-1], *weights)
+        ]
+        ends += [(self._losses[i].task, sync) for (i, _), sync in self._syncs.items()]
+        for task, last in ends if following else ():
+            begin = [item for rank in last.ranks for item in following.get((task, rank), ())]
+            for item in dict.fromkeys(begin):
+                self._computes[item].after(last)
+
+    def _reduction(self, reduction: Reduction) -> Event:
+        event = Event(
+            op=Op.REDUCE,
+            index=reduction.index,
+            d=0,
+            mb=0,
+            ranks=reduction.ranks,
+            duration=0,
+            first_sample=max(self._batches.values()),
+        )
+        # It blocks its ranks until the last is there, so it comes after all of their work.
+        for sequence, weights in zip(self._sequences, self._left_over, strict=True):
+            if set(sequence[-1].ranks) & set(event.ranks):
+                for last in (sequence[-1], *weights):
+                    event.after(last)
+        for (index, _), sync in self._syncs.items():
+            if isinstance(reduction, LossReduction) and self._losses[index].name == reduction.owner:
+                event.after(sync)
+        return event
+
+    def run(self) -> Iterator[Event]:
+        """All events, each after those that it depends on.
+
+        Raises:
+            InvalidInputError: the orders of the stages wait for each other.
+        """
+        loose = [*self._syncs.values(), *self._weights, *self._reductions]
+        return _ListScheduler(self._sequences, loose).run()
+
+
+class _ListScheduler:
+    """Starts at each instant what can start, first by time, then by priority."""
+
+    def __init__(self, sequences: list[list[Event]], loose: list[Event]) -> None:
+        self._remaining = sum(map(len, sequences)) + len(loose)
+        self._next: dict[int, Event] = {}
+        self._held: set[int] = set()
+        self._free_at: defaultdict[int, int] = defaultdict(int)
+        self._heap: list[tuple[int, int, int, int, int, int, Event]] = []
+        self._ticket = 0
+        self._ready_syncs: set[int] = set()
+        self._syncs_of: defaultdict[int, list[Event]] = defaultdict(list)
+        for sync in loose:
+            if sync.op is Op.SYNC_WAIT:
+                for event in sync.then:
+                    self._syncs_of[id(event)].append(sync)
+        for sequence in sequences:
+            for first, second in pairwise(sequence):
+                self._next[id(first)] = second
+                self._held.add(id(second))
+        for event in (*(s[0] for s in sequences if s), *loose):
+            self._offer(event)
+
+    def run(self) -> Iterator[Event]:
+        while self._heap:
+            offered, *_, event = heapq.heappop(self._heap)
+            start = self._start(event)
+            # Only times that are still true decide, so that what other ranks do changes nothing.
+            if start > offered:
+                self._push(event)
+                continue
+            yield event
+            self._finish(event, start + event.duration)
+        if self._remaining:
+            raise InvalidInputError(
+                f"the units' schedules wait for each other: {self._remaining} instructions "
+                "can never start",
+                hint="raise schedule.in_flight or schedule.lead, or solve the workload again",
+            )
+
+    def _start(self, event: Event) -> int:
+        return max(event.ready_at, *(self._free_at[rank] for rank in event.ranks))
+
+    def _finish(self, event: Event, end: int) -> None:
+        self._remaining -= 1
+        for rank in event.ranks:
+            self._free_at[rank] = end
+        for other in event.then:
+            other.waiting_for -= 1
+            other.ready_at = max(other.ready_at, end)
+            self._offer(other)
+        following = self._next.get(id(event))
+        if following is not None:
+            self._held.discard(id(following))
+            self._offer(following)
+
+    def _offer(self, event: Event) -> None:
+        if id(event) in self._held:
+            return
+        if event.waiting_for:
+            self._demand(event)
+        elif event.op is Op.SYNC_WAIT and event.then:
+            self._ready_syncs.add(id(event))
+            for other in event.then:
+                self._demand(other)
+        else:
+            self._push(event)
+
+    def _demand(self, event: Event) -> None:
+        """Let the syncs go that alone still hold up an event.
+
+        A wait blocks its rank, so it comes when something needs its gradient, not when
+        its features are there: what else the rank can do hides the gather.
+        """
+        ready = [s for s in self._syncs_of[id(event)] if id(s) in self._ready_syncs]
+        if ready and len(ready) == event.waiting_for and id(event) not in self._held:
+            for sync in ready:
+                self._ready_syncs.discard(id(sync))
+                self._push(sync)
+
+    def _push(self, event: Event) -> None:
+        self._ticket += 1
+        key = (
+            self._start(event),
+            _PRIORITY[event.op],
+            event.first_sample,
+            -event.index,
+            event.mb,
+            self._ticket,
+        )
+        heapq.heappush(self._heap, (*key, event))

@@ -1,0 +1,125 @@
+"""The order of a rank that runs several chunks of one unit: interleaved 1F1B.
+
+A rank at pipeline position q of P holds the chunks q, P + q, 2P + q, ... of its unit. It takes
+the micro-batches in groups of P: a group's forwards through its first chunk, then through its
+second, and so on; its backwards through the chunks from the last to the first (Narayanan et
+al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2). The
+chunks of a rank so have one order together, which greedy merging of their own orders misses:
+it fills the ramp with the first chunk's micro-batches, and the last chunk starts late.
+
+As in :mod:`mmplan.program.schedules.stage_order` the whole order is a list ``before[j]``, here of a
+rank: how many of its forwards come before its backward j. The last rank alternates as soon as what
+hangs on its last chunk lets it, and each rank before it runs ``1 + lead`` forwards more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from mmplan.program.instructions import Op
+from mmplan.schema.plan import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaving:
+    """The orders of the ranks of one replica.
+
+    Attributes:
+        forwards: (chunk row, micro-batch) of every forward in its order, the same on all ranks;
+            row r of position q is chunk r * pp + q.
+        backwards: likewise.
+        before: ``[position][j]``, forwards that come before backward j.
+    """
+
+    forwards: tuple[tuple[int, int], ...]
+    backwards: tuple[tuple[int, int], ...]
+    before: tuple[tuple[int, ...], ...]
+
+    def chunk_order(self, position: int, row: int) -> list[int]:
+        """``forwards_before[m]`` of one chunk alone."""
+        places = [i for i, (r, _) in enumerate(self.forwards) if r == row]
+        order = [0] * len(places)
+        for (r, mb), before in zip(self.backwards, self.before[position], strict=True):
+            if r == row:
+                order[mb] = bisect_left(places, before)
+        return order
+
+    def sequence(self, position: int) -> Iterator[tuple[Op, int, int]]:
+        """(F or B, chunk row, micro-batch) in the order of one rank."""
+        done = 0
+        for (row, mb), before in zip(self.backwards, self.before[position], strict=True):
+            yield from ((Op.FORWARD, r, m) for r, m in self.forwards[done:before])
+            done = before
+            yield Op.BACKWARD, row, mb
+
+
+def interleave(
+    count: int, pp: int, vpp: int, needs: Sequence[int], schedule: Schedule, *, extra: int = 0
+) -> Interleaving:
+    """The orders of one replica.
+
+    Args:
+        count: micro-batches.
+        pp: ranks of the pipeline.
+        vpp: chunks of a rank.
+        needs: forwards of the last chunk that must come before its backward m.
+        schedule: its lead and in_flight count.
+        extra: forwards that every rank runs ahead of what that takes.
+    """
+    groups = _groups(count, pp)
+    rows = range(vpp)
+    forwards = tuple((row, mb) for group in groups for row in rows for mb in group)
+    backwards = tuple((row, mb) for group in groups for row in reversed(rows) for mb in group)
+    place = {item: i for i, item in enumerate(forwards)}
+    wanted = [place[row, needs[mb] - 1] + 1 if row == vpp - 1 else 0 for row, mb in backwards]
+    before = [_last_rank(wanted, extra, len(forwards))]
+    # More would let the first rank wait for a chunk that the last has not come to yet.
+    step = min(1 + schedule.lead, 2 * len(groups[0]) // (pp - 1)) if pp > 1 else 0
+    for _ in range(pp - 1):
+        before.insert(0, [min(len(forwards), n + step) for n in before[0]])
+    order = Interleaving(
+        forwards=forwards, backwards=backwards, before=tuple(tuple(b) for b in before)
+    )
+    return order if schedule.in_flight is None else _within(order, vpp, schedule.in_flight)
+
+
+def _groups(count: int, pp: int) -> list[range]:
+    """Runs of pp micro-batches; the last takes what is left over, so that none is shorter.
+
+    A rank fills the time until its next chunk's input comes back with the group's other
+    micro-batches; a short group would leave it idle.
+    """
+    starts = [pp * i for i in range(max(1, count // pp))]
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
+
+
+def group_ends(count: int, pp: int) -> list[int]:
+    """Per micro-batch, how many a rank takes in before that one enters its last chunk."""
+    return [group.stop for group in _groups(count, pp) for _ in group]
+
+
+def _last_rank(wanted: Sequence[int], extra: int, total: int) -> list[int]:
+    """One more forward before each next backward, and what is wanted at least."""
+    before: list[int] = []
+    for need in wanted:
+        following = before[-1] + 1 if before else 0
+        before.append(min(total, max(following, need + extra if need else 0)))
+    return before
+
+
+def _within(order: Interleaving, vpp: int, in_flight: int) -> Interleaving:
+    """At most ``in_flight`` micro-batches of each chunk, but a backward's own forward always."""
+    places = [[i for i, (r, _) in enumerate(order.forwards) if r == row] for row in range(vpp)]
+    place = {item: i for i, item in enumerate(order.forwards)}
+    done = [0] * vpp
+    limits: list[int] = []
+    for row, mb in order.backwards:
+        held = [p[in_flight + n :] for p, n in zip(places, done, strict=True)]
+        room = min((p[0] for p in held if p), default=len(order.forwards))
+        limits.append(max(room, place[row, mb] + 1))
+        done[row] += 1
+    before = tuple(tuple(accumulate(map(min, row, limits), max)) for row in order.before)
+    return replace(order, before=before)

@@ -1,0 +1,276 @@
+"""The time of a program as a recurrence, for many choices of its computes' times at once.
+
+Without messages that take time, a compute starts when its rank has ended what comes before it
+and its inputs have ended where they are made. So every end is the latest of some ends plus a
+time of its own, and those that wait for no others of the same level are one numpy operation:
+for as many candidates as there are columns.
+
+Shape suffixes used in this file: N = computes, losses and reductions ("nodes"), R = candidates,
+S = stages, M = micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmplan.arrays import Floats, Indices
+from mmplan.errors import InvalidInputError
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
+from mmplan.program.model import Program
+
+# (stage, replica, micro-batch, operation) of a compute; of a loss, a reduction or a helper.
+_ComputeKey = tuple[int, int, int, Op]
+_NO_COMPUTE: _ComputeKey = -1, 0, 0, Op.FORWARD
+# A node that waits for more others than this waits for helpers that wait for them.
+_MOST_WAITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Nodes [start, stop); column i of ``waits`` is what node i of them waits for, repeated."""
+
+    start: int
+    stop: int
+    waits: tuple[Indices, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What every compute of a program waits for; built once by :func:`make_recurrence`.
+
+    Attributes:
+        stage: [N], stage of a compute; -1 for a loss or a reduction.
+        replica: [N], its replica.
+        mb: [N], its micro-batch.
+        backward: [N], whether it is a backward, or the ``I`` of a split one.
+        weights: [N], whether it is the ``W`` of a split backward.
+        share: [N], what part of the whole forward or backward it is: 1, or half of a split one.
+    """
+
+    stage: Indices
+    replica: Indices
+    mb: Indices
+    backward: NDArray[np.bool_]
+    weights: NDArray[np.bool_]
+    share: Floats
+    _levels: tuple[_Level, ...] = field(repr=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of computes, losses and reductions."""
+        return len(self.stage)
+
+    @property
+    def num_levels(self) -> int:
+        """Length of the longest chain of nodes that wait for each other."""
+        return len(self._levels) + 1
+
+    def makespans(self, time_NR: Floats) -> Floats:
+        """When the last node ends, for each candidate [R]; losses and reductions count too.
+
+        Args:
+            time_NR: time of each node, in any unit; overwritten.
+        """
+        end_NR = time_NR
+        for level in self._levels:
+            starts = end_NR.take(level.waits[0], axis=0)
+            for others in level.waits[1:]:
+                np.maximum(starts, end_NR.take(others, axis=0), out=starts)
+            end_NR[level.start : level.stop] += starts
+        return end_NR.max(axis=0)
+
+    def order_makespans(
+        self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats
+    ) -> Floats:
+        """Makespans [R] when position k of every stage holds micro-batch ``orders_RM[r, k]``.
+
+        Args:
+            orders_RM: permutations of the micro-batches.
+            forward_SM: time of a stage's forward on each micro-batch, all replicas alike.
+            backward_SM: likewise; the parts of a split backward take half each.
+
+        Raises:
+            InvalidInputError: the tables do not cover the stages and micro-batches.
+        """
+        return self.makespans(self._times(orders_RM, forward_SM, backward_SM))
+
+    def _times(self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats) -> Floats:
+        needed = int(self.stage.max()) + 1, int(self.mb.max()) + 1
+        for given in (forward_SM.shape, backward_SM.shape, (needed[0], orders_RM.shape[1])):
+            if given != (needed[0], forward_SM.shape[1]) or given[1] < needed[1]:
+                raise InvalidInputError(
+                    f"times for {given[0]} stages x {given[1]} micro-batches, the program has "
+                    f"{needed[0]} x {needed[1]}",
+                    hint="give one row per stage and one column per micro-batch",
+                )
+        num_microbatches, candidates = orders_RM.shape[1], orders_RM.shape[0]
+        # The last row is for what is no compute.
+        table = np.vstack([forward_SM, backward_SM, np.zeros_like(forward_SM[:1])])
+        held = table.take(orders_RM.T.ravel(), axis=1).reshape(-1, candidates)
+        is_backward = self.backward | self.weights
+        row_N = np.where(self.stage < 0, -1, self.stage + is_backward * needed[0])
+        time_NR = held.take((row_N % len(table)) * num_microbatches + self.mb, axis=0)
+        return time_NR * self.share[:, None] if self.weights.any() else time_NR
+
+
+def make_recurrence(program: Program) -> Recurrence:
+    """The recurrence of a program: its simulation with messages that take no time.
+
+    Raises:
+        InvalidInputError: the program has no computes, or deadlocks.
+    """
+    nodes = _Nodes(program)
+    for rank, row in enumerate(program.instructions):
+        nodes.add_row(rank, row)
+    nodes.connect()
+    levels = _levels(nodes.waits)
+    if not levels:
+        raise InvalidInputError(
+            f"the program {program.name} computes nothing", hint="solve the workload again"
+        )
+    return _numbered(nodes, levels)
+
+
+class _Nodes:
+    """Collects the nodes of all ranks; what several ranks do together is one node."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._ids: dict[Hashable, int] = {}
+        # The node after which each message leaves, and the messages each node takes.
+        self._sent: dict[Hashable, int] = {}
+        self._takes: list[tuple[int, Hashable]] = []
+        self.keys: list[_ComputeKey] = []
+        self.waits: list[set[int]] = []
+
+    def add_row(self, rank: int, row: Sequence[Instruction]) -> None:
+        replicas = {s.index: s.place(rank)[0] for s in self._program.stages_of(rank)}
+        posted: defaultdict[tuple[int, bool, int], list[Hashable]] = defaultdict(list)
+        last = -1
+        for item in row:
+            if isinstance(item, Message):
+                key = _message_key(rank, item)
+                if item.is_send:
+                    self._sent[key] = last
+                else:
+                    posted[item.stage, item.op is Op.RECV_B, item.mb].append(key)
+                continue
+            node = self._node(item, replicas)
+            if node < 0:
+                continue
+            if last >= 0:
+                self.waits[node].add(last)
+            if isinstance(item, Compute) and item.op is not Op.WEIGHT:
+                taken = posted.pop((item.stage, item.is_backward, item.mb), [])
+                self._takes += [(node, key) for key in taken]
+            last = node
+
+    def _node(self, item: Instruction, replicas: dict[int, int]) -> int:
+        """The node of an instruction, new or already there; -1 where it takes no time."""
+        key: Hashable = item
+        kind = _NO_COMPUTE
+        if isinstance(item, Compute):
+            key = kind = item.stage, replicas[item.stage], item.mb, item.op
+        elif not isinstance(item, Collective) and not (
+            isinstance(item, Sync) and item.op is Op.SYNC_WAIT
+        ):
+            return -1
+        known = self._ids.get(key)
+        if known is None:
+            known = self._ids[key] = len(self.keys)
+            self.keys.append(kind)
+            self.waits.append(set())
+        return known
+
+    def connect(self) -> None:
+        """Let each node wait for the senders of its messages, and for few nodes at a time."""
+        for node, key in self._takes:
+            sender = self._sent.get(key)
+            if sender is None:
+                raise InvalidInputError(
+                    f"the program {self._program.name} waits for a message that nobody sends",
+                    hint="mmplan check PLAN lists every fault; solve the workload again",
+                )
+            if sender >= 0:
+                self.waits[node].add(sender)
+        for node in range(len(self.waits)):
+            while len(self.waits[node]) > _MOST_WAITS:
+                self.waits[node] = self._through_helpers(self.waits[node])
+
+    def _through_helpers(self, waits: set[int]) -> set[int]:
+        """Helper nodes without time that wait for a few of ``waits`` each."""
+        rest = sorted(waits)
+        helpers: set[int] = set()
+        for start in range(0, len(rest), _MOST_WAITS):
+            helpers.add(len(self.keys))
+            self.keys.append(_NO_COMPUTE)
+            self.waits.append(set(rest[start : start + _MOST_WAITS]))
+        return helpers
+
+
+def _message_key(rank: int, item: Message) -> Hashable:
+    backward = item.op in (Op.SEND_B, Op.RECV_B)
+    ends = (rank, item.peer) if item.is_send else (item.peer, rank)
+    return item.edge, backward, ends, item.start, item.stop
+
+
+def _levels(waits: Sequence[set[int]]) -> list[list[int]]:
+    """Nodes by the longest chain of others before them.
+
+    Raises:
+        InvalidInputError: some wait for each other in a circle.
+    """
+    after: list[list[int]] = [[] for _ in waits]
+    missing = [len(item) for item in waits]
+    for node, item in enumerate(waits):
+        for other in item:
+            after[other].append(node)
+    level = [node for node, count in enumerate(missing) if count == 0]
+    levels: list[list[int]] = []
+    while level:
+        levels.append(level)
+        freed: list[int] = []
+        for node in level:
+            for other in after[node]:
+                missing[other] -= 1
+                if missing[other] == 0:
+                    freed.append(other)
+        level = freed
+    if any(missing):
+        raise InvalidInputError(
+            "the program deadlocks: some of its computes wait for each other",
+            hint="mmplan check PLAN lists every fault; solve the workload again",
+        )
+    return levels
+
+
+def _numbered(nodes: _Nodes, levels: Sequence[Sequence[int]]) -> Recurrence:
+    """Number the nodes level by level, so that each level is a slice."""
+    flat = [node for level in levels for node in level]
+    number = np.empty(len(flat), np.intp)
+    number[flat] = np.arange(len(flat))
+    rows: list[_Level] = []
+    start = len(levels[0])
+    for level in levels[1:]:
+        waits = [number[sorted(nodes.waits[node])].tolist() for node in level]
+        width = max(map(len, waits))
+        padded = [item + item[-1:] * (width - len(item)) for item in waits]
+        columns = tuple(np.array(column, np.intp) for column in zip(*padded, strict=True))
+        rows.append(_Level(start, start + len(level), columns))
+        start += len(level)
+    stage, replica, mb, op = zip(*(nodes.keys[node] for node in flat), strict=True)
+    parts = [item in (Op.INPUT, Op.WEIGHT) for item in op]
+    return Recurrence(
+        stage=np.array(stage, np.intp),
+        replica=np.array(replica, np.intp),
+        mb=np.array(mb, np.intp),
+        backward=np.array([item in (Op.BACKWARD, Op.INPUT) for item in op], np.bool_),
+        weights=np.array([item is Op.WEIGHT for item in op], np.bool_),
+        share=np.where(parts, 0.5, 1.0),
+        _levels=tuple(rows),
+    )

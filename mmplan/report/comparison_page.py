@@ -1,0 +1,309 @@
+"""compare.html: plans of several solvers side by side, in one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mmplan.planning.compare import ComparedSetting, Comparison, Solved
+from mmplan.planning.comparison_details import evenly
+from mmplan.report import numbers as fmt
+from mmplan.report.html import markup, plots
+from mmplan.report.html.document import PageSection, document
+from mmplan.report.html.markup import Amount, bars
+from mmplan.report.sections.memory import in_sight, memory_plot
+from mmplan.report.sections.timeline_rows import MOST_BARS, StepTimeline, timeline
+from mmplan.report.sections.timelines import (
+    LABEL_LENGTH,
+    rank_labels,
+    timeline_legend,
+    timeline_picture,
+)
+from mmplan.report.sections.utilisation import utilisation_matrix
+from mmplan.report.source import Event
+from mmplan.report.terminal.comparison_tables import (
+    COLUMNS,
+    baseline_words,
+    batch_axis,
+    batch_sweep,
+    batch_words,
+    comparison_row,
+    device_sweep,
+    left_out_lines,
+    setting_words,
+)
+from mmplan.schema.base import write_text
+from mmplan.wording import counted
+
+# Rates that differ by less have ticks between powers of two.
+FEW_POWERS = 8
+_BARS = 2 * MOST_BARS
+# Lines differ in marker and dash too, not in colour alone.
+_COLOURS = (plots.BLUE, plots.RED, plots.GREEN, plots.INK, plots.GREY)
+_MARKERS = "osD^vPX*<>ph"
+_DASHES = ("-", "--", "-.", ":")
+
+
+def write_comparison(found: Comparison, output: Path) -> None:
+    """Write the page.
+
+    Args:
+        found: with details of the main setting's plans.
+        output: its file.
+
+    Raises:
+        UnfitEnvironmentError: it cannot be written.
+    """
+    write_text(output, render_comparison(found))
+
+
+def render_comparison(found: Comparison) -> str:
+    """The whole page."""
+    makers: list[tuple[str, str, Callable[[Comparison], str]]] = [
+        ("plans", "Plans, best first", _plans),
+        ("timelines", "One step of each, on one time scale", _timelines),
+        ("memory", "Memory per device, predicted", _memory),
+        ("modules", "What each module makes of its devices", _modules),
+        ("devices", "More and fewer devices", _devices),
+        ("batches", "Other batches", _batches),
+    ]
+    parts = [
+        PageSection(anchor=anchor, title=title, content=content)
+        for anchor, title, maker in makers
+        if (content := maker(found))
+    ]
+    return document(found.name, "mmplan comparison of plans", parts)
+
+
+def _plans(found: Comparison) -> str:
+    best = found.best_first[0]
+    cluster = best.plan.cluster
+    lead = (
+        f"On {setting_words(found, found.main)}, cluster {cluster.name} ({cluster.device.name}): "
+        f"{best.solver} has the most samples/s, {found.ratio(best.plan):.2f} times those of "
+        f"{found.baseline}. All figures are of simulated steps, without the update."
+    )
+    columns = ("solver", ">samples/s", f">× {found.baseline}", *(f">{c}" for c in COLUMNS))
+    rows = [comparison_row(found, item.solver, item.plan) for item in found.best_first]
+    notes = "".join(markup.text("li", line) for line in left_out_lines(found))
+    return (
+        markup.text("p", lead)
+        + _rate_bars(found)
+        + markup.table(columns, rows, label="Plans of all solvers")
+        + markup.note(
+            f"{baseline_words(found, '×')}. Gap: how far a plan may be from the best of its "
+            "solver's own formula. Idle and communication: shares of the devices used."
+        )
+        + (
+            markup.text("h3", "Left out") + markup.element("ul", notes, class_="notes")
+            if notes
+            else ""
+        )
+    )
+
+
+def _rate_bars(found: Comparison) -> str:
+    """Samples per second; the baseline's bar is grey."""
+    amounts = [
+        Amount(
+            name=item.solver,
+            value=item.plan.predicted.samples_per_s,
+            words=f"{fmt.count(item.plan.predicted.samples_per_s)}/s, "
+            f"× {found.ratio(item.plan):.2f}",
+            marked=item.solver == found.baseline,
+        )
+        for item in found.best_first
+    ]
+    return bars(amounts, label="Samples per second of every solver")
+
+
+def _timelines(found: Comparison) -> str:
+    lines = [line for line in _lines(found) if line.rows and line.end_s > 0]
+    if not lines:
+        return ""
+    hidden = [f"{line.name} {line.hidden:,}" for line in lines if line.hidden]
+    thinned = f" Left out are the shortest instructions: {', '.join(hidden)}." if hidden else ""
+    return (
+        markup.text(
+            "p",
+            "Best first. Of every plan some ranks are drawn: one for each set of stages that ranks "
+            f"run, more where these are few, fewer and no messages of very long programs.{thinned}",
+        )
+        + timeline_legend()
+        + timeline_picture(lines, label="Timelines of the plans")
+    )
+
+
+def _lines(found: Comparison) -> Iterator[StepTimeline]:
+    shown = [(item, item.details) for item in found.best_first if item.details is not None]
+    for item, details in shown:
+        most = _BARS // len(shown)
+        events, ranks = _fitting(details.events, most)
+        yield timeline(
+            item.solver,
+            events,
+            ranks=ranks,
+            most_bars=most,
+            labels=rank_labels(item.plan, LABEL_LENGTH),
+        )
+
+
+def _fitting(events: Sequence[Event], most: int) -> tuple[Sequence[Event], list[int]]:
+    """Events of whole rows, as many as fit: first messages go, then ranks."""
+    if len(events) > most:
+        events = [event for event in events if event["cat"] not in ("SEND", "RECV")]
+    ranks = sorted({event["tid"] for event in events})
+    if len(events) > most:
+        ranks = evenly(ranks, max(2, most * len(ranks) // len(events)))
+    return events, ranks
+
+
+def _memory(found: Comparison) -> str:
+    shown = [item for item in found.best_first if item.plan.predicted.memory_bytes]
+    if not shown:
+        return ""
+    capacity = shown[0].plan.cluster.device.memory_bytes
+    most = max(max(item.plan.predicted.memory_bytes) for item in shown)
+    pictures = "".join(
+        _memory_panel(item, i, capacity=capacity, most=most) for i, item in enumerate(shown)
+    )
+    has = "dashed: the {} that it has" if in_sight(capacity, most) else "it has {}"
+    text = f"Most bytes that each device holds, fullest first; {has.format(fmt.size(capacity))}."
+    return markup.text("p", text) + markup.element("div", pictures, class_="grid")
+
+
+def _memory_panel(item: Solved, index: int, *, capacity: float, most: float) -> str:
+    held = sorted(item.plan.predicted.memory_bytes, reverse=True)
+    picture = memory_plot(
+        held,
+        capacity,
+        prefix=f"memory{index}",
+        xlabel="devices, fullest first",
+        width=3.6,
+        most=most,
+    )
+    beside = markup.text("span", f" {fmt.size(held[0])} to {fmt.size(held[-1])}")
+    return markup.panel(picture, label=f"Memory, {item.solver}", title=item.solver, beside=beside)
+
+
+def _modules(found: Comparison) -> str:
+    plans = {i.solver: i.details.uses for i in found.best_first if i.details is not None}
+    return utilisation_matrix(plans) if plans else ""
+
+
+def _devices(found: Comparison) -> str:
+    settings = device_sweep(found)
+    if not settings:
+        return ""
+    rates = _rates(found, settings, lambda setting: setting.devices)
+    efficiency = {
+        solver: [(n, rate / n / (row[0][1] / row[0][0])) for n, rate in row]
+        for solver, row in rates.items()
+        if row[0][1]
+    }
+    pictures = _curves(rates, "devices", "samples/s", "rate-devices", log=True) + _curves(
+        efficiency, "devices", "samples/s per device (first = 1)", "efficiency", log=False
+    )
+    return (
+        markup.text(
+            "p",
+            "Every solver plans anew for every number of devices, "
+            f"{batch_words(found, found.main)}. The second picture divides by the number of "
+            "devices "
+            "and by the solver's own first point: 1 is linear scaling.",
+        )
+        + markup.element("div", pictures, class_="grid wide")
+        + _sweep_table(rates, [s.devices for s in settings], "devices")
+    )
+
+
+def _batches(found: Comparison) -> str:
+    settings = batch_sweep(found)
+    if not settings:
+        return ""
+    rates = _rates(found, settings, lambda setting: setting.batch)
+    told = batch_axis(found)
+    return (
+        markup.text(
+            "p",
+            f"Every solver plans anew for every batch, on {counted(found.main.devices, 'device')}. "
+            "Larger batches fill pipelines and hide reductions; what they do to learning is not "
+            f"said{f' ({told})' if told else ''}.",
+        )
+        + markup.element(
+            "div",
+            _curves(rates, "batch", "samples/s", "rate-batches", log=True),
+            class_="grid wide",
+        )
+        + _sweep_table(rates, [s.batch for s in settings], "batch")
+    )
+
+
+Curves = dict[str, list[tuple[int, float]]]
+
+
+def _rates(
+    found: Comparison, settings: Sequence[ComparedSetting], axis: Callable[[ComparedSetting], int]
+) -> Curves:
+    """Solver to its points, in order of the settings; those that the main setting ranks first."""
+    order = [item.solver for item in found.best_first]
+    rates: Curves = {solver: [] for solver in order}
+    for setting in settings:
+        for item in found.at(setting):
+            point = axis(setting), item.plan.predicted.samples_per_s
+            rates.setdefault(item.solver, []).append(point)
+    return rates
+
+
+def _curves(curves: Curves, xlabel: str, ylabel: str, prefix: str, *, log: bool) -> str:
+    label = f"{ylabel} over {xlabel}; the table below says the same"
+    picture = plots.plot(
+        partial(_draw_curves, curves=curves, xlabel=xlabel, ylabel=ylabel, log=log),
+        width=5.2,
+        height=3.6,
+        label=label,
+        prefix=prefix,
+    )
+    return markup.panel(picture, label=label, title=f"{ylabel} over {xlabel}", beside="")
+
+
+def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: bool) -> None:
+    axes = figure.subplots()
+    for i, (solver, row) in enumerate(curves.items()):
+        axes.plot(
+            [x for x, _ in row],
+            [y for _, y in row],
+            color=_COLOURS[i % len(_COLOURS)],
+            marker=_MARKERS[i % len(_MARKERS)],
+            linestyle=_DASHES[i // len(_COLOURS) % len(_DASHES)],
+            markersize=4.5,
+            label=solver,
+        )
+    ticks = sorted({x for row in curves.values() for x, _ in row})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
+    axes.minorticks_off()
+    if log:
+        from matplotlib.ticker import MaxNLocator
+
+        axes.set_yscale("log", base=2)
+        rates = [y for row in curves.values() for _, y in row]
+        if max(rates) < FEW_POWERS * min(rates):
+            # Powers of two would leave such an axis with a tick or two.
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(lambda value, _: fmt.count(value))
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    figure.legend(loc="outside right upper")
+
+
+def _sweep_table(rates: Curves, columns: Sequence[int], axis: str) -> str:
+    rows = [
+        (solver, *(fmt.count(dict(row)[x]) if x in dict(row) else "–" for x in columns))
+        for solver, row in rates.items()
+    ]
+    heads = (f"samples/s with {axis}", *(f">{x:,}" for x in columns))
+    return markup.table(heads, rows, label=f"Samples per second by {axis}")

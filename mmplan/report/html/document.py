@@ -1,0 +1,74 @@
+"""A page around its sections: style, script, links to the sections. It loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from mmplan.report.html import markup
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageSection:
+    """A section as it stands on the page.
+
+    Attributes:
+        anchor: its id, for links.
+        content: markup below the heading.
+    """
+
+    anchor: str
+    title: str
+    content: str
+
+
+def document(name: str, kind: str, parts: Sequence[PageSection]) -> str:
+    """The whole page.
+
+    Args:
+        name: its heading.
+        kind: of page, below the heading.
+        parts: in order.
+    """
+    main = markup.element("main", "".join(map(_section, parts)), id="main", tabindex=-1)
+    skip = markup.text("a", "Skip to the content", href="#main", class_="skip")
+    script = f"<script>{_asset('timeline.js')}</script>"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"{markup.text('title', f'{name}: {kind}')}"
+        f"<style>{_asset('page.css')}</style></head>"
+        f"<body>{skip}{_header(name, kind, parts)}{main}{script}</body></html>\n"
+    )
+
+
+def _section(part: PageSection) -> str:
+    heading = markup.text("h2", part.title, id=f"{part.anchor}-title")
+    return markup.element(
+        "section",
+        heading + part.content,
+        id=part.anchor,
+        aria_labelledby=f"{part.anchor}-title",
+    )
+
+
+def _header(name: str, kind: str, parts: Sequence[PageSection]) -> str:
+    links = "".join(
+        markup.element("li", markup.text("a", p.title.partition(",")[0], href=f"#{p.anchor}"))
+        for p in parts
+    )
+    return markup.element(
+        "header",
+        markup.text("h1", name)
+        + markup.text("p", kind, class_="kind")
+        + markup.element("nav", markup.element("ul", links), aria_label="Sections"),
+    )
+
+
+def _asset(name: str) -> str:
+    return files("mmplan.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,163 @@
+"""Pieces of HTML and SVG; every text that comes from a file passes through :func:`esc`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from mmplan.report.html import markup
+
+
+def esc(value: object) -> str:
+    """Text that is safe between tags and inside quoted attributes."""
+    return escape(str(value), quote=True)
+
+
+def element(tag: str, content: str = "", **attributes: object) -> str:
+    """One element; ``content`` is markup, attributes are text and are escaped.
+
+    A trailing underscore is dropped from names and the others become hyphens
+    (``class_``, ``aria_label``); None leaves an attribute out.
+    """
+    parts = [
+        f' {name.rstrip("_").replace("_", "-")}="{esc(value)}"'
+        for name, value in attributes.items()
+        if value is not None
+    ]
+    return f"<{tag}{''.join(parts)}>{content}</{tag}>"
+
+
+def text(tag: str, content: object, **attributes: object) -> str:
+    """One element around plain text."""
+    return element(tag, esc(content), **attributes)
+
+
+def note(content: object) -> str:
+    """A sentence that explains or excuses."""
+    return text("p", content, class_="note")
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, label: str, head: bool = True
+) -> str:
+    """A table of plain text that scrolls sideways by itself.
+
+    Args:
+        columns: headings; one that starts with ``>`` is right-aligned.
+        rows: cells; a cell that is :class:`Markup` is taken as it is.
+        label: what assistive technology calls it.
+        head: without it the headings are only for assistive technology.
+    """
+    right = [column.startswith(">") for column in columns]
+    cells = "".join(
+        text("th", column.lstrip(">"), scope="col", class_="r" if is_right else None)
+        for column, is_right in zip(columns, right, strict=True)
+    )
+    body = "".join(element("tr", _cells(row, right)) for row in rows)
+    header = element("thead", element("tr", cells), class_=None if head else "unseen")
+    whole = element("table", header + element("tbody", body), class_=None if head else "facts")
+    return scroller(whole, label=label, class_="table")
+
+
+class Markup(str):
+    """A table cell that is already markup."""
+
+    __slots__ = ()
+
+
+def _cells(row: Sequence[object], right: Sequence[bool]) -> str:
+    return "".join(
+        element(
+            "td",
+            cell if isinstance(cell, Markup) else esc(cell),
+            class_="r" if is_right else None,
+        )
+        for cell, is_right in zip(row, right, strict=True)
+    )
+
+
+def scroller(content: str, *, label: str, class_: str = "figure") -> str:
+    """A focusable region in which wide content scrolls sideways, so that the page need not."""
+    return element(
+        "div", content, class_=f"scroll {class_}", tabindex=0, role="region", aria_label=label
+    )
+
+
+def panel(picture: str, *, label: str, title: str, beside: str) -> str:
+    """One of several small pictures: a title, markup beside it, the picture below."""
+    caption = element("figcaption", text("strong", title) + beside)
+    return element("figure", caption + scroller(picture, label=label))
+
+
+def figure(content: str, *, label: str, caption: str = "", class_: str = "") -> str:
+    """A picture with its caption (markup)."""
+    below = element("figcaption", caption) if caption else ""
+    return element("figure", scroller(content, label=label) + below, class_=class_ or None)
+
+
+def svg(content: str, *, width: float, height: float, label: str, class_: str = "") -> str:
+    """An inline picture of a natural size in CSS pixels; ``label`` is its text alternative."""
+    return element(
+        "svg",
+        content,
+        class_=class_ or None,
+        width=f"{width:g}",
+        height=f"{height:g}",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        aria_label=label,
+    )
+
+
+def legend(entries: Iterable[tuple[str, str]]) -> str:
+    """Keys of a picture: (markup of the sign, text)."""
+    items = (element("li", sign + esc(name)) for sign, name in entries)
+    return element("ul", "".join(items), class_="legend")
+
+
+def json_script(data: Any, *, id_: str) -> str:
+    """Data for the page's own script; a name in it cannot end the element."""
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    safe = packed.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return f'<script type="application/json" id="{esc(id_)}">{safe}</script>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount:
+    """One bar.
+
+    Attributes:
+        words: behind it; they say the value.
+        marked: drawn in grey: what the others are held against.
+    """
+
+    name: str
+    value: float
+    words: str
+    marked: bool = False
+
+
+def bars(amounts: Sequence[Amount], *, label: str) -> str:
+    """Bars from 0 on one scale, as a list that reads well without them.
+
+    Args:
+        amounts: in order; none of them below 0.
+        label: what assistive technology calls them.
+    """
+    most = max(amount.value for amount in amounts) or 1.0
+    items = "".join(_bar(amount, most) for amount in amounts)
+    return markup.element("ul", items, class_="bars", aria_label=label)
+
+
+def _bar(amount: Amount, most: float) -> str:
+    length = markup.element("span", "", style=f"width:{100 * amount.value / most:.1f}%")
+    return markup.element(
+        "li",
+        markup.text("span", amount.name, class_="name")
+        + markup.element("span", length, class_="track")
+        + markup.text("span", amount.words, class_="words"),
+        class_="marked" if amount.marked else None,
+    )

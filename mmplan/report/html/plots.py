@@ -1,0 +1,125 @@
+"""Small plots by matplotlib as inline SVG whose colours and font are the page's."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mmplan.report import numbers as fmt
+
+# matplotlib draws with these colours; the page's style then decides what they look like.
+INK, DIM, GRID, GROUND = "#010203", "#040506", "#070809", "#0a0b0c"
+BLUE, RED, GREEN, GREY = "#0d0e0f", "#101112", "#131415", "#161718"
+_VARIABLES = {
+    INK: "--ink",
+    DIM: "--dim",
+    GRID: "--grid",
+    GROUND: "--panel",
+    BLUE: "--F",
+    RED: "--B",
+    GREEN: "--S",
+    GREY: "--M",
+}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    # Ids of clip paths and markers depend on the drawing alone.
+    "svg.hashsalt": "mmplan",
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "text.color": INK,
+    "axes.edgecolor": DIM,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": DIM,
+    "ytick.color": DIM,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.4,
+    "path.simplify": True,
+}
+
+
+def plot(
+    draw: Callable[[Any], None], *, width: float, height: float, label: str, prefix: str
+) -> str:
+    """Draw a figure and return it as an inline ``svg`` element.
+
+    Args:
+        draw: gets an empty matplotlib figure.
+        width: inches; 72 CSS pixels each.
+        height: inches.
+        label: the picture's text alternative.
+        prefix: makes the ids of this picture differ from those of others on the page.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    return _inline(buffer.getvalue(), label=label, prefix=prefix)
+
+
+def _inline(document: str, *, label: str, prefix: str) -> str:
+    from mmplan.report.html.markup import esc
+
+    body = document[document.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'\s(xmlns(:\w+)?|version)="[^"]*"', "", body)
+    body = re.sub(r'\bid="', f'id="{prefix}-', body)
+    body = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", body)
+    body = body.replace("xlink:href", "href")
+    body = re.sub(r"font: ([\w. ]*?)([\d.]+px)[^;\"]*", r"font: \1\2 var(--font)", body)
+    for colour, variable in _VARIABLES.items():
+        body = body.replace(colour, f"var({variable})")
+    body = re.sub(r"\s*\n\s*", "\n", body)
+    return body.replace("<svg", f'<svg class="plot" role="img" aria-label="{esc(label)}"', 1)
+
+
+def whole_ticks(axis: Any) -> None:
+    """Ticks at whole numbers: there is no step 0.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def count_ticks(axis: Any) -> None:
+    """Large numbers as tables have them."""
+    axis.set_major_formatter(lambda value, _: fmt.count(value))
+
+
+def time_unit(values: Sequence[float]) -> tuple[float, str]:
+    """Factor and name of the unit in which the largest of these seconds reads well."""
+    largest = max(values, default=0.0)
+    if largest < 1e-3:
+        return 1e6, "us"
+    return (1e3, "ms") if largest < 1 else (1.0, "s")
+
+
+def thinned(
+    xs: Sequence[float], ys: Sequence[float], *, most: int = 1500
+) -> tuple[list[float], list[float]]:
+    """At most ``most`` points: of each run of points its lowest and its highest."""
+    if len(xs) <= most:
+        return list(xs), list(ys)
+    size = -(-len(xs) // (most // 2))
+    kept: list[int] = []
+    for start in range(0, len(xs), size):
+        run = range(start, min(start + size, len(xs)))
+        kept += sorted({min(run, key=ys.__getitem__), max(run, key=ys.__getitem__)})
+    return [xs[i] for i in kept], [ys[i] for i in kept]

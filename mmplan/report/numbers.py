@@ -1,0 +1,76 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmplan.wording import SIZE_UNITS as SIZE_UNITS
+from mmplan.wording import size as size
+
+# Far below what anything takes.
+_LEAST_S = 1e-11
+
+
+def seconds(value: float) -> str:
+    """Seconds with the unit that fits: ``12.3 ms``; what a fit leaves by rounding is 0."""
+    value = 0.0 if abs(value) < _LEAST_S else value
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if abs(value) < limit:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def measured(value: float | None) -> str:
+    """Seconds of a trial, a dash where there was none."""
+    return "–" if value is None else seconds(value)
+
+
+def count(value: float) -> str:
+    """A large number: ``1.2 B``."""
+    return _scaled(value, ("", " k", " M", " B", " T", " P"))
+
+
+def flops(value: float) -> str:
+    """Operations, which are counted in giga where numbers are in billions: ``833 G``."""
+    return _scaled(value, ("", " k", " M", " G", " T", " P"))
+
+
+def _scaled(value: float, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if abs(value) < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}{units[-1]}"
+
+
+def percent(value: float) -> str:
+    """A share: ``12.3%``."""
+    return f"{100 * value:.1f}%"
+
+
+def ranks(values: Sequence[int]) -> str:
+    """Ranks with runs joined: ``0-3,8``."""
+    ordered = sorted(set(values))
+    runs: list[tuple[int, int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+
+
+def ranks_words(values: Sequence[int]) -> str:
+    """Ranks in a sentence: ``rank 3``, ``ranks 0-3,8``."""
+    return f"{'rank' if len(set(values)) == 1 else 'ranks'} {ranks(values)}"
+
+
+def repeated(values: Sequence[int]) -> str:
+    """Sizes with repeats joined: ``4x16+2``."""
+    parts: list[tuple[int, int]] = []
+    for value in values:
+        if parts and parts[-1][1] == value:
+            parts[-1] = parts[-1][0] + 1, value
+        else:
+            parts.append((1, value))
+    return "+".join(str(v) if n == 1 else f"{n}x{v}" for n, v in parts)

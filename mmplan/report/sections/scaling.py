@@ -1,0 +1,140 @@
+"""How a task's use of each module gets faster with devices: T(n), its envelope, its breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmplan.report.html import markup, plots
+from mmplan.report.source import ReportData
+from mmplan.schema.plan import Plan, ScalingCurve
+from mmplan.solvers.mpsp.bounds import curve
+from mmplan.solvers.mpsp.instance import parts
+from mmplan.wording import counted
+
+# Each picture weighs some 15 kB.
+_MOST_PICTURES = 40
+_WIDTH, _HEIGHT = 3.6, 2.6
+_STEPS = 80
+_CORNER = 1.001
+
+
+def scaling_pictures(data: ReportData) -> str:
+    """A picture for every MetaOp of a plan whose solver drew curves; nothing for others."""
+    curves = data.plan.solver.curves
+    if not curves:
+        return ""
+    used = _counts_used(data.plan)
+    pictures = "".join(
+        _picture(own, used.get(own.name, ()), i) for i, own in enumerate(curves[:_MOST_PICTURES])
+    )
+    more = len(curves) - _MOST_PICTURES
+    return (
+        markup.text("h3", "Scalability of every MetaOp")
+        + markup.text(
+            "p",
+            "Seconds of a step's forward and backward on each number of devices that is allowed "
+            "and faster than all smaller ones, with the best degrees. The line is the best that "
+            "changing between two numbers of devices can do (the concave envelope of the speed, "
+            "which the bound stands on).",
+        )
+        + _legend()
+        + (
+            markup.note(f"{counted(more, 'more MetaOp is', 'more MetaOps are')} left out.")
+            if more > 0
+            else ""
+        )
+        + markup.element("div", pictures, class_="grid")
+    )
+
+
+def envelope(own: ScalingCurve) -> tuple[list[float], list[float]]:
+    """Corners of the envelope: numbers of devices, ascending, and seconds.
+
+    A corner that the line between its neighbours misses by less than a thousandth is none.
+    """
+    table = np.array(own.seconds, dtype=np.float64)[:, None]
+    found = curve(own.devices, parts(table))
+    counts = [float(round(n)) for n in (found.area_s / found.time_s)[::-1]]
+    seconds = found.time_s[::-1].tolist()
+    kept = [0.0, *counts], [0.0, *(1 / s for s in seconds)]
+    k = 1
+    while k < len(kept[0]) - 1:
+        (n0, n, n1), (v0, v, v1) = (row[k - 1 : k + 2] for row in kept)
+        between = v0 + (v1 - v0) * (n - n0) / (n1 - n0)
+        if v <= between * _CORNER:
+            for row in kept:
+                del row[k]
+        else:
+            k += 1
+    return kept[0][1:], [1 / v for v in kept[1][1:]]
+
+
+def envelope_s(own: ScalingCurve, devices: float) -> float:
+    """Seconds on a number of devices, by time-sharing between allowed ones."""
+    counts, seconds = envelope(own)
+    speed = np.interp(devices, [0.0, *counts], [0.0, *(1 / s for s in seconds)])
+    return 1 / float(speed)
+
+
+def _counts_used(plan: Plan) -> Mapping[str, Sequence[int]]:
+    """Per MetaOp, the numbers of devices that its slices run on."""
+    used: dict[str, set[int]] = {}
+    for unit in plan.units:
+        used.setdefault(f"{unit.task}.{unit.module}", set()).add(unit.tp * unit.dp)
+    return {name: sorted(counts) for name, counts in used.items()}
+
+
+def _legend() -> str:
+    return markup.legend(
+        [
+            ('<span class="key dot kF"></span>', "circle: allowed number of devices"),
+            ('<span class="key dot kB"></span>', "square: the plan's slices run on so many"),
+            ('<span class="key dotted"></span>', "dotted: break of the envelope"),
+        ]
+    )
+
+
+def _picture(own: ScalingCurve, used: Sequence[int], index: int) -> str:
+    breaks = [f"{n:g}" for n in envelope(own)[0]]
+    shown = ", ".join(breaks[:8]) + (", ..." if len(breaks) > 8 else "")
+    label = f"{own.name}: seconds on each number of devices; breaks at {shown}"
+    picture = plots.plot(
+        lambda figure: _draw(figure, own, used),
+        width=_WIDTH,
+        height=_HEIGHT,
+        label=label,
+        prefix=f"scaling{index}",
+    )
+    beside = markup.text("span", f" breaks at {shown}")
+    return markup.panel(picture, label=label, title=own.name, beside=beside)
+
+
+def _draw(figure: Any, own: ScalingCurve, used: Sequence[int]) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes = figure.subplots()
+    factor, unit = plots.time_unit(own.seconds)
+    low, high = own.devices[0], own.devices[-1]
+    corners, _ = envelope(own)
+    # Equal steps of the logarithm, and the corners themselves.
+    steps = {low * (high / low) ** (i / _STEPS) for i in range(_STEPS + 1)}
+    xs = sorted(steps | {n for n in corners if low <= n <= high})
+    axes.plot(xs, [envelope_s(own, n) * factor for n in xs], color=plots.GREEN)
+    for n in corners:
+        axes.axvline(n, color=plots.GREEN, linestyle=":", linewidth=0.8)
+    axes.plot(own.devices, [s * factor for s in own.seconds], "o", color=plots.BLUE, markersize=3.5)
+    seconds = dict(zip(own.devices, own.seconds, strict=True))
+    chosen = [n for n in used if n in seconds]
+    axes.plot(chosen, [seconds[n] * factor for n in chosen], "s", color=plots.RED, markersize=6)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ends = min(own.seconds) * factor, max(own.seconds) * factor
+    axes.set_ylim(ends[0] / 1.3, ends[1] * 1.3)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="devices", ylabel=f"time of a step ({unit})")

@@ -1,0 +1,343 @@
+"""The predicted timeline above the measured one: a static picture, and the data to zoom in it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from mmplan.planning.plan_labels import representatives
+from mmplan.report import numbers as fmt
+from mmplan.report.html import markup
+from mmplan.report.sections.timeline_rows import (
+    KINDS,
+    MOST_BARS,
+    MOST_ROWS,
+    Bar,
+    Row,
+    StepTimeline,
+    chosen_ranks,
+    seconds_by_kind,
+    timeline,
+)
+from mmplan.report.source import ReportData
+from mmplan.schema.plan import Plan
+
+# User units of the picture; the script draws with the same ones.
+WIDTH = 1120
+LEFT = 164
+_RIGHT = 12
+_TOP = 22
+_HEADING = 24
+# Ticks of the script's clock from the left to the right end of the whole picture.
+_TICKS = 2_000_000
+# (top, height) of a kind's bar as shares of its row: kinds differ in shape, not in colour alone.
+SHAPES: dict[str, tuple[float, float]] = {
+    "F": (0.08, 0.84),
+    "B": (0.26, 0.66),
+    "W": (0.5, 0.42),
+    "S": (0.08, 0.84),
+    "R": (0.26, 0.66),
+    "M": (0.46, 0.12),
+    "O": (0.46, 0.12),
+}
+_LABELLED = "FBWSR"
+_LABEL_WIDTH = 17.0
+# Between two bars that follow each other at once.
+_GAP = 0.8
+# Characters of what a rank runs, beside its row.
+LABEL_LENGTH = 16
+
+
+def timeline_section(data: ReportData) -> str:
+    """Both timelines on one time axis, a row per rank."""
+    lines = _timelines(data)
+    notes = "".join(markup.note(text) for text in (*data.timeline_notes, *_typical(data, lines)))
+    if data.run is None:
+        notes += markup.note("Measured rows appear in the report of a run's folder.")
+    shown = [line for line in lines if line.rows and line.end_s > 0]
+    if not shown:
+        return notes or markup.note("There is no timeline to show.")
+    return (
+        timeline_legend()
+        + notes
+        + timeline_picture(shown, label="Timelines, predicted above measured")
+        + _thinned(shown)
+        + _totals(shown, data.plan)
+    )
+
+
+def _typical(data: ReportData, lines: Sequence[StepTimeline]) -> Iterator[str]:
+    """How the step shown compares with the others of the run."""
+    median_s = data.run.iteration_s if data.run else None
+    if median_s and data.measured:
+        yield (
+            f"The {data.found_by} step shown took {fmt.seconds(lines[-1].end_s)}; "
+            f"the median of the run is {fmt.seconds(median_s)}."
+        )
+
+
+def _timelines(data: ReportData) -> list[StepTimeline]:
+    pairs = (
+        ("predicted", f"Predicted from {data.source_label}", data.predicted),
+        (data.found_by, f"{data.found_by.capitalize()}, last step", data.measured),
+    )
+    ranks = sorted({event["tid"] for _, _, events in pairs for event in events})
+    num_events = sum(len(events) for *_, events in pairs)
+    # Fewer rows first: a whole row says more than every row without its short bars.
+    most = MOST_ROWS if num_events <= MOST_BARS else 16
+    chosen = chosen_ranks(ranks, representatives(data.plan), most=most)
+    share = MOST_BARS // max(1, sum(bool(events) for *_, events in pairs))
+    return [
+        timeline(
+            title,
+            events,
+            ranks=chosen,
+            most_bars=share,
+            name=name.capitalize(),
+            labels=rank_labels(data.plan, LABEL_LENGTH),
+        )
+        for name, title, events in pairs
+        if events
+    ]
+
+
+def timeline_legend() -> str:
+    """What the bars of a timeline are."""
+    return markup.legend(
+        (markup.text("span", kind if kind in _LABELLED else "", class_=f"key k{kind}"), meaning)
+        for kind, meaning in KINDS.items()
+    )
+
+
+def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
+    """Timelines on one time axis, a row per rank, and what the script needs to zoom in them.
+
+    Args:
+        lines: with rows and a length; there is one such picture on a page.
+        label: what assistive technology calls it.
+    """
+    end_s = max(line.end_s for line in lines)
+    height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17
+    drawn: list[str] = []
+    rows: list[dict[str, object]] = []
+    strings: dict[str, int] = {}
+    y = _TOP
+    for line in lines:
+        heading = _heading(line, end_s, y, height)
+        y += _HEADING
+        for row in line.rows:
+            place = line.labels.get(row.rank, "")
+            drawn.append(_row(row, place, y, height, end_s, banded=len(rows) % 2 == 0))
+            rows.append(_row_data(line, row, y, end_s, strings))
+            y += height
+        # After the rows: the line that ends the step lies on top of them.
+        drawn.append(heading)
+        y += 6
+    picture = markup.svg(
+        markup.element("g", _axis(end_s, y), class_="axis") + "".join(drawn),
+        width=WIDTH,
+        height=y + 6,
+        label=f"{label}, one row per rank",
+        class_="timeline",
+    )
+    figure = markup.figure(picture, label=label)
+    frame = markup.element("div", _CONTROLS + figure, id="timeline")
+    sizes = {"end": end_s, "bottom": y, "row": height}
+    return frame + markup.json_script(
+        _SCRIPT_CONSTANTS | sizes | {"strings": list(strings), "rows": rows}, id_="timeline-data"
+    )
+
+
+# What the script needs to draw with the same units and shapes.
+_SCRIPT_CONSTANTS: dict[str, object] = {
+    "ticks": _TICKS,
+    "left": LEFT,
+    "width": WIDTH - LEFT - _RIGHT,
+    "top": _TOP,
+    "shapes": SHAPES,
+    "labelled": _LABELLED,
+    "labelWidth": _LABEL_WIDTH,
+    "gap": _GAP,
+    "kinds": KINDS,
+}
+
+
+def _row_data(
+    line: StepTimeline, row: Row, y: float, end_s: float, strings: dict[str, int]
+) -> dict[str, object]:
+    """A row for the script; names of its bars are added to ``strings``."""
+    return {
+        "y": y,
+        "label": f"{line.name}, rank {row.rank}",
+        "bars": [_packed(bar, end_s, strings) for bar in row.bars],
+    }
+
+
+_BUTTONS = (
+    ("in", "+", "Zoom in"),
+    ("out", "−", "Zoom out"),
+    ("left", "←", "Move to earlier"),
+    ("right", "→", "Move to later"),
+    ("all", "Whole step", "Show the whole step"),
+    ("previous", "‹ instruction", "Previous instruction of the row"),
+    ("next", "instruction ›", "Next instruction of the row"),
+    ("row", "next row", "Next row"),
+)
+# Shown by the script: without it the controls would do nothing.
+_CONTROLS = markup.element(
+    "div",
+    "".join(
+        markup.text("button", sign, type="button", data_do=action, aria_label=label, title=label)
+        for action, sign, label in _BUTTONS
+    )
+    + markup.text(
+        "span",
+        "Drag over a range to zoom into it; Ctrl and the wheel zoom too. "
+        "In the picture: + − 0, arrow keys step through instructions and rows.",
+        class_="hint",
+    )
+    + markup.element("output", "", aria_live="polite"),
+    class_="controls",
+    hidden="hidden",
+)
+
+
+def _heading(line: StepTimeline, end_s: float, y: float, height: float) -> str:
+    x = LEFT + (WIDTH - LEFT - _RIGHT) * line.end_s / end_s
+    title = markup.text(
+        "text", f"{line.title}: {fmt.seconds(line.end_s)}", x=0, y=y + 16, class_="heading"
+    )
+    # Through all rows, where the last instruction of any of them ends.
+    down = f"{y + _HEADING}v{len(line.rows) * height}"
+    return title + markup.element(
+        "path",
+        d=f"M{x:.1f} {down}",
+        class_="flag",
+        data_end=f"{_TICKS * line.end_s / end_s:.0f}",
+        data_down=down,
+    )
+
+
+def rank_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
+    """Rank to its units with replica and stage; cut to some ``most`` characters when given."""
+    labels: defaultdict[int, list[str]] = defaultdict(list)
+    for unit in plan.units:
+        for d, replica in enumerate(unit.ranks):
+            for p, group in enumerate(replica):
+                place = (f" r{d + 1}" if unit.dp > 1 else "") + (
+                    f" s{p + 1}" if unit.pp > 1 else ""
+                )
+                for rank in group:
+                    room = None if most is None else most - len(place)
+                    labels[rank].append(_shortened(unit.name, room) + place)
+    if most is None:
+        return {rank: ", ".join(parts) for rank, parts in labels.items()}
+    return {
+        rank: parts[0] + (f" +{len(parts) - 1}" if len(parts) > 1 else "")
+        for rank, parts in labels.items()
+    }
+
+
+def _shortened(name: str, most: int | None) -> str:
+    return name if most is None or len(name) <= most else name[: max(1, most - 1)] + "…"
+
+
+def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded: bool) -> str:
+    by_kind: defaultdict[str, list[str]] = defaultdict(list)
+    names: list[str] = []
+    scale = (WIDTH - LEFT - _RIGHT) / end_s
+    for bar in row.bars:
+        x, width = LEFT + bar.start_s * scale, (bar.end_s - bar.start_s) * scale
+        top, share = SHAPES[bar.kind]
+        drawn = max(0.3, width - _GAP if width > 4 * _GAP else width)
+        by_kind[bar.kind].append(
+            f"M{x:.1f} {y + top * height:.1f}h{drawn:.1f}v{share * height:.1f}h-{drawn:.1f}z"
+        )
+        if width >= _LABEL_WIDTH and bar.kind in _LABELLED:
+            middle = y + (top + share / 2) * height + 3.5
+            names.append(
+                f'<text x="{x + width / 2:.1f}" y="{middle:.1f}">{markup.esc(_short(bar))}</text>'
+            )
+    band = markup.element(
+        "rect", x=0, y=y, width=WIDTH, height=height, class_="band" if banded else "no-band"
+    )
+    title = f"rank {row.rank}"
+    place = markup.text("tspan", f" {_shortened(label, 23 - len(title))}", class_="dim")
+    name = markup.element("text", title + place, x=2, y=y + height / 2 + 4)
+    paths = "".join(
+        f'<path class="k{kind}" d="{"".join(by_kind.get(kind, []))}"/>' for kind in KINDS
+    )
+    bars = f'<g class="bars">{paths}<g class="names">{"".join(names)}</g></g>'
+    return markup.element("g", band + bars + name, class_="row")
+
+
+def _short(bar: Bar) -> str:
+    return bar.kind if bar.microbatch is None else f"{bar.kind}{bar.microbatch}"
+
+
+def _packed(bar: Bar, end_s: float, strings: dict[str, int]) -> list[object]:
+    """A bar for the script: start, length (ticks), kind, name, what, micro-batch, samples."""
+    scale = _TICKS / end_s
+    packed: list[object] = [
+        round(bar.start_s * scale),
+        max(1, round((bar.end_s - bar.start_s) * scale)),
+        bar.kind,
+        strings.setdefault(bar.name, len(strings)),
+        strings.setdefault(bar.what, len(strings)),
+        -1 if bar.microbatch is None else bar.microbatch,
+    ]
+    return packed + list(bar.samples or ())
+
+
+def _axis(end_s: float, bottom: float) -> str:
+    scale = (WIDTH - LEFT - _RIGHT) / end_s
+    marks: list[str] = []
+    for time_s in _round_times(end_s):
+        x = f"{LEFT + time_s * scale:.1f}"
+        name = fmt.seconds(time_s) if time_s else "0"
+        marks.append(markup.element("path", d=f"M{x} {_TOP - 4}V{bottom:g}"))
+        marks.append(markup.text("text", name, x=x, y=_TOP - 9))
+    return "".join(marks)
+
+
+def _round_times(end_s: float, parts: int = 8) -> Iterator[float]:
+    """Multiples of 1, 2 or 5 times a power of ten that cut the step into at most ``parts``."""
+    power = 10.0 ** math.floor(math.log10(end_s / parts))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k * parts >= end_s)
+    yield from (step * i for i in range(int(end_s / step * (1 + 1e-12)) + 1))
+
+
+def _thinned(lines: Sequence[StepTimeline]) -> str:
+    notes: list[str] = []
+    shown, ranks = len(lines[0].rows), max(line.num_ranks for line in lines)
+    if shown < ranks:
+        notes.append(f"{shown} of {ranks:,} ranks are drawn: of every unit the first replicas.")
+    notes += [
+        f"{line.name}: the {line.hidden:,} shortest instructions "
+        "of these rows are left out; where they ran the row looks empty."
+        for line in lines
+        if line.hidden
+    ]
+    return "".join(markup.note(text) for text in notes)
+
+
+def _totals(lines: Sequence[StepTimeline], plan: Plan) -> str:
+    """Where the time of every rank goes, as a table."""
+    kinds = [kind for kind in KINDS if any(seconds_by_kind(r)[kind] for x in lines for r in x.rows)]
+    rows: list[list[object]] = []
+    labels = rank_labels(plan)
+    for index, first in enumerate(lines[0].rows):
+        for line in lines:
+            row = line.rows[index]
+            spent = seconds_by_kind(row)
+            idle_s = max(0.0, line.end_s - sum(spent.values()))
+            cells = [fmt.seconds(spent[kind]) for kind in kinds]
+            name = line.name.lower()
+            where = f"rank {first.rank} ({labels.get(first.rank, 'idle')})"
+            rows.append([where, name, *cells, fmt.seconds(idle_s)])
+    columns = ["rank", "timeline", *(f">{KINDS[kind].partition(':')[0]}" for kind in kinds)]
+    grid = markup.table([*columns, ">nothing"], rows, label="Seconds of each rank by kind")
+    return markup.element(
+        "details", markup.text("summary", "Where each rank's time goes, as a table") + grid
+    )

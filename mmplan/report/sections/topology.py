@@ -1,0 +1,361 @@
+"""The plan on the cluster: nodes as boxes, devices as cells, units as coloured labels in them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mmplan.costs.program_costs import ProgramCosts
+from mmplan.program.instructions import Message, Op
+from mmplan.report import numbers as fmt
+from mmplan.report.html import markup
+from mmplan.report.source import ReportData
+from mmplan.schema.plan import Plan, Unit
+from mmplan.simulation.step import Simulation
+from mmplan.wording import counted
+
+NUM_COLOURS = 7
+# Above this many devices a cell shows letters instead of names, above the next none is added.
+_DETAILED_DEVICES = 64
+_MOST_DEVICES = 1024
+_PAGE_WIDTH = 1100.0
+_MARGIN = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a device does for one unit, which may have some blocks of its module only."""
+
+    unit: Unit
+    whole: bool
+    index: int
+    replica: int
+    stage: int
+    tp_index: int
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """Name and position, as a cell shows them."""
+        parts = [f"replica {self.replica + 1}/{self.unit.dp}"] if self.unit.dp > 1 else []
+        if self.unit.pp > 1:
+            parts.append(f"stage {self.stage + 1}/{self.unit.pp}")
+        if self.unit.tp > 1:
+            parts.append(f"tp {self.tp_index}")
+        own = "whole module" if self.whole else f"blocks {self._blocks}"
+        return self.unit.name, " · ".join(parts) or own
+
+    @property
+    def _blocks(self) -> str:
+        return f"[{self.unit.blocks[0][0]}, {self.unit.blocks[-1][1]})"
+
+    @property
+    def sentence(self) -> str:
+        """The same, complete."""
+        part = "" if self.whole else f" (blocks {self._blocks})"
+        return (
+            f"{self.unit.name}{part}, replica {self.replica + 1} of {self.unit.dp}, "
+            f"stage {self.stage + 1} of {self.unit.pp}, tp index {self.tp_index} of {self.unit.tp}"
+        )
+
+    @property
+    def letter(self) -> str:
+        """The unit's letter in small cells: A, B, ..., A1, ..."""
+        return unit_letter(self.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """Sizes in CSS pixels; columns are devices per row of a node."""
+
+    cell_width: float
+    cell_height: float
+    columns: int
+    rows: int
+
+    @property
+    def node_width(self) -> float:
+        return self.columns * self.cell_width + 2 * _MARGIN
+
+    @property
+    def node_height(self) -> float:
+        return self.rows * self.cell_height + 2 * _MARGIN + 18
+
+
+def unit_letter(index: int) -> str:
+    """A short name for the unit at a position of the plan."""
+    return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")
+
+
+def unit_colour(index: int) -> str:
+    """CSS class that fills with the unit's colour."""
+    return f"u{index % NUM_COLOURS}"
+
+
+def topology_section(data: ReportData) -> str:
+    """Who sits where."""
+    plan = data.plan
+    shown = min(plan.devices, _MOST_DEVICES)
+    places = _places(plan)
+    drawn = _drawing(plan, places, shown)
+    caption = markup.esc(_links(plan))
+    if shown < plan.devices:
+        caption += markup.esc(f" The first {shown:,} of {plan.devices:,} devices are drawn.")
+    figure = markup.figure(drawn, label="Plan on the cluster, device by device", caption=caption)
+    return _unit_legend(plan, places) + figure + traffic_table(data)
+
+
+def _places(plan: Plan) -> dict[int, list[_Place]]:
+    places: defaultdict[int, list[_Place]] = defaultdict(list)
+    for index, unit in enumerate(plan.units):
+        blocks = plan.tasks[unit.task].modules[unit.module].blocks
+        whole = sum(b - a for a, b in unit.blocks) == blocks
+        for d, replica in enumerate(unit.ranks):
+            for p, group in enumerate(replica):
+                for t, rank in enumerate(group):
+                    places[rank].append(
+                        _Place(unit=unit, whole=whole, index=index, replica=d, stage=p, tp_index=t)
+                    )
+    return places
+
+
+def _unit_legend(plan: Plan, places: dict[int, list[_Place]]) -> str:
+    compact = plan.devices > _DETAILED_DEVICES
+    entries = [
+        (
+            markup.text("span", unit_letter(i) if compact else "", class_=f"key {unit_colour(i)}"),
+            unit.name,
+        )
+        for i, unit in enumerate(plan.units)
+    ]
+    if any(rank not in places for rank in range(plan.devices)):
+        entries.append((markup.text("span", "", class_="key idle"), "idle"))
+    return markup.legend(entries)
+
+
+def _links(plan: Plan) -> str:
+    cluster = plan.cluster
+    links = cluster.links
+    inside = links.intra_node
+    parts = [
+        f"Cluster {cluster.name}, {cluster.device.name}, "
+        f"{fmt.size(cluster.device.memory_bytes)} a device. Inside a node: "
+        f"{fmt.size(inside.bandwidth_bytes_per_s)}/s after {fmt.seconds(inside.latency_s)}."
+    ]
+    if cluster.nodes > 1 and links.inter_node:
+        between = links.inter_node
+        parts.append(
+            f"Between nodes: {fmt.size(between.bandwidth_bytes_per_s)}/s a node after "
+            f"{fmt.seconds(between.latency_s)}."
+        )
+    return " ".join(parts)
+
+
+def _drawing(plan: Plan, places: dict[int, list[_Place]], shown: int) -> str:
+    per_node = plan.cluster.devices_per_node
+    nodes = [range(a, min(a + per_node, shown)) for a in range(0, shown, per_node)]
+    layout = _layout(plan, places, max(map(len, nodes)))
+    across = max(1, int((_PAGE_WIDTH + _MARGIN) // (layout.node_width + _MARGIN)))
+    drawn: list[str] = []
+    for i, ranks in enumerate(nodes):
+        x = (i % across) * (layout.node_width + _MARGIN) + 1
+        y = (i // across) * (layout.node_height + _MARGIN) + 1
+        drawn.append(_node(plan, places, layout, (i, ranks), x, y))
+    num_rows = -(-len(nodes) // across)
+    return markup.svg(
+        _HATCH + "".join(drawn),
+        width=min(across, len(nodes)) * (layout.node_width + _MARGIN),
+        height=num_rows * (layout.node_height + _MARGIN),
+        label=f"{counted(len(nodes), 'node')} with {counted(shown, 'device')}; "
+        "the table of units says the same",
+        class_="topology",
+    )
+
+
+_HATCH = (
+    '<defs><pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="7" height="7" class="hatch-ground"/>'
+    '<rect width="2" height="7" class="hatch-line"/></pattern></defs>'
+)
+
+
+def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _Layout:
+    most_units = max(map(len, places.values()))
+    if plan.devices > _DETAILED_DEVICES:
+        columns = min(most_on_node, 16)
+        return _Layout(
+            cell_width=30,
+            cell_height=17 + 15 * min(most_units, 4),
+            columns=columns,
+            rows=-(-most_on_node // columns),
+        )
+    columns = min(most_on_node, 7 if most_on_node % 7 == 0 else 8 if most_on_node > 6 else 6)
+    longest = max(max(map(len, place.lines)) for row in places.values() for place in row)
+    widest = (_PAGE_WIDTH - 2 * _MARGIN) / columns
+    return _Layout(
+        cell_width=max(96.0, min(widest, 7.0 * longest + 26, 190.0)),
+        cell_height=26 + 38 * min(most_units, 6),
+        columns=columns,
+        rows=-(-most_on_node // columns),
+    )
+
+
+def _node(
+    plan: Plan,
+    places: dict[int, list[_Place]],
+    layout: _Layout,
+    node: tuple[int, range],
+    x: float,
+    y: float,
+) -> str:
+    number, ranks = node
+    kind = "processes of one machine" if plan.cluster.device.is_cpu else "devices"
+    drawn = [
+        markup.element(
+            "rect", width=layout.node_width, height=layout.node_height, rx=8, class_="node"
+        ),
+        markup.text("text", f"node {number}: {len(ranks)} {kind}", x=_MARGIN, y=18, class_="small"),
+    ]
+    detailed = plan.devices <= _DETAILED_DEVICES
+    for i, rank in enumerate(ranks):
+        left = _MARGIN + (i % layout.columns) * layout.cell_width
+        top = _MARGIN + 16 + (i // layout.columns) * layout.cell_height
+        cell = _cell(rank, places.get(rank, []), layout, detailed=detailed)
+        drawn.append(markup.element("g", cell, transform=f"translate({left:g} {top:g})"))
+    return markup.element("g", "".join(drawn), transform=f"translate({x:g} {y:g})")
+
+
+def _cell(rank: int, places: Sequence[_Place], layout: _Layout, *, detailed: bool) -> str:
+    width, height = layout.cell_width - 4, layout.cell_height - 4
+    sentence = "; ".join(place.sentence for place in places) or "idle: in no unit"
+    ground = "device" if places else "device unused"
+    drawn = [
+        markup.text("title", f"rank {rank}: {sentence}"),
+        markup.element("rect", width=f"{width:g}", height=f"{height:g}", rx=4, class_=ground),
+        markup.text(
+            "text",
+            f"rank {rank}" if detailed else rank,
+            x=6 if detailed else 4,
+            y=15 if detailed else 10,
+            class_="small" if detailed else "tiny dim",
+        ),
+    ]
+    if not places:
+        x, kind = (6, "small") if detailed else (4, "tiny")
+        drawn.append(markup.text("text", "idle", x=x, y=f"{height - 5:g}", class_=kind))
+    room = 6 if detailed else 4
+    draw = _unit_label if detailed else _unit_letter_label
+    drawn += [draw(place, i, width) for i, place in enumerate(places[:room])]
+    if len(places) > room:
+        more = f"+{len(places) - room}"
+        drawn.append(markup.text("text", more, x=width - 22, y=10, class_="small"))
+    return "".join(drawn)
+
+
+def _unit_label(place: _Place, index: int, width: float) -> str:
+    top = 20 + 38 * index
+    name, position = place.lines
+    most = int((width - 16) / 6.6)
+    return (
+        markup.element(
+            "rect",
+            x=3,
+            y=top,
+            width=f"{width - 6:g}",
+            height=35,
+            rx=3,
+            class_=unit_colour(place.index),
+        )
+        + markup.text("text", _cut(name, most), x=8, y=top + 15, class_="on-colour strong")
+        + markup.text("text", _cut(position, most + 2), x=8, y=top + 29, class_="on-colour tiny")
+    )
+
+
+def _unit_letter_label(place: _Place, index: int, width: float) -> str:
+    top = 13 + 15 * index
+    short = f"{place.letter}{place.stage + 1}" if place.unit.pp > 1 else place.letter
+    return markup.element(
+        "rect", x=2, y=top, width=f"{width - 4:g}", height=13, rx=2, class_=unit_colour(place.index)
+    ) + markup.text("text", short, x=5, y=top + 10, class_="on-colour tiny")
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else name[: max(1, most - 1)] + "…"
+
+
+_MOST_ROWS = 30
+# What, bytes inside nodes, bytes between nodes.
+TrafficRow = tuple[str, float, float]
+
+
+def traffic_table(data: ReportData) -> str:
+    """Bytes inside nodes and between them; nothing where the plan cannot be simulated."""
+    simulation = data.simulation
+    if simulation is None or not isinstance(simulation.costs, ProgramCosts):
+        return ""
+    kinds = _messages, _gathers, _reductions
+    found = [row for kind in kinds for row in kind(simulation, simulation.costs)]
+    rows = sorted(found, key=lambda row: -row[1] - row[2])
+    if not rows:
+        return markup.note("Nothing travels between devices.")
+    more = len(rows) - _MOST_ROWS
+    grid = markup.table(
+        ("what", ">inside nodes", ">between nodes"),
+        [(what, *map(_size, sizes)) for what, *sizes in rows[:_MOST_ROWS]],
+        label="Bytes that travel in a step",
+    )
+    return (
+        markup.text("h3", "What travels in a step")
+        + grid
+        + (markup.note(f"{more} lesser ones are left out.") if more > 0 else "")
+    )
+
+
+def _size(value: float) -> str:
+    return fmt.size(value) if value else "–"
+
+
+def _messages(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow]:
+    """Activations and gradients, from unit to unit, both directions in one row."""
+    program, node_of = simulation.program, costs.costs.cluster.node_of
+    inside: defaultdict[tuple[int, bool], int] = defaultdict(int)
+    between: defaultdict[tuple[int, bool], int] = defaultdict(int)
+    for rank, row in enumerate(program.instructions):
+        for item in row:
+            if isinstance(item, Message) and item.is_send and item.peer != rank:
+                found = inside if node_of(rank) == node_of(item.peer) else between
+                found[item.edge, item.op is Op.SEND_B] += item.stop - item.start
+    rows: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for edge in program.edges:
+        ends = program.stages[edge.producer].unit, program.stages[edge.consumer].unit
+        name = f"{ends[0]}, from stage to stage" if edge.internal else " to ".join(ends)
+        for i, found in enumerate((inside, between)):
+            for backward in (False, True):
+                size = costs.message_bytes(edge, found[edge.index, backward], backward)
+                rows[name][i] += size
+                # A group hands each share on to its other ranks, inside its node.
+                rows[name][0] += size * (program.shares(edge, backward=backward) - 1)
+    yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
+
+
+def _gathers(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow]:
+    """Features that the ranks of a loss across samples get of each other."""
+    node_of = costs.costs.cluster.node_of
+    for loss in simulation.program.cross_sample_losses:
+        if len(loss.ranks) > 1:
+            samples = simulation.program.batches[loss.task]
+            size = samples * costs.feature_bytes(loss) * (len(loss.ranks) - 1)
+            spread = len({node_of(rank) for rank in loss.ranks}) > 1
+            yield f"features for {loss.name}, gathered", size * (not spread), size * spread
+
+
+def _reductions(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow]:
+    """Gradients of each module, as much as all ranks bring to their sums."""
+    node_of = costs.costs.cluster.node_of
+    rows: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for item in simulation.program.reductions:
+        if len(item.ranks) > 1:
+            spread = len({node_of(rank) for rank in item.ranks}) > 1
+            whole = costs.reduced_bytes(item) * len(item.ranks)
+            rows[f"gradients of {item.owner}, summed"][spread] += whole
+    yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))

@@ -1,0 +1,188 @@
+"""What a run did: its loss, its iteration times and its throughput beside the predicted ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmplan.report import numbers as fmt
+from mmplan.report.html import markup, plots
+from mmplan.report.source import ReportData, Run, RunSegment
+from mmplan.wording import counted
+
+_WIDTH, _HEIGHT = 5.4, 2.9
+
+
+def training_section(data: ReportData) -> str:
+    """Loss, iteration time and throughput per step; where the tasks or ranks changed.
+
+    An emulated run has no loss.
+    """
+    run = data.run
+    if run is None:
+        return markup.note("Loss and iteration times appear in the report of a run's folder.")
+    notes = "".join(markup.note(f"{fault}.") for fault in run.faults)
+    if not run.steps:
+        return notes + markup.note("No step was recorded.")
+    unfinished = sum(step.loss is None for step in run.steps)
+    if run.is_emulated:
+        notes += markup.note("An emulated run trains nothing: it has no loss.")
+    elif unfinished:
+        steps = "1 step has" if unfinished == 1 else f"{unfinished} steps have"
+        notes += markup.note(f"{steps} a loss that is no finite number.")
+    segments = _segments(data, run)
+    pictures = (
+        ("" if run.is_emulated else _loss_picture(run, segments))
+        + _time_picture(run, segments)
+        + _throughput_picture(run, segments)
+    )
+    return notes + markup.element("div", pictures, class_="pair") + _time_table(data, run)
+
+
+def _segments(data: ReportData, run: Run) -> tuple[RunSegment, ...]:
+    """The run's segments; where its record has none, the plan of the page from the first step."""
+    predicted = data.plan.predicted
+    alone = RunSegment(
+        from_step=run.steps[0].step,
+        tasks=tuple(data.plan.tasks),
+        devices=data.plan.devices,
+        iteration_s=predicted.iteration_s,
+        samples_per_s=predicted.samples_per_s,
+    )
+    return run.segments or (alone,)
+
+
+def _draw_changes(axes: Any, segments: tuple[RunSegment, ...]) -> None:
+    for segment in segments[1:]:
+        axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
+
+
+def _draw_predicted(
+    axes: Any, run: Run, segments: tuple[RunSegment, ...], values: list[float | None]
+) -> None:
+    """One dashed level for each segment."""
+    ends = [s.from_step for s in segments[1:]] + [run.steps[-1].step + 1]
+    label = "predicted (dashed)"
+    for segment, end, value in zip(segments, ends, values, strict=True):
+        if value is not None and end > segment.from_step:
+            span = [segment.from_step - 0.5, end - 0.5]
+            axes.plot(span, [value, value], color=plots.BLUE, linestyle="--", label=label)
+            label = None
+
+
+def _changes(segments: tuple[RunSegment, ...]) -> str:
+    """What the dotted lines are, in words."""
+    if len(segments) < 2:
+        return ""
+    changes = "; ".join(
+        f"from step {s.from_step} {', '.join(s.tasks)} on {counted(s.devices, 'rank')}"
+        for s in segments[1:]
+    )
+    return f" Dotted: {changes}."
+
+
+def _loss_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
+    pairs = [(step.step, step.loss) for step in run.steps if step.loss is not None]
+    if not pairs:
+        return ""
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
+        _draw_changes(axes, segments)
+        axes.set(xlabel="step", ylabel="loss")
+        plots.whole_ticks(axes.xaxis)
+
+    label = f"Loss by step: {pairs[0][1]:.4g} at first, {pairs[-1][1]:.4g} at last"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="loss")
+    caption = f"Loss: {pairs[0][1]:.4g} at step {pairs[0][0]}, {pairs[-1][1]:.4g} at step "
+    caption += f"{pairs[-1][0]}.{_changes(segments)}"
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
+
+
+def _time_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
+    pairs = [(step.step, step.iteration_s) for step in run.steps if step.iteration_s is not None]
+    if not pairs:
+        return ""
+    predicted_s = max((s.iteration_s or 0.0 for s in segments), default=0.0)
+    factor, unit = plots.time_unit([predicted_s, sorted(t for _, t in pairs)[len(pairs) // 2]])
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [t * factor for _, t in pairs])
+    warm_up = [step.step for step in run.current[: run.warm_up]]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(
+            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
+        )
+        levels = [None if s.iteration_s is None else s.iteration_s * factor for s in segments]
+        _draw_predicted(axes, run, segments, levels)
+        _draw_changes(axes, segments)
+        if warm_up and len(pairs) > 1:
+            axes.axvspan(warm_up[0], warm_up[-1] + 0.5, color=plots.GREY, alpha=0.25, linewidth=0)
+        axes.set(xlabel="step", ylabel=f"iteration ({unit})")
+        plots.whole_ticks(axes.xaxis)
+        axes.set_ylim(bottom=0, top=_top(ys, predicted_s * factor))
+        axes.legend(loc="best")
+
+    label = f"Iteration time by step, {run.found_by} and predicted"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="iteration")
+    caption = "Forward, backward, communication and losses, without the update."
+    if warm_up:
+        since = " of the last plan" if len(segments) > 1 else ""
+        caption += (
+            f" Grey: the first {counted(len(warm_up), 'step')}{since}, left out of the median."
+        )
+    clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
+    if clipped:
+        caption += f" Above the picture: {clipped} of the points."
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
+
+
+def _throughput_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
+    pairs = [(s.step, s.samples_per_s) for s in run.steps if s.samples_per_s is not None]
+    if not pairs:
+        return ""
+    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(
+            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
+        )
+        _draw_predicted(axes, run, segments, [s.samples_per_s for s in segments])
+        _draw_changes(axes, segments)
+        axes.set(xlabel="step", ylabel="samples/s")
+        plots.whole_ticks(axes.xaxis)
+        plots.count_ticks(axes.yaxis)
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="best")
+
+    label = f"Throughput by step, {run.found_by} and predicted"
+    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="throughput")
+    caption = f"Samples of all tasks of a step, by its iteration time.{_changes(segments)}"
+    return markup.figure(picture, label=label, caption=markup.esc(caption))
+
+
+def _top(ys: list[float], predicted: float) -> float:
+    """Upper end of the axis: one slow first step must not flatten all the others."""
+    ordered = sorted(ys)
+    usual = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return 1.25 * max(usual, predicted, 1e-12)
+
+
+def _time_table(data: ReportData, run: Run) -> str:
+    measured = run.current[run.warm_up :]
+    rows: list[tuple[str, ...]] = []
+    for name, values in (
+        ("iteration", [s.iteration_s for s in measured]),
+        ("update of the parameters", [s.update_s for s in measured]),
+        ("waiting for data", [s.data_s for s in measured]),
+    ):
+        known = sorted(v for v in values if v is not None)
+        if known:
+            low, middle, high = (known[int(q * (len(known) - 1))] for q in (0.1, 0.5, 0.9))
+            is_iteration = name == "iteration"
+            predicted = fmt.seconds(data.plan.predicted.iteration_s) if is_iteration else "–"
+            rows.append((name, predicted, *(fmt.seconds(v) for v in (low, middle, high))))
+    columns = ("per step", ">predicted", ">10th percentile", ">median", ">90th percentile")
+    return markup.table(columns, rows, label="Times of a step") if rows else ""

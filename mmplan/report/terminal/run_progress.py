@@ -1,0 +1,101 @@
+"""A run as its user sees it: lines and a bar while it goes on, a trace when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmplan.errors import MMPlanError
+from mmplan.program.compile import compile_plan
+from mmplan.program.trace import TimedInstruction, trace_events, write_trace
+from mmplan.report.terminal.console import Output, Progress
+from mmplan.schema.plan import Plan
+from mmplan.simulation.predict import simulate_plan
+from mmplan.wording import counted
+
+
+def follow(
+    out: Output, bar: Progress, plan: Plan, total: int, *, emulated: bool = False
+) -> Callable[[dict[str, Any]], None]:
+    """Shows the events of a run as they come.
+
+    Args:
+        out: for lines.
+        bar: for steps.
+        plan: that was started.
+        total: steps of the run.
+        emulated: whether nothing is trained, so that there is no loss.
+    """
+    predicted_s = plan.predicted.iteration_s
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal predicted_s
+        match event.get("kind"):
+            case "step":
+                done, took = event["step"] + 1, event["iteration_s"]
+                loss = "loss nan  " if event["loss"] is None else f"loss {event['loss']:.4f}  "
+                bar.update(
+                    done,
+                    total,
+                    f"{'' if emulated else loss}{event['samples_per_s']:.0f} samples/s  iteration "
+                    f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
+                )
+            case "segment":
+                segment = event["segment"]
+                predicted_s = segment.plan.predicted.iteration_s
+                if event["of"] > 1:
+                    out.text(
+                        f"until step {segment.until}: tasks {', '.join(segment.plan.tasks)}, "
+                        f"predicted {1e3 * predicted_s:.1f} ms"
+                    )
+            case "start":
+                out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
+            case "note":
+                out.text(event["message"])
+            case _:
+                _say_launcher(out, event)
+
+    return on_event
+
+
+def _say_launcher(out: Output, event: dict[str, Any]) -> None:
+    match event.get("launcher"):
+        case "restart":
+            out.text(f"starting all workers again: {event['cause']}")
+        case "stop-requested":
+            out.text("stopping after this step; a second request ends everything at once")
+        case _:
+            pass  # a checkpoint: the folder shows it
+
+
+def write_run_trace(
+    out: Output,
+    plan: Plan,
+    plan_path: Path,
+    spans: Mapping[int, Sequence[tuple[int, float, float]]],
+    path: Path,
+) -> None:
+    """Write a run's ``trace.json``: predicted and measured rows of each rank, one above the other.
+
+    Args:
+        out: hears why there are no predicted rows.
+        plan: that ran last.
+        plan_path: its file.
+        spans: rank to (instruction, start, end) of its last step, seconds.
+        path: where the trace goes.
+    """
+    program = compile_plan(plan)
+    measured = [
+        TimedInstruction(rank, index, start_s, end_s)
+        for rank, row in spans.items()
+        for index, start_s, end_s in row
+    ]
+    groups = [trace_events(program, measured, process_name="measured", process=1)]
+    try:
+        events = simulate_plan(plan, plan_path).events()
+    except MMPlanError as error:
+        out.hint(f"trace.json has no predicted rows: {error.message}")
+    else:
+        groups.insert(0, trace_events(program, events, process_name="predicted", process=0))
+    write_trace(path, *groups)

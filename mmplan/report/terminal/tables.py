@@ -1,0 +1,262 @@
+"""What ``show`` and the other commands put on the terminal, as tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mmplan.program.instructions import Compute, Op
+from mmplan.report import numbers as text
+from mmplan.report.terminal.console import Grid
+from mmplan.schema.plan import Plan, Unit
+from mmplan.schema.profile import Curve, Profile
+from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
+from mmplan.simulation.step import Simulation
+from mmplan.solvers.mpsp.metaops import contract
+
+TIMELINE_COLUMNS = 96
+# The next best say what was decided; the others are in the plan.
+MOST_RUNNERS_UP = 5
+
+
+def workload_grids(workload: Workload) -> Iterator[Grid]:
+    """Modules and losses of every task, the MetaOps of all together, and who trains when."""
+    views = resolve_tasks(workload)
+    for name, view in views.items():
+        label = "" if name == "default" and not workload.tasks else f", task {name}"
+        yield Grid(
+            title=f"workload {workload.name}{label}: batch {view.batch}",
+            columns=("module", "factory", "takes", "frozen", "pins"),
+            rows=[_module_row(workload, view, module) for module in view.modules],
+        )
+        yield Grid(
+            title="losses",
+            columns=("loss", "factory", "takes", "sync batch", ">weight"),
+            rows=[
+                (
+                    loss,
+                    workload.losses[loss].factory,
+                    _takes(workload.losses[loss].inputs),
+                    str(view.sync_batches.get(loss, "per sample")),
+                    f"{workload.losses[loss].weight * view.weight:g}",
+                )
+                for loss in view.loss_inputs
+            ],
+            note=_unused(workload),
+        )
+
+    yield _metaops(workload, views)
+    if workload.train.tasks_from_step:
+        yield Grid(
+            title="tasks over time",
+            columns=(">from step", "tasks"),
+            rows=[(str(item.from_step), ", ".join(item.tasks)) for item in workload.task_sets],
+        )
+
+
+def _metaops(workload: Workload, views: dict[str, TaskView]) -> Grid:
+    """The contracted graph: what runs on what, and whose parameters it shares."""
+    ops = contract(workload, views)
+    return Grid(
+        title="MetaOps by level: one task's use of one module",
+        columns=("level", "MetaOp", ">batch", "after", "shares parameters with"),
+        rows=[
+            (
+                str(op.level),
+                op.name,
+                str(op.batch),
+                ", ".join(ops[i].name for i in op.after) or "-",
+                ", ".join(o.name for o in ops if o.owner == op.owner and o is not op) or "-",
+            )
+            for op in sorted(ops, key=lambda op: op.level)
+        ],
+    )
+
+
+def _module_row(workload: Workload, view: TaskView, module: str) -> tuple[str, ...]:
+    spec = workload.modules[module]
+    frozen = view.frozen[module]
+    return (
+        module + (f" (shares {spec.share})" if spec.share else ""),
+        spec.factory,
+        _takes(spec.inputs),
+        ("yes" if frozen is True else ", ".join(f"{a}-{b}" for a, b in frozen or ())) or "no",
+        str(spec.plan) or "none",
+    )
+
+
+def _takes(inputs: tuple[str | None, ...]) -> str:
+    return ", ".join("null" if item is None else item for item in inputs)
+
+
+def _unused(workload: Workload) -> str:
+    unused = unused_modules(workload)
+    return f"no task uses {', '.join(unused)}: ignored" if unused else ""
+
+
+def profile_grids(profile: Profile) -> Iterator[Grid]:
+    """Fitted curves and their residuals, module by module."""
+    from mmplan.costs.fit import fit_profile
+
+    fits = profile.fits or fit_profile(profile)
+    rows: list[tuple[str, ...]] = []
+    for module, by_tp in fits.modules.items():
+        for tp, fit in by_tp.items():
+            for direction, curve in (("forward", fit.forward), ("backward", fit.backward)):
+                rows.append((module, tp, direction, *_curve_cells(curve)))
+    for loss, fit in fits.losses.items():
+        for direction, curve in (("forward", fit.forward), ("backward", fit.backward)):
+            rows.append((f"loss {loss}", "-", direction, *_curve_cells(curve)))
+    yield Grid(
+        title=f"profile {profile.name}: {profile.source}, on {profile.cluster.name} "
+        f"({profile.cluster.device.name})",
+        columns=(
+            "what",
+            ">tp",
+            "time",
+            ">fixed",
+            ">per sample",
+            "breaks at",
+            ">points",
+            ">residual",
+            ">p90",
+        ),
+        rows=rows,
+        note=f"times of this profile are {profile.source.upper()}; residuals are relative",
+    )
+    yield Grid(
+        title="modules",
+        columns=("module", ">blocks", ">parameters", ">FLOP/sample", ">output/sample"),
+        rows=[
+            (
+                name,
+                str(module.blocks),
+                text.count(module.parameters),
+                text.flops(module.flops_per_sample),
+                text.size(module.output_bytes_per_sample),
+            )
+            for name, module in profile.modules.items()
+        ],
+    )
+
+
+def _curve_cells(curve: Curve) -> tuple[str, ...]:
+    return (
+        text.seconds(curve.alpha),
+        " then ".join(text.seconds(slope) for slope in curve.slopes),
+        ", ".join(f"{knot:g}" for knot in curve.knots) or "none",
+        str(curve.points),
+        text.percent(curve.residual_median),
+        text.percent(curve.residual_p90),
+    )
+
+
+def plan_grids(plan: Plan) -> Iterator[Grid]:
+    """Units, and what is predicted and proven."""
+    yield Grid(
+        title=f"plan {plan.name}: {plan.solver.name} ({plan.solver.method}) on "
+        f"{plan.devices} of {plan.cluster.name}",
+        columns=(
+            "unit",
+            "blocks",
+            "tp x pp x dp",
+            "ranks",
+            "samples",
+            "micro-batches",
+            "schedule",
+        ),
+        rows=[_unit_row(unit) for unit in plan.units],
+        note="; ".join(plan.solver.notes),
+    )
+    predicted, solver = plan.predicted, plan.solver
+    trials = solver.measured_s is not None
+    memory = max(predicted.memory_bytes, default=0.0)
+    yield Grid(
+        title="predicted",
+        columns=("", ""),
+        rows=[
+            ("iteration", text.seconds(predicted.iteration_s)),
+            ("samples/s", text.count(predicted.samples_per_s)),
+            ("MFU", text.percent(predicted.mfu)),
+            ("idle", text.percent(predicted.bubble_fraction)),
+            ("communication", text.percent(predicted.communication_fraction)),
+            (
+                "most memory",
+                f"{text.size(memory)} of {text.size(plan.cluster.device.memory_bytes)}",
+            ),
+            ("devices used", f"{predicted.devices_used} of {plan.devices}"),
+            ("idle ranks", text.ranks(solver.idle_ranks)),
+            *((("measured in a trial", text.measured(solver.measured_s)),) if trials else ()),
+            ("objective", text.seconds(solver.objective_s)),
+            (
+                "formula's bound",
+                f"{text.seconds(solver.formula_bound_s)} (gap {100 * solver.formula_gap:.2f}%)",
+            ),
+            ("solved in", text.seconds(solver.seconds)),
+        ],
+    )
+    if solver.runners_up:
+        more = len(solver.runners_up) - MOST_RUNNERS_UP
+        yield Grid(
+            title="runners-up",
+            columns=("plan", ">objective", ">simulated", *((">measured",) if trials else ())),
+            rows=[
+                (
+                    r.label,
+                    text.seconds(r.objective_s),
+                    text.seconds(r.iteration_s),
+                    *((text.measured(r.measured_s),) if trials else ()),
+                )
+                for r in solver.runners_up[:MOST_RUNNERS_UP]
+            ],
+            note=f"{more} more in the plan's solver.runners_up" if more > 0 else "",
+        )
+
+
+def _unit_row(unit: Unit) -> tuple[str, ...]:
+    sizes = [text.repeated(row) for row in unit.microbatches]
+    same = len(set(sizes)) == 1
+    return (
+        unit.name,
+        ", ".join(f"{a}-{b}" for a, b in unit.blocks),
+        f"{unit.tp} x {unit.pp} x {unit.dp}" + (f" (vpp {unit.vpp})" if unit.vpp > 1 else ""),
+        text.ranks(unit.all_ranks),
+        text.repeated(unit.samples),
+        sizes[0] if same else " | ".join(sizes),
+        unit.schedule.kind,
+    )
+
+
+def timeline_lines(simulation: Simulation) -> Iterator[str]:
+    """One row of letters per rank: what it mostly does in each slice of the step."""
+    total = simulation.iteration_s or 1.0
+    rows = [["." for _ in range(TIMELINE_COLUMNS)] for _ in range(simulation.program.num_ranks)]
+    for event in simulation.events():
+        item = simulation.program.instructions[event.rank][event.position]
+        letter = _letter(item.op if isinstance(item, Compute) else getattr(item, "op", None))
+        if letter is None or event.end_s <= event.start_s:
+            continue
+        first = int(event.start_s / total * TIMELINE_COLUMNS)
+        last = max(first + 1, round(event.end_s / total * TIMELINE_COLUMNS))
+        for column in range(first, min(last, TIMELINE_COLUMNS)):
+            rows[event.rank][column] = letter
+    for rank, row in enumerate(rows):
+        yield f"rank {rank:>3} |{''.join(row)}|"
+    yield f"          0{'':{TIMELINE_COLUMNS - 12}}{text.seconds(total):>12}"
+    split = "  W its weight gradients" if any("W" in row for row in rows) else ""
+    yield f"F forward  B backward{split}  S sync and loss  R gradient reduction  . idle"
+
+
+def _letter(op: Op | None) -> str | None:
+    match op:
+        case Op.FORWARD:
+            return "F"
+        case Op.BACKWARD | Op.INPUT:
+            return "B"
+        case Op.WEIGHT:
+            return "W"
+        case Op.SYNC_WAIT:
+            return "S"
+        case Op.REDUCE:
+            return "R"
+        case _:
+            return None

@@ -1,0 +1,380 @@
+"""Simulate a program: clocks and bytes of every rank for one optimizer step.
+
+The same instruction lists that the launcher executes, against the cost model instead of
+torch. The step's update is left out: times are those of forward, backward, communication
+and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol, TypeVar
+
+from mmplan.errors import InvalidInputError
+from mmplan.processes import rare_collections
+from mmplan.program.clocks import Clocks, Durations, Shared, replay
+from mmplan.program.dependencies import Wiring, wire
+from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
+from mmplan.program.model import CrossSampleLoss, Edge, Program, Reduction, Stage
+from mmplan.program.network import Traffic
+from mmplan.program.trace import TimedInstruction
+from mmplan.schema.plan import Plan, Prediction
+
+CostAnswer = TypeVar("CostAnswer")
+
+
+class Costs(Protocol):
+    """What the simulator asks; :mod:`mmplan.costs.program_costs` answers from a profile."""
+
+    @property
+    def communicator_bytes(self) -> float:
+        """Device memory of one communicator."""
+        ...
+
+    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """Seconds of a forward or backward (or a part of one), hosted losses included."""
+        ...
+
+    def message_s(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> float:
+        """Seconds of one message of an output, or of its gradient."""
+        ...
+
+    def message_traffic(
+        self, source: int, target: int, edge: Edge, samples: int, backward: bool
+    ) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
+        ...
+
+    def gather_s(self, loss: CrossSampleLoss) -> float:
+        """Seconds of a batch-sync that can be hidden: the gather of its features."""
+        ...
+
+    def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
+        ...
+
+    def sync_s(self, loss: CrossSampleLoss) -> float:
+        """Seconds of a whole batch-sync: gather, loss, gradient."""
+        ...
+
+    def reduce_s(self, reduction: Reduction) -> float:
+        """Seconds of a reduction."""
+        ...
+
+    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+        """What of them needs network interfaces of nodes, None where none does."""
+        ...
+
+    def activation_bytes(self, stage: Stage, samples: int) -> float:
+        """Bytes that a device holds of a micro-batch from its forward to its backward."""
+        ...
+
+    def static_bytes(self, rank: int) -> float:
+        """Weights, gradients and optimizer state."""
+        ...
+
+    def communicators(self, rank: int) -> int:
+        """Number of communicators that a rank belongs to."""
+        ...
+
+    def flops(self) -> float:
+        """Useful FLOPs of the step."""
+        ...
+
+    def module_flops(self) -> dict[str, float]:
+        """Each module's part of them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """One simulated step; per-rank values have one entry per rank, idle ranks included.
+
+    For a rank that is used, ``busy_s + communication_s + idle_s == iteration_s``.
+
+    Attributes:
+        busy_s: in computes and losses.
+        communication_s: in reductions, or waiting for data that were on their way.
+        idle_s: waiting for others to start something.
+        used: whether the rank computes at all.
+        peak_bytes: most bytes held at any time.
+        samples: of the step, over all tasks.
+        flops: useful work of the step.
+    """
+
+    program: Program = field(repr=False)
+    costs: Costs = field(repr=False)
+    clocks: Clocks = field(repr=False)
+    iteration_s: float
+    busy_s: tuple[float, ...]
+    communication_s: tuple[float, ...]
+    idle_s: tuple[float, ...]
+    used: tuple[bool, ...]
+    peak_bytes: tuple[float, ...]
+    samples: int
+    flops: float
+
+    @property
+    def devices_used(self) -> int:
+        """Ranks that compute something."""
+        return sum(self.used)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the device time of the ranks used."""
+        return self._share(self.idle_s)
+
+    @property
+    def communication_fraction(self) -> float:
+        """Share of that device time in which communication is not hidden."""
+        return self._share(self.communication_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput; 0 for a step that takes no time."""
+        return self.samples / self.iteration_s if self.iteration_s else 0.0
+
+    def _share(self, seconds: tuple[float, ...]) -> float:
+        total = self.devices_used * self.iteration_s
+        return sum(seconds) / total if total else 0.0
+
+    def events(self) -> Iterator[TimedInstruction]:
+        """Every instruction but STEP with its times, rank by rank in program order."""
+        for rank in _ranks(self.program):
+            yield from self.events_of(rank)
+
+    def events_of(self, rank: int) -> Iterator[TimedInstruction]:
+        """Every instruction of a rank but STEP with its times, in program order."""
+        row = self.program.instructions[rank]
+        times = zip(row, self.clocks.start[rank], self.clocks.end[rank], strict=True)
+        for position, (item, start_s, end_s) in enumerate(times):
+            if not isinstance(item, Step):
+                yield TimedInstruction(rank, position, start_s, end_s)
+
+    def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
+        """(second, bytes held from then on) of a rank, from 0 to its last change."""
+        fixed = _fixed_bytes(self.costs, rank)
+        points = [(0.0, fixed)]
+        held = 0.0
+        for position, is_end, change in _memory_changes(self.program, self.costs, rank):
+            clock = self.clocks.end if is_end else self.clocks.start
+            held += change
+            points.append((clock[rank][position], fixed + held))
+        return points
+
+
+@rare_collections()
+def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simulation:
+    """Run one step of a program that has no faults.
+
+    A send returns at once and its message arrives ``message_s`` later; the messages from
+    one rank to another go one after the other. A compute waits for its messages.
+    SYNC_START returns at once; the gather begins when the loss's last rank has started and
+    the loss's gather before it is over, and SYNC_WAIT ends when it is over, every rank is
+    there and the loss is computed. Tensor-parallel computes, COUNT and REDUCE begin when
+    their last rank is there. Transfers between nodes that overlap in time share the
+    bandwidth of the nodes that they have in common (:mod:`mmplan.program.network`).
+
+    Args:
+        program: to run.
+        costs: of its instructions.
+        contention: False lets every transfer have the network to itself, to see what
+            sharing it costs.
+
+    Raises:
+        InvalidInputError: the program deadlocks.
+    """
+    wiring = wire(program)
+    durations = durations_of(program, costs, wiring, contention=contention)
+    clocks = replay(wiring, durations)
+    if clocks.stuck:
+        rank, position = min(clocks.stuck.items())
+        raise InvalidInputError(
+            f"the program deadlocks: rank {rank} waits for ever at instruction {position} "
+            f"({program.instructions[rank][position]})",
+            hint="mmplan check PLAN lists every fault; solve the workload again",
+        )
+    iteration_s = max((row[-1] for row in clocks.end if row), default=0.0)
+    busy = tuple(_seconds(program, durations, rank, (Compute, Sync)) for rank in _ranks(program))
+    communication = tuple(
+        clocks.exposed[rank] + _seconds(program, durations, rank, (Collective,))
+        for rank in _ranks(program)
+    )
+    used = tuple(any(isinstance(x, Compute) for x in row) for row in program.instructions)
+    return Simulation(
+        program=program,
+        costs=costs,
+        clocks=clocks,
+        iteration_s=iteration_s,
+        busy_s=busy,
+        communication_s=communication,
+        # Rounding may leave a few ulps below zero.
+        idle_s=tuple(
+            max(0.0, iteration_s - b - c) if u else 0.0
+            for b, c, u in zip(busy, communication, used, strict=True)
+        ),
+        used=used,
+        peak_bytes=peak_bytes(program, costs),
+        samples=sum(program.batches.values()),
+        flops=costs.flops(),
+    )
+
+
+def prediction(simulation: Simulation, plan: Plan) -> Prediction:
+    """What the plan says of itself; ``mfu`` counts all of its devices, idle ones too."""
+    peak_flops = plan.devices * plan.cluster.device.peak_flops
+    iteration_s = simulation.iteration_s
+    return Prediction(
+        iteration_s=iteration_s,
+        samples_per_s=simulation.samples_per_s,
+        mfu=simulation.flops / iteration_s / peak_flops if iteration_s else 0.0,
+        bubble_fraction=simulation.bubble_fraction,
+        communication_fraction=simulation.communication_fraction,
+        memory_bytes=simulation.peak_bytes,
+        devices_used=simulation.devices_used,
+    )
+
+
+def _ranks(program: Program) -> range:
+    return range(program.num_ranks)
+
+
+def durations_of(
+    program: Program, costs: Costs, wiring: Wiring, *, contention: bool = True
+) -> Durations:
+    """Seconds of everything that a program does."""
+    losses = [program.cross_sample(index) for index, _ in wiring.syncs]
+    return Durations(
+        instruction=_instruction_seconds(program, costs),
+        message=_of_messages(costs.message_s, program, wiring),
+        gather=[costs.gather_s(loss) for loss in losses],
+        shared=_shared(program, costs, wiring) if contention else None,
+    )
+
+
+def _shared(program: Program, costs: Costs, wiring: Wiring) -> Shared | None:
+    """What uses nodes' interfaces, if two things that do can do so at the same time."""
+    gathers = {
+        index: costs.gather_traffic(program.cross_sample(index))
+        for index in dict.fromkeys(index for index, _ in wiring.syncs)
+    }
+    reductions = [costs.reduce_traffic(reduction) for reduction in program.reductions]
+    shared = Shared(
+        message=_of_messages(costs.message_traffic, program, wiring),
+        gather=[gathers[index] for index, _ in wiring.syncs],
+        gang=[None if index < 0 else reductions[index] for index in wiring.reduction],
+    )
+    users: dict[int, tuple[str, object]] = {}
+    # What follows one after the other does not overlap: messages of one pair, gathers of one
+    # loss, reductions of the same ranks.
+    users_of = (
+        (("message", pair) for pair in wiring.link),
+        (("gather", index) for index, _ in wiring.syncs),
+        (("reduction", program.reductions[i].ranks if i >= 0 else ()) for i in wiring.reduction),
+    )
+    for kind, names in zip((shared.message, shared.gather, shared.gang), users_of, strict=True):
+        for traffic, user in zip(kind, names, strict=True):
+            for interface, load in traffic.loads if traffic is not None else ():
+                if load > 1 or users.setdefault(interface, user) != user:
+                    return shared
+    return None
+
+
+def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
+    """Seconds of computes, losses and reductions; zero for the rest."""
+    known: dict[tuple[int, Op, int], float] = {}
+    loss_s = {
+        loss.index: costs.sync_s(loss) - costs.gather_s(loss)
+        for loss in program.cross_sample_losses
+    }
+    reduce_s = [costs.reduce_s(reduction) for reduction in program.reductions]
+
+    def seconds(item: Instruction, samples: dict[int, list[int]]) -> float:
+        if isinstance(item, Compute):
+            key = item.stage, item.op, samples[item.stage][item.mb]
+            if key not in known:
+                known[key] = costs.compute_s(program.stages[item.stage], item.op, key[2])
+            return known[key]
+        if isinstance(item, Sync) and item.op is Op.SYNC_WAIT:
+            return loss_s[item.loss]
+        if isinstance(item, Collective) and item.op is Op.REDUCE:
+            return reduce_s[item.index]
+        return 0.0
+
+    rows: list[list[float]] = []
+    for rank, row in enumerate(program.instructions):
+        samples = _samples(program, rank)
+        rows.append([seconds(item, samples) for item in row])
+    return rows
+
+
+def _of_messages(
+    ask: Callable[[int, int, Edge, int, bool], CostAnswer], program: Program, wiring: Wiring
+) -> list[CostAnswer]:
+    """What ``ask`` says of every message; asked once of those that are alike."""
+    known: dict[tuple[int, int, int, int, bool], CostAnswer] = {}
+    result: list[CostAnswer] = []
+    for edge, backward, source, target, start, stop in wiring.messages:
+        key = source, target, edge, stop - start, backward
+        if key not in known:
+            known[key] = ask(source, target, program.edges[edge], stop - start, backward)
+        result.append(known[key])
+    return result
+
+
+def _samples(program: Program, rank: int) -> dict[int, list[int]]:
+    """Stage to the sizes of its micro-batches on a rank."""
+    return {
+        stage.index: [b - a for a, b in stage.microbatches[stage.place(rank)[0]]]
+        for stage in program.stages_of(rank)
+    }
+
+
+def _seconds(
+    program: Program, durations: Durations, rank: int, kinds: tuple[type[Instruction], ...]
+) -> float:
+    row = zip(program.instructions[rank], durations.instruction[rank], strict=True)
+    return sum(seconds for item, seconds in row if isinstance(item, kinds))
+
+
+def _fixed_bytes(costs: Costs, rank: int) -> float:
+    each = costs.communicator_bytes
+    return costs.static_bytes(rank) + (each * costs.communicators(rank) if each else 0.0)
+
+
+def peak_bytes(program: Program, costs: Costs) -> tuple[float, ...]:
+    """The most that each rank holds at once, by CONTRACT's count."""
+    return tuple(
+        _fixed_bytes(costs, rank)
+        + max(
+            accumulate(
+                (change for *_, change in _memory_changes(program, costs, rank)), initial=0.0
+            )
+        )
+        for rank in _ranks(program)
+    )
+
+
+def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple[int, bool, float]]:
+    """(position, at its end rather than its start, bytes gained) in program order.
+
+    A micro-batch is held from the start of its forward to the end of its backward, of the
+    ``W`` of a split one; without a backward, to the end of its forward.
+    """
+    samples = _samples(program, rank)
+    known: dict[tuple[int, int], float] = {}
+    for position, item in enumerate(program.instructions[rank]):
+        if not isinstance(item, Compute):
+            continue
+        stage = program.stages[item.stage]
+        key = item.stage, samples[item.stage][item.mb]
+        if key not in known:
+            known[key] = costs.activation_bytes(stage, key[1])
+        if item.op is Op.FORWARD:
+            yield position, False, known[key]
+        if item.op in (Op.BACKWARD, Op.WEIGHT) or not stage.has_backward:
+            yield position, True, -known[key]

@@ -1,0 +1,125 @@
+"""Megatron's plans, as baselines: one grid of TP x DP x PP for a whole multimodal model.
+
+``megatron`` cuts every module into the same number of stages; position p of the pipeline
+runs stage p of each. Where a loss takes a whole sync batch there is no PP, which would
+leave fewer ranks to share that batch.
+
+``megatron-rigid`` gives the backbone the pipeline and every other module one more position
+before or after it, with the backbone's TP and DP: the ranks of a TP group split the module,
+or each holds all of it and they share out the samples, whichever is faster.
+
+Source: Megatron-LM, arXiv:2104.04473; the rigid form is the baseline of MMScale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from mmplan.errors import InfeasibleError
+from mmplan.solvers.baselines.grid_search import allowed, best_grids, check_exact
+from mmplan.solvers.baselines.layouts import colocated_layouts, depths
+from mmplan.solvers.baselines.one_grid import Layout, ModuleGrid
+from mmplan.solvers.baselines.sequential_tasks import InTurn
+from mmplan.solvers.partitioner import backbone_of, module_cuts, tensor_degrees
+from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
+
+
+def solve_megatron(request: Request) -> Solution:
+    """The best TP x DP x PP with all modules on all positions; exact by its formula.
+
+    Several tasks run one after another on one TP x DP x PP of all of them.
+
+    Raises:
+        InvalidInputError: a method.
+        InfeasibleError: pins, devices or memory leave no grid; names what is missing.
+    """
+    check_exact(request, "megatron")
+    if len(request.tasks) > 1:
+        return InTurn(request, "megatron", colocated_layouts).on_one_grid()
+    problem = _problem(request, "megatron")
+    return _solve(request, "megatron", list(colocated_layouts(problem)))
+
+
+def solve_megatron_rigid(request: Request) -> Solution:
+    """The best pipeline with the backbone's TP and DP for all modules; exact by its formula.
+
+    Raises:
+        InvalidInputError: a method, or (:class:`NotApplicableError`) several tasks, a
+            cross-sample loss, shared parameters or no chain of modules.
+        InfeasibleError: pins, devices or memory leave no grid; names what is missing.
+    """
+    problem = _problem(request, "megatron-rigid")
+    _check_chain(problem)
+    return _solve(request, "megatron-rigid", list(_rigid_layouts(problem)))
+
+
+def _problem(request: Request, solver: str) -> Problem:
+    check_exact(request, solver)
+    return Problem(request=request, task=request.only_task(solver))
+
+
+def _check_chain(problem: Problem) -> None:
+    if problem.task.sync_batches or not problem.chained():
+        raise NotApplicableError(
+            "megatron-rigid puts modules before and after a backbone that takes or gives their "
+            f"outputs; {', '.join(problem.task.modules)} are no such chain",
+            hint="use --solver megatron",
+        )
+    shared = [m for m in problem.task.modules if problem.request.workload.modules[m].share]
+    if shared:
+        raise NotApplicableError(
+            "megatron-rigid gives every module positions of its own; "
+            f"{', '.join(shared)} uses the parameters of another one",
+            hint="use --solver megatron",
+        )
+
+
+def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution:
+    problem = _problem(request, solver)
+    fitting = [layout for layout in layouts if allowed(problem, layout)]
+    if not fitting:
+        raise InfeasibleError(
+            f"{solver} has one tp for {', '.join(problem.task.modules)}: none is in the profile "
+            "and in the plan of all, with stages that their plans allow",
+            hint="loosen tp and pp in the modules' plan, or profile them at a common tp",
+        )
+    found = best_grids(problem, solver, fitting)
+    return Solution(
+        solver=solver,
+        method="exact",
+        candidates=tuple(candidate for candidate, _ in found),
+        formula_bound_s=found[0][0].objective_s,
+        # Stages that share devices take turns in an order that the formula does not know.
+        closed_form=problem.closed_form() and all(g.layout.positions == 1 for _, g in found),
+    )
+
+
+def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
+    modules, backbone = problem.task.modules, backbone_of(problem)
+    cuts = module_cuts(problem, backbone, problem.blocks(backbone))
+    others = [m for m in modules if m != backbone]
+    for tp in tensor_degrees(problem, backbone):
+        ways = [_ways_of(problem, module, tp) for module in others]
+        for depth, chosen in product(depths(problem, [backbone]), product(*ways)):
+            yield _rigid(
+                problem, backbone, cuts[depth - 1], tp, dict(zip(others, chosen, strict=True))
+            )
+
+
+def _rigid(
+    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, whole: dict[str, bool]
+) -> Layout:
+    places: dict[str, ModuleGrid] = {}
+    position = 0
+    for module in problem.task.modules:
+        own = cuts if module == backbone else ((0, problem.blocks(module)),)
+        places[module] = ModuleGrid(first=position, cuts=own, whole=whole.get(module, False))
+        position += len(own)
+    return Layout(tp=tp, positions=position, places=places)
+
+
+def _ways_of(problem: Problem, module: str, tp: int) -> list[bool]:
+    """Whether a TP group may split a module (False), or hold it whole on each rank (True)."""
+    known = problem.costs.tp_options(task=problem.task.name, module=module)
+    return [False] * (tp in known) + [True] * (tp > 1 and 1 in known)

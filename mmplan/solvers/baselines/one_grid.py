@@ -1,0 +1,402 @@
+"""One TP x DP grid of pipeline positions for a whole model: its time, bytes and units.
+
+A layout gives every module consecutive positions 0..Q-1 of one pipeline; modules may share
+positions. With N_mb micro-batches a step, G rounds of K each,
+
+    T = ramp + (N_mb - 1) * max_q busy_q + reduce + G s,
+
+where busy_q is what all modules at position q compute for one micro-batch, the ramp is one
+micro-batch's longest way through the modules (never less than the busiest position), and
+reduce is the position with the longest reductions. With Q = 1 this is the formula of
+:mod:`.colocated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mmplan.schema.plan import Schedule, Unit
+from mmplan.solvers.placement import RankGrid
+from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
+
+# Micro-batches of a pipeline that are tried without pins: 1, 2, 4, ...
+LARGEST_MICROBATCH = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleGrid:
+    """Where a module runs.
+
+    Attributes:
+        first: position of its first stage; the others follow.
+        cuts: blocks of its stages.
+        whole: every rank of a TP group holds the whole stage, and they share out the
+            samples; False where they split it.
+    """
+
+    first: int
+    cuts: tuple[Blocks, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The places of all modules, at one tp."""
+
+    tp: int
+    positions: int
+    places: Mapping[str, ModuleGrid]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a round's samples are cut.
+
+    Attributes:
+        dp: replicas of the grid.
+        limit: samples of a micro-batch, at most.
+        pinned: the user's limit: a smaller micro-batch may come last.
+        count: micro-batches of the slowest replica in a round, K.
+        size: samples of its largest micro-batch.
+        ways: ranks of a TP group that share a micro-batch out where a module is whole.
+    """
+
+    dp: int
+    limit: int
+    pinned: bool
+    count: int
+    size: int
+    ways: int
+
+
+class OneGrid:
+    """One layout with any replicas and micro-batches; remembers what it was asked."""
+
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        self.problem, self.layout = problem, layout
+        self._pace: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
+        self._fixed: dict[tuple[int, int], list[float]] = {}
+        self._reduce: dict[tuple[int, int], float] = {}
+        self._sync: dict[int, float] = {}
+        self._after = {module: self._stages_after(module) for module in layout.places}
+
+    @property
+    def most(self) -> int:
+        """Replicas that the devices and the samples allow."""
+        each = self.layout.tp * self.layout.positions
+        return min(self.problem.devices // each, self.problem.round_samples)
+
+    # --- what may be chosen ------------------------------------------------------------
+
+    def splits(self, replicas: Iterable[int] | None = None) -> Iterator[Split]:
+        """Replicas, of all numbers or of those given, and micro-batches that the pins allow.
+
+        Of the replicas that leave the slowest one the same share only the fewest are tried,
+        where more of them can make neither room (ZeRO-1) nor a loss faster.
+        """
+        samples = self.problem.round_samples
+        for dp in self._counts() if replicas is None else replicas:
+            for limit, pinned in self._limits(-(-samples // dp)):
+                split = self._split(dp, limit, pinned)
+                if self._allowed(split):
+                    yield split
+
+    def _counts(self) -> Iterable[int]:
+        samples, specs = self.problem.round_samples, self.problem.request.workload.modules
+        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
+        if pinned or self.problem.costs.training.zero or self.problem.task.sync_batches:
+            return range(1, self.most + 1)
+        return [int(n) for n in smallest_divisors(samples) if n <= self.most]
+
+    def _limits(self, share: int) -> list[tuple[int, bool]]:
+        specs = self.problem.request.workload.modules
+        pinned = [specs[m].plan for m in self.layout.places if specs[m].plan.microbatch]
+        if pinned:
+            # A module that is whole sees less than the micro-batch: any size may be meant.
+            sizes = range(1, share + 1) if self._any_whole else microbatch_sizes(share, pinned[0])
+            return [(size, True) for size in sizes]
+        if self.problem.task.sync_batches:
+            some = next(iter(self.layout.places))
+            return [(size, False) for size in microbatch_sizes(share, specs[some].plan)]
+        powers = [2**i for i in range(LARGEST_MICROBATCH.bit_length())]
+        return [(size, False) for size in powers if size <= share]
+
+    @property
+    def _any_whole(self) -> bool:
+        return any(place.whole for place in self.layout.places.values())
+
+    def _split(self, dp: int, limit: int, pinned: bool) -> Split:
+        shares = split_evenly(self.problem.round_samples, dp)
+        sizes = [_cut(share, shares[0], limit, pinned) for share in (shares[0], shares[-1])]
+        least = min(min(own) for own in sizes)
+        return Split(
+            dp=dp,
+            limit=limit,
+            pinned=pinned,
+            count=len(sizes[0]),
+            size=sizes[0][0],
+            ways=min(self.layout.tp, least) if self._any_whole else 1,
+        )
+
+    def _allowed(self, split: Split) -> bool:
+        specs = self.problem.request.workload.modules
+        return all(
+            specs[module].plan.allows("dp", split.dp * _ways(place, split.ways))
+            and specs[module].plan.allows("microbatch", _own(place, split.size, split.ways))
+            for module, place in self.layout.places.items()
+        )
+
+    # --- seconds -----------------------------------------------------------------------
+
+    def compute_s(self, split: Split) -> float:
+        """The formula without reductions and syncs."""
+        ramp_s, busy_s = self.pace_s(split.size, split.ways, split.dp)
+        return ramp_s + (self.problem.rounds * split.count - 1) * busy_s
+
+    def step_s(self, split: Split) -> float:
+        """The formula, T."""
+        reduced_s = self.reduce_s(split.dp, split.ways)
+        return self.compute_s(split) + reduced_s + self.problem.rounds * self.sync_s(split)
+
+    def sync_s(self, split: Split) -> float:
+        """All batch-syncs of one round."""
+        if not self.problem.task.sync_batches:
+            return 0.0
+        if split.dp not in self._sync:
+            self._sync[split.dp] = self.problem.sync_s(
+                {
+                    module: tuple(
+                        rank for replica in self.ranks(module, split) for rank in replica[-1]
+                    )
+                    for module in self.layout.places
+                }
+            )
+        return self._sync[split.dp]
+
+    def pace_s(self, size: int, ways: int, dp: int) -> tuple[float, float]:
+        """(ramp, busiest position) of one micro-batch, forward and backward."""
+        key = size, ways, dp if self.problem.varies else 1
+        if key not in self._pace:
+            busy, end = [0.0] * self.layout.positions, dict[str, float]()
+            for module, place in self.layout.places.items():
+                producers = self.problem.producers(module)
+                reached = max(
+                    (end[p] + self._between_s(p, module, size, ways) for p in producers), default=0
+                )
+                for i, blocks in enumerate(place.cuts):
+                    own, replicas = _own(place, size, ways), key[2] * _ways(place, ways)
+                    stage_s = sum(
+                        self.problem.stage_s(module, blocks, self._tp(place), own, replicas)
+                    )
+                    busy[place.first + i] += stage_s
+                    reached += stage_s + self._hop_s(module, i, own)
+                end[module] = reached
+            self._pace[key] = max(*busy, *end.values()), max(busy)
+        return self._pace[key]
+
+    def _tp(self, place: ModuleGrid) -> int:
+        return 1 if place.whole else self.layout.tp
+
+    def _hop_s(self, module: str, i: int, size: int) -> float:
+        """From stage i of a module to its next one, and back."""
+        place = self.layout.places[module]
+        if i + 1 == len(place.cuts):
+            return 0.0
+        back = self.problem.stage(module, place.cuts[i + 1]).input_gradient
+        num_bytes = size * self.problem.output_bytes(module, place.cuts[i][1] - 1)
+        here = place.first + i, self._tp(place)
+        return self._message_s(here, (here[0] + 1, here[1]), num_bytes, back)
+
+    def _between_s(self, producer: str, consumer: str, size: int, ways: int) -> float:
+        source, target = self.layout.places[producer], self.layout.places[consumer]
+        per_sample = self.problem.output_bytes(producer, self.problem.blocks(producer) - 1)
+        return self._message_s(
+            (source.first + len(source.cuts) - 1, self._tp(source)),
+            (target.first, self._tp(target)),
+            _own(source, size, ways) * per_sample,
+            self.problem.makes_gradient(producer),
+        )
+
+    def _message_s(
+        self, source: tuple[int, int], target: tuple[int, int], num_bytes: float, back: bool
+    ) -> float:
+        """Between two (position, TP degree); what comes from another node is gathered."""
+        costs, node_of = self.problem.costs, self.problem.request.cluster.node_of
+        first, second = (position * self.layout.tp for position, _ in (source, target))
+        total_s = (1 + back) * costs.message_s(source=first, target=second, num_bytes=num_bytes)
+        if node_of(first) != node_of(second):
+            for tp in (target[1], *([source[1]] if back else [])):
+                total_s += costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes)
+        return total_s
+
+    def reduce_s(self, dp: int, ways: int) -> float:
+        """Gradient reductions of the position where they take longest."""
+        if (dp, ways) not in self._reduce:
+            taken = [0.0] * self.layout.positions
+            for module, place in self.layout.places.items():
+                for i in range(len(place.cuts)):
+                    taken[place.first + i] += self._stage_reduce_s(module, i, dp, ways)
+            self._reduce[dp, ways] = max(taken)
+        return self._reduce[dp, ways]
+
+    def _stage_reduce_s(self, module: str, i: int, dp: int, ways: int) -> float:
+        place, tp = self.layout.places[module], self.layout.tp
+        blocks, each = place.cuts[i], _ways(place, ways)
+        if dp * each == 1 or not self.problem.stage(module, blocks).trainable:
+            return 0.0
+        starts = [(d * self.layout.positions + place.first + i) * tp for d in range(dp)]
+        return self.problem.costs.all_reduce_s(
+            ranks=[start + t for start in starts for t in range(each)],
+            num_bytes=self.problem.gradient_bytes(module, blocks, self._tp(place)),
+            sharers=self._tp(place),
+        )
+
+    # --- bytes -------------------------------------------------------------------------
+
+    def needed_bytes(self, split: Split) -> float:
+        """Bytes of the fullest device: as many micro-batches as each stage's order holds."""
+        fixed = self._fixed_bytes(split.dp, split.ways)
+        return max(map(sum, zip(fixed, self.active_bytes(split), strict=True)))
+
+    def active_bytes(self, split: Split) -> list[float]:
+        """Activations that each position holds."""
+        total = [0.0] * self.layout.positions
+        for position, held, after in self._held_bytes(split.size, split.ways):
+            total[position] += held * self._in_flight(split.count, after)
+        return total
+
+    def least_bytes(self) -> float:
+        """A bound on :meth:`needed_bytes`: one micro-batch of one sample."""
+        return min(
+            self.needed_bytes(
+                Split(dp=dp, limit=1, pinned=False, count=1, size=1, ways=self.layout.tp)
+            )
+            for dp in (1, max(1, self.most))
+        )
+
+    def _in_flight(self, count: int, after: int) -> int:
+        if self.problem.task.sync_batches:
+            return count
+        return 1 if self.layout.positions == 1 else min(count, 1 + after)
+
+    def _held_bytes(self, size: int, ways: int) -> list[tuple[int, float, int]]:
+        """(position, bytes of one micro-batch, stages after) of every stage."""
+        if (size, ways) not in self._held:
+            self._held[size, ways] = [
+                (
+                    place.first + i,
+                    self.problem.held_bytes(
+                        module, blocks, self._tp(place), _own(place, size, ways)
+                    ),
+                    self._after[module] - i,
+                )
+                for module, place in self.layout.places.items()
+                for i, blocks in enumerate(place.cuts)
+            ]
+        return self._held[size, ways]
+
+    def _stages_after(self, module: str) -> int:
+        """Stages after the module's first one, on the longest way to the end."""
+        own = len(self.layout.places[module].cuts)
+        consumers = self.problem.consumers(module)
+        return own - 1 + max((1 + self._stages_after(c) for c in consumers), default=0)
+
+    def _fixed_bytes(self, dp: int, ways: int) -> list[float]:
+        key = (dp if self.problem.costs.training.zero else min(dp, 2)), ways
+        if key not in self._fixed:
+            each = self.problem.request.cluster.device.communicator_bytes
+            fixed = [each * self._communicators(dp * ways)] * self.layout.positions
+            for module, place in self.layout.places.items():
+                for i, blocks in enumerate(place.cuts):
+                    fixed[place.first + i] += self.problem.fixed_bytes(
+                        module, blocks, self._tp(place), dp * _ways(place, ways)
+                    )
+            self._fixed[key] = fixed
+        return self._fixed[key]
+
+    def _communicators(self, replicas: int) -> int:
+        """All ranks, the TP group, the reduction, gathers, two for each direction of messages."""
+        several = self.problem.devices > 1
+        shared = len(self.layout.places) > 1 and self._wraps()
+        directions = (1 + shared) * 2 if self.layout.positions > 1 else 0
+        gathers = len(self.problem.task.sync_batches) if several else 0
+        return several + (self.layout.tp > 1) + (replicas > 1) + gathers + directions
+
+    def _wraps(self) -> bool:
+        """Whether some module hands its output to an earlier position."""
+        places = self.layout.places
+        return any(
+            places[p].first + len(places[p].cuts) - 1 > places[m].first
+            for m in places
+            for p in self.problem.producers(m)
+        )
+
+    # --- units -------------------------------------------------------------------------
+
+    def units(self, split: Split) -> tuple[Unit, ...]:
+        """The modules' units on ranks 0, 1, ...: replicas, then positions, then TP."""
+        shares = split_evenly(self.problem.round_samples, split.dp)
+        sizes = [_cut(share, shares[0], split.limit, split.pinned) for share in shares]
+        # On one position the consumer is on the same devices: running ahead only holds memory.
+        schedule = Schedule(
+            kind="batch-sync" if self.problem.task.sync_batches else "1f1b",
+            lead=int(self.layout.positions > 1),
+        )
+        return tuple(self._unit(module, split, sizes, schedule) for module in self.layout.places)
+
+    def _unit(
+        self, module: str, split: Split, sizes: Sequence[tuple[int, ...]], schedule: Schedule
+    ) -> Unit:
+        place, ranks = self.layout.places[module], self.ranks(module, split)
+        each = _ways(place, split.ways)
+        microbatches = tuple(
+            tuple(split_evenly(size, each)[way] for size in own)
+            for own in sizes
+            for way in range(each)
+        )
+        return Unit(
+            name=module,
+            task=self.problem.task.name,
+            module=module,
+            tp=self._tp(place),
+            pp=len(place.cuts),
+            dp=len(ranks),
+            ranks=ranks,
+            blocks=place.cuts,
+            samples=tuple(sum(own) * self.problem.rounds for own in microbatches),
+            microbatches=microbatches,
+            schedule=schedule,
+        )
+
+    def ranks(self, module: str, split: Split) -> RankGrid:
+        """Of a module's unit."""
+        place, tp, positions = self.layout.places[module], self.layout.tp, self.layout.positions
+        width, each = self._tp(place), _ways(place, split.ways)
+        return tuple(
+            tuple(
+                tuple((d * positions + place.first + p) * tp + way + t for t in range(width))
+                for p in range(len(place.cuts))
+            )
+            for d in range(split.dp)
+            for way in range(each)
+        )
+
+
+def _cut(share: int, largest_share: int, limit: int, pinned: bool) -> tuple[int, ...]:
+    """As many micro-batches as the largest share has, so that replicas keep step."""
+    if pinned:
+        return cut(share, limit, pinned=True)
+    return split_evenly(share, min(share, -(-largest_share // limit)))
+
+
+def _ways(place: ModuleGrid, ways: int) -> int:
+    """Replicas of a module in one replica of the grid."""
+    return ways if place.whole else 1
+
+
+def _own(place: ModuleGrid, size: int, ways: int) -> int:
+    """The module's largest micro-batch."""
+    return -(-size // _ways(place, ways))

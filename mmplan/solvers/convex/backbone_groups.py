@@ -1,0 +1,321 @@
+"""The groups of a disaggregated pipeline: backbone replicas and micro-batch, with their bounds.
+
+In a group the backbone has D replicas with micro-batches of M samples, so a step of the
+pipeline takes D M samples and there are l = ceil(batch / (D M)) of them; a module with n
+replicas has micro-batches of ceil(D M / n).
+
+Shape suffixes: G = groups with one M, H = corners of a lower hull, R = options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmplan.arrays import Floats, Ints
+from mmplan.errors import InvalidInputError
+from mmplan.solvers.convex.branch_and_bound import Group, Options
+from mmplan.solvers.convex.module_tables import ModuleTables, Table
+from mmplan.solvers.convex.stage_tables import UNLIMITED
+from mmplan.solvers.partitioner import backbone_of
+from mmplan.solvers.problem import Problem
+from mmplan.solvers.sample_split import smallest_divisors
+
+# Largest micro-batch of the backbone that is tried without pins; all up to it are.
+LARGEST_MICROBATCH = 64
+# Up to so many replica numbers, all are tried where memory depends on them (ZeRO-1).
+ALL_REPLICAS = 4096
+# Points of the grid on which bounds of the other modules are known.
+RATES = 256
+# Shares of the steady time that the backbone's own stage answers for (see _Bounds), None for
+# its share of the devices.
+SHARES = (None, 0.0, 0.5, 1.0)
+# A number of replicas that leaves no optimizer state to any of them.
+MANY = 2**40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What the options of a group have in common.
+
+    Attributes:
+        replicas: of the backbone, D.
+        microbatch: of the backbone, M.
+        steps: l.
+        interleaved: every replica has l full micro-batches.
+        samples: of a step of the pipeline, D M; the batch where that is less.
+    """
+
+    replicas: int
+    microbatch: int
+    steps: int
+    interleaved: bool
+    samples: int
+
+
+class Pipelines:
+    """All groups of one task.
+
+    Args:
+        microbatches: of the backbone, where its plan has none; default all that may matter.
+        interleaved: whether the backbone may have vpp > 1.
+        divisible: only replicas that divide the batch, and the backbone's samples a step.
+
+    Attributes:
+        modules: in the task's order, producers first.
+        edges: (producer, consumer) as positions in ``modules``.
+        backbone: position of the module whose replicas set the micro-batches.
+        tables: of every module.
+        frames: of every group.
+
+    Raises:
+        InvalidInputError: vpp is pinned above 1 for a module that is not the backbone.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        microbatches: Sequence[int] | None = None,
+        interleaved: bool = True,
+        divisible: bool = False,
+    ) -> None:
+        self.problem = problem
+        self.modules = problem.task.modules
+        self.edges = [
+            (self.modules.index(producer), k)
+            for k, module in enumerate(self.modules)
+            for producer in problem.producers(module)
+        ]
+        self.backbone = self.modules.index(backbone_of(problem))
+        self.tables = [
+            ModuleTables(
+                problem,
+                module,
+                backbone=k == self.backbone,
+                interleaved=interleaved and k == self.backbone,
+            )
+            for k, module in enumerate(self.modules)
+        ]
+        self._check_vpp()
+        self._microbatches, self._divisible = microbatches, divisible
+        self.frames: list[Frame] = []
+
+    def _check_vpp(self) -> None:
+        for tables in self.tables:
+            vpp = tables.pins.vpp
+            if not tables.backbone and vpp is not None and not tables.pins.allows("vpp", 1):
+                raise InvalidInputError(
+                    f"modules.{tables.module}.plan.vpp: only the backbone "
+                    f"({self.modules[self.backbone]}) is interleaved",
+                    hint=f"leave vpp out, or set backbone: true in modules.{tables.module}",
+                )
+
+    def groups(self) -> list[Group]:
+        """Every group with a bound; those in which some module fits nowhere are left out."""
+        self.frames = []
+        groups: list[Group] = []
+        bounds = _Bounds(self)
+        for microbatch in self._backbone_sizes():
+            frames = list(self._frames(microbatch))
+            for frame, bound in zip(frames, bounds.of(frames), strict=True):
+                if np.isfinite(bound):
+                    self.frames.append(frame)
+                    groups.append(
+                        Group(
+                            steps=frame.steps,
+                            bound_s=float(bound),
+                            build=lambda frame=frame: self.options(frame),
+                        )
+                    )
+        return groups
+
+    def options(self, frame: Frame) -> list[Options]:
+        """The options of every module in a group."""
+        return [self.table(k, frame).options for k in range(len(self.modules))]
+
+    def table(self, k: int, frame: Frame) -> Table:
+        """The options of one module, and what they mean."""
+        dp, size = self.replicas(k, frame)
+        return self.tables[k].table(dp, size, steps=frame.steps, interleaved=frame.interleaved)
+
+    def replicas(self, k: int, frame: Frame) -> tuple[Ints, Ints]:
+        """(dp, largest micro-batch) that one module may have in a group."""
+        if self.tables[k].backbone:
+            return np.array([frame.replicas]), np.array([frame.microbatch])
+        dp, size = self.tables[k].replicas(frame.samples, frame.steps)
+        if self._divisible:
+            whole = frame.samples % dp == 0
+            dp, size = dp[whole], size[whole]
+        return dp, size
+
+    def depths_after(self) -> list[int]:
+        """Least stages after each module."""
+        after = [0] * len(self.modules)
+        for k in reversed(range(len(self.modules))):
+            after[k] = max((1 + after[c] for p, c in self.edges if p == k), default=0)
+        return after
+
+    def _backbone_sizes(self) -> list[int]:
+        batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
+        if pins.microbatch is not None:
+            return [m for m in range(1, batch + 1) if pins.allows("microbatch", m)]
+        sizes = self._microbatches or range(1, LARGEST_MICROBATCH + 1)
+        return [m for m in sizes if m <= batch]
+
+    def _frames(self, microbatch: int) -> Iterator[Frame]:
+        batch, own = self.problem.task.batch, self.tables[self.backbone]
+        samples = -(-batch // microbatch)
+        most = min(samples, self.problem.devices // min(own.tps, default=1))
+        others = [t for t in self.tables if not t.backbone]
+        pinned = any(t.pins.dp or t.pins.microbatch for t in others)
+        sharded = bool(self.problem.costs.training.zero)
+        if own.pins.dp is not None:
+            counts = [n for n in range(1, most + 1) if own.pins.allows("dp", n)]
+        elif pinned or (sharded and most <= ALL_REPLICAS):
+            counts = list(range(1, most + 1))
+        else:
+            counts = [int(n) for n in smallest_divisors(samples) if n <= most]
+        for replicas in counts:
+            if self._divisible and batch % (replicas * microbatch):
+                continue
+            if not pinned and self._is_beaten(replicas, microbatch):
+                continue
+            yield Frame(
+                replicas=replicas,
+                microbatch=microbatch,
+                steps=-(-batch // (replicas * microbatch)),
+                interleaved=batch % (replicas * microbatch) == 0,
+                samples=min(batch, replicas * microbatch),
+            )
+
+    def _is_beaten(self, replicas: int, microbatch: int) -> bool:
+        """Whether the next smaller micro-batch takes as few steps: it needs no more of anything."""
+        batch, free = self.problem.task.batch, self.tables[self.backbone].pins.microbatch is None
+        if microbatch == 1 or self._microbatches or not free:
+            return False
+        return -(-batch // (replicas * (microbatch - 1))) == -(-batch // (replicas * microbatch))
+
+
+class _Bounds:
+    """Lower bounds of groups, before the options of any other module are built.
+
+    Let one option of the backbone take d devices and t seconds a stage, and let r = N - d. The
+    other modules share r devices: tau = max_k stage_k >= sum_k devices_k stage_k / r. For any
+    share s in [0, 1] (the best one is tried of a few)
+
+        (l - 1) tau >= s (l - 1) t + (1 - s) (l - 1) / r * sum_k devices_k stage_k,
+
+    and T >= that + sum over a path of warm_k. Since devices_k >= tp pp samples / size, what a
+    module adds is a function of rate = (1 - s) (l - 1) samples / r only,
+
+        phi_k(rate) = min_o (warm_o + rate * tp pp stage_o / size_o),
+
+    concave, so that interpolating it on a grid keeps it a bound.
+    """
+
+    def __init__(self, pipelines: Pipelines) -> None:
+        self._pipelines, self._k = pipelines, pipelines.backbone
+        self._own = pipelines.tables[self._k]
+        self._after = pipelines.depths_after()
+        batch, tables = pipelines.problem.task.batch, pipelines.tables
+        others = {k: own for k, own in enumerate(tables) if k != self._k}
+        hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
+        self._fewest = sum(_fewest(own, self._after[k]) for k, own in others.items())
+        self.empty = self._own.empty or any(not len(hull) for hull in hulls.values())
+        self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
+        self._added = [] if self.empty else self._paths_added(hulls)
+        self._rows: dict[int, tuple[Floats, Floats]] = {}
+
+    def _paths_added(self, hulls: dict[int, Floats]) -> list[Floats]:
+        """phi on the grid, summed up along each path through the backbone."""
+        phi = {k: (h[:, :1] * self._rate + h[:, 1:]).min(axis=0) for k, h in hulls.items()}
+        off = {k: h[:, 0].min() * self._rate for k, h in hulls.items()}
+        edges = self._pipelines.edges
+        return [
+            sum((phi[k] if k in (*before, *after) else off[k] for k in hulls), np.zeros(1))
+            + np.zeros(len(self._rate))
+            for before in _chains(self._k, [(c, p) for p, c in edges])
+            for after in _chains(self._k, edges)
+        ]
+
+    def of(self, frames: Sequence[Frame]) -> Floats:
+        """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
+        if self.empty or not frames:
+            return np.full(len(frames), np.inf)
+        own, shapes, devices = self._own, self._own.known, self._pipelines.problem.devices
+        steps_G = np.array([frame.steps for frame in frames])
+        dp_G = np.array([frame.replicas for frame in frames])
+        samples_G = np.array([frame.samples for frame in frames])
+        stage, warm = own.times(np.array([frames[0].microbatch]))
+        size_G = np.full(len(frames), frames[0].microbatch)
+        taken = np.array(own.tps)[:, None, None] * shapes.pp[:, None] * dp_G
+        left = devices - taken
+        fits = (own.room(dp_G, size_G, steps_G) >= self._after[self._k]) & (left >= self._fewest)
+        steady, left = (steps_G - 1) * stage, np.maximum(left, 1)
+        least = np.full(taken.shape, -np.inf)
+        for share in SHARES:
+            weight = taken / devices if share is None else np.full(taken.shape, share)
+            rate = (1 - weight) * (steps_G - 1) * samples_G / left
+            for added in self._added:
+                added_s = np.interp(rate, self._rate, added)
+                least = np.maximum(least, weight * steady + added_s)
+        value = warm + own.reduce_s(dp_G, size_G) + least
+        whole_G = np.array([frame.interleaved for frame in frames])
+        fits &= (shapes.vpp == 1)[:, None] | whole_G & (steps_G % shapes.pp[:, None] == 0)
+        return np.where(fits, value, np.inf).min(axis=(0, 1))
+
+
+def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Paths that follow the edges from a module, without it, to an end."""
+    following = [c for p, c in edges if p == start]
+    return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
+
+
+def _optimistic_room(own: ModuleTables, size_B: Ints) -> Ints:
+    """[T, Q, B]: room with the replicas that need least memory, and one micro-batch."""
+    alone, many = np.ones_like(size_B), np.full_like(size_B, MANY)
+    return np.maximum(own.room(alone, size_B, 1), own.room(many, size_B, 1))
+
+
+def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
+    """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
+    if own.empty:
+        return np.zeros((0, 2))
+    spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
+    sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
+    sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
+    # Times grow with the size: those of a range's start, shared out over its last size.
+    size_B, last_B = sizes[:-1], sizes[1:] - 1
+    stage, warm = own.times(size_B)
+    work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
+    fits = (_optimistic_room(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
+    return _lower_hull(np.stack([work[fits], warm[fits]], axis=1))
+
+
+def _lower_hull(points: Floats) -> Floats:
+    """Corners where ``rate * x + y`` is least for some rate >= 0."""
+    ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
+    lowest = np.minimum.accumulate(ordered[:, 1])
+    better = np.append(True, ordered[1:, 1] < lowest[:-1])[: len(ordered)]
+    corners: list[tuple[float, float]] = []
+    for x, y in ordered[better]:
+        while len(corners) > 1 and _above(corners[-2], corners[-1], (x, y)):
+            corners.pop()
+        corners.append((float(x), float(y)))
+    return np.array(corners).reshape(-1, 2)
+
+
+def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def _fewest(own: ModuleTables, after: int) -> int:
+    """A bound on the devices of a module."""
+    if own.empty:
+        return UNLIMITED
+    fits = _optimistic_room(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
+    taken = np.array(own.tps)[:, None] * own.known.pp
+    return int(np.where(fits, taken, UNLIMITED).min())

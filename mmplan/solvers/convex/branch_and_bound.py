@@ -1,0 +1,389 @@
+"""Disaggregated pipelines as numbers: the best options of modules that feed each other.
+
+Modules k = 0..K-1 form a graph (edges from producer to consumer, producers first). In a group
+g every module has options o of its own, and the step has l_g micro-batches:
+
+    T = max over paths of  sum_k warm_k  +  (l_g - 1) * max_k stage_k  +  max_k reduce_k
+    s.t.  sum_k devices_k <= N,    room_k >= max over paths after k of  sum depth.
+
+``warm`` is the time of one micro-batch through a module's stages, ``stage`` of the slowest
+of them, ``depth`` its stages: a stage at distance d from the end of the pipeline holds d
+micro-batches, so ``room`` is how many stages the memory allows after the module.
+
+:func:`best_plans` is exact. It visits groups in the order of a lower bound and stops when
+that passes what was found. Inside a group, options that another one equals or beats are
+dropped and modules are chosen from the end of the pipeline to its start, a chunk of
+partial plans at a time, each bounded by the least warm-ups still to come and the least
+``max stage`` that the devices left allow.
+
+Source: MMScale's objective (its Algorithm 1), solved over integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mmplan.arrays import Floats, Ints
+from mmplan.solvers.pareto import pareto_rows
+
+Edges = Sequence[tuple[int, int]]
+# Partial plans that are extended at a time: enough for numpy, few enough to find good ones soon.
+CHUNK = 1024
+# Values this close are the same: sums of floats in another order.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What one module may choose from in a group; columns of one length.
+
+    Attributes:
+        devices: of all replicas.
+        warm_s: one micro-batch through all stages, forward and backward.
+        stage_s: the slowest stage for one micro-batch.
+        reduce_s: gradient reduction at the end.
+        depth: stages that modules before this one must hold micro-batches for.
+        room: most stages that may follow; negative where nothing fits.
+    """
+
+    devices: Ints
+    warm_s: Floats
+    stage_s: Floats
+    reduce_s: Floats
+    depth: Ints
+    room: Ints
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def take(self, rows: NDArray[np.intp]) -> Options:
+        """Some of the options."""
+        return Options(**{name: getattr(self, name)[rows] for name in Options.__slots__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Options that go together: one number of backbone replicas, one micro-batch.
+
+    Attributes:
+        steps: micro-batches of the step, l.
+        bound_s: no plan of the group is better.
+        build: the options of every module; called only when the bound asks for it.
+    """
+
+    steps: int
+    bound_s: float
+    build: Callable[[], Sequence[Options]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormulaPlan:
+    """A plan: its group, each module's option in it, and its value T."""
+
+    value_s: float
+    group: int
+    choice: tuple[int, ...]
+
+
+def best_plans(
+    groups: Sequence[Group],
+    edges: Edges,
+    *,
+    devices: int,
+    top: int = 1,
+    any_plan: bool = False,
+) -> list[FormulaPlan]:
+    """The ``top`` best plans, best first; the first one is the optimum.
+
+    Later ones are the best among options that no other one of the group equals or beats.
+
+    Args:
+        groups: all that may be chosen from.
+        edges: (producer, consumer), producers before consumers in the modules' order.
+        devices: N.
+        top: plans wanted.
+        any_plan: whether the best plan of any group will do: only feasibility is asked.
+
+    Returns:
+        An empty list where no plan fits.
+    """
+    best = _Best(top)
+    for index in sorted(range(len(groups)), key=lambda i: groups[i].bound_s):
+        if groups[index].bound_s * (1 - ROUNDING) >= best.limit_s:
+            break
+        _GroupSearch(groups[index], index, edges, devices, best).run()
+        if any_plan and best.plans():
+            break
+    return best.plans()
+
+
+def plan_value(
+    options: Sequence[Options], choice: Sequence[int], steps: int, edges: Edges
+) -> float:
+    """T of a choice."""
+    warm = [float(own.warm_s[o]) for own, o in zip(options, choice, strict=True)]
+    stage = max(float(own.stage_s[o]) for own, o in zip(options, choice, strict=True))
+    reduce = max(float(own.reduce_s[o]) for own, o in zip(options, choice, strict=True))
+    return longest_path(warm, edges) + (steps - 1) * stage + reduce
+
+
+def longest_path(weights: Sequence[float], edges: Edges) -> float:
+    """The largest sum of weights along a path."""
+    after = [0.0] * len(weights)
+    for k in reversed(range(len(weights))):
+        after[k] = weights[k] + max((after[c] for p, c in edges if p == k), default=0.0)
+    return max(after)
+
+
+class _Best:
+    """The best plans so far."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._found: list[tuple[float, int, tuple[int, ...]]] = []
+
+    @property
+    def limit_s(self) -> float:
+        """Plans must be better than this to be kept."""
+        return self._found[-1][0] if len(self._found) >= self._top else float("inf")
+
+    def add(self, group: int, values: Floats, choices: NDArray[np.int64]) -> None:
+        rows = np.flatnonzero(values < self.limit_s)
+        if len(rows) > self._top:
+            rows = rows[np.argpartition(values[rows], self._top)[: self._top]]
+        self._found += [(float(values[r]), group, tuple(int(o) for o in choices[r])) for r in rows]
+        self._found.sort()
+        del self._found[self._top :]
+
+    def plans(self) -> list[FormulaPlan]:
+        return [FormulaPlan(value_s=v, group=g, choice=c) for v, g, c in self._found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Partial:
+    """Plans in which the last modules are chosen; one row each.
+
+    Attributes:
+        choice: [S, K], option of each module, -1 where open.
+        path_s: [S, K], largest sum of warm-ups from module k to an end.
+        depth: [S, K], stages from module k to the furthest end.
+        warm_s: largest sum over whole paths, with the least warm-ups of open modules.
+        bound_s: no completion is better.
+    """
+
+    choice: Ints
+    devices: Ints
+    stage_s: Floats
+    reduce_s: Floats
+    path_s: Floats
+    depth: Ints
+    warm_s: Floats
+    bound_s: Floats
+
+    def take(self, rows: NDArray[np.intp] | slice) -> _Partial:
+        return _Partial(**{name: getattr(self, name)[rows] for name in _Partial.__slots__})
+
+
+class _GroupSearch:
+    """Branch and bound in one group."""
+
+    def __init__(self, group: Group, index: int, edges: Edges, devices: int, best: _Best) -> None:
+        self._steps, self._index, self._best = group.steps, index, best
+        self._edges, self._devices = edges, devices
+        self._options = list(group.build())
+        self._rows = [np.flatnonzero(own.room >= 0) for own in self._options]
+        self._kept: list[Options] = []
+
+    def run(self) -> None:
+        """Add the group's best plans to the best so far."""
+        self._kept = [own.take(rows) for own, rows in zip(self._options, self._rows, strict=True)]
+        if not self._narrow() or not self._narrow():
+            return
+        for k, keep in enumerate(map(self._front, range(len(self._kept)))):
+            self._keep(k, keep)
+        self._prepare()
+        count = len(self._kept)
+        empty = _Partial(
+            choice=np.full((1, count), -1, dtype=np.int64),
+            devices=np.zeros(1, dtype=np.int64),
+            stage_s=np.full(1, self._least_stage_s),
+            reduce_s=np.full(1, self._least_reduce_s),
+            path_s=np.zeros((1, count)),
+            depth=np.zeros((1, count), dtype=np.int64),
+            warm_s=np.zeros(1),
+            bound_s=np.zeros(1),
+        )
+        self._extend(empty, count - 1)
+
+    def _keep(self, k: int, rows: NDArray[np.intp]) -> None:
+        self._rows[k] = self._rows[k][rows]
+        self._kept[k] = self._kept[k].take(rows)
+
+    # --- dropping options ---------------------------------------------------------------
+
+    def _narrow(self) -> bool:
+        """Drop options that no plan better than the limit uses; False where none is left."""
+        if not all(map(len, self._kept)):
+            return False
+        fewest = [int(own.devices.min()) for own in self._kept]
+        spare = self._devices - sum(fewest)
+        if spare < 0:
+            return False
+        self._least_stage_s = self._stage_by_devices(range(len(self._kept)))[1](
+            np.array([self._devices])
+        )[0]
+        self._least_reduce_s = max(float(own.reduce_s.min()) for own in self._kept)
+        least_warm = [float(own.warm_s.min()) for own in self._kept]
+        least_depth = self._depths([int(own.depth.min()) for own in self._kept])
+        for k, own in enumerate(self._kept):
+            through = self._through(least_warm, k) - least_warm[k] + own.warm_s
+            warm = np.maximum(through, longest_path(least_warm, self._edges))
+            value = (
+                warm
+                + (self._steps - 1) * np.maximum(own.stage_s, self._least_stage_s)
+                + np.maximum(own.reduce_s, self._least_reduce_s)
+            )
+            self._keep(
+                k,
+                np.flatnonzero(
+                    (own.devices <= fewest[k] + spare)
+                    & (own.room >= least_depth[k])
+                    & (value * (1 - ROUNDING) < self._best.limit_s)
+                ),
+            )
+        return all(map(len, self._kept))
+
+    def _through(self, weights: Sequence[float], module: int) -> float:
+        """The largest sum of weights along a path through a module."""
+        before = [0.0] * len(weights)
+        after = [0.0] * len(weights)
+        for k in range(len(weights)):
+            before[k] = max((before[p] + weights[p] for p, c in self._edges if c == k), default=0.0)
+        for k in reversed(range(len(weights))):
+            after[k] = max((after[c] + weights[c] for p, c in self._edges if p == k), default=0.0)
+        return before[module] + weights[module] + after[module]
+
+    def _depths(self, depth: Sequence[int]) -> list[int]:
+        """Stages after each module, on the longest path."""
+        after = [0] * len(depth)
+        for k in reversed(range(len(depth))):
+            after[k] = max((depth[c] + after[c] for p, c in self._edges if p == k), default=0)
+        return after
+
+    def _front(self, k: int) -> NDArray[np.intp]:
+        """Options that no other one equals or beats, as far as they can change a plan."""
+        own = self._kept[k]
+        columns: list[NDArray[np.float64]] = [
+            own.devices.astype(np.float64),
+            own.warm_s,
+            np.maximum(own.stage_s, self._least_stage_s),
+            np.maximum(own.reduce_s, self._least_reduce_s),
+        ]
+        # Depths matter where some module before is short of room, room up to what may follow.
+        most = self._depths([int(o.depth.max()) for o in self._kept])
+        if any(int(self._kept[p].room.min()) < most[p] for p in self._before(k)):
+            columns.append(own.depth.astype(np.float64))
+        if int(own.room.min()) < most[k]:
+            columns.append(-np.minimum(own.room, most[k]).astype(np.float64))
+        return np.sort(pareto_rows(np.stack(columns, axis=1)))
+
+    def _before(self, module: int) -> set[int]:
+        found: set[int] = set()
+        for producer, consumer in self._edges:
+            if consumer == module:
+                found |= {producer} | self._before(producer)
+        return found
+
+    # --- combining them -----------------------------------------------------------------
+
+    def _stage_by_devices(
+        self, modules: Sequence[int] | range
+    ) -> tuple[Floats, Callable[[Ints], Floats]]:
+        """Function of devices: the least ``max stage`` of some modules, inf where too few."""
+        if not len(modules):
+            return np.zeros(0), lambda left: np.zeros(len(left))
+        limits = np.unique(np.concatenate([self._kept[k].stage_s for k in modules]))
+        needed = np.zeros(len(limits))
+        for k in modules:
+            own = self._kept[k]
+            order = np.argsort(own.stage_s, kind="stable")
+            fewest = np.minimum.accumulate(own.devices[order]).astype(np.float64)
+            position = np.searchsorted(own.stage_s[order], limits, side="right")
+            needed += np.where(position > 0, fewest[np.maximum(position - 1, 0)], np.inf)
+        padded = np.append(limits, np.inf)
+
+        def least(left: Ints) -> Floats:
+            # ``needed`` falls: the first entry that fits is the least stage time.
+            return padded[np.searchsorted(-needed, -left.astype(np.float64), side="left")]
+
+        return limits, least
+
+    def _prepare(self) -> None:
+        """Bounds on what the modules that are still open add, for each level."""
+        kept = self._kept
+        least_warm = [float(own.warm_s.min()) for own in kept]
+        # before[k]: least warm-ups on the longest path into k.
+        self._before_s = [0.0] * len(kept)
+        for k in range(len(kept)):
+            self._before_s[k] = max(
+                (self._before_s[p] + least_warm[p] for p, c in self._edges if c == k), default=0.0
+            )
+        self._least_stage = [self._stage_by_devices(range(k))[1] for k in range(len(kept))]
+        self._least_path_s = longest_path(least_warm, self._edges)
+
+    def _extend(self, partial: _Partial, k: int) -> None:
+        """Choose module k in all partial plans, then the modules before it."""
+        order = np.argsort(partial.bound_s, kind="stable")
+        step = max(1, CHUNK * 256 // max(256, len(self._kept[k])))
+        for start in range(0, len(order), step):
+            rows = order[start : start + step]
+            rows = rows[partial.bound_s[rows] < self._best.limit_s]
+            if not len(rows):
+                return
+            children = self._children(partial.take(rows), k)
+            if not len(children.bound_s):
+                continue
+            if k == 0:
+                original = np.stack(
+                    [self._rows[m][children.choice[:, m]] for m in range(len(self._kept))], axis=1
+                )
+                self._best.add(self._index, children.bound_s, original)
+            else:
+                self._extend(children, k - 1)
+
+    def _children(self, partial: _Partial, k: int) -> _Partial:
+        """Every option of module k for every partial plan, as far as it can be better."""
+        own, after = self._kept[k], [c for p, c in self._edges if p == k]
+        depth_after = partial.depth[:, after].max(axis=1, initial=0)
+        path_after = partial.path_s[:, after].max(axis=1, initial=0.0)
+        devices = partial.devices[:, None] + own.devices
+        path = path_after[:, None] + own.warm_s
+        warm = np.maximum(partial.warm_s[:, None], path + self._before_s[k])
+        stage = np.maximum(partial.stage_s[:, None], own.stage_s)
+        least = self._least_stage[k](np.maximum(self._devices - devices, -1).ravel())
+        stage_bound = np.maximum(stage, least.reshape(devices.shape))
+        reduce = np.maximum(partial.reduce_s[:, None], own.reduce_s)
+        full_warm = warm if k == 0 else np.maximum(warm, self._least_path_s)
+        # With one micro-batch 0 * inf must not hide that nothing fits.
+        fits = (devices <= self._devices) & np.isfinite(stage_bound)
+        fits &= own.room >= depth_after[:, None]
+        steady = (self._steps - 1) * np.where(fits, stage_bound, 0.0)
+        bound = full_warm + steady + reduce
+        s, o = np.nonzero(fits & (bound < self._best.limit_s))
+        choice, all_path, depth = partial.choice[s], partial.path_s[s], partial.depth[s]
+        choice[:, k], all_path[:, k] = o, path[s, o]
+        depth[:, k] = depth_after[s] + own.depth[o]
+        return _Partial(
+            choice=choice,
+            devices=devices[s, o],
+            stage_s=stage[s, o],
+            reduce_s=reduce[s, o],
+            path_s=all_path,
+            depth=depth,
+            warm_s=warm[s, o],
+            bound_s=bound[s, o],
+        )

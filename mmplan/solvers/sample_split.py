@@ -1,0 +1,64 @@
+"""How a round's samples are cut into replicas' shares and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mmplan.arrays import Ints
+from mmplan.schema.workload import Pins
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """``total`` in ``parts`` that differ by at most one, larger ones first."""
+    least, larger = divmod(total, parts)
+    return (least + 1,) * larger + (least,) * (parts - larger)
+
+
+def cut(share: int, size: int, *, pinned: bool) -> tuple[int, ...]:
+    """Micro-batches of at most ``size`` samples, as equal as possible.
+
+    A pinned size is kept as it is, and a smaller micro-batch may come last.
+    """
+    count = -(-share // size)
+    if pinned:
+        return (size,) * (share // size) + ((share % size,) if share % size else ())
+    return split_evenly(share, count)
+
+
+def replica_counts(samples: int, most: int, *, uneven: bool, pins: Pins) -> list[int]:
+    """Numbers of replicas worth trying: at least one sample each.
+
+    Of the counts that leave the slowest replica the same share only the smallest is kept,
+    unless the counts are pinned.
+    """
+    counts = [n for n in range(1, min(most, samples) + 1) if pins.allows("dp", n)]
+    if not uneven:
+        counts = [n for n in counts if samples % n == 0]
+    if pins.dp is not None:
+        return counts
+    kept: dict[int, int] = {}
+    for n in counts:
+        kept.setdefault(-(-samples // n), n)
+    return list(kept.values())
+
+
+def microbatch_sizes(share: int, pins: Pins) -> Iterator[int]:
+    """Micro-batch sizes worth trying for a share: whole, in 2 to 8 parts, powers of two."""
+    if pins.microbatch is not None:
+        candidates = {pins.microbatch} if isinstance(pins.microbatch, int) else set(pins.microbatch)
+        yield from sorted(size for size in candidates if size <= share)
+        return
+    sizes = {-(-share // parts) for parts in range(1, 9)}
+    sizes |= {2**i for i in range(share.bit_length()) if 2**i <= share}
+    # The largest micro-batch that the cut really has: several candidates may mean one cut.
+    yield from sorted({-(-share // -(-share // size)) for size in sizes})
+
+
+def smallest_divisors(samples: int) -> Ints:
+    """Numbers of replicas n, ascending, each the smallest with its ceil(samples / n)."""
+    root = int(samples**0.5) + 1
+    few = np.arange(1, root + 1, dtype=np.int64)
+    size = np.concatenate([-(-samples // few), few])
+    return np.unique(-(-samples // size[size <= samples]))
