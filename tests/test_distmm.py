@@ -507,8 +507,9 @@ def test_placement_keeps_groups_in_nodes_and_modules_apart(
     devices = 4 * math.ceil(sum(math.prod(shape) for shape in wanted) / 4)
     costs = profile({"a": module_profile()}, devices, per_node=4)
     by_name = {f"m{i}": shape for i, shape in enumerate(wanted)}
-    grids = place_modules(by_name, cluster=costs.cluster, devices=devices)
-    assert grids is not None
+    placed = place_modules(by_name, cluster=costs.cluster, devices=devices)
+    assert placed is not None
+    grids = {name: grid.ranks for name, grid in placed.items()}
     ranks = [r for g in grids.values() for replica in g for group in replica for r in group]
     assert len(ranks) == len(set(ranks))
     assert max(ranks) < devices
@@ -522,7 +523,7 @@ def test_modules_start_on_nodes_of_their_own_where_there_is_room() -> None:
     costs = profile({"a": module_profile()}, 16, per_node=4)
     grids = place_modules({"a": (3, 1, 1), "b": (5, 1, 1)}, cluster=costs.cluster, devices=16)
     assert grids is not None
-    nodes = [{group[0] // 4 for (group,) in grids[name]} for name in ("a", "b")]
+    nodes = [{group[0] // 4 for (group,) in grids[name].ranks} for name in ("a", "b")]
     assert not nodes[0] & nodes[1]
 
 

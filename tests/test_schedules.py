@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.plan import ScheduleKind
 from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts, tower
 from tests.programs import in_flight, loss, make_plan, unit
@@ -220,3 +224,7 @@ def test_one_micro_batch_of_sync_lead_hides_a_gather_as_long_as_a_forward(
 ) -> None:
     result = simulate(tower(stages, k, rounds, sync_lead=1), FixedCosts(gather=1.0))
     assert result.iteration_s == 3 * (k * rounds + stages - 1)
+
+
+def test_every_kind_of_schedule_that_a_plan_may_name_has_a_policy() -> None:
+    assert set(POLICIES) == set(get_args(ScheduleKind))

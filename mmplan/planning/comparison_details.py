@@ -57,9 +57,8 @@ def _shown_ranks(plan: Plan) -> list[int]:
     """A rank of each set of stages that some rank runs; seconds ones where these are few."""
     stages: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for unit in plan.units:
-        for replica in unit.ranks:
-            for p, group in enumerate(replica):
-                stages[group[0]].append((unit.name, p))
+        for _, p, group in unit.grid.groups():
+            stages[group[0]].append((unit.name, p))
     alike: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
     for rank, does in stages.items():
         alike[tuple(does)].append(rank)

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
-from mmplan.program.lower import Graph, lower
-from mmplan.program.model import PerSampleLoss, Program, Stage
+from mmplan.program.lower import lower
+from mmplan.program.model import Graph, PerSampleLoss, Program, Stage
 from mmplan.program.schedules.global_order import Event, Handover, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan

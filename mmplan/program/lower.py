@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import (
     BlockReduction,
     CrossSampleLoss,
-    Edge,
-    Loss,
+    Graph,
     LossInput,
     LossReduction,
-    LossTable,
     PerSampleLoss,
     Reduction,
     Source,
@@ -22,36 +20,10 @@ from mmplan.program.model import (
     can_split,
 )
 from mmplan.program.samples import RangeIndex, number_samples
+from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.shards import ShardSum, shard_sums
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
-
-
-@dataclass(slots=True)
-class Graph(LossTable):
-    """Stages, edges, losses and reductions of a plan, under construction."""
-
-    stages: list[Stage] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
-    reductions: list[Reduction] = field(default_factory=list)
-
-    def connect(self, producer: int, consumer: int, element: int | None, *, internal: bool) -> int:
-        """The edge between two stages for that element, new or already there."""
-        for edge in self.edges:
-            if (edge.producer, edge.consumer, edge.element) == (producer, consumer, element):
-                return edge.index
-        self.edges.append(
-            Edge(
-                index=len(self.edges),
-                producer=producer,
-                consumer=consumer,
-                element=element,
-                internal=internal,
-                carries_gradient=False,
-            )
-        )
-        return self.edges[-1].index
 
 
 def lower(plan: Plan) -> Graph:
@@ -116,6 +88,7 @@ def _add_stages(graph: Graph, plan: Plan, name: str, task: PlannedTask) -> dict[
 
 def _stage(index: int, unit: Unit, chunk: int, task: PlannedTask) -> Stage:
     planned = task.modules[unit.module]
+    position = POLICIES[unit.schedule.kind].position(chunk, unit.pp)
     return Stage(
         index=index,
         unit=unit.name,
@@ -126,7 +99,7 @@ def _stage(index: int, unit: Unit, chunk: int, task: PlannedTask) -> Stage:
         blocks=unit.blocks[chunk],
         trainable=tuple(trainable_ranges(unit.blocks[chunk], planned.frozen)),
         tp=unit.tp,
-        ranks=tuple(replica[chunk % unit.pp] for replica in unit.ranks),
+        ranks=unit.grid.stage(position),
         microbatches=number_samples(unit.microbatches, task.batch),
         rounds=tuple(map(len, unit.microbatches)),
         inputs=(),
@@ -186,7 +159,7 @@ def _add_loss(
             for s, text in zip(sources, loss.inputs, strict=True)
         )
         ranks = _ranks(graph, [host])
-        made: Loss = PerSampleLoss(
+        made = PerSampleLoss(
             index=index,
             name=name,
             task=task_name,
@@ -223,7 +196,7 @@ def _add_loss(
 
 
 def _ranks(graph: Graph, stages: list[int]) -> tuple[int, ...]:
-    return tuple(sorted({r for s in stages for group in graph.stages[s].ranks for r in group}))
+    return tuple(sorted({rank for s in stages for rank in graph.stages[s].members}))
 
 
 def _check_placement(plan: Plan, task: str, name: str, ranks: tuple[int, ...]) -> None:
@@ -313,7 +286,7 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
     index = 0
     for owner in dict.fromkeys(stage.owner for stage in graph.stages):
         stages = [s for s in graph.stages if s.owner == owner]
-        for blocks, total in _block_sums(owner, stages):
+        for blocks, total in _block_sums(stages):
             # A part that one rank has alone is summed too: ZeRO-1 updates shards by their parts.
             if len(total.ranks) > 1 or total.parameters == "cut":
                 yield BlockReduction(
@@ -334,7 +307,7 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
             index += 1
 
 
-def _block_sums(owner: str, stages: list[Stage]) -> Iterator[tuple[tuple[int, int], ShardSum]]:
+def _block_sums(stages: list[Stage]) -> Iterator[tuple[tuple[int, int], ShardSum]]:
     """The sums of the largest block ranges with one set of holders."""
     cuts = sorted({x for s in stages for span in (s.blocks, *s.trainable) for x in span})
     found: list[tuple[tuple[int, int], list[ShardSum]]] = []

@@ -107,6 +107,11 @@ class Stage:
         """Number of replicas."""
         return len(self.ranks)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Every rank that runs it, once, replica by replica."""
+        return tuple(dict.fromkeys(rank for group in self.ranks for rank in group))
+
     def place(self, rank: int) -> tuple[int, int]:
         """(replica, tp index) of a rank that runs the stage.
 
@@ -277,6 +282,33 @@ class LossReduction:
 Reduction = BlockReduction | LossReduction
 
 
+@dataclass(slots=True)
+class Graph(LossTable):
+    """Stages, edges, losses and reductions of a plan: the parts of a program without an order."""
+
+    stages: list[Stage] = field(default_factory=list[Stage])
+    edges: list[Edge] = field(default_factory=list[Edge])
+    losses: list[Loss] = field(default_factory=list[Loss])
+    reductions: list[Reduction] = field(default_factory=list[Reduction])
+
+    def connect(self, producer: int, consumer: int, element: int | None, *, internal: bool) -> int:
+        """The edge between two stages for that element, new or already there."""
+        for edge in self.edges:
+            if (edge.producer, edge.consumer, edge.element) == (producer, consumer, element):
+                return edge.index
+        self.edges.append(
+            Edge(
+                index=len(self.edges),
+                producer=producer,
+                consumer=consumer,
+                element=element,
+                internal=internal,
+                carries_gradient=False,
+            )
+        )
+        return self.edges[-1].index
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program(LossTable):
     """Everything that a plan makes its ranks do in one optimizer step.
@@ -314,7 +346,7 @@ class Program(LossTable):
         """The stages that a rank runs, in index order."""
         if not self._stages_of:
             for stage in self.stages:
-                for member in dict.fromkeys(rank for group in stage.ranks for rank in group):
+                for member in stage.members:
                     self._stages_of.setdefault(member, []).append(stage)
         return tuple(self._stages_of.get(rank, ()))
 

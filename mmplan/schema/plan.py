@@ -23,6 +23,7 @@ from mmplan.schema.base import (
     Str,
 )
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.grid import RankGrid
 
 
 class FileReference(Record):
@@ -142,6 +143,9 @@ class SolverReport(Record):
         return handler(self) | {"lower_bound_s": self.lower_bound_s, "gap": self.gap}
 
 
+ScheduleKind = Literal["batch-sync", "gpipe", "1f1b", "interleaved", "wave"]
+
+
 class Schedule(Record):
     """Order of a unit's micro-batches.
 
@@ -159,7 +163,7 @@ class Schedule(Record):
             fullest of the unit, so that its weight gradients can wait longer.
     """
 
-    kind: Literal["batch-sync", "gpipe", "1f1b", "interleaved", "wave"]
+    kind: ScheduleKind
     lead: Index = 1
     sync_lead: Index = 0
     in_flight: Count | None = None
@@ -179,7 +183,8 @@ class Unit(Record):
         vpp: chunks on each stage.
         dp: replicas.
         ranks: ``[dp][pp][tp]``.
-        blocks: ``pp * vpp`` half-open chunks; chunk c runs at pipeline position c mod pp.
+        blocks: ``pp * vpp`` half-open chunks; chunk c runs where the schedule says,
+            at pipeline position c mod pp.
         samples: per replica, of one optimizer step.
         microbatches: sizes per replica for one round: one sync batch, or the step where
             the task has no cross-sample loss.
@@ -199,9 +204,14 @@ class Unit(Record):
     schedule: Schedule
 
     @property
+    def grid(self) -> RankGrid:
+        """Its ranks, to walk over."""
+        return RankGrid(self.ranks)
+
+    @property
     def all_ranks(self) -> tuple[int, ...]:
         """Every rank of the grid, in grid order."""
-        return tuple(r for replica in self.ranks for stage in replica for r in stage)
+        return self.grid.members
 
 
 class PlanLoss(Record):

@@ -20,8 +20,15 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_graph
 from mmplan.program.instructions import Op
-from mmplan.program.lower import Graph
-from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
+from mmplan.program.model import (
+    BlockReduction,
+    CrossSampleLoss,
+    Edge,
+    Graph,
+    Program,
+    Reduction,
+    Stage,
+)
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.simulation.step import Simulation, prediction, simulate

@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mmplan.program.lower import Graph, lower
-from mmplan.program.model import BlockReduction, Reduction, Stage
+from mmplan.program.lower import lower
+from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
 from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
@@ -89,7 +89,7 @@ def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
         kept.setdefault(kind, position)
     if len(kept) == len(parts) and not folds:
         return None
-    groups = [group for unit in plan.units for stages in unit.ranks for group in stages]
+    groups = [group for unit in plan.units for _, _, group in unit.grid.groups()]
     first = {rank: group[0] if folds else rank for group in groups for rank in group}
     ranks = [list(_ranks(plan, part)) for part in parts]
     twin: dict[int, int] = {}
@@ -119,7 +119,7 @@ def _can_fold(plan: Plan, graph: Graph) -> bool:
         return False
     group_of: dict[int, tuple[int, ...]] = {}
     for unit in plan.units:
-        for group in (group for stages in unit.ranks for group in stages):
+        for _, _, group in unit.grid.groups():
             if len({plan.cluster.node_of(rank) for rank in group}) > 1:
                 return False
             if any(group_of.setdefault(rank, group) != group for rank in group):
@@ -145,8 +145,8 @@ def _parts(plan: Plan, graph: Graph) -> list[RankSet]:
     together = _Together()
     first: dict[int, Replica] = {}
     for u, unit in enumerate(plan.units):
-        for d, stages in enumerate(unit.ranks):
-            for rank in (rank for group in stages for rank in group):
+        for d in range(unit.dp):
+            for rank in unit.grid.replica(d):
                 together.join((u, d), first.setdefault(rank, (u, d)))
     position = {unit.name: u for u, unit in enumerate(plan.units)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
@@ -245,7 +245,7 @@ def _ranks(plan: Plan, part: RankSet) -> Iterator[int]:
     """Every rank of a part, as often as it is in one of its units."""
     for unit, replicas in zip(plan.units, part, strict=True):
         for d in replicas:
-            yield from (rank for group in unit.ranks[d] for rank in group)
+            yield from unit.grid.replica(d)
 
 
 def _cut_out(
@@ -256,7 +256,7 @@ def _cut_out(
         unit.name: sorted(d for part in parts for d in part[u]) for u, unit in enumerate(plan.units)
     }
     stages = [_some_replicas(stage, kept[stage.unit], folds=folds) for stage in graph.stages]
-    here = {rank for stage in stages for group in stage.ranks for rank in group}
+    here = {rank for stage in stages for rank in stage.members}
 
     def left(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in here)

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mmplan.schema.cluster import Cluster
+from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.sample_split import cut, split_evenly
 
-RankGrid = tuple[tuple[tuple[int, ...], ...], ...]
 Shape = tuple[int, int, int]
 
 
 def place_modules(
     shapes: Mapping[str, Shape], *, cluster: Cluster, devices: int
 ) -> dict[str, RankGrid] | None:
-    """Ranks ``[dp][pp][tp]`` of every module, disjoint.
+    """Ranks of every module, disjoint.
 
     Args:
         shapes: module to (dp, pp, tp).
@@ -41,24 +41,13 @@ def place_modules(
         starts = _starts(shapes, order, align, node)
         last = order[-1]
         if starts is not None and starts[last] + _size(shapes[last]) <= devices:
-            return {module: grid(starts[module], *shapes[module]) for module in shapes}
+            return {m: RankGrid.consecutive(starts[m], *shapes[m]) for m in shapes}
     return None
-
-
-def grid(start: int, dp: int, pp: int, tp: int) -> RankGrid:
-    """Consecutive ranks from ``start`` on, as ``[dp][pp][tp]``."""
-    return tuple(
-        tuple(
-            tuple(range(start + (d * pp + p) * tp, start + (d * pp + p + 1) * tp))
-            for p in range(pp)
-        )
-        for d in range(dp)
-    )
 
 
 def idle_ranks(grids: Mapping[str, RankGrid], devices: int) -> tuple[int, ...]:
     """Ranks that no grid holds."""
-    used = {rank for g in grids.values() for replica in g for group in replica for rank in group}
+    used = {rank for grid in grids.values() for rank in grid.members}
     return tuple(rank for rank in range(devices) if rank not in used)
 
 
@@ -90,22 +79,22 @@ def make_unit(
     problem: Problem,
     module: str,
     *,
-    ranks: RankGrid,
+    grid: RankGrid,
     blocks: tuple[Blocks, ...],
     size: int,
     pinned: bool,
     schedule: Schedule,
 ) -> Unit:
     """A module's unit: shares differ by at most one sample, micro-batches hold ``size``."""
-    shares = split_evenly(problem.round_samples, len(ranks))
+    shares = split_evenly(problem.round_samples, grid.dp)
     return Unit(
         name=module,
         task=problem.task.name,
         module=module,
-        tp=len(ranks[0][0]),
-        pp=len(ranks[0]),
-        dp=len(ranks),
-        ranks=ranks,
+        tp=grid.tp,
+        pp=grid.pp,
+        dp=grid.dp,
+        ranks=grid.ranks,
         blocks=blocks,
         samples=tuple(share * problem.rounds for share in shares),
         microbatches=tuple(_microbatches(share, shares[0], size, pinned) for share in shares),
@@ -122,4 +111,4 @@ def _microbatches(share: int, largest_share: int, size: int, pinned: bool) -> tu
 
 def last_stage_ranks(unit: Unit) -> tuple[int, ...]:
     """Ranks that hold a unit's output."""
-    return tuple(sorted(rank for replica in unit.ranks for rank in replica[-1]))
+    return tuple(sorted(rank for group in unit.grid.stage(-1) for rank in group))

@@ -388,7 +388,7 @@ def _placement_faults(program: Program) -> Iterator[str]:
     """Losses run where their features are; a loss's own parameters agree on all its ranks."""
     for loss in program.losses:
         stages = loss.stages if isinstance(loss, CrossSampleLoss) else (loss.host,)
-        ranks = {r for s in stages for group in program.stages[s].ranks for r in group}
+        ranks = {rank for s in stages for rank in program.stages[s].members}
         if sorted(ranks) != list(loss.ranks):
             yield (
                 f"loss {loss.index} ({loss.name}): its ranks are {list(loss.ranks)}, its "

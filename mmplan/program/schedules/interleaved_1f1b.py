@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from mmplan.program.instructions import Op
+from mmplan.program.schedules.alternating import Alternating
+from mmplan.program.schedules.policy import ChunkOrders
 from mmplan.schema.plan import Schedule
 
 
@@ -56,34 +58,46 @@ class Interleaving:
             yield Op.BACKWARD, row, mb
 
 
-def interleave(
-    count: int, pp: int, vpp: int, needs: Sequence[int], schedule: Schedule, *, extra: int = 0
-) -> Interleaving:
-    """The orders of one replica.
+@dataclass(frozen=True)
+class Interleaved1F1B(Alternating):
+    """1F1B with several chunks a rank, which have one order together."""
 
-    Args:
-        count: micro-batches.
-        pp: ranks of the pipeline.
-        vpp: chunks of a rank.
-        needs: forwards of the last chunk that must come before its backward m.
-        schedule: its lead and in_flight count.
-        extra: forwards that every rank runs ahead of what that takes.
-    """
-    groups = _groups(count, pp)
-    rows = range(vpp)
-    forwards = tuple((row, mb) for group in groups for row in rows for mb in group)
-    backwards = tuple((row, mb) for group in groups for row in reversed(rows) for mb in group)
-    place = {item: i for i, item in enumerate(forwards)}
-    wanted = [place[row, needs[mb] - 1] + 1 if row == vpp - 1 else 0 for row, mb in backwards]
-    before = [_last_rank(wanted, extra, len(forwards))]
-    # More would let the first rank wait for a chunk that the last has not come to yet.
-    step = min(1 + schedule.lead, 2 * len(groups[0]) // (pp - 1)) if pp > 1 else 0
-    for _ in range(pp - 1):
-        before.insert(0, [min(len(forwards), n + step) for n in before[0]])
-    order = Interleaving(
-        forwards=forwards, backwards=backwards, before=tuple(tuple(b) for b in before)
-    )
-    return order if schedule.in_flight is None else _within(order, vpp, schedule.in_flight)
+    @property
+    def chunk_orders(self) -> ChunkOrders:
+        """Its own: group by group."""
+        return self
+
+    def interleave(
+        self, count: int, pp: int, vpp: int, needs: Sequence[int], schedule: Schedule, extra: int
+    ) -> Interleaving:
+        """See :class:`~mmplan.program.schedules.policy.ChunkOrders`."""
+        groups = _groups(count, pp)
+        rows = range(vpp)
+        forwards = tuple((row, mb) for group in groups for row in rows for mb in group)
+        backwards = tuple((row, mb) for group in groups for row in reversed(rows) for mb in group)
+        place = {item: i for i, item in enumerate(forwards)}
+        wanted = [place[row, needs[mb] - 1] + 1 if row == vpp - 1 else 0 for row, mb in backwards]
+        before = [_last_rank(wanted, extra, len(forwards))]
+        # More would let the first rank wait for a chunk that the last has not come to yet.
+        step = min(1 + schedule.lead, 2 * len(groups[0]) // (pp - 1)) if pp > 1 else 0
+        for _ in range(pp - 1):
+            before.insert(0, [min(len(forwards), n + step) for n in before[0]])
+        order = Interleaving(
+            forwards=forwards, backwards=backwards, before=tuple(tuple(b) for b in before)
+        )
+        return order if schedule.in_flight is None else _within(order, vpp, schedule.in_flight)
+
+    def group_ends(self, count: int, pp: int) -> list[int]:
+        """See :class:`~mmplan.program.schedules.policy.ChunkOrders`."""
+        return [group.stop for group in _groups(count, pp) for _ in group]
+
+    def chunks_in_flight(self, position: int, pp: int, vpp: int, slack: int) -> int:
+        """Most chunks' activations that a rank holds, consumers of the unit aside.
+
+        Each stage after the unit adds one, and each pp of them, begun, (vpp - 1) pp more: that
+        is (vpp - 1) slack beyond the vpp for each that a linear rule counts.
+        """
+        return (vpp - 1) * (pp + slack) + 1 + 2 * (pp - 1 - position)
 
 
 def _groups(count: int, pp: int) -> list[range]:
@@ -94,11 +108,6 @@ def _groups(count: int, pp: int) -> list[range]:
     """
     starts = [pp * i for i in range(max(1, count // pp))]
     return [range(a, b) for a, b in zip(starts, [*starts[1:], count], strict=True)]
-
-
-def group_ends(count: int, pp: int) -> list[int]:
-    """Per micro-batch, how many a rank takes in before that one enters its last chunk."""
-    return [group.stop for group in _groups(count, pp) for _ in group]
 
 
 def _last_rank(wanted: Sequence[int], extra: int, total: int) -> list[int]:

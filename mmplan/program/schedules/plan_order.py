@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from mmplan.program.instructions import Op, ReplicaCompute
-from mmplan.program.lower import Graph
-from mmplan.program.model import Stage
-from mmplan.program.schedules.interleaved_1f1b import Interleaving, group_ends, interleave
+from mmplan.program.model import Graph, Stage
+from mmplan.program.schedules.interleaved_1f1b import Interleaving
+from mmplan.program.schedules.policy import ChunkOrders
+from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.schedules.stage_order import forwards_that_reach, order_stage, sample_frontier
 from mmplan.program.schedules.waves import turns, wave_precedences
 from mmplan.schema.plan import Plan, Unit
-
-"""F or B, stage, replica, micro-batch."""
 
 
 @dataclass(slots=True)
@@ -66,8 +65,9 @@ class _Orderer:
             last = stages[-1]
             unit = self._plan.unit(last.unit)
             chunks = [stage for stage in stages if stage.unit == unit.name]
-            if _is_interleaved(unit, chunks, len(stages)):
-                self._interleave(unit, chunks)
+            merged = POLICIES[unit.schedule.kind].chunk_orders
+            if merged is not None and unit.vpp > 1 and _are_together(chunks, len(stages)):
+                self._interleave(unit, chunks, merged)
                 del stages[-len(chunks) :]
             else:
                 self._order(stages.pop(), unit)
@@ -109,18 +109,28 @@ class _Orderer:
     def _sync_batches(self, stage: Stage) -> list[int]:
         return [self._graph.cross_sample(index).sync_batch for index in stage.syncs]
 
-    def _interleave(self, unit: Unit, chunks: Sequence[Stage]) -> None:
+    def _interleave(self, unit: Unit, chunks: Sequence[Stage], merged: ChunkOrders) -> None:
         needs = self._own_order(chunks[-1], unit)
         extra = 0
-        orders = self._interleavings(unit, needs, extra)
+
+        def orders_with(extra: int) -> list[Interleaving]:
+            return [
+                merged.interleave(len(row), unit.pp, unit.vpp, row, unit.schedule, extra)
+                for row in needs
+            ]
+
+        orders = orders_with(extra)
         # Replicas that meet again further on may need more of each other than each by itself.
         # With all forwards first nothing is left to wait for.
         while not self._settle_chunks(unit, chunks, orders) and extra < len(orders[0].forwards):
             extra += unit.pp
-            orders = self._interleavings(unit, needs, extra)
+            orders = orders_with(extra)
+        ends = [merged.group_ends(len(spans), unit.pp) for spans in chunks[0].microbatches]
+        self._take_in_groups(ends, chunks[0], self._frontiers[chunks[-1].index])
+        positions = _positions(unit)
         for d, order in enumerate(orders):
             for position in range(unit.pp):
-                own = [chunks[row * unit.pp + position] for row in range(unit.vpp)]
+                own = [chunks[c] for c, p in enumerate(positions) if p == position]
                 self._sequences.append(
                     [
                         (op, own[row].index, d, mb)
@@ -129,21 +139,15 @@ class _Orderer:
                     ]
                 )
 
-    def _interleavings(
-        self, unit: Unit, needs: Sequence[Sequence[int]], extra: int
-    ) -> list[Interleaving]:
-        return [
-            interleave(len(row), unit.pp, unit.vpp, row, unit.schedule, extra=extra)
-            for row in needs
-        ]
-
     def _settle_chunks(
         self, unit: Unit, chunks: Sequence[Stage], orders: Sequence[Interleaving]
     ) -> bool:
         """Settle the chunks' orders; whether each sends what those ahead of it wait for."""
         enough = True
+        positions = _positions(unit)
         for c in reversed(range(len(chunks))):
-            row, position = divmod(c, unit.pp)
+            position = positions[c]
+            row = positions[:c].count(position)
             before = [order.chunk_order(position, row) for order in orders]
             if c < len(chunks) - 1:
                 reached = forwards_that_reach(
@@ -155,17 +159,17 @@ class _Orderer:
                     for n, least in zip(own, wanted, strict=True)
                 )
             self._settle(chunks[c], before)
-        self._take_in_groups(unit, chunks[0], self._frontiers[chunks[-1].index])
         return enough
 
-    def _take_in_groups(self, unit: Unit, first: Stage, left: Sequence[Sequence[int]]) -> None:
+    def _take_in_groups(
+        self, ends: Sequence[Sequence[int]], first: Stage, left: Sequence[Sequence[int]]
+    ) -> None:
         """What producers must send before a backward of the first chunk.
 
         That is what the chunk itself takes in first; and of the other replicas all that
         ``left`` the last chunk before that chunk's backwards of the same group are over, with
         the groups around it: a rank takes in a whole group before its next chunk runs.
         """
-        ends = [group_ends(len(spans), unit.pp) for spans in first.microbatches]
         pieces = sorted(
             (start, spans[end - 1][1])
             for spans, of_group in zip(first.microbatches, ends, strict=True)
@@ -184,10 +188,15 @@ class _Orderer:
         ]
 
 
-def _is_interleaved(unit: Unit, chunks: Sequence[Stage], remaining: int) -> bool:
-    """Whether the unit's chunks are ordered together: they follow each other in its module."""
-    together = [stage.index for stage in chunks] == list(range(remaining - len(chunks), remaining))
-    return unit.schedule.kind == "interleaved" and unit.vpp > 1 and together
+def _positions(unit: Unit) -> list[int]:
+    """Of each chunk, the pipeline position that runs it."""
+    policy = POLICIES[unit.schedule.kind]
+    return [policy.position(chunk, unit.pp) for chunk in range(unit.pp * unit.vpp)]
+
+
+def _are_together(chunks: Sequence[Stage], remaining: int) -> bool:
+    """Whether a unit's chunks follow each other in its module, and are the last that remain."""
+    return [stage.index for stage in chunks] == list(range(remaining - len(chunks), remaining))
 
 
 def _following(

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from mmplan.program.model import Stage
 from mmplan.program.samples import RangeIndex, SampleRange
+from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import Schedule
 
 
@@ -44,18 +45,15 @@ def order_stage(
         Non-decreasing lists, at least m + 1 at m, at most the number of micro-batches.
     """
     result: list[list[int]] = []
-    # Between its rounds GPipe has nothing that a lead could hide, and waves are made for it.
-    by_rounds = schedule.kind in ("gpipe", "wave")
-    lead = 0 if by_rounds else schedule.lead
+    policy = POLICIES[schedule.kind]
+    lead = schedule.lead if policy.runs_ahead else 0
     indices = [RangeIndex(consumer.microbatches) for consumer, _ in consumers]
     reaching = [
         forwards_that_reach(stage, consumer, frontier)
         for (consumer, _), frontier in zip(consumers, frontiers, strict=False)
     ]
     for d, spans in enumerate(stage.microbatches):
-        before = _terminal(spans, sync_batches, schedule)
-        if by_rounds:
-            before = _whole_rounds(len(spans), stage.rounds[d])
+        before = policy.forwards_before(spans, stage.rounds[d], sync_batches, schedule.sync_lead)
         for (consumer, consumer_before), others in zip(consumers, indices, strict=True):
             needed = _needed_by(spans, consumer, others, consumer_before, lead)
             before = list(map(max, before, needed))
@@ -136,23 +134,6 @@ def _frontier_of(
     return [
         max((frontier[d2][j] for _, d2, j in others.overlapping(span)), default=0) for span in spans
     ]
-
-
-def _terminal(
-    spans: Sequence[SampleRange], sync_batches: Sequence[int], schedule: Schedule
-) -> list[int]:
-    before = [m + 1 for m in range(len(spans))]
-    starts = [start for start, _ in spans]
-    for size in sync_batches:
-        # Last micro-batch that reaches into the sync batch where micro-batch m ends.
-        needed = [bisect_left(starts, -(-stop // size) * size) for _, stop in spans]
-        warm_up = max(n - m for m, n in enumerate(needed)) + schedule.sync_lead
-        before = [min(len(spans), max(b, m + warm_up)) for m, b in enumerate(before)]
-    return before
-
-
-def _whole_rounds(count: int, per_round: int) -> list[int]:
-    return [(m // per_round + 1) * per_round for m in range(count)]
 
 
 def _needed_by(

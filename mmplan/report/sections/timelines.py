@@ -223,14 +223,12 @@ def rank_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
     """Rank to its units with replica and stage; cut to some ``most`` characters when given."""
     labels: defaultdict[int, list[str]] = defaultdict(list)
     for unit in plan.units:
-        for d, replica in enumerate(unit.ranks):
-            for p, group in enumerate(replica):
-                place = (f" r{d + 1}" if unit.dp > 1 else "") + (
-                    f" s{p + 1}" if unit.pp > 1 else ""
-                )
-                for rank in group:
-                    room = None if most is None else most - len(place)
-                    labels[rank].append(_shortened(unit.name, room) + place)
+        for d, p, group in unit.grid.groups():
+            place = f" r{d + 1}" if unit.dp > 1 else ""
+            place += f" s{p + 1}" if unit.pp > 1 else ""
+            room = None if most is None else most - len(place)
+            for rank in group:
+                labels[rank].append(_shortened(unit.name, room) + place)
     if most is None:
         return {rank: ", ".join(parts) for rank, parts in labels.items()}
     return {

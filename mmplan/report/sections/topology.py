@@ -110,12 +110,11 @@ def _places(plan: Plan) -> dict[int, list[_Place]]:
     for index, unit in enumerate(plan.units):
         blocks = plan.tasks[unit.task].modules[unit.module].blocks
         whole = sum(b - a for a, b in unit.blocks) == blocks
-        for d, replica in enumerate(unit.ranks):
-            for p, group in enumerate(replica):
-                for t, rank in enumerate(group):
-                    places[rank].append(
-                        _Place(unit=unit, whole=whole, index=index, replica=d, stage=p, tp_index=t)
-                    )
+        for d, p, group in unit.grid.groups():
+            for t, rank in enumerate(group):
+                places[rank].append(
+                    _Place(unit=unit, whole=whole, index=index, replica=d, stage=p, tp_index=t)
+                )
     return places
 
 

@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mmplan.errors import InfeasibleError
+from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule
 from mmplan.solvers.baselines.grid_search import check_exact
 from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.pareto import staircase
 from mmplan.solvers.partitioner import tensor_degrees
-from mmplan.solvers.placement import grid, make_unit
+from mmplan.solvers.placement import make_unit
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.sample_split import microbatch_sizes, smallest_divisors
 from mmplan.wording import counted, missing, size
@@ -235,7 +236,7 @@ def _candidate(problem: Problem, whole: _PartialShare, value_s: float) -> Candid
         make_unit(
             problem,
             name,
-            ranks=grid(0, part.dp, 1, part.tp),
+            grid=RankGrid.consecutive(0, part.dp, 1, part.tp),
             blocks=((0, problem.blocks(name)),),
             size=part.size,
             pinned=part.pinned,

@@ -23,7 +23,7 @@ from mmplan.solvers.baselines.grid_search import check_exact
 from mmplan.solvers.baselines.shared_parameters import Holding, Ledger
 from mmplan.solvers.baselines.task_options import Communicators, TaskOption, by_owner, named
 from mmplan.solvers.distmm.solver import solve_distmm
-from mmplan.solvers.distmm.stage_costs import ScheduleKind, Stages
+from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import missing, size
 
@@ -156,7 +156,7 @@ def _holding(problem: Problem, unit: Unit) -> Holding:
         module=unit.module,
         owner=problem.request.workload.modules[unit.module].share or unit.module,
         blocks=unit.blocks,
-        ranks=unit.ranks,
+        grid=unit.grid,
     )
 
 
@@ -164,14 +164,10 @@ def _held(problem: Problem, unit: Unit) -> Floats:
     """[D] activations."""
     stages = Stages(problem, unit.module, unit.tp, unit.pp)
     count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
-    kind: ScheduleKind = "gpipe" if unit.schedule.kind == "gpipe" else "batch-sync"
-    if not problem.task.sync_batches:
-        kind = "1f1b"
-    flights, held = stages.in_flight(kind, count), stages.held(size)
+    flights, held = stages.in_flight(unit.schedule.kind, count), stages.held(size)
     held_D = np.zeros(problem.devices)
     for p in range(unit.pp):
-        ranks = [rank for replica in unit.ranks for rank in replica[p]]
-        held_D[ranks] = flights[p] * held[p]
+        held_D[[rank for group in unit.grid.stage(p) for rank in group]] = flights[p] * held[p]
     return held_D
 
 

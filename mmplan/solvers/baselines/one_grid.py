@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
-from mmplan.solvers.placement import RankGrid
 from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
 
@@ -76,6 +77,11 @@ class OneGrid:
 
     def __init__(self, problem: Problem, layout: Layout) -> None:
         self.problem, self.layout = problem, layout
+        # On one position the consumer is on the same devices: running ahead only holds memory.
+        self.schedule = Schedule(
+            kind="batch-sync" if problem.task.sync_batches else "1f1b",
+            lead=int(layout.positions > 1),
+        )
         self._pace: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self._fixed: dict[tuple[int, int], list[float]] = {}
@@ -168,9 +174,7 @@ class OneGrid:
         if split.dp not in self._sync:
             self._sync[split.dp] = self.problem.sync_s(
                 {
-                    module: tuple(
-                        rank for replica in self.ranks(module, split) for rank in replica[-1]
-                    )
+                    module: tuple(r for g in self.ranks(module, split).stage(-1) for r in g)
                     for module in self.layout.places
                 }
             )
@@ -265,7 +269,9 @@ class OneGrid:
         """Activations that each position holds."""
         total = [0.0] * self.layout.positions
         for position, held, after in self._held_bytes(split.size, split.ways):
-            total[position] += held * self._in_flight(split.count, after)
+            schedule, count = self.schedule, self.problem.rounds * split.count
+            flight = POLICIES[schedule.kind].in_flight(split.count, schedule.lead * after)
+            total[position] += held * min(count, flight)
         return total
 
     def least_bytes(self) -> float:
@@ -276,11 +282,6 @@ class OneGrid:
             )
             for dp in (1, max(1, self.most))
         )
-
-    def _in_flight(self, count: int, after: int) -> int:
-        if self.problem.task.sync_batches:
-            return count
-        return 1 if self.layout.positions == 1 else min(count, 1 + after)
 
     def _held_bytes(self, size: int, ways: int) -> list[tuple[int, float, int]]:
         """(position, bytes of one micro-batch, stages after) of every stage."""
@@ -340,16 +341,9 @@ class OneGrid:
         """The modules' units on ranks 0, 1, ...: replicas, then positions, then TP."""
         shares = split_evenly(self.problem.round_samples, split.dp)
         sizes = [_cut(share, shares[0], split.limit, split.pinned) for share in shares]
-        # On one position the consumer is on the same devices: running ahead only holds memory.
-        schedule = Schedule(
-            kind="batch-sync" if self.problem.task.sync_batches else "1f1b",
-            lead=int(self.layout.positions > 1),
-        )
-        return tuple(self._unit(module, split, sizes, schedule) for module in self.layout.places)
+        return tuple(self._unit(module, split, sizes) for module in self.layout.places)
 
-    def _unit(
-        self, module: str, split: Split, sizes: Sequence[tuple[int, ...]], schedule: Schedule
-    ) -> Unit:
+    def _unit(self, module: str, split: Split, sizes: Sequence[tuple[int, ...]]) -> Unit:
         place, ranks = self.layout.places[module], self.ranks(module, split)
         each = _ways(place, split.ways)
         microbatches = tuple(
@@ -363,25 +357,25 @@ class OneGrid:
             module=module,
             tp=self._tp(place),
             pp=len(place.cuts),
-            dp=len(ranks),
-            ranks=ranks,
+            dp=ranks.dp,
+            ranks=ranks.ranks,
             blocks=place.cuts,
             samples=tuple(sum(own) * self.problem.rounds for own in microbatches),
             microbatches=microbatches,
-            schedule=schedule,
+            schedule=self.schedule,
         )
 
     def ranks(self, module: str, split: Split) -> RankGrid:
-        """Of a module's unit."""
-        place, tp, positions = self.layout.places[module], self.layout.tp, self.layout.positions
-        width, each = self._tp(place), _ways(place, split.ways)
-        return tuple(
+        """Of a module's unit: its part of the grid, or one rank of each group a replica."""
+        place, own = self.layout.places[module], self._tp(self.layout.places[module])
+        whole = RankGrid.consecutive(0, split.dp, self.layout.positions, self.layout.tp).ranks
+        stages = slice(place.first, place.first + len(place.cuts))
+        return RankGrid(
             tuple(
-                tuple((d * positions + place.first + p) * tp + way + t for t in range(width))
-                for p in range(len(place.cuts))
+                tuple(group[way : way + own] for group in replica[stages])
+                for replica in whole
+                for way in range(_ways(place, split.ways))
             )
-            for d in range(split.dp)
-            for way in range(each)
         )
 
 

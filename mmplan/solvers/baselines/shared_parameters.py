@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats
-from mmplan.solvers.placement import RankGrid
+from mmplan.schema.grid import RankGrid
 from mmplan.solvers.problem import Blocks, Problem
 
 
@@ -25,19 +25,19 @@ class Holding:
     Attributes:
         owner: the module whose parameters they are.
         blocks: of each pipeline stage.
-        ranks: ``[dp][pp][tp]``.
+        grid: their ranks.
     """
 
     task: str
     module: str
     owner: str
     blocks: tuple[Blocks, ...]
-    ranks: RankGrid
+    grid: RankGrid
 
     @property
     def place(self) -> tuple[tuple[Blocks, ...], RankGrid]:
         """Equal for holdings that share all that they hold."""
-        return self.blocks, self.ranks
+        return self.blocks, self.grid
 
 
 class Ledger:
@@ -90,13 +90,13 @@ class Ledger:
         """
         if number not in self._parts:
             item = self._holdings[number]
-            tp, whole_L = _degrees(item)[0], self._block_bytes(item)
+            tp, whole_L = item.grid.tp, self._block_bytes(item)
             shape = self.devices, len(whole_L)
             held_DL, whole_DL = np.zeros(shape), np.zeros(shape)
             shard_DL = np.zeros(shape, dtype=np.int64)
             for chunk, (first, end) in enumerate(item.blocks):
-                for replica in item.ranks:
-                    group, own = list(replica[chunk % len(replica)]), slice(first, end)
+                own = slice(first, end)
+                for group in map(list, item.grid.stage(chunk)):
                     held_DL[group, own] = whole_L[own] / tp
                     whole_DL[group, own] = whole_L[own]
                     shard_DL[group, own] = np.arange(tp, 2 * tp)[:, None]
@@ -105,7 +105,7 @@ class Ledger:
 
     def _block_bytes(self, holding: Holding) -> Floats:
         """[L] bytes of every block, whole."""
-        key = holding.task, holding.module, len(holding.ranks)
+        key = holding.task, holding.module, holding.grid.dp
         if key not in self._blocks:
             problem = self.problems[holding.task]
             blocks = range(problem.blocks(holding.module))
@@ -118,10 +118,10 @@ class Ledger:
         """[D] seconds of one holding's gradient reduction."""
         if number not in self._reduce:
             item, total_D = self._holdings[number], np.zeros(self.devices)
-            problem, (tp, dp) = self.problems[item.task], _degrees(item)
-            for chunk, blocks in enumerate(item.blocks if dp > 1 else ()):
+            problem, tp = self.problems[item.task], item.grid.tp
+            for chunk, blocks in enumerate(item.blocks if item.grid.dp > 1 else ()):
                 if problem.stage(item.module, blocks).trainable:
-                    groups = [replica[chunk % len(replica)] for replica in item.ranks]
+                    groups = item.grid.stage(chunk)
                     total_D[[rank for group in groups for rank in group]] += (
                         problem.costs.all_reduce_s(
                             ranks=[group[0] for group in groups],
@@ -131,8 +131,3 @@ class Ledger:
                     )
             self._reduce[number] = total_D
         return self._reduce[number]
-
-
-def _degrees(holding: Holding) -> tuple[int, int]:
-    """(tp, dp)."""
-    return len(holding.ranks[0][0]), len(holding.ranks)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from mmplan.errors import InfeasibleError
+from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Unit
 from mmplan.solvers.baselines.grid_search import allowed, check_exact, nothing_allowed, too_large
 from mmplan.solvers.baselines.layouts import colocated_layouts
@@ -24,7 +25,7 @@ from mmplan.solvers.baselines.megatron import solve_megatron
 from mmplan.solvers.baselines.one_grid import Layout, OneGrid, Split
 from mmplan.solvers.baselines.sequential_tasks import InTurn
 from mmplan.solvers.baselines.task_options import named
-from mmplan.solvers.placement import RankGrid, place_modules
+from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.sample_split import smallest_divisors
 
@@ -202,9 +203,5 @@ def _candidate(request: Request, kind: str, curves: Sequence[Sequence[_Point]]) 
 
 def _units(point: _Point, grid: RankGrid) -> Iterator[Unit]:
     """The task's units on the ranks of its grid."""
-    ranks = [rank for replica in grid for stage in replica for rank in stage]
     for unit in named(point.grid.units(point.split)):
-        placed = tuple(
-            tuple(tuple(ranks[r] for r in stage) for stage in replica) for replica in unit.ranks
-        )
-        yield unit.model_copy(update={"ranks": placed})
+        yield unit.model_copy(update={"ranks": unit.grid.on(grid.members).ranks})

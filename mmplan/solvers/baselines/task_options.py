@@ -124,7 +124,7 @@ def _holdings(
                 module=module,
                 owner=specs[module].share or module,
                 blocks=place.cuts,
-                ranks=grid.ranks(module, split),
+                grid=grid.ranks(module, split),
             )
             for module, place in grid.layout.places.items()
         ),

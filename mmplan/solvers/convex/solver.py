@@ -16,13 +16,14 @@ from itertools import islice
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.convex.backbone_groups import Frame, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
 from mmplan.solvers.convex.module_tables import Pick
 from mmplan.solvers.convex.relaxation import relax
 from mmplan.solvers.convex.why_infeasible import explain
-from mmplan.solvers.placement import RankGrid, place_modules
+from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.sample_split import split_evenly
 from mmplan.wording import counted
@@ -207,7 +208,7 @@ def make_candidate(
     return Candidate(units=units, objective_s=value_s, notes=tuple(_notes(pipelines, frame)))
 
 
-def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, ranks: RankGrid) -> Unit:
+def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, grid: RankGrid) -> Unit:
     sizes = step_sizes(problem.task.batch, frame, pick.dp)
     return Unit(
         name=module,
@@ -217,7 +218,7 @@ def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, ranks: RankGr
         pp=pick.pp,
         vpp=pick.vpp,
         dp=pick.dp,
-        ranks=ranks,
+        ranks=grid.ranks,
         blocks=pick.cuts,
         samples=tuple(map(sum, sizes)),
         microbatches=sizes,

@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
+from mmplan.program.schedules.alternating import Alternating
+from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
 from mmplan.solvers.partitioner import module_cuts
 from mmplan.solvers.problem import Problem
 
@@ -26,6 +28,9 @@ FORWARD, INPUT, WEIGHT, LOSS, INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(8)
 # inputs held (recomputation), both again times the stages after it; communicators: always,
 # for the reduction, for the losses of a last stage with dp and tp.
 FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, GROUPS, REDUCED, HOSTED = range(9)
+# The schedules it plans.
+ONE_F_ONE_B = Alternating(whole_round=False)
+INTERLEAVED = Interleaved1F1B(whole_round=False)
 # More stages after a module than any pipeline has: memory sets no limit.
 UNLIMITED = 2**40
 
@@ -144,7 +149,7 @@ class _Tables:
         self._starts = np.array([start for start, _ in cuts])
         count = len(cuts)
         again = problem.request.workload.modules[module].recompute == "full"
-        ahead = count - np.arange(count)
+        ahead = np.array([ONE_F_ONE_B.in_flight(1, count - 1 - c) for c in range(count)])
         passed = self._summed(blocks.work * blocks.passed)
         held = self._summed(blocks.held * blocks.passed)
         inputs = self._summed(blocks.input_bytes * blocks.passed)
@@ -157,16 +162,15 @@ class _Tables:
             *self._messages(cuts),
         ]
         held_bytes = [fixed, state, held, held * ahead, inputs, inputs * ahead]
-        chunk = np.arange(count) % pp
+        chunk = np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
         self.seconds = _by_rank(np.stack(seconds, axis=1), chunk, pp)
         bytes_held = _by_rank(np.stack(held_bytes, axis=1), chunk, pp)
         self.slack = pp - 1 if vpp > 1 and problem.consumers(module) else 0
         if vpp > 1:
+            chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, self.slack) for p in range(pp)]
             for column, each in ((HELD_AHEAD, held), (INPUTS_AHEAD, inputs)):
-                bytes_held[:, column] = _chunks_held(pp, vpp, self.slack) * each.reshape(
-                    vpp, pp
-                ).max(axis=0)
-        self.bytes = np.hstack([bytes_held, self._communicators(cuts, pp, vpp)])
+                bytes_held[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
+        self.bytes = np.hstack([bytes_held, self._communicators(cuts, chunk, pp, vpp)])
         trained = _by_rank(self._summed(blocks.parameters * blocks.trains)[:, None], chunk, pp)
         self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
@@ -204,7 +208,9 @@ class _Tables:
             np.where(outer, size, 0.0),
         ]
 
-    def _communicators(self, cuts: tuple[tuple[int, int], ...], pp: int, vpp: int) -> Floats:
+    def _communicators(
+        self, cuts: tuple[tuple[int, int], ...], chunk: Ints, pp: int, vpp: int
+    ) -> Floats:
         """[pp, 3]: communicators whatever dp is, of the reduction, of hosted losses."""
         problem, module = self._problem, self._module
         edges = bool(problem.producers(module) or problem.consumers(module))
@@ -212,18 +218,9 @@ class _Tables:
         # All ranks, and messages forward and back.
         fixed = np.full(pp, float(several) + 2.0 * (pp * vpp > 1 or edges))
         trained = self._summed(self._blocks.parameters * self._blocks.trains) > 0
-        reduced = _by_rank(trained[:, None].astype(np.float64), np.arange(len(cuts)) % pp, pp)
+        reduced = _by_rank(trained[:, None].astype(np.float64), chunk, pp)
         hosts = (np.arange(pp) == pp - 1) & bool(problem.hosted_losses(module))
         return np.stack([fixed, np.minimum(reduced[:, 0], 1.0), hosts.astype(np.float64)], axis=1)
-
-
-def _chunks_held(pp: int, vpp: int, slack: int) -> Ints:
-    """[pp]: chunks that each rank holds (:mod:`mmplan.program.schedules.interleaved_1f1b`) at most.
-
-    Each stage after the module adds one, and each pp of them, begun, (vpp - 1) pp more: that is
-    (vpp - 1) slack beyond the vpp for each that :class:`Shapes` counts.
-    """
-    return (vpp - 1) * (pp + slack) + 1 + 2 * (pp - 1 - np.arange(pp))
 
 
 def _by_rank(per_chunk: Floats, rank: NDArray[np.int64], pp: int) -> Floats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmplan.schema.plan import Unit
-from mmplan.solvers.distmm.stage_costs import ScheduleKind, Stages
+from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.problem import Problem, Request
 
 # Far beyond any device: a unit that still fits is not limited by memory.
@@ -43,11 +43,10 @@ def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
     """Samples that all replicas of a unit can hold for one sync; see above."""
     stages = Stages(problem, unit.module, unit.tp, unit.pp)
     size = max(unit.microbatches[0])
-    kind: ScheduleKind = "gpipe" if unit.schedule.kind == "gpipe" else "batch-sync"
     held = stages.held(size)
 
     def fits(count: int) -> bool:
-        flights = stages.in_flight(kind, count, unit.schedule.lead)
+        flights = stages.in_flight(unit.schedule.kind, count, unit.schedule.lead)
         return all(h * n <= s for h, n, s in zip(held, flights, spare, strict=True))
 
     low, high = 0, 1

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmplan.solvers.distmm.stage_costs import ScheduleKind, Stages
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.plan import ScheduleKind
+from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.pareto import pareto_rows
 from mmplan.solvers.partitioner import degree_candidates
 from mmplan.solvers.problem import Problem
@@ -101,9 +103,8 @@ class Option:
         """From sync to sync: K paces; a gpipe drains and fills, (K + P - 1) (f + b)."""
         if self.rounds == 1:
             return 0.0
-        if self.kind == "gpipe":
-            return self.first_s + self.last_s - self.reduce_s
-        return self.count * self.pace_s
+        fill_and_drain_s = self.first_s + self.last_s - self.reduce_s
+        return POLICIES[self.kind].round_s(self.count, self.pace_s, fill_and_drain_s)
 
     @property
     def device_s(self) -> float:

@@ -254,7 +254,7 @@ def _candidate(
             make_unit(
                 problem,
                 name,
-                ranks=grids[name],
+                grid=grids[name],
                 blocks=Stages(problem, name, option.tp, option.pp).blocks,
                 size=option.size,
                 pinned=option.pinned,

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mmplan.arrays import Floats
+from mmplan.program.schedules.registry import POLICIES
+from mmplan.schema.plan import ScheduleKind
 from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.problem import Blocks, Problem
 
-ScheduleKind = Literal["batch-sync", "gpipe", "1f1b"]
 # Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
 LONG_LEAD = 2
 
@@ -169,19 +170,15 @@ class Stages:
         return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
 
     def in_flight(self, kind: ScheduleKind, count: int, lead: int = 1) -> list[int]:
-        """Most micro-batches that each stage holds.
+        """Most micro-batches that each stage holds of the G K of a step.
 
-        ``batch-sync``: min(G K, K + lead (P - 1 - p)); ``1f1b`` the same with K = 1; ``gpipe``
-        K. A stage without a backward holds only the one that it computes.
+        A stage without a backward holds only the one that it computes.
         """
-        total = self.problem.rounds * count
-        warm_up = 1 if kind == "1f1b" else count
-        ahead = [
-            0 if kind == "gpipe" else lead * (self.pp - 1 - p) + self._later for p in range(self.pp)
-        ]
+        policy, total = POLICIES[kind], self.problem.rounds * count
+        ahead = [lead * (self.pp - 1 - p) + self._later for p in range(self.pp)]
         return [
-            min(total, warm_up + extra) if backward else 1
-            for extra, backward in zip(ahead, self._backward, strict=True)
+            min(total, policy.in_flight(count, stages)) if backward else 1
+            for stages, backward in zip(ahead, self._backward, strict=True)
         ]
 
     def orders(self, dp: int, count: int, size: int, kinds: Sequence[ScheduleKind]) -> StageOrders:
@@ -193,15 +190,15 @@ class Stages:
         needed = float("inf")
         allowed: Sequence[ScheduleKind] = kinds if self.problem.task.sync_batches else ("1f1b",)
         for kind in allowed:
-            lead = 0 if kind == "gpipe" else 1
+            runs_ahead = POLICIES[kind].runs_ahead
+            lead = int(runs_ahead)
             own = self._needed_bytes(dp, size, (kind, count, lead))
             needed = min(needed, own)
             if own > self.problem.memory_bytes:
                 continue
-            found: list[tuple[ScheduleKind, int]] = []
-            found.append((kind, lead))
+            found: list[tuple[ScheduleKind, int]] = [(kind, lead)]
             is_all = kind == allowed[0]
-            if kind == "batch-sync" and self.problem.rounds > 1 and any(self.hops(size)):
+            if runs_ahead and self.problem.rounds > 1 and any(self.hops(size)):
                 longer = self._needed_bytes(dp, size, (kind, count, LONG_LEAD))
                 if longer <= self.problem.memory_bytes:
                     found.append((kind, LONG_LEAD))

@@ -1,0 +1,91 @@
+"""What a kind of schedule decides: where chunks run, the order, the memory that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from mmplan.program.samples import SampleRange
+from mmplan.schema.plan import Schedule
+
+if TYPE_CHECKING:
+    from mmplan.program.schedules.interleaved_1f1b import Interleaving
+
+
+class ChunkOrders(Protocol):
+    """One order for all chunks of a rank, where greedy merging of their own orders would idle."""
+
+    def interleave(
+        self, count: int, pp: int, vpp: int, needs: Sequence[int], schedule: Schedule, extra: int
+    ) -> Interleaving:
+        """The orders of one replica's ranks.
+
+        Args:
+            count: micro-batches.
+            pp: ranks of the pipeline.
+            vpp: chunks of a rank.
+            needs: forwards of the last chunk that must come before its backward m.
+            schedule: its lead and in_flight count.
+            extra: forwards that every rank runs ahead of what that takes.
+        """
+        ...
+
+    def group_ends(self, count: int, pp: int) -> list[int]:
+        """Per micro-batch, how many a rank takes in before that one enters its last chunk."""
+        ...
+
+
+class SchedulePolicy(Protocol):
+    """What a kind of schedule decides; compiling and the solvers ask it.
+
+    K is the number of micro-batches of a round; a round is one sync batch, or the whole step
+    where the task has no cross-sample loss.
+    """
+
+    # Whether a stage may run ``lead`` micro-batches ahead of its consumers.
+    runs_ahead: ClassVar[bool]
+
+    @property
+    def chunk_orders(self) -> ChunkOrders | None:
+        """How the chunks of a rank are ordered together; None where each has its own order."""
+        return None
+
+    def position(self, chunk: int, pp: int) -> int:
+        """Pipeline position that runs a chunk; here the chunks go round the positions."""
+        return chunk % pp
+
+    def forwards_before(
+        self,
+        spans: Sequence[SampleRange],
+        per_round: int,
+        sync_batches: Sequence[int],
+        sync_lead: int,
+    ) -> list[int]:
+        """``[m]``: forwards that come before backward m, consumers aside.
+
+        Args:
+            spans: samples of each micro-batch of one replica of the stage.
+            per_round: K.
+            sync_batches: sizes of the sync batches of the cross-sample losses it feeds.
+            sync_lead: forwards between the start and the end of a sync.
+        """
+        ...
+
+    def in_flight(self, per_round: int, ahead: int) -> int:
+        """Most micro-batches that a stage holds of a step that has at least so many.
+
+        Args:
+            per_round: K.
+            ahead: forwards that the stages after it must have first, ``lead`` for each of them.
+        """
+        ...
+
+    def round_s(self, per_round: int, interval_s: float, fill_and_drain_s: float) -> float:
+        """Seconds from one sync to the next.
+
+        Args:
+            per_round: K.
+            interval_s: from one micro-batch to the next in the steady state.
+            fill_and_drain_s: of a round that begins and ends with an empty pipeline.
+        """
+        ...
