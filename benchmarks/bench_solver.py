@@ -77,7 +77,7 @@ def full_table(devices: int, fixed_s: float, work_s: float, forward: float) -> O
     return make_table(
         table[:, 0].astype(np.int64),
         table[:, 1],
-        cycle_s=table[:, 2],
+        round_s=table[:, 2],
         last_s=table[:, 3],
         group=table[:, 4].astype(np.int64),
     )

@@ -35,7 +35,7 @@ def brute_force(
 
     value = (
         rows("first_s").max(axis=0)
-        + (rounds - 1) * rows("cycle_s").max(axis=0)
+        + (rounds - 1) * rows("round_s").max(axis=0)
         + rows("last_s").max(axis=0)
     )
     taken, busy_s, groups = rows("devices").sum(axis=0), rows("device_s").sum(axis=0), rows("group")
@@ -75,7 +75,7 @@ def option_tables(draw: st.DrawFn, max_options: int = 6, max_devices: int = 6) -
     return make_table(
         column(1, max_devices),
         column(0, 6),
-        cycle_s=column(0, 6),
+        round_s=column(0, 6),
         last_s=column(0, 6),
         device_s=column(0, 3),
         group=column(0, 3),
@@ -88,7 +88,7 @@ def random_table(rng: np.random.Generator, highest: int) -> OptionTable:
     return make_table(
         rng.integers(1, 9, size),
         times[0],
-        cycle_s=times[1],
+        round_s=times[1],
         last_s=times[2],
         device_s=times[3],
         group=rng.integers(0, 4, size),
@@ -146,7 +146,7 @@ def test_scaling_the_times_scales_the_objective(
         make_table(
             t.devices,
             4 * t.first_s,
-            cycle_s=4 * t.cycle_s,
+            round_s=4 * t.round_s,
             last_s=4 * t.last_s,
             device_s=4 * t.device_s,
             group=t.group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def random_options(rng: np.random.Generator) -> Options:
         stage_s=rng.integers(1, 9, count).astype(float),
         reduce_s=rng.integers(0, 4, count).astype(float),
         depth=depth,
-        room=rng.choice([-1, 0, 1, 2, 3, 5, 100], count).astype(np.int64),
+        depth_limit=rng.choice([-1, 0, 1, 2, 3, 5, 100], count).astype(np.int64),
     )
 
 
@@ -74,7 +75,7 @@ def values(
                 continue
             depth = [int(own.depth[o]) for own, o in picked]
             if any(
-                int(options[path[0]].room[choice[path[0]]]) < sum(depth[k] for k in path[1:])
+                int(options[path[0]].depth_limit[choice[path[0]]]) < sum(depth[k] for k in path[1:])
                 for path in all_paths
             ):
                 continue
@@ -150,10 +151,7 @@ def test_tight_bounds_of_groups_change_nothing() -> None:
 def test_groups_beyond_their_bound_are_never_built() -> None:
     rng = np.random.default_rng(2)
     options = [random_options(rng)]
-    good = Options(
-        **{name: getattr(options[0], name)[:1] for name in Options.__slots__ if name != "room"},
-        room=np.array([9]),
-    )
+    good = replace(options[0].take(np.array([0])), depth_limit=np.array([9]))
     value = plan_value([good], [0], 3, [])
 
     def refuse() -> list[Options]:
@@ -187,7 +185,7 @@ def test_one_more_device_never_hurts_and_time_scales() -> None:
                         stage_s=2 * own.stage_s,
                         reduce_s=2 * own.reduce_s,
                         depth=own.depth,
-                        room=own.room,
+                        depth_limit=own.depth_limit,
                     )
                     for own in options
                 ],

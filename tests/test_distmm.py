@@ -342,9 +342,9 @@ def test_drained_ends_every_sync_batch_before_the_next() -> None:
     assert drained.units[0].schedule.kind == "gpipe"
 
 
-@pytest.mark.parametrize(("memory_bytes", "lead", "pace_s"), [(1e9, 2, 3.0), (12.0, 1, 3.75)])
+@pytest.mark.parametrize(("memory_bytes", "lead", "interval_s"), [(1e9, 2, 3.0), (12.0, 1, 3.75)])
 def test_a_longer_lead_hides_messages_where_memory_holds_it(
-    tmp_path: Path, memory_bytes: float, lead: int, pace_s: float
+    tmp_path: Path, memory_bytes: float, lead: int, interval_s: float
 ) -> None:
     """Four stages of f = 1 and b = 2, messages of half a second, four rounds of 8 micro-batches.
 
@@ -360,7 +360,7 @@ def test_a_longer_lead_hides_messages_where_memory_holds_it(
     job = workload({"a": {"plan": {"pp": 4, "dp": 1, "microbatch": 1}}}, batch=32, sync_batch=8)
     plan = run_solve(tmp_path, job, costs, solver="distmm", top=1)
     assert plan.units[0].schedule.lead == lead
-    formula_s = 11 * 1 + 3 * 0.5 + 3 * 8 * pace_s + 11 * 2 + 3 * 0.5
+    formula_s = 11 * 1 + 3 * 0.5 + 3 * 8 * interval_s + 11 * 2 + 3 * 0.5
     assert plan.solver.objective_s == pytest.approx(formula_s)
     # Between rounds the first pace of a round waits for no message.
     assert plan.predicted.iteration_s == pytest.approx(formula_s, rel=0.02)

@@ -48,11 +48,11 @@ def options(seed: int) -> list[Option]:
             count=int(rng.integers(1, 5)),
             kind="1f1b",
             lead=1,
-            pace_s=1.0,
+            interval_s=1.0,
             forward_s=float(rng.random()) / dp,
             backward_s=float(rng.random()) / dp,
-            hops_s=0.0,
-            hop_s=0.0,
+            transfers_s=0.0,
+            transfer_s=0.0,
             reduce_s=0.0,
             busy_s=1.0,
             rounds=1,
@@ -68,7 +68,7 @@ def test_a_busy_machine_finds_the_same_choices(monkeypatch: pytest.MonkeyPatch) 
         chain = ChainSearch(
             [options(s) for s in range(4)], edges=[(0, 1), (1, 3)], rounds=1, devices=48
         )
-        return chain.best_first(top=8, effort=SearchBudget(seconds))
+        return chain.best_first(top=8, budget=SearchBudget(seconds))
 
     quiet = found(0.0, 0.02)
     assert quiet == found(1e-4, 0.02)

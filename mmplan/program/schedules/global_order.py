@@ -309,21 +309,21 @@ class _ListScheduler:
 
     def __init__(self, sequences: list[list[Event]], loose: list[Event]) -> None:
         self._remaining = sum(map(len, sequences)) + len(loose)
-        self._next: dict[int, Event] = {}
-        self._held: set[int] = set()
+        self._next: dict[Event, Event] = {}
+        self._held: set[Event] = set()
         self._free_at: defaultdict[int, int] = defaultdict(int)
         self._heap: list[tuple[int, int, int, int, int, int, Event]] = []
         self._ticket = 0
-        self._ready_syncs: set[int] = set()
-        self._syncs_of: defaultdict[int, list[Event]] = defaultdict(list)
+        self._ready_syncs: set[Event] = set()
+        self._syncs_of: defaultdict[Event, list[Event]] = defaultdict(list)
         for sync in loose:
             if sync.op is Op.SYNC_WAIT:
                 for event in sync.then:
-                    self._syncs_of[id(event)].append(sync)
+                    self._syncs_of[event].append(sync)
         for sequence in sequences:
             for first, second in pairwise(sequence):
-                self._next[id(first)] = second
-                self._held.add(id(second))
+                self._next[first] = second
+                self._held.add(second)
         for event in (*(s[0] for s in sequences if s), *loose):
             self._offer(event)
 
@@ -355,18 +355,18 @@ class _ListScheduler:
             other.waiting_for -= 1
             other.ready_at = max(other.ready_at, end)
             self._offer(other)
-        following = self._next.get(id(event))
+        following = self._next.get(event)
         if following is not None:
-            self._held.discard(id(following))
+            self._held.discard(following)
             self._offer(following)
 
     def _offer(self, event: Event) -> None:
-        if id(event) in self._held:
+        if event in self._held:
             return
         if event.waiting_for:
             self._demand(event)
         elif event.op is Op.SYNC_WAIT and event.then:
-            self._ready_syncs.add(id(event))
+            self._ready_syncs.add(event)
             for other in event.then:
                 self._demand(other)
         else:
@@ -378,10 +378,10 @@ class _ListScheduler:
         A wait blocks its rank, so it comes when something needs its gradient, not when
         its features are there: what else the rank can do hides the gather.
         """
-        ready = [s for s in self._syncs_of[id(event)] if id(s) in self._ready_syncs]
-        if ready and len(ready) == event.waiting_for and id(event) not in self._held:
+        ready = [s for s in self._syncs_of[event] if s in self._ready_syncs]
+        if ready and len(ready) == event.waiting_for and event not in self._held:
             for sync in ready:
-                self._ready_syncs.discard(id(sync))
+                self._ready_syncs.discard(sync)
                 self._push(sync)
 
     def _push(self, event: Event) -> None:

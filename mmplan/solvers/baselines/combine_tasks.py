@@ -122,9 +122,9 @@ class _CombinationSearch:
             found[owner] = np.maximum(found.get(owner, 0.0), least)
         return found
 
-    def run(self, effort: SearchBudget) -> CombinationResult:
-        """Search to the end, or as far as the effort goes."""
-        self._effort = effort
+    def run(self, budget: SearchBudget) -> CombinationResult:
+        """Search to the end, or as far as the budget goes."""
+        self._budget = budget
         bound_s = self._rest.least_s(0, 0.0)
         try:
             self._go(0, (), {}, 0.0)
@@ -154,9 +154,9 @@ class _CombinationSearch:
             own_s = max(reduce_s, option.reduce_s or 0.0)
             if time_s + option.time_s + self._rest.least_s(i + 1, own_s) >= self._limit_s:
                 continue
-            if self._effort.is_over:
+            if self._budget.is_over:
                 raise _OutOfTimeError
-            self._effort.spend(_VISIT_S)
+            self._budget.spend(_VISIT_S)
             self._go(i + 1, (*chosen, option), joined(held, option), time_s + option.time_s)
 
     def _reduce_s(self, held: Held) -> float:

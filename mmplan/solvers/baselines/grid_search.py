@@ -99,7 +99,7 @@ def allowed(problem: Problem, layout: Layout) -> bool:
     """Whether the modules' pins allow a layout's degrees."""
     specs = problem.request.workload.modules
     return all(
-        specs[module].plan.allows("tp", 1 if place.whole else layout.tp)
+        specs[module].plan.allows("tp", 1 if place.replicated else layout.tp)
         and specs[module].plan.allows("pp", len(place.cuts))
         and specs[module].plan.allows("vpp", 1)
         for module, place in layout.places.items()

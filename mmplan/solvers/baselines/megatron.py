@@ -100,26 +100,27 @@ def _rigid_layouts(problem: Problem) -> Iterator[Layout]:
     cuts = module_cuts(problem, backbone, problem.blocks(backbone))
     others = [m for m in modules if m != backbone]
     for tp in tensor_degrees(problem, backbone):
-        ways = [_ways_of(problem, module, tp) for module in others]
-        for depth, chosen in product(depths(problem, [backbone]), product(*ways)):
-            yield _rigid(
-                problem, backbone, cuts[depth - 1], tp, dict(zip(others, chosen, strict=True))
-            )
+        choices = product(*(_may_be_replicated(problem, module, tp) for module in others))
+        for depth, chosen in product(depths(problem, [backbone]), list(choices)):
+            replicated = dict(zip(others, chosen, strict=True))
+            yield _rigid(problem, backbone, cuts[depth - 1], tp, replicated)
 
 
 def _rigid(
-    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, whole: dict[str, bool]
+    problem: Problem, backbone: str, cuts: tuple[Blocks, ...], tp: int, replicated: dict[str, bool]
 ) -> Layout:
     places: dict[str, ModuleGrid] = {}
     position = 0
     for module in problem.task.modules:
         own = cuts if module == backbone else ((0, problem.blocks(module)),)
-        places[module] = ModuleGrid(first=position, cuts=own, whole=whole.get(module, False))
+        replica = replicated.get(module, False)
+        places[module] = ModuleGrid(first=position, cuts=own, replicated=replica)
         position += len(own)
     return Layout(tp=tp, positions=position, places=places)
 
 
-def _ways_of(problem: Problem, module: str, tp: int) -> list[bool]:
+def _may_be_replicated(problem: Problem, module: str, tp: int) -> list[bool]:
     """Whether a TP group may split a module (False), or hold it whole on each rank (True)."""
     known = problem.costs.tp_options(task=problem.task.name, module=module)
-    return [False] * (tp in known) + [True] * (tp > 1 and 1 in known)
+    possible = {False: tp in known, True: tp > 1 and 1 in known}
+    return [replicated for replicated, fits in possible.items() if fits]

@@ -3,9 +3,9 @@
 A layout gives every module consecutive positions 0..Q-1 of one pipeline; modules may share
 positions. With N_mb micro-batches a step, G rounds of K each,
 
-    T = ramp + (N_mb - 1) * max_q busy_q + reduce + G s,
+    T = fill + (N_mb - 1) * max_q busy_q + reduce + G s,
 
-where busy_q is what all modules at position q compute for one micro-batch, the ramp is one
+where busy_q is what all modules at position q compute for one micro-batch, the fill is one
 micro-batch's longest way through the modules (never less than the busiest position), and
 reduce is the position with the longest reductions. With Q = 1 this is the formula of
 :mod:`.colocated`.
@@ -33,13 +33,13 @@ class ModuleGrid:
     Attributes:
         first: position of its first stage; the others follow.
         cuts: blocks of its stages.
-        whole: every rank of a TP group holds the whole stage, and they share out the
+        replicated: every rank of a TP group holds the whole stage, and they share out the
             samples; False where they split it.
     """
 
     first: int
     cuts: tuple[Blocks, ...]
-    whole: bool = False
+    replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Split:
         pinned: the user's limit: a smaller micro-batch may come last.
         count: micro-batches of the slowest replica in a round, K.
         size: samples of its largest micro-batch.
-        ways: ranks of a TP group that share a micro-batch out where a module is whole.
+        inner_dp: ranks of a TP group that share a micro-batch out where a module is replicated.
     """
 
     dp: int
@@ -69,7 +69,7 @@ class Split:
     pinned: bool
     count: int
     size: int
-    ways: int
+    inner_dp: int
 
 
 class OneGrid:
@@ -82,7 +82,7 @@ class OneGrid:
             kind="batch-sync" if problem.task.sync_batches else "1f1b",
             lead=int(layout.positions > 1),
         )
-        self._pace: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._intervals: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
         self._fixed: dict[tuple[int, int], list[float]] = {}
         self._reduce: dict[tuple[int, int], float] = {}
@@ -121,8 +121,10 @@ class OneGrid:
         specs = self.problem.request.workload.modules
         pinned = [specs[m].plan for m in self.layout.places if specs[m].plan.microbatch]
         if pinned:
-            # A module that is whole sees less than the micro-batch: any size may be meant.
-            sizes = range(1, share + 1) if self._any_whole else microbatch_sizes(share, pinned[0])
+            # A replicated module sees less than the micro-batch: any size may be meant.
+            sizes = (
+                range(1, share + 1) if self._any_replicated else microbatch_sizes(share, pinned[0])
+            )
             return [(size, True) for size in sizes]
         if self.problem.task.sync_batches:
             some = next(iter(self.layout.places))
@@ -131,8 +133,8 @@ class OneGrid:
         return [(size, False) for size in powers if size <= share]
 
     @property
-    def _any_whole(self) -> bool:
-        return any(place.whole for place in self.layout.places.values())
+    def _any_replicated(self) -> bool:
+        return any(place.replicated for place in self.layout.places.values())
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
         shares = split_evenly(self.problem.round_samples, dp)
@@ -144,14 +146,14 @@ class OneGrid:
             pinned=pinned,
             count=len(sizes[0]),
             size=sizes[0][0],
-            ways=min(self.layout.tp, least) if self._any_whole else 1,
+            inner_dp=min(self.layout.tp, least) if self._any_replicated else 1,
         )
 
     def _allowed(self, split: Split) -> bool:
         specs = self.problem.request.workload.modules
         return all(
-            specs[module].plan.allows("dp", split.dp * _ways(place, split.ways))
-            and specs[module].plan.allows("microbatch", _own(place, split.size, split.ways))
+            specs[module].plan.allows("dp", split.dp * _inner_dp(place, split.inner_dp))
+            and specs[module].plan.allows("microbatch", _own(place, split.size, split.inner_dp))
             for module, place in self.layout.places.items()
         )
 
@@ -159,12 +161,12 @@ class OneGrid:
 
     def compute_s(self, split: Split) -> float:
         """The formula without reductions and syncs."""
-        ramp_s, busy_s = self.pace_s(split.size, split.ways, split.dp)
-        return ramp_s + (self.problem.rounds * split.count - 1) * busy_s
+        fill_s, interval_s = self.fill_and_interval_s(split.size, split.inner_dp, split.dp)
+        return fill_s + (self.problem.rounds * split.count - 1) * interval_s
 
     def step_s(self, split: Split) -> float:
         """The formula, T."""
-        reduced_s = self.reduce_s(split.dp, split.ways)
+        reduced_s = self.reduce_s(split.dp, split.inner_dp)
         return self.compute_s(split) + reduced_s + self.problem.rounds * self.sync_s(split)
 
     def sync_s(self, split: Split) -> float:
@@ -180,31 +182,32 @@ class OneGrid:
             )
         return self._sync[split.dp]
 
-    def pace_s(self, size: int, ways: int, dp: int) -> tuple[float, float]:
-        """(ramp, busiest position) of one micro-batch, forward and backward."""
-        key = size, ways, dp if self.problem.varies else 1
-        if key not in self._pace:
+    def fill_and_interval_s(self, size: int, inner_dp: int, dp: int) -> tuple[float, float]:
+        """(fill, busiest position) of one micro-batch, forward and backward."""
+        key = size, inner_dp, dp if self.problem.varies else 1
+        if key not in self._intervals:
             busy, end = [0.0] * self.layout.positions, dict[str, float]()
             for module, place in self.layout.places.items():
                 producers = self.problem.producers(module)
                 reached = max(
-                    (end[p] + self._between_s(p, module, size, ways) for p in producers), default=0
+                    (end[p] + self._between_s(p, module, size, inner_dp) for p in producers),
+                    default=0,
                 )
                 for i, blocks in enumerate(place.cuts):
-                    own, replicas = _own(place, size, ways), key[2] * _ways(place, ways)
+                    own, replicas = _own(place, size, inner_dp), key[2] * _inner_dp(place, inner_dp)
                     stage_s = sum(
                         self.problem.stage_s(module, blocks, self._tp(place), own, replicas)
                     )
                     busy[place.first + i] += stage_s
-                    reached += stage_s + self._hop_s(module, i, own)
+                    reached += stage_s + self._transfer_s(module, i, own)
                 end[module] = reached
-            self._pace[key] = max(*busy, *end.values()), max(busy)
-        return self._pace[key]
+            self._intervals[key] = max(*busy, *end.values()), max(busy)
+        return self._intervals[key]
 
     def _tp(self, place: ModuleGrid) -> int:
-        return 1 if place.whole else self.layout.tp
+        return 1 if place.replicated else self.layout.tp
 
-    def _hop_s(self, module: str, i: int, size: int) -> float:
+    def _transfer_s(self, module: str, i: int, size: int) -> float:
         """From stage i of a module to its next one, and back."""
         place = self.layout.places[module]
         if i + 1 == len(place.cuts):
@@ -214,13 +217,13 @@ class OneGrid:
         here = place.first + i, self._tp(place)
         return self._message_s(here, (here[0] + 1, here[1]), num_bytes, back)
 
-    def _between_s(self, producer: str, consumer: str, size: int, ways: int) -> float:
+    def _between_s(self, producer: str, consumer: str, size: int, inner_dp: int) -> float:
         source, target = self.layout.places[producer], self.layout.places[consumer]
         per_sample = self.problem.output_bytes(producer, self.problem.blocks(producer) - 1)
         return self._message_s(
             (source.first + len(source.cuts) - 1, self._tp(source)),
             (target.first, self._tp(target)),
-            _own(source, size, ways) * per_sample,
+            _own(source, size, inner_dp) * per_sample,
             self.problem.makes_gradient(producer),
         )
 
@@ -236,19 +239,19 @@ class OneGrid:
                 total_s += costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes)
         return total_s
 
-    def reduce_s(self, dp: int, ways: int) -> float:
+    def reduce_s(self, dp: int, inner_dp: int) -> float:
         """Gradient reductions of the position where they take longest."""
-        if (dp, ways) not in self._reduce:
+        if (dp, inner_dp) not in self._reduce:
             taken = [0.0] * self.layout.positions
             for module, place in self.layout.places.items():
                 for i in range(len(place.cuts)):
-                    taken[place.first + i] += self._stage_reduce_s(module, i, dp, ways)
-            self._reduce[dp, ways] = max(taken)
-        return self._reduce[dp, ways]
+                    taken[place.first + i] += self._stage_reduce_s(module, i, dp, inner_dp)
+            self._reduce[dp, inner_dp] = max(taken)
+        return self._reduce[dp, inner_dp]
 
-    def _stage_reduce_s(self, module: str, i: int, dp: int, ways: int) -> float:
+    def _stage_reduce_s(self, module: str, i: int, dp: int, inner_dp: int) -> float:
         place, tp = self.layout.places[module], self.layout.tp
-        blocks, each = place.cuts[i], _ways(place, ways)
+        blocks, each = place.cuts[i], _inner_dp(place, inner_dp)
         if dp * each == 1 or not self.problem.stage(module, blocks).trainable:
             return 0.0
         starts = [(d * self.layout.positions + place.first + i) * tp for d in range(dp)]
@@ -262,13 +265,13 @@ class OneGrid:
 
     def needed_bytes(self, split: Split) -> float:
         """Bytes of the fullest device: as many micro-batches as each stage's order holds."""
-        fixed = self._fixed_bytes(split.dp, split.ways)
+        fixed = self._fixed_bytes(split.dp, split.inner_dp)
         return max(map(sum, zip(fixed, self.active_bytes(split), strict=True)))
 
     def active_bytes(self, split: Split) -> list[float]:
         """Activations that each position holds."""
         total = [0.0] * self.layout.positions
-        for position, held, after in self._held_bytes(split.size, split.ways):
+        for position, held, after in self._held_bytes(split.size, split.inner_dp):
             schedule, count = self.schedule, self.problem.rounds * split.count
             flight = POLICIES[schedule.kind].in_flight(split.count, schedule.lead * after)
             total[position] += held * min(count, flight)
@@ -278,26 +281,26 @@ class OneGrid:
         """A bound on :meth:`needed_bytes`: one micro-batch of one sample."""
         return min(
             self.needed_bytes(
-                Split(dp=dp, limit=1, pinned=False, count=1, size=1, ways=self.layout.tp)
+                Split(dp=dp, limit=1, pinned=False, count=1, size=1, inner_dp=self.layout.tp)
             )
             for dp in (1, max(1, self.most))
         )
 
-    def _held_bytes(self, size: int, ways: int) -> list[tuple[int, float, int]]:
+    def _held_bytes(self, size: int, inner_dp: int) -> list[tuple[int, float, int]]:
         """(position, bytes of one micro-batch, stages after) of every stage."""
-        if (size, ways) not in self._held:
-            self._held[size, ways] = [
+        if (size, inner_dp) not in self._held:
+            self._held[size, inner_dp] = [
                 (
                     place.first + i,
                     self.problem.held_bytes(
-                        module, blocks, self._tp(place), _own(place, size, ways)
+                        module, blocks, self._tp(place), _own(place, size, inner_dp)
                     ),
                     self._after[module] - i,
                 )
                 for module, place in self.layout.places.items()
                 for i, blocks in enumerate(place.cuts)
             ]
-        return self._held[size, ways]
+        return self._held[size, inner_dp]
 
     def _stages_after(self, module: str) -> int:
         """Stages after the module's first one, on the longest way to the end."""
@@ -305,15 +308,15 @@ class OneGrid:
         consumers = self.problem.consumers(module)
         return own - 1 + max((1 + self._stages_after(c) for c in consumers), default=0)
 
-    def _fixed_bytes(self, dp: int, ways: int) -> list[float]:
-        key = (dp if self.problem.costs.training.zero else min(dp, 2)), ways
+    def _fixed_bytes(self, dp: int, inner_dp: int) -> list[float]:
+        key = (dp if self.problem.costs.training.zero else min(dp, 2)), inner_dp
         if key not in self._fixed:
             each = self.problem.request.cluster.device.communicator_bytes
-            fixed = [each * self._communicators(dp * ways)] * self.layout.positions
+            fixed = [each * self._communicators(dp * inner_dp)] * self.layout.positions
             for module, place in self.layout.places.items():
                 for i, blocks in enumerate(place.cuts):
                     fixed[place.first + i] += self.problem.fixed_bytes(
-                        module, blocks, self._tp(place), dp * _ways(place, ways)
+                        module, blocks, self._tp(place), dp * _inner_dp(place, inner_dp)
                     )
             self._fixed[key] = fixed
         return self._fixed[key]
@@ -345,7 +348,7 @@ class OneGrid:
 
     def _unit(self, module: str, split: Split, sizes: Sequence[tuple[int, ...]]) -> Unit:
         place, ranks = self.layout.places[module], self.ranks(module, split)
-        each = _ways(place, split.ways)
+        each = _inner_dp(place, split.inner_dp)
         microbatches = tuple(
             tuple(split_evenly(size, each)[way] for size in own)
             for own in sizes
@@ -374,7 +377,7 @@ class OneGrid:
             tuple(
                 tuple(group[way : way + own] for group in replica[stages])
                 for replica in whole
-                for way in range(_ways(place, split.ways))
+                for way in range(_inner_dp(place, split.inner_dp))
             )
         )
 
@@ -386,11 +389,11 @@ def _cut(share: int, largest_share: int, limit: int, pinned: bool) -> tuple[int,
     return split_evenly(share, min(share, -(-largest_share // limit)))
 
 
-def _ways(place: ModuleGrid, ways: int) -> int:
+def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
     """Replicas of a module in one replica of the grid."""
-    return ways if place.whole else 1
+    return inner_dp if place.replicated else 1
 
 
-def _own(place: ModuleGrid, size: int, ways: int) -> int:
+def _own(place: ModuleGrid, size: int, inner_dp: int) -> int:
     """The module's largest micro-batch."""
-    return -(-size // _ways(place, ways))
+    return -(-size // _inner_dp(place, inner_dp))

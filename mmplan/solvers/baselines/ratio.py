@@ -158,7 +158,7 @@ def _within(group: Group, most: Sequence[int]) -> Group:
 
     def build() -> Sequence[Options]:
         return [
-            replace(own, room=np.where(own.devices <= limit, own.room, -1))
+            replace(own, depth_limit=np.where(own.devices <= limit, own.depth_limit, -1))
             for own, limit in zip(group.build(), most, strict=True)
         ]
 

@@ -103,7 +103,7 @@ def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) ->
     return TaskOption(
         task=problem.task.name,
         time_s=grid.compute_s(split) + problem.rounds * grid.sync_s(split),
-        reduce_s=grid.reduce_s(split.dp, split.ways),
+        reduce_s=grid.reduce_s(split.dp, split.inner_dp),
         held_bytes=_by_device(grid, split, problem.devices),
         communicators=_communicators(problem, grid.layout, split.dp),
         holdings=holdings,

@@ -37,7 +37,7 @@ MANY = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class BackboneShape:
     """What the options of a group have in common.
 
     Attributes:
@@ -101,7 +101,7 @@ class Pipelines:
         ]
         self._check_vpp()
         self._microbatches, self._divisible = microbatches, divisible
-        self.frames: list[Frame] = []
+        self.frames: list[BackboneShape] = []
 
     def _check_vpp(self) -> None:
         for tables in self.tables:
@@ -132,16 +132,16 @@ class Pipelines:
                     )
         return groups
 
-    def options(self, frame: Frame) -> list[Options]:
+    def options(self, frame: BackboneShape) -> list[Options]:
         """The options of every module in a group."""
         return [self.table(k, frame).options for k in range(len(self.modules))]
 
-    def table(self, k: int, frame: Frame) -> Table:
+    def table(self, k: int, frame: BackboneShape) -> Table:
         """The options of one module, and what they mean."""
         dp, size = self.replicas(k, frame)
         return self.tables[k].table(dp, size, steps=frame.steps, interleaved=frame.interleaved)
 
-    def replicas(self, k: int, frame: Frame) -> tuple[Ints, Ints]:
+    def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
         """(dp, largest micro-batch) that one module may have in a group."""
         if self.tables[k].backbone:
             return np.array([frame.replicas]), np.array([frame.microbatch])
@@ -165,7 +165,7 @@ class Pipelines:
         sizes = self._microbatches or range(1, LARGEST_MICROBATCH + 1)
         return [m for m in sizes if m <= batch]
 
-    def _frames(self, microbatch: int) -> Iterator[Frame]:
+    def _frames(self, microbatch: int) -> Iterator[BackboneShape]:
         batch, own = self.problem.task.batch, self.tables[self.backbone]
         samples = -(-batch // microbatch)
         most = min(samples, self.problem.devices // min(own.tps, default=1))
@@ -183,7 +183,7 @@ class Pipelines:
                 continue
             if not pinned and self._is_beaten(replicas, microbatch):
                 continue
-            yield Frame(
+            yield BackboneShape(
                 replicas=replicas,
                 microbatch=microbatch,
                 steps=-(-batch // (replicas * microbatch)),
@@ -241,7 +241,7 @@ class _Bounds:
             for after in _chains(self._k, edges)
         ]
 
-    def of(self, frames: Sequence[Frame]) -> Floats:
+    def of(self, frames: Sequence[BackboneShape]) -> Floats:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
         if self.empty or not frames:
             return np.full(len(frames), np.inf)
@@ -253,7 +253,9 @@ class _Bounds:
         size_G = np.full(len(frames), frames[0].microbatch)
         taken = np.array(own.tps)[:, None, None] * shapes.pp[:, None] * dp_G
         left = devices - taken
-        fits = (own.room(dp_G, size_G, steps_G) >= self._after[self._k]) & (left >= self._fewest)
+        fits = (own.depth_limit(dp_G, size_G, steps_G) >= self._after[self._k]) & (
+            left >= self._fewest
+        )
         steady, left = (steps_G - 1) * stage, np.maximum(left, 1)
         least = np.full(taken.shape, -np.inf)
         for share in SHARES:
@@ -274,10 +276,10 @@ def _chains(start: int, edges: Sequence[tuple[int, int]]) -> list[tuple[int, ...
     return [(c, *rest) for c in following for rest in _chains(c, edges)] or [()]
 
 
-def _optimistic_room(own: ModuleTables, size_B: Ints) -> Ints:
-    """[T, Q, B]: room with the replicas that need least memory, and one micro-batch."""
+def _optimistic_depth_limit(own: ModuleTables, size_B: Ints) -> Ints:
+    """[T, Q, B]: depth limit with the replicas that need least memory, and one micro-batch."""
     alone, many = np.ones_like(size_B), np.full_like(size_B, MANY)
-    return np.maximum(own.room(alone, size_B, 1), own.room(many, size_B, 1))
+    return np.maximum(own.depth_limit(alone, size_B, 1), own.depth_limit(many, size_B, 1))
 
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
@@ -291,7 +293,7 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     size_B, last_B = sizes[:-1], sizes[1:] - 1
     stage, warm = own.times(size_B)
     work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
-    fits = (_optimistic_room(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
+    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
     return _lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
@@ -316,6 +318,6 @@ def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
     if own.empty:
         return UNLIMITED
-    fits = _optimistic_room(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
+    fits = _optimistic_depth_limit(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
     taken = np.array(own.tps)[:, None] * own.known.pp
     return int(np.where(fits, taken, UNLIMITED).min())

@@ -4,11 +4,11 @@ Modules k = 0..K-1 form a graph (edges from producer to consumer, producers firs
 g every module has options o of its own, and the step has l_g micro-batches:
 
     T = max over paths of  sum_k warm_k  +  (l_g - 1) * max_k stage_k  +  max_k reduce_k
-    s.t.  sum_k devices_k <= N,    room_k >= max over paths after k of  sum depth.
+    s.t.  sum_k devices_k <= N,    depth_limit_k >= max over paths after k of  sum depth.
 
 ``warm`` is the time of one micro-batch through a module's stages, ``stage`` of the slowest
 of them, ``depth`` its stages: a stage at distance d from the end of the pipeline holds d
-micro-batches, so ``room`` is how many stages the memory allows after the module.
+micro-batches, so ``depth_limit`` is how many stages the memory allows after the module.
 
 :func:`best_plans` is exact. It visits groups in the order of a lower bound and stops when
 that passes what was found. Inside a group, options that another one equals or beats are
@@ -47,7 +47,7 @@ class Options:
         stage_s: the slowest stage for one micro-batch.
         reduce_s: gradient reduction at the end.
         depth: stages that modules before this one must hold micro-batches for.
-        room: most stages that may follow; negative where nothing fits.
+        depth_limit: most stages that may follow; negative where nothing fits.
     """
 
     devices: Ints
@@ -55,7 +55,7 @@ class Options:
     stage_s: Floats
     reduce_s: Floats
     depth: Ints
-    room: Ints
+    depth_limit: Ints
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -195,7 +195,7 @@ class _GroupSearch:
         self._steps, self._index, self._best = group.steps, index, best
         self._edges, self._devices = edges, devices
         self._options = list(group.build())
-        self._rows = [np.flatnonzero(own.room >= 0) for own in self._options]
+        self._rows = [np.flatnonzero(own.depth_limit >= 0) for own in self._options]
         self._kept: list[Options] = []
 
     def run(self) -> None:
@@ -251,7 +251,7 @@ class _GroupSearch:
                 k,
                 np.flatnonzero(
                     (own.devices <= fewest[k] + spare)
-                    & (own.room >= least_depth[k])
+                    & (own.depth_limit >= least_depth[k])
                     & (value * (1 - ROUNDING) < self._best.limit_s)
                 ),
             )
@@ -283,12 +283,12 @@ class _GroupSearch:
             np.maximum(own.stage_s, self._least_stage_s),
             np.maximum(own.reduce_s, self._least_reduce_s),
         ]
-        # Depths matter where some module before is short of room, room up to what may follow.
+        # Depths matter where some module before has little memory, limits up to what may follow.
         most = self._depths([int(o.depth.max()) for o in self._kept])
-        if any(int(self._kept[p].room.min()) < most[p] for p in self._before(k)):
+        if any(int(self._kept[p].depth_limit.min()) < most[p] for p in self._before(k)):
             columns.append(own.depth.astype(np.float64))
-        if int(own.room.min()) < most[k]:
-            columns.append(-np.minimum(own.room, most[k]).astype(np.float64))
+        if int(own.depth_limit.min()) < most[k]:
+            columns.append(-np.minimum(own.depth_limit, most[k]).astype(np.float64))
         return np.sort(pareto_rows(np.stack(columns, axis=1)))
 
     def _before(self, module: int) -> set[int]:
@@ -370,7 +370,7 @@ class _GroupSearch:
         full_warm = warm if k == 0 else np.maximum(warm, self._least_path_s)
         # With one micro-batch 0 * inf must not hide that nothing fits.
         fits = (devices <= self._devices) & np.isfinite(stage_bound)
-        fits &= own.room >= depth_after[:, None]
+        fits &= own.depth_limit >= depth_after[:, None]
         steady = (self._steps - 1) * np.where(fits, stage_bound, 0.0)
         bound = full_warm + steady + reduce
         s, o = np.nonzero(fits & (bound < self._best.limit_s))

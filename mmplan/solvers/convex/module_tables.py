@@ -45,12 +45,12 @@ VPP = (1, 2, 4)
 REMEMBERED = 2048
 # Columns of the seconds of a backward.
 BACKWARD = slice(INPUT, WEIGHT + 1)
-# Less than any activation: bytes divided by it are more than any room.
+# Less than any activation: bytes divided by it are more than any depth_limit.
 TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pick:
+class SelectedOption:
     """One option, as degrees."""
 
     tp: int
@@ -146,7 +146,7 @@ class ModuleTables:
         if interleaved:
             wrong &= steps % shapes.pp != 0
         stage, warm = self.times(size_B, dp_B)
-        room = np.where(wrong[:, None], -1, self.room(dp_B, size_B, steps))
+        depth_limit = np.where(wrong[:, None], -1, self.depth_limit(dp_B, size_B, steps))
         devices = self._tp * shapes.pp[:, None] * dp_B
         tp_index, shape, b = np.indices(devices.shape, dtype=np.int64).reshape(3, -1)
         return Table(
@@ -156,7 +156,7 @@ class ModuleTables:
                 stage_s=stage.ravel(),
                 reduce_s=self.reduce_s(dp_B, size_B).ravel(),
                 depth=shapes.depth[shape],
-                room=room.ravel(),
+                depth_limit=depth_limit.ravel(),
             ),
             tp=tp_index,
             shape=shape,
@@ -164,10 +164,10 @@ class ModuleTables:
             size=size_B[b],
         )
 
-    def pick(self, table: Table, row: int) -> Pick:
+    def pick(self, table: Table, row: int) -> SelectedOption:
         """The degrees of a row."""
         shapes, q = self.known, int(table.shape[row])
-        return Pick(
+        return SelectedOption(
             tp=self.tps[int(table.tp[row])],
             pp=int(shapes.pp[q]),
             vpp=int(shapes.vpp[q]),
@@ -192,8 +192,8 @@ class ModuleTables:
         messages = self._total[:, :, LOSS + 1 :] @ basis[:, LOSS + 1 :]
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
         vpp = self.known.vpp[:, None]
-        ramp = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
-        return stage, ramp + messages
+        fill = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
+        return stage, fill + messages
 
     def basis(self, size_B: Ints) -> Floats:
         """[T, 8, B]: what the columns of a stage's seconds are multiplied by."""
@@ -282,14 +282,14 @@ class ModuleTables:
 
     # --- bytes --------------------------------------------------------------------------
 
-    def room(self, dp_B: Ints, size_B: Ints, steps: int | Ints) -> Ints:
+    def depth_limit(self, dp_B: Ints, size_B: Ints, steps: int | Ints) -> Ints:
         """[T, Q, B]: most stages after the module that its memory allows; -1 where none."""
         free, each, ahead = self._bytes(dp_B, size_B, self.problem.memory_bytes)
         # Where nothing is held only the parameters count; all micro-batches are the most held.
-        room = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
-        room = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, room)
-        room = np.where(free < 0, -1, room).min(axis=2)
-        return np.clip(room, -1, UNLIMITED).astype(np.int64)
+        depth_limit = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
+        depth_limit = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, depth_limit)
+        depth_limit = np.where(free < 0, -1, depth_limit).min(axis=2)
+        return np.clip(depth_limit, -1, UNLIMITED).astype(np.int64)
 
     def needed_bytes(self, dp_B: Ints, size_B: Ints, steps: int, after: int) -> Floats:
         """[T, Q, B]: bytes of the fullest device with ``after`` stages after the module."""
@@ -336,17 +336,17 @@ class ModuleTables:
             dp = smallest_divisors(samples)
             dp = dp[dp <= most]
             if self.problem.costs.training.zero:
-                dp = self._with_more_room(dp, samples, most, steps)
+                dp = self._with_less_state(dp, samples, most, steps)
         size = -(-samples // np.maximum(dp, 1))
         if self.pins.microbatch is not None:
             keep = np.array([self.pins.allows("microbatch", int(b)) for b in size], dtype=np.bool_)
             dp, size = dp[keep], size[keep]
         return dp, size
 
-    def _with_more_room(self, dp: Ints, samples: int, most: int, steps: int) -> Ints:
+    def _with_less_state(self, dp: Ints, samples: int, most: int, steps: int) -> Ints:
         last = np.append(dp[1:] - 1, most) if len(dp) else dp
         size = -(-samples // np.maximum(dp, 1))
-        low, high = (self.room(n, size, steps) for n in (dp, last))
+        low, high = (self.depth_limit(n, size, steps) for n in (dp, last))
         grows = np.any(low != high, axis=(0, 1))
         extra = [np.arange(dp[i], last[i] + 1) for i in np.flatnonzero(grows)]
         return np.unique(np.concatenate([dp, *extra]))

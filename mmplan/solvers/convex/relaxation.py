@@ -30,9 +30,9 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
-from mmplan.solvers.convex.backbone_groups import Frame, Pipelines
+from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import Options, plan_value
-from mmplan.solvers.convex.module_tables import Pick, Table
+from mmplan.solvers.convex.module_tables import SelectedOption, Table
 from mmplan.solvers.convex.stage_tables import FIXED, LOSS, STATE
 from mmplan.solvers.problem import Problem
 from mmplan.wording import counted
@@ -67,7 +67,7 @@ class Candidates:
         value_s: [C], the closed form's optimum.
     """
 
-    frame: Frame
+    frame: BackboneShape
     tp: Ints
     dp: Ints
     work_s: Floats
@@ -149,8 +149,8 @@ class AlgorithmOne:
 class Rounded:
     """A relaxation's answer with whole stages."""
 
-    frame: Frame
-    picks: dict[str, Pick]
+    frame: BackboneShape
+    picks: dict[str, SelectedOption]
     value_s: float
 
 
@@ -164,9 +164,9 @@ class Relaxation:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._devices = pipelines.problem.devices
-        self._known: dict[Frame, list[Table]] = {}
+        self._known: dict[BackboneShape, list[Table]] = {}
 
-    def candidates(self, frame: Frame) -> Candidates:
+    def candidates(self, frame: BackboneShape) -> Candidates:
         """Every tp and dp in a frame, best relaxation first."""
         columns = [self._module(k, frame) for k in range(len(self._pipelines.modules))]
         grid = np.indices([len(c[0]) for c in columns]).reshape(len(columns), -1)
@@ -189,7 +189,9 @@ class Relaxation:
             value_s=value[order],
         )
 
-    def _module(self, k: int, frame: Frame) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    def _module(
+        self, k: int, frame: BackboneShape
+    ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
         """tp, dp, seconds of a micro-batch, device-seconds, fewest devices."""
         own, problem = self._pipelines.tables[k], self._pipelines.problem
         dp, size = self._pipelines.replicas(k, frame)
@@ -239,7 +241,7 @@ class Relaxation:
         }
         return Rounded(frame=frame, picks=picks, value_s=best[0])
 
-    def _tables(self, frame: Frame) -> list[Table]:
+    def _tables(self, frame: BackboneShape) -> list[Table]:
         if frame not in self._known:
             count = len(self._pipelines.modules)
             self._known[frame] = [self._pipelines.table(k, frame) for k in range(count)]
@@ -266,7 +268,7 @@ class Relaxation:
             for p, c in self._pipelines.edges:
                 if p == k:
                     after[k] = max(after[k], after[c] + int(rows[c][0].depth[rows[c][1]]))
-        return all(int(own.room[o]) >= n for (own, o), n in zip(rows, after, strict=True))
+        return all(int(own.depth_limit[o]) >= n for (own, o), n in zip(rows, after, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
-from mmplan.solvers.convex.backbone_groups import Frame, Pipelines
+from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
-from mmplan.solvers.convex.module_tables import Pick
+from mmplan.solvers.convex.module_tables import SelectedOption
 from mmplan.solvers.convex.relaxation import relax
 from mmplan.solvers.convex.why_infeasible import explain
 from mmplan.solvers.placement import place_modules
@@ -57,7 +57,7 @@ def solve_convex(request: Request) -> Solution:
     node = request.cluster.devices_per_node
     if request.devices <= node:
         return best_pipelines(problem)
-    return _better(request, problem, replace(problem, request=_first(request, node)))
+    return _with_one_node(problem, replace(problem, request=_first(request, node)))
 
 
 def _first(request: Request, devices: int) -> Request:
@@ -67,7 +67,7 @@ def _first(request: Request, devices: int) -> Request:
     return replace(request, cluster=cluster, devices=devices, costs=costs)
 
 
-def _better(request: Request, whole: Problem, node: Problem) -> Solution:
+def _with_one_node(whole: Problem, node: Problem) -> Solution:
     """The plans on all devices, and those on one node, best first.
 
     Of several nodes the formula takes all messages between modules to cross nodes, so plans that
@@ -110,7 +110,7 @@ def _check_suited(request: Request) -> None:
 def best_pipelines(problem: Problem) -> Solution:
     """The best plans without interleaving first, then the best ones with it.
 
-    The formula is a bound on what 1F1B takes. Of an interleaved backbone it knows the ramp,
+    The formula is a bound on what 1F1B takes. Of an interleaved backbone it knows the fill,
     not what chunks wait for when another module is the slowest: such plans take part where
     simulation chooses among several, or where the workload asks for vpp.
 
@@ -193,7 +193,7 @@ def candidates_of(pipelines: Pipelines, found: Sequence[FormulaPlan]) -> Iterato
 
 
 def make_candidate(
-    pipelines: Pipelines, frame: Frame, picks: dict[str, Pick], value_s: float
+    pipelines: Pipelines, frame: BackboneShape, picks: dict[str, SelectedOption], value_s: float
 ) -> Candidate | None:
     """Units on ranks; None where some tensor-parallel group would cross nodes."""
     problem = pipelines.problem
@@ -208,7 +208,9 @@ def make_candidate(
     return Candidate(units=units, objective_s=value_s, notes=tuple(_notes(pipelines, frame)))
 
 
-def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, grid: RankGrid) -> Unit:
+def _unit(
+    problem: Problem, module: str, pick: SelectedOption, frame: BackboneShape, grid: RankGrid
+) -> Unit:
     sizes = step_sizes(problem.task.batch, frame, pick.dp)
     return Unit(
         name=module,
@@ -226,7 +228,7 @@ def _unit(problem: Problem, module: str, pick: Pick, frame: Frame, grid: RankGri
     )
 
 
-def step_sizes(batch: int, frame: Frame, dp: int) -> tuple[tuple[int, ...], ...]:
+def step_sizes(batch: int, frame: BackboneShape, dp: int) -> tuple[tuple[int, ...], ...]:
     """[dp][l] micro-batches: every step of the pipeline takes the same samples in all modules.
 
     The last step may be smaller; replicas that get none of it have a micro-batch less.
@@ -239,7 +241,7 @@ def step_sizes(batch: int, frame: Frame, dp: int) -> tuple[tuple[int, ...], ...]
     )
 
 
-def _notes(pipelines: Pipelines, frame: Frame) -> Iterator[str]:
+def _notes(pipelines: Pipelines, frame: BackboneShape) -> Iterator[str]:
     batch, backbone = pipelines.problem.task.batch, pipelines.modules[pipelines.backbone]
     last = batch - (frame.steps - 1) * frame.samples
     yield (

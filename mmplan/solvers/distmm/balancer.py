@@ -2,7 +2,7 @@
 
 Each module m takes one option o. For w = rounds - 1 the step takes
 
-    T = max_m first_s + w * max_m cycle_s + max_m last_s     s.t.  sum_m devices <= N
+    T = max_m first_s + w * max_m round_s + max_m last_s     s.t.  sum_m devices <= N
 
 (DistMM's objective with the sync apart: forwards before the first one, whole rounds between,
 backwards after the last). For given thresholds on the three maxima the least devices of each module
@@ -25,7 +25,7 @@ from mmplan.wording import counted
 
 __all__ = ["Balance", "OptionTable", "balance", "balance_best_first", "make_table", "objective_s"]
 
-TIMES = ("first_s", "cycle_s", "last_s")
+TIMES = ("first_s", "round_s", "last_s")
 # Options kept of each module, and the first module that may still be split.
 _PartialBalance = tuple[tuple[Ints, ...], int]
 
@@ -34,7 +34,7 @@ def make_table(
     devices: Sequence[int] | Ints,
     first_s: Sequence[float] | Floats,
     *,
-    cycle_s: Sequence[float] | Floats | None = None,
+    round_s: Sequence[float] | Floats | None = None,
     last_s: Sequence[float] | Floats | None = None,
     device_s: Sequence[float] | Floats | None = None,
     group: Sequence[int] | Ints | None = None,
@@ -54,7 +54,7 @@ def make_table(
     table = OptionTable(
         devices=np.asarray(devices, dtype=np.int64),
         first_s=times(first_s),
-        cycle_s=times(cycle_s),
+        round_s=times(round_s),
         last_s=times(last_s),
         device_s=times(device_s),
         group=np.arange(count) if group is None else np.asarray(group, dtype=np.int64),

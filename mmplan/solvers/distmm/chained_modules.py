@@ -2,8 +2,8 @@
 
 With F the forwards before the first sync and B the backwards after the last one,
 
-    F = max over paths of  sum_m ramp_m + max_m tail_m          (ramp = P f, tail = (K - 1) f)
-    T = F + (G - 1) * max_m cycle_m + B,                        B likewise, with b
+    F = max over paths of  sum_m fill_m + max_m steady_m      (fill = P f, steady = (K - 1) f)
+    T = F + (G - 1) * max_m round_m + B,                        B likewise, with b
 
 which for a single module is the formula of :mod:`.balancer`. Where the micro-batches of a
 path's modules do not hold the same samples, a consumer waits for the end of a micro-batch
@@ -12,7 +12,7 @@ slowest K f. Bounds leave that out, so the search stays exact.
 
 Modules are chosen in order; a part of a choice is bounded by the smallest times of the
 modules still free, and by the most that any of them must have left over: its least
-tail + (G - 1) cycle + tail that fits the devices.
+steady + (G - 1) round + steady that fits the devices.
 """
 
 from __future__ import annotations
@@ -32,20 +32,26 @@ from mmplan.solvers.search_budget import SearchBudget
 # Degrees of all modules to the best choice with them: its value, and a row of each module.
 Best = dict[tuple[tuple[int, int, int], ...], tuple[float, tuple[int, ...]]]
 COLUMNS = (
-    "ramp_forward_s",
-    "tail_forward_s",
-    "cycle_s",
-    "ramp_backward_s",
-    "tail_backward_s",
+    "fill_forward_s",
+    "steady_forward_s",
+    "round_s",
+    "drain_backward_s",
+    "steady_backward_s",
     "reduce_s",
 )
-RAMP_F, TAIL_F, CYCLE, RAMP_B, TAIL_B, REDUCE = range(len(COLUMNS))
-# Choices that are improved before the search, and the share of its time that this may take.
-STARTS, CLIMBING = 4, 0.5
-# Rows of a module for each number of devices, and changes of two modules that are looked at.
-ROWS_EACH, MOST_CHANGES = 4, 48
-# Seconds of a look at the options of a module, of each of them, and of changing two modules.
-LOOK_S, ROW_S, CHANGE_S = 1e-4, 3e-6, 3e-3
+FILL_F, STEADY_F, ROUND, DRAIN_B, STEADY_B, REDUCE = range(len(COLUMNS))
+# Choices that are improved before the search: more of them ended in the same optima.
+CLIMBED_CHOICES = 4
+# Share of the budget for that; the rest is for the proof.
+CLIMBING_SHARE = 0.5
+# Rows of a module that a change may take, of each number of devices; by hand.
+ROWS_PER_DEVICES = 4
+# Changes of two modules that are valued exactly, the best by the estimate first; by hand.
+MOST_CHANGES = 48
+# Seconds on a quiet core: of extending a partial choice, of each of its options, of a change.
+EXTEND_S = 1e-4
+OPTION_S = 3e-6
+CHANGE_S = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,45 +95,45 @@ class ChainSearch:
         self._limits = [self._limits_from(m) for m in range(1, len(options))]
 
     def best_first(
-        self, *, top: int, effort: SearchBudget, first: Sequence[Sequence[Option]] = ()
+        self, *, top: int, budget: SearchBudget, first: Sequence[Sequence[Option]] = ()
     ) -> list[ChainPlan]:
-        """The ``top`` best choices that differ in degrees, as far as the effort goes.
+        """The ``top`` best choices that differ in degrees, as far as the budget goes.
 
         A first, greedy descent always ends, so there is at least one.
 
         Args:
             top: how many, at least 1.
-            effort: for the search.
+            budget: for the search.
             first: choices to begin with; the less good ones are then never looked at.
         """
         best: Best = {}
-        places = [{id(o): i for i, o in enumerate(own)} for own in self._options]
+        rows = [{option: i for i, option in enumerate(own)} for own in self._options]
         for options in first:
-            known = tuple(own[id(o)] for own, o in zip(places, options, strict=True))
-            self._keep(best, known, top)
+            self._keep(best, tuple(own[o] for own, o in zip(rows, options, strict=True)), top)
         self._keep(best, self._descend(), top)
-        kept_s = effort.left_s * (1 - CLIMBING)
-        for _, chosen in sorted(best.values())[:STARTS]:
-            self._climb(best, chosen, top, effort, kept_s)
-        heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+        kept_s = budget.left_s * (1 - CLIMBING_SHARE)
+        for _, chosen in sorted(best.values())[:CLIMBED_CHOICES]:
+            self._climb(best, chosen, top, budget, kept_s)
+        # Of equal bounds the choice with most modules comes first, then the older one.
+        heap: list[tuple[float, int, int, tuple[int, ...]]] = [(0.0, 0, 0, ())]
         ticket, unproven = itertools.count(1), float("inf")
         while heap:
-            bound, _, chosen = heapq.heappop(heap)
+            bound, _, _, chosen = heapq.heappop(heap)
             if bound >= self._worst(best, top):
                 break
             # The first look at all modules gives a bound worth the name.
-            if chosen and effort.is_over:
+            if chosen and budget.is_over:
                 unproven = bound
                 break
             children = sorted(self._children(chosen))
-            effort.spend(LOOK_S + ROW_S * len(children))
+            budget.spend(EXTEND_S + OPTION_S * len(children))
             for child_bound, child in children:
                 if child_bound >= self._worst(best, top):
                     break
                 if len(child) == len(self._options):
                     self._keep(best, child, top)
                 else:
-                    heapq.heappush(heap, (child_bound, -len(child) * 10**9 + next(ticket), child))
+                    heapq.heappush(heap, (child_bound, -len(child), next(ticket), child))
         return [
             ChainPlan(options=self._picked(c), value_s=value, bound_s=min(value, unproven))
             for value, c in sorted(best.values())
@@ -137,34 +143,25 @@ class ChainSearch:
         """The formula of a whole choice."""
         rows = [self._times[m][o] for m, o in enumerate(chosen)]
         picked = self._picked(chosen)
-        forward = max(_path_s(path, rows, picked, RAMP_F, TAIL_F) for path in self._paths)
+        forward = max(_path_s(path, rows, picked, FILL_F, STEADY_F) for path in self._paths)
         backward = max(
-            _path_s(path, rows, picked, RAMP_B, TAIL_B) + max(rows[m][REDUCE] for m in path)
+            _path_s(path, rows, picked, DRAIN_B, STEADY_B) + max(rows[m][REDUCE] for m in path)
             for path in self._paths
         )
-        cycle = max(row[CYCLE] for row in rows)
-        return float(forward + (self._rounds - 1) * cycle + backward)
+        round_s = max(row[ROUND] for row in rows)
+        return float(forward + (self._rounds - 1) * round_s + backward)
 
     def _picked(self, chosen: Sequence[int]) -> tuple[Option, ...]:
         return tuple(own[o] for own, o in zip(self._options, chosen, strict=True))
 
-    def _keep(
-        self,
-        best: Best,
-        chosen: tuple[int, ...],
-        top: int,
-    ) -> None:
+    def _keep(self, best: Best, chosen: tuple[int, ...], top: int) -> None:
         key = tuple((o.tp, o.pp, o.dp) for o in self._picked(chosen))
         entry = self.value_s(chosen), chosen
         best[key] = min(entry, best.get(key, entry))
         while len(best) > top:
             del best[max(best, key=lambda k: best[k])]
 
-    def _worst(
-        self,
-        best: Best,
-        top: int,
-    ) -> float:
+    def _worst(self, best: Best, top: int) -> float:
         return max(best.values())[0] if len(best) >= top else float("inf")
 
     def _descend(self) -> tuple[int, ...]:
@@ -175,7 +172,7 @@ class ChainSearch:
         return chosen
 
     def _climb(
-        self, best: Best, chosen: tuple[int, ...], top: int, effort: SearchBudget, kept_s: float
+        self, best: Best, chosen: tuple[int, ...], top: int, budget: SearchBudget, kept_s: float
     ) -> None:
         """Change two modules at a time for the better, as long as that helps.
 
@@ -188,9 +185,9 @@ class ChainSearch:
         while improved:
             improved = False
             for a, b in pairs:
-                if effort.left_s <= kept_s:
+                if budget.left_s <= kept_s:
                     return
-                effort.spend(CHANGE_S)
+                budget.spend(CHANGE_S)
                 for other in self._changed(chosen, a, b):
                     self._keep(best, other, top)
                     if (now_s := self.value_s(other)) < value_s * (1 - 1e-9):
@@ -227,20 +224,20 @@ class ChainSearch:
         taken = self._taken[m][order]
         # How many rows of the same number of devices come before each.
         before = np.arange(len(order)) - np.searchsorted(taken, taken)
-        return order[before < ROWS_EACH]
+        return order[before < ROWS_PER_DEVICES]
 
     def _estimate(self, columns: Sequence[Floats]) -> Floats:
         """The formula without the waits for cut micro-batches."""
-        forward = _longest([self._lower(path, columns, RAMP_F, TAIL_F) for path in self._paths])
+        forward = _longest([self._lower(path, columns, FILL_F, STEADY_F) for path in self._paths])
         backward = _longest(
             [
-                self._lower(path, columns, RAMP_B, TAIL_B)
+                self._lower(path, columns, DRAIN_B, STEADY_B)
                 + _longest([columns[m][REDUCE] for m in path])
                 for path in self._paths
             ]
         )
-        cycle = _longest([column[CYCLE] for column in columns])
-        return forward + (self._rounds - 1) * cycle + backward
+        round_s = _longest([column[ROUND] for column in columns])
+        return forward + (self._rounds - 1) * round_s + backward
 
     def _children(self, chosen: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
         """Every option of the next module that leaves enough devices, with its bound."""
@@ -261,23 +258,23 @@ class ChainSearch:
             others = self._fewest_from[m + 1] - int(self._taken[i].min())
             possible = self._times[i][self._taken[i] <= left - others]
             columns.append(possible.min(axis=0)[:, None])
-        forward = _longest([self._lower(path, columns, RAMP_F, TAIL_F) for path in self._paths])
-        backward = _longest([self._lower(path, columns, RAMP_B, TAIL_B) for path in self._paths])
-        cycle = _longest([column[CYCLE] for column in columns])
-        summed = forward + (self._rounds - 1) * cycle + backward
+        forward = _longest([self._lower(path, columns, FILL_F, STEADY_F) for path in self._paths])
+        backward = _longest([self._lower(path, columns, DRAIN_B, STEADY_B) for path in self._paths])
+        round_s = _longest([column[ROUND] for column in columns])
+        summed = forward + (self._rounds - 1) * round_s + backward
         return np.maximum(summed, self._left_over(chosen, rows, used))
 
     @staticmethod
-    def _lower(path: tuple[int, ...], columns: Sequence[Floats], ramp: int, tail: int) -> Floats:
-        total = columns[path[0]][ramp]
+    def _lower(path: tuple[int, ...], columns: Sequence[Floats], fill: int, steady: int) -> Floats:
+        total = columns[path[0]][fill]
         for m in path[1:]:
-            total = total + columns[m][ramp]
-        return total + _longest([columns[m][tail] for m in path])
+            total = total + columns[m][fill]
+        return total + _longest([columns[m][steady] for m in path])
 
     def _left_over(self, chosen: tuple[int, ...], rows: NDArray[np.intp], used: int) -> Floats:
         """Bound by one module's own work: all rounds of the slowest of the free modules.
 
-        A step takes at least any module's K f + (G - 1) cycle + K b; the free modules
+        A step takes at least any module's K f + (G - 1) round + K b; the free modules
         share what is left, so the slowest of them is at least the least maximum that fits.
         """
         m = len(chosen)
@@ -300,11 +297,11 @@ class ChainSearch:
     def _own_s(self, m: int) -> Floats:
         times = self._times[m]
         return (
-            times[:, RAMP_F]
-            + times[:, TAIL_F]
-            + (self._rounds - 1) * times[:, CYCLE]
-            + times[:, RAMP_B]
-            + times[:, TAIL_B]
+            times[:, FILL_F]
+            + times[:, STEADY_F]
+            + (self._rounds - 1) * times[:, ROUND]
+            + times[:, DRAIN_B]
+            + times[:, STEADY_B]
         )
 
 
@@ -325,17 +322,17 @@ def _path_s(
     path: tuple[int, ...],
     rows: Sequence[Floats],
     options: Sequence[Option],
-    ramp: int,
-    tail: int,
+    fill: int,
+    steady: int,
 ) -> float:
-    """Time of a path, one way: the ramps, the longest tail, and waits for cut micro-batches."""
-    total = sum(rows[m][ramp] for m in path)
+    """Time of a path, one way: fills, the longest steady phase, waits for cut micro-batches."""
+    total = sum(rows[m][fill] for m in path)
     counts = {options[m].count for m in path}
     if len(path) == 1 or (len(counts) == 1 and all(options[m].even for m in path)):
-        return float(total + max(rows[m][tail] for m in path))
-    each = {m: options[m].forward_s if ramp == RAMP_F else options[m].backward_s for m in path}
+        return float(total + max(rows[m][steady] for m in path))
+    each = {m: options[m].forward_s if fill == FILL_F else options[m].backward_s for m in path}
     total += sum(each[m] for m in path[1:-1])
-    return float(total + max(rows[m][tail] + each[m] for m in path))
+    return float(total + max(rows[m][steady] + each[m] for m in path))
 
 
 def _longest(values: Sequence[Floats]) -> Floats:

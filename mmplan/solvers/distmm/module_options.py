@@ -35,10 +35,10 @@ class Option:
         count: micro-batches of the slowest replica, K.
         kind: order of its stages.
         lead: micro-batches that a stage runs ahead of the next one.
-        pace_s: from one micro-batch to the next between two syncs.
+        interval_s: from one micro-batch to the next between two syncs.
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
-        hops_s: one message over each cut between stages.
-        hop_s: the slowest of these.
+        transfers_s: one message over each cut between stages.
+        transfer_s: the slowest of these.
         reduce_s: gradient reductions after the last stage to end.
         busy_s: forward and backward of one micro-batch on all stages.
         rounds: per step, G.
@@ -53,11 +53,11 @@ class Option:
     count: int
     kind: ScheduleKind
     lead: int
-    pace_s: float
+    interval_s: float
     forward_s: float
     backward_s: float
-    hops_s: float
-    hop_s: float
+    transfers_s: float
+    transfer_s: float
     reduce_s: float
     busy_s: float
     rounds: int
@@ -69,42 +69,42 @@ class Option:
         return self.tp * self.pp * self.dp
 
     @property
-    def ramp_forward_s(self) -> float:
+    def fill_forward_s(self) -> float:
         """First micro-batch through all stages: P f and the messages."""
-        return self.pp * self.forward_s + self.hops_s
+        return self.pp * self.forward_s + self.transfers_s
 
     @property
-    def ramp_backward_s(self) -> float:
+    def drain_backward_s(self) -> float:
         """The last micro-batch's way back: P b and the messages."""
-        return self.pp * self.backward_s + self.hops_s
+        return self.pp * self.backward_s + self.transfers_s
 
     @property
-    def tail_forward_s(self) -> float:
+    def steady_forward_s(self) -> float:
         """The other micro-batches: (K - 1) f, or as fast as messages follow each other."""
-        return (self.count - 1) * max(self.forward_s, self.hop_s)
+        return (self.count - 1) * max(self.forward_s, self.transfer_s)
 
     @property
-    def tail_backward_s(self) -> float:
+    def steady_backward_s(self) -> float:
         """The other micro-batches: (K - 1) b, or as fast as messages follow each other."""
-        return (self.count - 1) * max(self.backward_s, self.hop_s)
+        return (self.count - 1) * max(self.backward_s, self.transfer_s)
 
     @property
     def first_s(self) -> float:
         """(K + P - 1) f."""
-        return self.ramp_forward_s + self.tail_forward_s
+        return self.fill_forward_s + self.steady_forward_s
 
     @property
     def last_s(self) -> float:
         """(K + P - 1) b, and the reduction."""
-        return self.ramp_backward_s + self.tail_backward_s + self.reduce_s
+        return self.drain_backward_s + self.steady_backward_s + self.reduce_s
 
     @property
-    def cycle_s(self) -> float:
+    def round_s(self) -> float:
         """From sync to sync: K paces; a gpipe drains and fills, (K + P - 1) (f + b)."""
         if self.rounds == 1:
             return 0.0
         fill_and_drain_s = self.first_s + self.last_s - self.reduce_s
-        return POLICIES[self.kind].round_s(self.count, self.pace_s, fill_and_drain_s)
+        return POLICIES[self.kind].round_s(self.count, self.interval_s, fill_and_drain_s)
 
     @property
     def device_s(self) -> float:
@@ -139,11 +139,11 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Coupling:
     """Modules that must agree in something.
 
     Attributes:
-        name: of the family.
+        name: of the coupling.
         key: what of their options must be equal.
     """
 
@@ -158,7 +158,7 @@ class ModuleOptions:
         problem: its task, devices and costs.
         module: its name.
         choices: what it may choose from.
-        family: whom it must agree with; options do not dominate those that others may need.
+        coupling: whom it must agree with; options do not dominate those that others may need.
     """
 
     def __init__(
@@ -167,9 +167,9 @@ class ModuleOptions:
         module: str,
         *,
         choices: Choices = Choices(),
-        family: Family | None = None,
+        coupling: Coupling | None = None,
     ) -> None:
-        self.module, self.family = module, family
+        self.module, self.coupling = module, coupling
         self.shortage: Shortage | None = None
         most = choices.most_devices or problem.devices
         self.tried = [(tp, pp) for tp, pp in degree_candidates(problem, module) if tp * pp <= most]
@@ -181,8 +181,8 @@ class ModuleOptions:
         for tp, pp in self.tried:
             stages = Stages(problem, module, tp, pp)
             slowest = stages.slowest()
-            if family is None and tp in enough and _is_no_better(slowest, enough[tp]):
-                # More stages, none of them shorter: a longer ramp on more devices.
+            if coupling is None and tp in enough and _is_no_better(slowest, enough[tp]):
+                # More stages, none of them shorter: a longer fill on more devices.
                 continue
             self._is_all = True
             options += self._of_degrees(stages)
@@ -194,7 +194,7 @@ class ModuleOptions:
         for option in options:
             # What a chain waits for depends on whether micro-batches hold the same samples.
             cuts = (option.count, option.even) if chained else None
-            groups.setdefault((family and family.key(option), cuts), []).append(option)
+            groups.setdefault((coupling and coupling.key(option), cuts), []).append(option)
         self.options = [x for own in groups.values() for x in _undominated(own, chained=chained)]
 
     def _of_degrees(self, stages: Stages) -> Iterator[Option]:
@@ -223,7 +223,7 @@ class ModuleOptions:
     def _option(
         self, stages: Stages, dp: int, share: int, size: int, kind: ScheduleKind, lead: int
     ) -> Option:
-        work, hops = stages.work(size, dp), stages.hops(size)
+        work, transfers = stages.work(size, dp), stages.transfers(size)
         pinned, count = self._pins.microbatch is not None, -(-share // size)
         return Option(
             tp=stages.tp,
@@ -235,11 +235,11 @@ class ModuleOptions:
             count=count,
             kind=kind,
             lead=lead,
-            pace_s=stages.pace_s(size, dp, lead),
+            interval_s=stages.interval_s(size, dp, lead),
             forward_s=work.forward_s,
             backward_s=work.backward_s,
-            hops_s=sum(hops),
-            hop_s=max(hops, default=0.0),
+            transfers_s=sum(transfers),
+            transfer_s=max(transfers, default=0.0),
             reduce_s=stages.reduce_s(dp, size),
             busy_s=work.busy_s,
             rounds=self._problem.rounds,
@@ -255,8 +255,8 @@ def _undominated(options: Sequence[Option], *, chained: bool) -> list[Option]:
     """Options that no other one equals or beats in devices, times and device-seconds."""
     if not options:
         return []
-    names = ["devices", "first_s", "cycle_s", "last_s", "device_s"]
+    names = ["devices", "first_s", "round_s", "last_s", "device_s"]
     if chained:
-        names += ["ramp_forward_s", "tail_forward_s", "ramp_backward_s", "tail_backward_s"]
+        names += ["fill_forward_s", "steady_forward_s", "drain_backward_s", "steady_backward_s"]
     rows = np.array([[getattr(option, name) for name in names] for option in options])
     return [options[i] for i in pareto_rows(rows)]

@@ -15,7 +15,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.distmm.balancer import OptionTable, balance_best_first, make_table
 from mmplan.solvers.distmm.chained_modules import ChainSearch
-from mmplan.solvers.distmm.module_options import Choices, Family, ModuleOptions, Option
+from mmplan.solvers.distmm.module_options import Choices, Coupling, ModuleOptions, Option
 from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.placement import last_stage_ranks, make_unit, place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
@@ -31,13 +31,11 @@ class Method:
     """The whole search, or what is left of it with a component of DistMM switched off.
 
     Attributes:
-        about: what it is, in a few words.
         choices: of every module.
         one_grid: all modules have one tp and one pp.
         same_devices: no module has more devices than another one may have.
     """
 
-    about: str = "all degrees, uneven shares"
     choices: Choices = field(default_factory=Choices)
     one_grid: bool = False
     same_devices: bool = False
@@ -45,11 +43,13 @@ class Method:
 
 METHODS = {
     "exact": Method(),
-    "even": Method(about="equal shares for all replicas", choices=Choices(uneven=False)),
-    "paper": Method(about="the partitioner's degrees", choices=Choices(preferred_only=True)),
-    "one-grid": Method(about="without the partitioner", one_grid=True),
-    "same-devices": Method(about="without the load balancer", same_devices=True),
-    "drained": Method(about="without interleaved sync batches", choices=Choices(kinds=("gpipe",))),
+    "even": Method(choices=Choices(uneven=False)),
+    # The partitioner's degrees.
+    "paper": Method(choices=Choices(preferred_only=True)),
+    # Without the partitioner, the load balancer, interleaved sync batches.
+    "one-grid": Method(one_grid=True),
+    "same-devices": Method(same_devices=True),
+    "drained": Method(choices=Choices(kinds=("gpipe",))),
 }
 
 
@@ -103,13 +103,13 @@ def make_options(problem: Problem, method: Method = Method()) -> dict[str, Modul
     specs = problem.request.workload.modules
     owners = {name: specs[name].share or name for name in names}
 
-    def family(name: str) -> Family | None:
+    def coupling(name: str) -> Coupling | None:
         if method.one_grid:
-            return Family(name="all modules", key=_grid)
+            return Coupling(name="all modules", key=_grid)
         alone = list(owners.values()).count(owners[name]) == 1
-        return None if alone else Family(name=owners[name], key=_tp)
+        return None if alone else Coupling(name=owners[name], key=_tp)
 
-    return {n: ModuleOptions(problem, n, choices=choices, family=family(n)) for n in names}
+    return {n: ModuleOptions(problem, n, choices=choices, coupling=coupling(n)) for n in names}
 
 
 def _tp(option: Option) -> int:
@@ -128,19 +128,19 @@ def best_candidates(
     The search knows a bound on the syncs only (they depend on all ranks together), so it
     goes on until no later choice can come before the ones found.
     """
-    request, effort = problem.request, SearchBudget(problem.request.budget_s)
+    request, budget = problem.request, SearchBudget(problem.request.budget_s)
     least_sync_s = problem.rounds * problem.least_sync_s()
     found: list[Candidate] = []
     bound_s = float("inf")
-    for choice in _choices(problem, modules, effort):
+    for choice in _choices(problem, modules, budget):
         bound_s = choice.bound_s + least_sync_s
         known = sorted(c.objective_s for c in found)
         if len(found) >= request.top and bound_s >= known[request.top - 1]:
             break
         # Of chains only the best were searched for, and they are all there by now.
-        if found and not problem.chained() and effort.is_over:
+        if found and not problem.chained() and budget.is_over:
             break
-        effort.spend(_PLACE_S)
+        budget.spend(_PLACE_S)
         candidate = _candidate(problem, modules, choice)
         if candidate is not None:
             found.append(candidate)
@@ -157,7 +157,7 @@ def best_candidates(
 
 
 def _choices(
-    problem: Problem, modules: dict[str, ModuleOptions], effort: SearchBudget
+    problem: Problem, modules: dict[str, ModuleOptions], budget: SearchBudget
 ) -> Iterator[Choice]:
     """Choices of the whole search space, best first."""
     parts = [
@@ -167,7 +167,7 @@ def _choices(
                 [own.options[i] for i in rows]
                 for own, rows in zip(modules.values(), selection, strict=True)
             ],
-            effort,
+            budget,
         )
         for selection in _selections(modules)
     ]
@@ -175,29 +175,29 @@ def _choices(
 
 
 def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
-    """Rows of each module, once for everything that the modules of a family may agree on."""
-    families: dict[Family, list[ModuleOptions]] = {}
+    """Rows of each module, once for everything that the modules of a coupling may agree on."""
+    couplings: dict[Coupling, list[ModuleOptions]] = {}
     for own in modules.values():
-        if own.family is not None:
-            families.setdefault(own.family, []).append(own)
+        if own.coupling is not None:
+            couplings.setdefault(own.coupling, []).append(own)
     common = [
-        set.intersection(*({family.key(o) for o in own.options} for own in members))
-        for family, members in families.items()
+        set.intersection(*({coupling.key(o) for o in own.options} for own in members))
+        for coupling, members in couplings.items()
     ]
     for keys in product(*(sorted(each, key=str) for each in common)):
-        agreed = dict(zip(families, keys, strict=True))
+        agreed = dict(zip(couplings, keys, strict=True))
         yield [
             [
                 i
                 for i, option in enumerate(own.options)
-                if own.family is None or own.family.key(option) == agreed[own.family]
+                if own.coupling is None or own.coupling.key(option) == agreed[own.coupling]
             ]
             for own in modules.values()
         ]
 
 
 def _search(
-    problem: Problem, options: Sequence[Sequence[Option]], effort: SearchBudget
+    problem: Problem, options: Sequence[Sequence[Option]], budget: SearchBudget
 ) -> Iterator[Choice]:
     fewest = sum(min(o.devices for o in own) for own in options)
     if fewest > problem.devices:
@@ -220,7 +220,7 @@ def _search(
     chain = ChainSearch(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
     # What is best without the ways between modules is near the best with them.
     first = [choice.options for choice in islice(choices, top)]
-    for found in chain.best_first(top=top, effort=effort, first=first):
+    for found in chain.best_first(top=top, budget=budget, first=first):
         yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
 
 
@@ -229,7 +229,7 @@ def _table(options: Sequence[Option]) -> OptionTable:
     return make_table(
         [o.devices for o in options],
         [o.first_s for o in options],
-        cycle_s=[o.cycle_s for o in options],
+        round_s=[o.round_s for o in options],
         last_s=[o.last_s for o in options],
         device_s=[o.device_s for o in options],
         group=[groups.setdefault((o.tp, o.pp, o.dp), len(groups)) for o in options],

@@ -61,8 +61,8 @@ class Stages:
         self._fixed: dict[int, tuple[float, ...]] = {}
         self._reduce: dict[int, tuple[float, float]] = {}
         self._work: dict[tuple[int, int], StageSeconds] = {}
-        self._hops: dict[int, list[float]] = {}
-        self._pace: dict[tuple[int, int, int], float] = {}
+        self._transfers: dict[int, list[float]] = {}
+        self._intervals: dict[tuple[int, int, int], float] = {}
         # The same as arrays, one number for each stage.
         self._held_P: dict[int, Floats] = {}
         self._fixed_P: dict[int, Floats] = {}
@@ -72,9 +72,9 @@ class Stages:
         nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
         self._apart = [here != there for here, there in pairwise(nodes)]
         # Messages take a latency and a time in proportion to the samples.
-        self._hop_s = self._hops_s(0)
-        self._hop_per_sample_s = [
-            one - none for none, one in zip(self._hop_s, self._hops_s(1), strict=True)
+        self._transfer_s = self._transfers_s(0)
+        self._transfer_per_sample_s = [
+            one - none for none, one in zip(self._transfer_s, self._transfers_s(1), strict=True)
         ]
         self._gathered: dict[int, list[tuple[float, float]]] = {}
         # Bytes of gradients to sum, None where a stage has none.
@@ -198,7 +198,7 @@ class Stages:
                 continue
             found: list[tuple[ScheduleKind, int]] = [(kind, lead)]
             is_all = kind == allowed[0]
-            if runs_ahead and self.problem.rounds > 1 and any(self.hops(size)):
+            if runs_ahead and self.problem.rounds > 1 and any(self.transfers(size)):
                 longer = self._needed_bytes(dp, size, (kind, count, LONG_LEAD))
                 if longer <= self.problem.memory_bytes:
                     found.append((kind, LONG_LEAD))
@@ -218,40 +218,42 @@ class Stages:
         needed_P = self._fixed_P[dp] + self._held_P[size] * self._flights_P[order]
         return float(needed_P.max())
 
-    def pace_s(self, size: int, dp: int, lead: int) -> float:
+    def interval_s(self, size: int, dp: int, lead: int) -> float:
         """From one micro-batch to the next where a stage alternates backward and forward.
 
         A gradient's way back over k cuts and the way on of what it lets go take (k + 1)(f + b)
         and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
-        k lead + 1 micro-batches. The least pace is greatest for one cut or for all of them.
+        k lead + 1 micro-batches. The least interval is greatest for one cut or for all of them.
         """
         key = size, dp if self.problem.varies else 1, lead
-        if key not in self._pace:
-            self._pace[key] = self._pace_s(*key)
-        return self._pace[key]
+        if key not in self._intervals:
+            self._intervals[key] = self._interval_s(*key)
+        return self._intervals[key]
 
-    def _pace_s(self, size: int, dp: int, lead: int) -> float:
+    def _interval_s(self, size: int, dp: int, lead: int) -> float:
         work_s = self.work(size, dp).forward_s + self.work(size, dp).backward_s
         if lead == 0 or self.pp == 1:
             return work_s
         # To the next node go activations and to the last one gradients, and share the way out.
         ways = [
-            2 * s if apart else s for s, apart in zip(self.hops(size), self._apart, strict=True)
+            2 * s if apart else s
+            for s, apart in zip(self.transfers(size), self._apart, strict=True)
         ]
         one_cut_s = 2 * (work_s + max(ways)) / (lead + 1)
         cuts = self.pp - 1
         all_cuts_s = (self.pp * work_s + 2 * sum(ways)) / (cuts * lead + 1)
         return max(work_s, max(ways), one_cut_s, all_cuts_s)
 
-    def hops(self, size: int) -> list[float]:
+    def transfers(self, size: int) -> list[float]:
         """Seconds of each message of one micro-batch from stage to stage, one way."""
-        if size not in self._hops:
-            self._hops[size] = [
-                a + size * b for a, b in zip(self._hop_s, self._hop_per_sample_s, strict=True)
+        if size not in self._transfers:
+            self._transfers[size] = [
+                a + size * b
+                for a, b in zip(self._transfer_s, self._transfer_per_sample_s, strict=True)
             ]
-        return self._hops[size]
+        return self._transfers[size]
 
-    def _hops_s(self, size: int) -> list[float]:
+    def _transfers_s(self, size: int) -> list[float]:
         """Seconds of each message from stage to stage, forward or backward."""
         # Between nodes each rank of a TP group sends a share, and all share one link.
         return [

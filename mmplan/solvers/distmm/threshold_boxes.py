@@ -2,7 +2,7 @@
 
 T is decided by the three maxima. A box limits them from above (by the options it keeps)
 and from below (its floors). It is bounded by the sum of its three least feasible maxima,
-each found by bisection, and by the least feasible ``max_m (first_s + w * cycle_s +
+each found by bisection, and by the least feasible ``max_m (first_s + w * round_s +
 last_s)``, which is the whole answer when one module is the slowest in all three. Boxes are
 looked at best bound first, options that no better choice can hold are dropped, and what is
 left is halved. The search ends with a proof: no box left has a bound below T.
@@ -33,7 +33,7 @@ class OptionTable:
     Attributes:
         devices: devices that the option takes.
         first_s: forwards before the first sync.
-        cycle_s: one round of forwards and backwards between two syncs.
+        round_s: one round of forwards and backwards between two syncs.
         last_s: backwards after the last sync, and the gradient reduction.
         device_s: busy device-seconds of one step; breaks ties.
         group: options of one group count as one plan among the K best (the same degrees
@@ -42,7 +42,7 @@ class OptionTable:
 
     devices: Ints
     first_s: Floats
-    cycle_s: Floats
+    round_s: Floats
     last_s: Floats
     device_s: Floats
     group: Ints
@@ -143,7 +143,7 @@ def search(
 
 def _columns(table: OptionTable, options: Ints, weight: int) -> _Columns:
     first, cycle, last = (
-        column[options] for column in (table.first_s, table.cycle_s, table.last_s)
+        column[options] for column in (table.first_s, table.round_s, table.last_s)
     )
     return _Columns(
         options,
