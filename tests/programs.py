@@ -323,7 +323,8 @@ def plans(draw: st.DrawFn) -> Plan:
     """Chains and towers of one to three modules, with any degrees, shares and schedules."""
     sync = draw(st.sampled_from([0, 6, 12]))
     share = sync or 12
-    kinds = ["batch-sync", "interleaved"] if sync else ["1f1b", "gpipe", "interleaved"]
+    synced: list[Kind] = ["batch-sync", "interleaved"]
+    kinds: list[Kind] = synced if sync else ["1f1b", "gpipe", "interleaved"]
     kind = draw(st.sampled_from(kinds))
     chained = draw(st.booleans())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]

@@ -70,10 +70,11 @@ def test_golden_options() -> None:
 
 
 def test_every_command_explains_itself_and_takes_json() -> None:
-    for program, app in (("mmplan", cli.mmplan_app), ("mmlaunch", cli.mmlaunch_app)):
+    apps: dict[Program, Any] = {"mmplan": cli.mmplan_app, "mmlaunch": cli.mmlaunch_app}
+    for program, app in apps.items():
         group: Any = typer.main.get_command(app)
         for name, sub in group.commands.items():
-            done = call(program, name, "--help")  # pyright: ignore[reportArgumentType]
+            done = call(program, name, "--help")
             assert done.code == 0
             assert sub.help
             assert "--json" in done.out

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmlaunch.session.verify import TOLERANCE
 from mmplan.errors import InvalidInputError
@@ -15,6 +15,7 @@ from mmplan.ragged import Ragged
 from mmplan.schema.workload import Workload
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
+from mmplan.zoo.sequential import LayerSequential
 from tests.programs import loss, make_plan, unit
 from tests.verification import verify_in_process
 
@@ -66,7 +67,7 @@ def original(config: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(sizes).double().eval()
 
 
-def load_by_source_names(blocks: nn.Module, state: dict[str, Tensor]) -> None:
+def load_by_source_names(blocks: LayerSequential, state: dict[str, Tensor]) -> None:
     names = blocks.source_names
     blocks.load_state_dict({name: state[names[name]] for name in blocks.state_dict()})
 
@@ -125,7 +126,7 @@ def ours_name(theirs: str) -> str:
 
 
 def test_rules_of_a_layer_come_from_the_configuration() -> None:
-    rules = hf.causal_lm(DECODERS["qwen2"])[0].tp_plan
+    rules: Any = hf.causal_lm(DECODERS["qwen2"])[0].tp_plan
     assert rules == {
         "layer.self_attn.q_proj": "colwise",
         "layer.self_attn.k_proj": "colwise",
