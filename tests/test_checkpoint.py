@@ -378,8 +378,8 @@ def save_forever(root: Path, rows: int) -> None:
         save_all(root, step, two_rank_entries(float(step), rows))
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < end_s, "the saving process did not get going"
         time.sleep(0.001)

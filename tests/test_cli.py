@@ -246,7 +246,7 @@ def interrupted(busy: subprocess.Popen[str], there: Path) -> str:
     return out
 
 
-def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
+def test_interrupt_is_130(tmp_path: Path) -> None:
     data = copy_workload(tmp_path).parent / "birds" / "towers.py"
     data.write_text(
         f"import pathlib, time\npathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(60)\n"
@@ -310,7 +310,7 @@ def test_one_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
 # ---- files ----
 
 
-def test_numbers_are_yaml_1_2_and_json_is_accepted(files: Files, tmp_path: Path) -> None:
+def test_numbers_are_yaml_1_2_and_json_is_accepted(tmp_path: Path) -> None:
     workload = edited(copy_workload(tmp_path), "lr: 5.0e-2", "lr: 1e-5, weight_decay: 1.6e10")
     loaded = load_workload(workload)
     assert loaded.train.optimizer_args["lr"] == 1e-5

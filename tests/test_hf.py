@@ -49,11 +49,11 @@ def load_by_source_names(blocks: LayerSequential, state: dict[str, Tensor]) -> N
     blocks.load_state_dict({name: state[names[name]] for name in blocks.state_dict()})
 
 
-def captions(end_id: int = 49) -> Tensor:
+def captions() -> Tensor:
     """End of text in different places, then padding with an id of its own."""
     tokens = torch.randint(3, 49, (5, 9), generator=torch.Generator().manual_seed(0))
     for row, end in enumerate([8, 3, 5, 0, 7]):
-        tokens[row, end] = end_id
+        tokens[row, end] = 49
         tokens[row, end + 1 :] = 1
     return tokens
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mmlaunch.session.verify import TOLERANCE
 from mmplan.errors import InvalidInputError
@@ -15,8 +14,8 @@ from mmplan.ragged import Ragged
 from mmplan.schema.workload import Workload
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
-from mmplan.zoo.sequential import LayerSequential
 from tests.programs import loss, make_plan, unit
+from tests.test_hf import load_by_source_names
 from tests.verification import verify_in_process
 
 transformers = pytest.importorskip("transformers")
@@ -65,11 +64,6 @@ def original(config: dict[str, Any]) -> Any:
     sizes = transformers.AutoConfig.for_model(config["model_type"], **given)
     torch.manual_seed(7)
     return transformers.AutoModelForCausalLM.from_config(sizes).double().eval()
-
-
-def load_by_source_names(blocks: LayerSequential, state: dict[str, Tensor]) -> None:
-    names = blocks.source_names
-    blocks.load_state_dict({name: state[names[name]] for name in blocks.state_dict()})
 
 
 @pytest.mark.parametrize("name", DECODERS)

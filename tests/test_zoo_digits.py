@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +113,6 @@ def test_accuracy_counts_the_scans_whose_digit_is_named(shift_every: int, right:
     assert digits.zero_shot_accuracy(vision, text) == pytest.approx(right / 359)
     assert vision.training
     assert text.training
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads that outnumber the free cores wait for one another at every matrix product."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build_example() -> tuple[Workload, nn.ModuleDict]:

@@ -27,10 +27,7 @@ from tests.verification import verify_in_process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- patches of anything -------------------------------------------------------------------

@@ -27,10 +27,7 @@ from mmplan.zoo.senses import (
 
 pytest.importorskip("sklearn")
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_fields_of_a_sample() -> None:
