@@ -1,4 +1,4 @@
-"""One type name means one thing in the whole source."""
+"""One type name means one thing in the whole source; constants stand one to a line."""
 
 from __future__ import annotations
 
@@ -77,6 +77,18 @@ def type_names(tree: ast.Module) -> Iterator[str]:
                 pass
 
 
+def bundles(tree: ast.Module) -> Iterator[str]:
+    """Statements of the module that bind several constants."""
+    for node in module_level(tree):
+        if isinstance(node, ast.Assign):
+            found = [n for target in node.targets for n in ast.walk(target)]
+            names = [
+                n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            ]
+            if sum(bool(re.fullmatch(r"[A-Z0-9_]*[A-Z][A-Z0-9_]*", name)) for name in names) > 1:
+                yield ", ".join(names)
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [
@@ -102,3 +114,21 @@ def test_each_type_name_is_defined_once() -> None:
     assert {"Plan", "Session", "Program"} <= set(files)
     twice = [f"{name}: {', '.join(where)}" for name, where in files.items() if len(where) > 1]
     assert not twice, "\n".join(twice)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("A, _B = 1, 2", ["A, _B"]),
+        ("A = B = 1", ["A, B"]),
+        ("A = 1\n_B_2: int = 2\na, b = 1, 2\nC = tuple(x for X, y in z)", []),
+        ("def f():\n    A, B = 1, 2\nTABLE[KEY] = 3", []),
+    ],
+)
+def test_what_counts_as_constants_in_one_statement(source: str, found: list[str]) -> None:
+    assert list(bundles(ast.parse(source))) == found
+
+
+def test_each_constant_stands_on_a_line_of_its_own() -> None:
+    found = [f"{path}: {names}" for path, tree in sources() for names in bundles(tree)]
+    assert not found, "\n".join(found)
