@@ -52,7 +52,6 @@ class Entry:
     instructions: int
     transfers: int
     simulated_ranks: int
-    simulated_instructions: int
     compile_s: float
     whole_s: float
     shared_s: float
@@ -126,15 +125,13 @@ def _entry(model: str, folder: Path, options: argparse.Namespace) -> Entry:
     apart = durations_of(program, priced, wiring, contention=False)
     alone_s, alone = least(lambda: replay(wiring, apart))
     merged_s, (merged, _) = least(lambda: simulated(plan, costs))
-    rows = [row for row in merged.program.instructions if row]
     shared = durations.shared
     return Entry(
         model=model,
         ranks=step.devices_used,
         instructions=sum(map(len, program.instructions)),
         transfers=0 if shared is None else sum(item is not None for item in shared.message),
-        simulated_ranks=len(rows),
-        simulated_instructions=sum(map(len, rows)),
+        simulated_ranks=sum(map(bool, merged.program.instructions)),
         compile_s=compile_s,
         whole_s=whole_s,
         shared_s=shared_s,

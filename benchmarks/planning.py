@@ -20,26 +20,27 @@ def workload_path(name: str) -> Path:
     return FOLDER / f"{name}.yaml"
 
 
-def profiled(name: str, folder: Path, *, num_processes: int | None = None, quick: bool) -> Path:
+def profiled(name: str, folder: Path, *, quick: bool) -> Path:
     """Measure a workload on this machine's processors: ``mmplan profile --device cpu --data``.
 
     Args:
         name: of the workload.
         folder: where the profile goes.
-        num_processes: that measure at the same time; default: as many as will run, up to
-            the cores.
         quick: fewer points and repeats.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{num_processes or 'default'}.profile.json"
-    profiled_file(workload_path(name), path, num_processes=num_processes, quick=quick)
+    path = folder / f"{name}.profile.json"
+    profiled_file(workload_path(name), path, quick=quick)
     return path
 
 
 def profiled_file(
     workload: Path, path: Path, *, num_processes: int | None = None, quick: bool = False
 ) -> None:
-    """The same for any workload's file, with ``--data``; the profile goes to ``path``."""
+    """The same for any workload's file, with ``--data``; the profile goes to ``path``.
+
+    ``num_processes`` measure at the same time; by default as many as will run, up to the cores.
+    """
     state = path.with_suffix(".partial")
     state.unlink(missing_ok=True)  # of another day, perhaps of another load
     profile = measure_profile(

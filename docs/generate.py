@@ -107,7 +107,9 @@ def exit_codes() -> str:
     """What each exit code means, from the errors that end a command with it."""
     classes = [e for e in vars(errors).values() if inspect.isclass(e)]
     said = {
-        e.exit_code: first_paragraph(e) for e in classes if e is not errors.MMPlanError
+        e.exit_code: first_paragraph(e)
+        for e in classes
+        if issubclass(e, errors.MMPlanError) and e is not errors.MMPlanError
     } | OTHER_CODES
     rows = [(f"`{code}`", said[code]) for code in sorted(said)]
     return "## Exit codes\n\n" + table(("code", "what it means"), rows)
@@ -212,7 +214,7 @@ def type_text(field: dict[str, Any]) -> str:
         None: "any",
     }
     limits = (("minimum", "from {} on"), ("exclusiveMinimum", "above {}"))
-    kind = words.get(field.get("type"), field.get("type"))
+    kind = words.get(field.get("type")) or field["type"]
     return " ".join([kind, *(said.format(field[key]) for key, said in limits if key in field)])
 
 

@@ -12,7 +12,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
 from mmplan.program.network import Traffic
-from tests.programs import loss, make_plan, unit
+from tests.programs import Kind, loss, make_plan, unit
 
 
 @dataclass(kw_only=True)
@@ -93,8 +93,13 @@ class FixedCosts:
     def flops(self) -> float:
         return 6e12
 
+    def module_flops(self) -> dict[str, float]:
+        return {"v": self.flops()}
 
-def tower(stages: int, k: int, rounds: int, *, kind: str = "batch-sync", **options: Any) -> Program:
+
+def tower(
+    stages: int, k: int, rounds: int, *, kind: Kind = "batch-sync", **options: Any
+) -> Program:
     """One module, micro-batches of one sample."""
     synced = kind == "batch-sync"
     plan = make_plan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 
@@ -15,3 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, value in callspec.params.items() if callspec else ():
             if isinstance(value, set | frozenset) and len(value) > 1:
                 raise pytest.UsageError(f"{item.nodeid}: {name} is a set; make it a tuple")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that outnumber the free cores wait for one another at every matrix product."""
+    import torch  # seconds, which files that need no torch do not wait for
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

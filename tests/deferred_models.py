@@ -12,6 +12,8 @@ from torch import Tensor, nn
 class Usual(nn.Module):
     """What constructors do: buffers from formulas, initialisers of all kinds, parts copied."""
 
+    table: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 2, 2 * width, batch_first=True)
@@ -81,13 +83,13 @@ def seeds() -> nn.Sequential:
 
 def looks(width: int = 4) -> nn.Sequential:
     """Python code depends on what was drawn."""
-    cut = nn.Sequential(Deep(width), Deep(width))
+    cut: Any = nn.Sequential(Deep(width), Deep(width))
     return cut.append(Deep(1 if float(cut[0].up.weight.detach().sum()) > 1000 else width))
 
 
 def undefined() -> nn.Sequential:
     """A parameter that is filled in two halves."""
-    cut = nn.Sequential(Deep(4), Deep(4), Deep(4))
+    cut: Any = nn.Sequential(Deep(4), Deep(4), Deep(4))
     halves = torch.empty(4, 4)
     halves[:2], halves[2:] = 0.5, -0.5
     cut[0].up.weight = nn.Parameter(halves)

@@ -280,3 +280,9 @@ FEATURES: dict[str, Callable[[Case], Built]] = {
     "null-input": _null_input,
     "two-syncs": _two_syncs,
 }
+
+
+def small_case(**changes: Any) -> Case:
+    """Twelve samples in two micro-batches: enough where what is tested is not the order."""
+    fields: dict[str, Any] = {"samples": 12, "k": 2, **changes}
+    return Case(**fields)

@@ -200,7 +200,10 @@ class Counted(nn.Module):
 class WithIntegers(Contrastive):
     """A cross-sample loss that takes integers beside the features."""
 
-    def forward(self, first: Tensor, ids: Tensor, *others: Tensor) -> Tensor:
+    # As losses of users do, it takes a field more than its base.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, first: Tensor, ids: Tensor, *others: Tensor
+    ) -> Tensor:
         weight = 1.0 + ids.to(first.dtype).mean()
         return super().forward(first, *others) * weight
 

@@ -56,13 +56,13 @@ def _wave(module: str, *inputs: str | None, ranks: Ranks, **more: Any) -> UnitSp
     )
 
 
-def _pair(first: Ranks, second: Ranks, *, factory: str = "tower", blocks: int = 2) -> MixedCase:
+def _pair(first: Ranks, second: Ranks, *, factory: str = "tower") -> MixedCase:
     """Two contrastive tasks over one encoder, with other degrees, batches and sync batches."""
     return MixedCase(
         units=[
-            _wave("v", "a", task="VT", blocks=blocks, ranks=first, k=2),
+            _wave("v", "a", task="VT", blocks=2, ranks=first, k=2),
             _wave("t", "b", task="VT", ranks=[[[first[0][0][0]]]]),
-            _wave("v", "a", task="VU", blocks=blocks, ranks=second),
+            _wave("v", "a", task="VU", blocks=2, ranks=second),
             _wave("u", "c", task="VU", ranks=[[[second[-1][0][-1]]]], k=2),
         ],
         losses=[
@@ -202,21 +202,19 @@ MIXED: dict[str, MixedCase] = {
 }
 
 
-def random_case(
-    seed: int, devices: int = 5, degrees: tuple[int, ...] = (1, 2, 3, 4), *, crowded: bool = False
-) -> MixedCase:
-    """Three tasks whose slices of one module lie anywhere, with any degrees that fit.
+def random_case(seed: int, *, crowded: bool = False) -> MixedCase:
+    """Three tasks whose slices of one module lie anywhere on 5 ranks, with any degrees that fit.
 
     Unless it is crowded no rank runs a block as two different shards.
     """
-    rng = random.Random(seed)
+    rng, devices = random.Random(seed), 5
     held: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
     case = MixedCase(units=[], losses=[], batch={}, factories={"v": "gated"})
     for task, (term, target) in zip("ABC", _TERMS, strict=True):
         inner = [b for b in (1, 2) if rng.random() < 0.4]
         for start, end in pairwise([0, *inner, 3]):
             blocks = [] if crowded else [held[b] for b in range(start, end)]
-            ranks = _random_ranks(rng, devices, degrees, blocks, devices + len(case.units))
+            ranks = _random_ranks(rng, devices, (1, 2, 3, 4), blocks, devices + len(case.units))
             inputs = ("abc"["ABC".index(task)], *(["a"] if rng.random() < 0.3 else [None]))
             name, k = f"{task}.{start}", rng.choice([1, 2])
             frozen = ((0, rng.choice([1, 2])),) if rng.random() < 0.2 else False

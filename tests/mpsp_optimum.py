@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ortools.sat.python import cp_model
+# An extra that `make install` leaves out; who imports this module skips without it.
+from ortools.sat.python import cp_model  # pyright: ignore[reportMissingImports]
 
 from mmplan.arrays import Floats
 from mmplan.solvers.mpsp.instance import Instance

@@ -151,8 +151,6 @@ def make_cluster(
     devices_per_node: int | None = None,
     latency_s: float = 0.0,
     bandwidth: float = 1e12,
-    memory_bytes: float = 1e12,
-    communicator_bytes: float = 0.0,
 ) -> Cluster:
     """Equal nodes and equal links everywhere."""
     per_node = devices_per_node or devices
@@ -161,12 +159,7 @@ def make_cluster(
         name="test",
         nodes=-(-devices // per_node),
         devices_per_node=per_node,
-        device=Device(
-            name="cpu",
-            memory_bytes=memory_bytes,
-            peak_flops=1e12,
-            communicator_bytes=communicator_bytes,
-        ),
+        device=Device(name="cpu", memory_bytes=1e12, peak_flops=1e12),
         links=Links(intra_node=link, inter_node=link),
     )
 
@@ -323,7 +316,8 @@ def plans(draw: st.DrawFn) -> Plan:
     """Chains and towers of one to three modules, with any degrees, shares and schedules."""
     sync = draw(st.sampled_from([0, 6, 12]))
     share = sync or 12
-    kinds = ["batch-sync", "interleaved"] if sync else ["1f1b", "gpipe", "interleaved"]
+    synced: list[Kind] = ["batch-sync", "interleaved"]
+    kinds: list[Kind] = synced if sync else ["1f1b", "gpipe", "interleaved"]
     kind = draw(st.sampled_from(kinds))
     chained = draw(st.booleans())
     names = ["a", "b", "c"][: draw(st.integers(1, 3))]

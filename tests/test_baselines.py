@@ -163,7 +163,7 @@ def test_shares_use_every_device_once(weights: list[float], more: int) -> None:
     assert min(parts) >= 1
 
 
-def test_ratio_with_the_optimum_s_own_shares_is_the_optimum(tmp_path: Path) -> None:
+def test_ratio_with_the_optimum_s_own_shares_is_the_optimum() -> None:
     task, given = job({}), costs(9)
     free = solve_convex(problem_of(task, given, 9).request)
     taken = {u.module: len(u.all_ranks) for u in free.candidates[0].units}

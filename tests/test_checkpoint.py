@@ -11,7 +11,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -141,12 +141,16 @@ shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[Box]]:
     """Boxes per rank: TP shards, plain or packed, or a flat slice each."""
     styles: list[tuple[ShardStyle | None, int, int]] = [(None, 1, 1)]
-    cuts: list[tuple[ShardStyle, int, int]] = [("colwise", 0, 1), ("rowwise", 1, 1)]
-    cuts += [("packed_colwise", 0, 2), ("packed_colwise", 0, 3)]
+    cuts: list[tuple[ShardStyle, int, int]] = [
+        ("colwise", 0, 1),
+        ("rowwise", 1, 1),
+        ("packed_colwise", 0, 2),
+        ("packed_colwise", 0, 3),
+    ]
     for style, dim, num_parts in cuts:
         size = shape[dim] if len(shape) > dim else 1
         counts = [n for n in range(2, size + 1) if size % (n * num_parts) == 0]
-        styles += [(style, count, num_parts) for count in counts]
+        styles.extend((style, count, num_parts) for count in counts)
     if draw(st.booleans()):
         style, count, num_parts = draw(st.sampled_from(styles))
         return [shard_boxes(shape, style, index, count, num_parts) for index in range(count)]
@@ -374,8 +378,8 @@ def save_forever(root: Path, rows: int) -> None:
         save_all(root, step, two_rank_entries(float(step), rows))
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20.0
     while not condition():
         assert time.monotonic() < end_s, "the saving process did not get going"
         time.sleep(0.001)
@@ -461,7 +465,7 @@ def test_everything_is_on_the_disk_before_its_name_and_names_before_old_ones_go(
 
 
 @contextlib.contextmanager
-def tiny_disk(path: Path, size: str) -> Iterator[None]:
+def tiny_disk(path: Path, size: str) -> Generator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     path.mkdir()
     options = f"size={size}".encode()

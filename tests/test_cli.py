@@ -70,10 +70,11 @@ def test_golden_options() -> None:
 
 
 def test_every_command_explains_itself_and_takes_json() -> None:
-    for program, app in (("mmplan", cli.mmplan_app), ("mmlaunch", cli.mmlaunch_app)):
+    apps: dict[Program, Any] = {"mmplan": cli.mmplan_app, "mmlaunch": cli.mmlaunch_app}
+    for program, app in apps.items():
         group: Any = typer.main.get_command(app)
         for name, sub in group.commands.items():
-            done = call(program, name, "--help")  # pyright: ignore[reportArgumentType]
+            done = call(program, name, "--help")
             assert done.code == 0
             assert sub.help
             assert "--json" in done.out
@@ -245,7 +246,7 @@ def interrupted(busy: subprocess.Popen[str], there: Path) -> str:
     return out
 
 
-def test_interrupt_is_130(files: Files, tmp_path: Path) -> None:
+def test_interrupt_is_130(tmp_path: Path) -> None:
     data = copy_workload(tmp_path).parent / "birds" / "towers.py"
     data.write_text(
         f"import pathlib, time\npathlib.Path({str(tmp_path / 'here')!r}).touch()\ntime.sleep(60)\n"
@@ -309,7 +310,7 @@ def test_one_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
 # ---- files ----
 
 
-def test_numbers_are_yaml_1_2_and_json_is_accepted(files: Files, tmp_path: Path) -> None:
+def test_numbers_are_yaml_1_2_and_json_is_accepted(tmp_path: Path) -> None:
     workload = edited(copy_workload(tmp_path), "lr: 5.0e-2", "lr: 1e-5, weight_decay: 1.6e10")
     loaded = load_workload(workload)
     assert loaded.train.optimizer_args["lr"] == 1e-5

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from tests.commands import call
+from tests.commands import Program, call
 from tests.pages import Page, check_self_contained
 from tests.solving import FACTORY, module_profile, profile, workload
 
@@ -56,7 +57,7 @@ def compared(folder: Path, task: Workload, given: Profile, **options: Any) -> Co
     )
 
 
-def write(folder: Path, task: Workload, given: Profile) -> tuple[object, ...]:
+def write(folder: Path, task: Workload, given: Profile) -> tuple[Program, str, Path, str, Path]:
     (folder / "w.yaml").write_text(document_text(task))
     (folder / "p.json").write_text(document_text(given))
     return "mmplan", "compare", folder / "w.yaml", "--profile", folder / "p.json"
@@ -141,7 +142,7 @@ def test_solvers_without_a_plan_for_one_reason_are_one_line(tmp_path: Path) -> N
 
 def test_only_some_tasks_are_compared(tmp_path: Path) -> None:
     write(tmp_path, two_tasks(), chain(2))
-    done = call(  # pyright: ignore
+    done = call(
         *write(tmp_path, two_tasks(), chain(2)),
         "--tasks",
         "one",
@@ -151,7 +152,7 @@ def test_only_some_tasks_are_compared(tmp_path: Path) -> None:
     )
     assert [list(plan["tasks"]) for plan in done.document] == [["one"]]
     assert "2 devices, batch 6" in done.err
-    refused = call(*write(tmp_path, two_tasks(), chain(2)), "--tasks", "three")  # pyright: ignore
+    refused = call(*write(tmp_path, two_tasks(), chain(2)), "--tasks", "three")
     assert refused.code == 2
     assert refused.message == "--tasks three: the workload has one, two"
 
@@ -310,7 +311,7 @@ def test_what_cannot_be_compared_is_said(
     ],
 )
 def test_wrong_numbers_are_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = call(*write(tmp_path, job(), chain()), "--solvers", "colocated", *words)  # pyright: ignore
+    done = call(*write(tmp_path, job(), chain()), "--solvers", "colocated", *words)
     assert done.code == 2
     assert said in done.err
 
@@ -318,7 +319,7 @@ def test_wrong_numbers_are_refused(words: tuple[str, ...], said: str, tmp_path: 
 def test_the_command_lists_plans_and_writes_the_page(tmp_path: Path) -> None:
     page = tmp_path / "compare.html"
     words = ("--solvers", "colocated,convex", "--devices", "2,4", "-o", page, "--json")
-    done = call(*write(tmp_path, job(), chain()), *words)  # pyright: ignore
+    done = call(*write(tmp_path, job(), chain()), *words)
     assert [(p["devices"], p["solver"]["name"]) for p in done.document][::2] == [
         (4, "colocated"),
         (2, "colocated"),
@@ -335,6 +336,7 @@ def test_whoever_stops_listening_ends_the_processes() -> None:
     started = time.monotonic()
     found = in_processes(time.sleep, [0.01, 60.0, 60.0], processes=2)
     assert next(found) is None
+    assert isinstance(found, Generator)
     found.close()
     assert time.monotonic() - started < 30
     assert set(multiprocessing.active_children()) <= before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,9 +25,9 @@ def computes(program: Program, rank: int) -> str:
     return " ".join(f"{i.op}{i.mb}" for i in program.instructions[rank] if isinstance(i, Compute))
 
 
-def tower(pp: int, k: int, rounds: int = 1, **options: object) -> Program:
+def tower(pp: int, k: int, rounds: int = 1, **options: Any) -> Program:
     plan = make_plan(
-        unit("a", pp=pp, k=k, **options),  # pyright: ignore[reportArgumentType]
+        unit("a", pp=pp, k=k, **options),
         losses=[loss("match", "a", sync_batch=4 * k)],
         batch=4 * k * rounds,
     )

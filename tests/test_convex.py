@@ -32,9 +32,7 @@ GRAPHS: dict[str, dict[str, list[str]]] = {
 }
 
 
-def problem_of(
-    job: Workload, costs: Profile, devices: int, *, top: int = 1, method: str | None = None
-) -> Problem:
+def problem_of(job: Workload, costs: Profile, devices: int, *, top: int = 1) -> Problem:
     training = PlannedTraining(
         precision=job.train.precision,
         zero=job.train.zero,
@@ -48,7 +46,6 @@ def problem_of(
         cluster=costs.cluster,
         devices=devices,
         top=top,
-        method=method,
     )
     return Problem(request=request, task=request.tasks["default"])
 

@@ -25,7 +25,14 @@ from mmlaunch.checkpoint.boxes import Box, whole
 from mmlaunch.checkpoint.exported_weights import WeightSource, weights_order, write_weights
 from mmlaunch.checkpoint.tensorfile import TensorSpec
 from mmlaunch.comm.batches import cat_samples, num_samples, slice_samples
-from mmlaunch.data.loader import StepLoader, check_dataset, check_fields, merge_ranges, step_indices
+from mmlaunch.data.loader import (
+    StepData,
+    StepLoader,
+    check_dataset,
+    check_fields,
+    merge_ranges,
+    step_indices,
+)
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
 from tests.disk_kills import killed_at
@@ -95,6 +102,13 @@ def test_every_sample_at_most_once_per_epoch_and_epochs_differ() -> None:
 # ---- ranges ----
 
 
+def tensor_of(data: StepData, field: str, start: int, stop: int) -> Tensor:
+    """Samples of a field that is not ragged."""
+    values = data.get(field, start, stop)
+    assert isinstance(values, Tensor)
+    return values
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=6))
 def test_merged_ranges_are_the_union(ranges: list[tuple[int, int]]) -> None:
@@ -116,7 +130,7 @@ def test_any_part_equals_the_same_part_of_the_whole_batch(
     for step in range(3):
         want, got = next(full), next(part)
         assert got.step == step
-        assert want.get("ids", 0, 8).tolist() == step_indices(10, 8, 5, step)  # type: ignore[union-attr]
+        assert tensor_of(want, "ids", 0, 8).tolist() == step_indices(10, 8, 5, step)
         for field in fields:
             for start, stop in ((1, 3), (2, 3), (5, 8), (6, 7)):
                 left, right = want.get(field, start, stop), got.get(field, start, stop)
@@ -145,7 +159,7 @@ def test_start_step_goes_on_where_the_unbroken_run_would_be() -> None:
         next(unbroken)
     resumed = next(loader(Numbers(), start_step=7))
     assert resumed.step == 7
-    assert torch.equal(resumed.get("ids", 0, 4), next(unbroken).get("ids", 0, 4))  # type: ignore[arg-type]
+    assert torch.equal(tensor_of(resumed, "ids", 0, 4), tensor_of(next(unbroken), "ids", 0, 4))
 
 
 class Augmented(Numbers):
@@ -157,10 +171,10 @@ class Augmented(Numbers):
 def test_augmentation_depends_on_the_sample_only(closing: Callable[..., StepLoader]) -> None:
     full = closing(Augmented(), fields=["image"])
     part = closing(Augmented(), fields=["image"], ranges=[(2, 4)], num_workers=1)
-    first = [next(full).get("image", 2, 4) for _ in range(4)]
+    first = [tensor_of(next(full), "image", 2, 4) for _ in range(4)]
     for want in first:
         torch.testing.assert_close(next(part).get("image", 2, 4), want, rtol=0, atol=0)
-    assert len({value.item() for image in first for value in image.view(-1)}) == 24  # type: ignore[union-attr]
+    assert len({value.item() for image in first for value in image.view(-1)}) == 24
 
 
 def test_loading_leaves_the_model_s_random_numbers_alone() -> None:
@@ -181,8 +195,8 @@ class Padded(Numbers):
 
 
 def test_a_dataset_s_own_collate_is_used() -> None:
-    got = next(loader(Padded(), fields=["double"])).get("double", 1, 3)
-    assert got.tolist() == [2 * i for i in step_indices(10, 4, 5, 0)[1:3]]  # type: ignore[union-attr]
+    got = tensor_of(next(loader(Padded(), fields=["double"])), "double", 1, 3)
+    assert got.tolist() == [2 * i for i in step_indices(10, 4, 5, 0)[1:3]]
 
 
 # ---- wrong data ----
@@ -293,7 +307,7 @@ def test_a_collate_that_loses_a_sample_is_refused() -> None:
 
 def test_close_ends_the_loading_processes() -> None:
     data = loader(Pids(), fields=["pid"], num_workers=2)
-    pids = {int(next(data).get("pid", 0, 1)) for _ in range(4)}  # type: ignore[arg-type]
+    pids = {int(tensor_of(next(data), "pid", 0, 1)) for _ in range(4)}
     assert len(pids) == 2
     data.close()
     end_s = time.monotonic() + 5

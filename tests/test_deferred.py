@@ -217,7 +217,7 @@ def test_initial_weights_come_in_slices(name: str, kind: str, tmp_path: Path) ->
     factory, args, blocks = FACTORIES[name]
     program = program_of(blocks=blocks, pp=2, tp=2)
     trains = trainable_blocks(program)
-    other = build_owner(workload_of(factory, args, precision="fp64"), "m", HERE, trains)
+    other: Any = build_owner(workload_of(factory, args, precision="fp64"), "m", HERE, trains)
     with torch.no_grad():
         for index, parameter in enumerate(other.parameters()):
             parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 97 - index)

@@ -115,9 +115,15 @@ def test_every_instruction_beats_with_its_text_and_unit() -> None:
         beats: list[tuple[int, int, str, str | None]] = []
 
         class Recorder(Heartbeat):
-            def beat(self, step: int, index: int, text: str, unit: str | None = None) -> None:
-                beats.append((step, index, text, unit))
-                super().beat(step, index, text, unit)
+            def beat(
+                self,
+                step: int,
+                instruction_index: int,
+                instruction: str,
+                module: str | None = None,
+            ) -> None:
+                beats.append((step, instruction_index, instruction, module))
+                super().beat(step, instruction_index, instruction, module)
 
         session = Session(
             plan=trained_as(case.plan(), case.workload()),

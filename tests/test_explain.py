@@ -86,7 +86,6 @@ def test_slow_links_bind_by_messages_or_by_reductions(tmp_path: Path) -> None:
 def test_another_setting_gets_the_plan_that_solving_it_gives(tmp_path: Path) -> None:
     given = chain(2)
     task, plan, path = solved(tmp_path, given, batch=4, solver="colocated")
-    paths = {"profile_path": path.parent / plan.profile.path}
     found = {
         replan.change: replan
         for replan in replans(
@@ -95,7 +94,7 @@ def test_another_setting_gets_the_plan_that_solving_it_gives(tmp_path: Path) -> 
             profile=given,
             workload=task,
             workload_path=path.parent / plan.workload.path,
-            **paths,
+            profile_path=path.parent / plan.profile.path,
         )
     }
     assert len(found) == NUM_REPLANS

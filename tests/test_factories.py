@@ -255,10 +255,13 @@ def test_frozen_ranges() -> None:
 
 def test_losses_and_data_are_the_same_in_every_process(folder: Path) -> None:
     load = workload()
+    assert load.data is not None
     torch.manual_seed(1)
-    loss, data = build_loss(load, "l", folder), build_dataset(load.data, folder, seed=5)
+    loss: Any = build_loss(load, "l", folder)
+    data = build_dataset(load.data, folder, seed=5)
     torch.manual_seed(2)
-    assert torch.equal(build_loss(load, "l", folder).scale, loss.scale)
+    again: Any = build_loss(load, "l", folder)
+    assert torch.equal(again.scale, loss.scale)
     assert torch.equal(build_dataset(load.data, folder, seed=5).x, data.x)
     assert not torch.equal(build_dataset(load.data, folder, seed=6).x, data.x)
 

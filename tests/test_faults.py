@@ -20,7 +20,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op
 from mmplan.program.model import Program, Stage
 from tests.plants import PLANTS, with_rows, without
-from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
+from tests.programs import UnitSpec, loss, make_plan, unit
 from tests.verification import make_workload, verify_in_process
 
 BATCH = 24
@@ -42,12 +42,10 @@ def trained_by(reductions: Reductions, index: int) -> list[nn.Parameter]:
     return [piece.parameter for piece in summed.pieces]
 
 
-def planted(
-    change: Change, units: list[UnitSpec] = UNITS, losses: list[LossSpec] = LOSSES
-) -> tuple[list[str], Verdict]:
+def planted(change: Change, units: list[UnitSpec] = UNITS) -> tuple[list[str], Verdict]:
     """What ``check`` says of the changed program, and what ``verify`` does."""
-    plan = make_plan(*units, losses=losses, batch=BATCH)
-    verdict = verify_in_process(plan, make_workload(units, losses, batch=BATCH), change=change)
+    plan = make_plan(*units, losses=LOSSES, batch=BATCH)
+    verdict = verify_in_process(plan, make_workload(units, LOSSES, batch=BATCH), change=change)
     return check_program(change(compile_plan(plan))), verdict
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.zoo import hf
+from mmplan.zoo.sequential import LayerSequential
 from tests.zoo_tp import run_split_block
 
 transformers = pytest.importorskip("transformers")
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "projection_dim": 12,
     "vision_config": {
         "hidden_size": 32,
@@ -37,26 +39,26 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def clip_model() -> nn.Module:
+def clip_model() -> Any:
     torch.manual_seed(3)
     return transformers.CLIPModel(transformers.CLIPConfig(**CONFIG)).double().eval()
 
 
-def load_by_source_names(blocks: nn.Module, state: dict[str, Tensor]) -> None:
+def load_by_source_names(blocks: LayerSequential, state: dict[str, Tensor]) -> None:
     names = blocks.source_names
     blocks.load_state_dict({name: state[names[name]] for name in blocks.state_dict()})
 
 
-def captions(end_id: int = 49) -> Tensor:
+def captions() -> Tensor:
     """End of text in different places, then padding with an id of its own."""
     tokens = torch.randint(3, 49, (5, 9), generator=torch.Generator().manual_seed(0))
     for row, end in enumerate([8, 3, 5, 0, 7]):
-        tokens[row, end] = end_id
+        tokens[row, end] = 49
         tokens[row, end + 1 :] = 1
     return tokens
 
 
-def test_image_tower_equals_get_image_features(clip_model: nn.Module) -> None:
+def test_image_tower_equals_get_image_features(clip_model: Any) -> None:
     tower = hf.clip_vision(CONFIG).double()
     load_by_source_names(tower, clip_model.state_dict())
     image = torch.randn(5, 3, 16, 16, dtype=torch.float64)
@@ -78,7 +80,7 @@ def test_text_tower_equals_get_text_features(end_id: int) -> None:
     torch.testing.assert_close(tower(tokens), want, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_equal_those_of_the_model_by_name(clip_model: nn.Module) -> None:
+def test_gradients_equal_those_of_the_model_by_name(clip_model: Any) -> None:
     clip_model.zero_grad()
     tower = hf.clip_text(CONFIG).double()
     load_by_source_names(tower, clip_model.state_dict())
@@ -91,13 +93,13 @@ def test_gradients_equal_those_of_the_model_by_name(clip_model: nn.Module) -> No
         torch.testing.assert_close(parameter.grad, want, rtol=1e-11, atol=1e-12, msg=name)
 
 
-def test_the_towers_and_the_scale_are_the_whole_model(clip_model: nn.Module) -> None:
+def test_the_towers_and_the_scale_are_the_whole_model(clip_model: Any) -> None:
     towers = [hf.clip_vision(CONFIG), hf.clip_text(CONFIG)]
     covered = {tower.source_names[name] for tower in towers for name, _ in tower.named_parameters()}
     assert covered | {"logit_scale"} == {name for name, _ in clip_model.named_parameters()}
 
 
-def test_names_fit_a_saved_clip_model(clip_model: nn.Module, tmp_path: object) -> None:
+def test_names_fit_a_saved_clip_model(clip_model: Any, tmp_path: object) -> None:
     from safetensors.torch import load_file
 
     clip_model.save_pretrained(tmp_path)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from mmlaunch.session.verify import TOLERANCE
 from mmplan.errors import InvalidInputError
@@ -16,6 +15,7 @@ from mmplan.schema.workload import Workload
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
 from tests.programs import loss, make_plan, unit
+from tests.test_hf import load_by_source_names
 from tests.verification import verify_in_process
 
 transformers = pytest.importorskip("transformers")
@@ -64,11 +64,6 @@ def original(config: dict[str, Any]) -> Any:
     sizes = transformers.AutoConfig.for_model(config["model_type"], **given)
     torch.manual_seed(7)
     return transformers.AutoModelForCausalLM.from_config(sizes).double().eval()
-
-
-def load_by_source_names(blocks: nn.Module, state: dict[str, Tensor]) -> None:
-    names = blocks.source_names
-    blocks.load_state_dict({name: state[names[name]] for name in blocks.state_dict()})
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -125,7 +120,7 @@ def ours_name(theirs: str) -> str:
 
 
 def test_rules_of_a_layer_come_from_the_configuration() -> None:
-    rules = hf.causal_lm(DECODERS["qwen2"])[0].tp_plan
+    rules: Any = hf.causal_lm(DECODERS["qwen2"])[0].tp_plan
     assert rules == {
         "layer.self_attn.q_proj": "colwise",
         "layer.self_attn.k_proj": "colwise",

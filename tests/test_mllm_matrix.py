@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import TOLERANCE, LocalGradients, Verdict, compare
@@ -36,10 +35,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 RANKS = 8
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _judge(verdict: Verdict, case: MllmCase) -> None:

@@ -78,7 +78,7 @@ def job(modules: Mapping[str, Any], tasks: Mapping[str, Any], **more: Any) -> Wo
 
 
 def costs(
-    work: Mapping[str, Workload | Any],
+    work: Mapping[str, tuple[float, float, int]],
     devices: int,
     tp: Mapping[int, float] | None = None,
     **more: Any,

@@ -115,7 +115,8 @@ def loaded(order: StepOrder | None, workers: int, ranges: list[tuple[int, int]])
         num_workers=workers,
     )
     try:
-        return [next(loader).fields["index"].tolist() for _ in range(4)]  # type: ignore[union-attr]
+        indices = [next(loader).fields["index"] for _ in range(4)]
+        return [index.tolist() for index in indices if isinstance(index, torch.Tensor)]
     finally:
         loader.close()
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def endless(folder: Path, plan: Path, *more: object) -> Iterator[Endless]:
+def endless(folder: Path, plan: Path, *more: object) -> Generator[Endless]:
     run = Endless(folder, plan, *more)
     try:
         yield run

@@ -106,7 +106,7 @@ def replayed(program: Program, recurrence: Recurrence, time_N: Floats) -> float:
         places = {s.index: s.place(rank) for s in program.stages_of(rank)}
         rows.append(
             [
-                seconds[item.stage, places[item.stage][0], item.mb, item.op is Op.BACKWARD]  # type: ignore[index]
+                seconds[item.stage, places[item.stage][0], item.mb, item.op is Op.BACKWARD]
                 if isinstance(item, Compute)
                 else 0.0
                 for item in row

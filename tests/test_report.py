@@ -245,7 +245,7 @@ def test_sharing_that_the_profile_contains_is_not_counted_twice(tmp_path: Path) 
     assert "assumes a core for each rank" in sharing_note(load_source(run))
 
 
-def test_enough_cores_or_no_cpu_says_nothing(hostile_run: Path, tmp_path: Path) -> None:
+def test_enough_cores_or_no_cpu_says_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(record | {"cores": 6}))

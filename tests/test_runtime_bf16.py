@@ -14,14 +14,10 @@ from mmlaunch.session.session import Session
 from mmlaunch.session.verify import planned_step
 from mmplan.program.model import Program
 from mmplan.schema.workload import Workload
-from tests.matrix_cases import Case
+from tests.matrix_cases import Case, small_case
 from tests.programs import trained_as
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, verify_in_process
-
-
-def _case(**changes: Any) -> Case:
-    return Case(**{"samples": 12, "k": 2, **changes})
 
 
 def _workload(case: Case, **train: Any) -> Workload:
@@ -33,15 +29,15 @@ def _workload(case: Case, **train: Any) -> Workload:
 @pytest.mark.parametrize(
     "case",
     [
-        _case(dp=2, pp=2),
-        _case(dp=3, tp=2),
-        _case(dp=2, feature="sharded"),
-        _case(dp=2, tp=2, feature="chain", kind="1f1b"),
-        _case(dp=2, feature="ragged"),
-        _case(dp=2, feature="counted"),
-        _case(dp=2, feature="frozen-range"),
-        _case(dp=2, feature="dropout"),
-        _case(dp=2, feature="shared"),
+        small_case(dp=2, pp=2),
+        small_case(dp=3, tp=2),
+        small_case(dp=2, feature="sharded"),
+        small_case(dp=2, tp=2, feature="chain", kind="1f1b"),
+        small_case(dp=2, feature="ragged"),
+        small_case(dp=2, feature="counted"),
+        small_case(dp=2, feature="frozen-range"),
+        small_case(dp=2, feature="dropout"),
+        small_case(dp=2, feature="shared"),
     ],
     ids=str,
 )
@@ -61,13 +57,13 @@ def _without_last_microbatch(program: Program) -> Program:
 
 
 def test_a_missing_backward_is_seen_through_the_noise() -> None:
-    case = _case(others="single")
+    case = small_case(others="single")
     verdict = verify_in_process(case.plan(), _workload(case), change=_without_last_microbatch)
     assert any(d.name.startswith("v.") for d in verdict.differences)
 
 
 def test_messages_are_narrow_and_weights_and_gradients_wide() -> None:
-    case = _case(pp=2, dp=2)
+    case = small_case(pp=2, dp=2)
     sent: set[torch.dtype] = set()
 
     def entry(transport: Any) -> Any:
@@ -96,7 +92,7 @@ def test_messages_are_narrow_and_weights_and_gradients_wide() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_three_steps_stay_near_one_process(zero: int) -> None:
-    case = _case(dp=2, pp=2, feature="regression")
+    case = small_case(dp=2, pp=2, feature="regression")
     workload = _workload(case, zero=zero, optimizer="SGD")
     planned = train_planned(case.plan(), workload, 3)
     alone = train_alone(case.plan(), workload, 3, plain(workload))

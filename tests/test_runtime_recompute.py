@@ -14,15 +14,11 @@ from mmlaunch.execute.blocks import Blocks
 from mmlaunch.session.session import Session
 from mmplan.program.model import Stage
 from mmplan.schema.workload import Workload
-from tests.matrix_cases import Case
+from tests.matrix_cases import Case, small_case
 from tests.matrix_models import WIDTH
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
-
-
-def _case(**changes: Any) -> Case:
-    return Case(**{"samples": 12, "k": 2, **changes})
 
 
 def _workload(case: Case, *modules: str, **train: Any) -> Workload:
@@ -39,14 +35,14 @@ def _workload(case: Case, *modules: str, **train: Any) -> Workload:
 @pytest.mark.parametrize(
     "case",
     [
-        _case(dp=2, tp=2),
-        _case(dp=3, pp=2, feature="dropout"),
-        _case(dp=2, tp=2, feature="frozen-range"),
-        _case(dp=2, feature="frozen-tower"),
-        _case(dp=2, tp=2, feature="shared"),
-        _case(feature="tied", dp=2),
-        _case(feature="ragged", tp=2),
-        _case(feature="chain", dp=2, kind="1f1b"),
+        small_case(dp=2, tp=2),
+        small_case(dp=3, pp=2, feature="dropout"),
+        small_case(dp=2, tp=2, feature="frozen-range"),
+        small_case(dp=2, feature="frozen-tower"),
+        small_case(dp=2, tp=2, feature="shared"),
+        small_case(feature="tied", dp=2),
+        small_case(feature="ragged", tp=2),
+        small_case(feature="chain", dp=2, kind="1f1b"),
     ],
     ids=str,
 )
@@ -58,7 +54,7 @@ def test_gradients_equal_one_process_and_those_without(case: Case, zero: int) ->
 
 
 def test_three_steps_with_dropout_are_the_same_to_the_bit() -> None:
-    case = _case(dp=2, tp=2, pp=2, feature="dropout")
+    case = small_case(dp=2, tp=2, pp=2, feature="dropout")
     again = train_planned(case.plan(), _workload(case, "v", "t"), 3)
     kept = train_planned(case.plan(), _workload(case), 3)
     assert again.losses == kept.losses
@@ -66,7 +62,7 @@ def test_three_steps_with_dropout_are_the_same_to_the_bit() -> None:
 
 
 def test_bf16_is_recomputed_in_bf16() -> None:
-    case = _case(dp=2, feature="dropout")
+    case = small_case(dp=2, feature="dropout")
     again = train_planned(case.plan(), _workload(case, "v", "t", precision="bf16"), 2)
     kept = train_planned(case.plan(), _workload(case, precision="bf16"), 2)
     assert again.losses == kept.losses
@@ -101,7 +97,7 @@ def test_a_module_that_two_tasks_train_differently_keeps_its_freezes(
 def test_blocks_save_only_their_inputs_where_they_run_again(
     modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = _case(others="single")
+    case = small_case(others="single")
     saved: Counter[str] = Counter()
     runs: Counter[str] = Counter()
     original = Blocks.run

@@ -19,7 +19,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients_and_resume
-from tests.matrix_cases import Case
+from tests.matrix_cases import Case, small_case
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import HERE, make_workload, verify_in_process
@@ -34,10 +34,6 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "BUCKET_BYTES", 200)
 
 
-def _case(**changes: Any) -> Case:
-    return Case(**{"samples": 12, "k": 2, **changes})
-
-
 def _workload(case: Case, **train: Any) -> Workload:
     workload = case.workload()
     fields = {**ADAMW, "zero": 1, **train}
@@ -45,9 +41,9 @@ def _workload(case: Case, **train: Any) -> Workload:
 
 
 # Both towers on the same two replicas; and bf16 in messages and in sums of tensor parallelism.
-_REPLICAS = _case(dp=2, feature="colocated")
-_CUT = _case(tp=2, feature="colocated")
-_PIPELINE = _case(pp=2, feature="colocated")
+_REPLICAS = small_case(dp=2, feature="colocated")
+_CUT = small_case(tp=2, feature="colocated")
+_PIPELINE = small_case(pp=2, feature="colocated")
 GLOO = [
     (_REPLICAS.plan(), _workload(_REPLICAS)),
     (_CUT.plan(), _workload(_CUT, precision="bf16")),
@@ -69,7 +65,7 @@ GLOO = [
     ],
 )
 def test_gradients_of_all_slices_equal_one_process(feature: str, dp: int, tp: int) -> None:
-    case = _case(dp=dp, tp=tp, feature=feature)
+    case = small_case(dp=dp, tp=tp, feature=feature)
     verdict = verify_in_process(case.plan(), _workload(case))
     assert not verdict.differences, verdict.differences[:5]
 
@@ -78,7 +74,7 @@ def test_gradients_of_all_slices_equal_one_process(feature: str, dp: int, tp: in
     ("optimizer", "dp", "tp"), [("AdamW", 3, 2), ("Adagrad", 2, 2), ("SGD", 3, 1), ("NAdam", 2, 1)]
 )
 def test_three_steps_equal_plain_torch(optimizer: str, dp: int, tp: int) -> None:
-    case = _case(dp=dp, tp=tp, feature="regression")
+    case = small_case(dp=dp, tp=tp, feature="regression")
     workload = _workload(case, optimizer=optimizer, optimizer_args={"lr": 0.01})
     sliced = train_planned(case.plan(), workload, 3)
     alone = train_alone(case.plan(), workload, 3, plain(workload))
@@ -95,12 +91,12 @@ def _only(workload: Workload) -> dict[str, Any]:
 
 
 def test_each_rank_holds_its_share_of_the_state() -> None:
-    case = _case(dp=3, others="single")
+    case = small_case(dp=3, others="single")
     held: list[int] = []
 
     def count(session: Session) -> None:
         names = {part.name for part in session.update.parts if part.name.startswith("v.")}
-        state = 0 if session.optimizer is None else session.optimizer.state
+        state = {} if session.optimizer is None else session.optimizer.state
         sizes = [
             state[part.tensor]["exp_avg"].numel()
             for part in session.update.parts
@@ -129,9 +125,10 @@ def _parameters(case: Case) -> dict[str, Any]:
 
 def _towers(options: dict[str, Any]) -> tuple[Plan, Workload]:
     """Two towers of three blocks, of which the first one has a tie, in any degrees."""
-    degrees = {name: value for name, value in options.items() if name != "zero"}
+    degrees: dict[str, Any] = {name: value for name, value in options.items() if name != "zero"}
+    untied: dict[str, Any] = {**degrees, "tp": 1}
     units = [
-        unit("v", "a", blocks=3, k=2, **{**degrees, "tp": 1}),
+        unit("v", "a", blocks=3, k=2, **untied),
         unit("t", "b", blocks=3, k=2, **degrees),
     ]
     losses = [
@@ -172,7 +169,7 @@ def test_a_checkpoint_of_slices_resumes_under_any_other_plan(
 
 
 def test_a_checkpoint_of_slices_goes_on_bit_for_bit_without_them(tmp_path: Path) -> None:
-    case = _case(dp=3, tp=2, feature="regression")
+    case = small_case(dp=3, tp=2, feature="regression")
     path = _save_after(case.plan(), _workload(case), 2, tmp_path / "checkpoints")
     unbroken = train_planned(case.plan(), _workload(case), 4)
     for stage in (0, 1):
@@ -184,7 +181,7 @@ def test_a_checkpoint_of_slices_goes_on_bit_for_bit_without_them(tmp_path: Path)
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
-    case = _case(dp=2)
+    case = small_case(dp=2)
     workload = _workload(case, optimizer="Adafactor", optimizer_args={})
     with pytest.raises(InvalidInputError, match="Adafactor needs whole parameters"):
         InProcessWorld(case.plan().devices).run(

@@ -14,7 +14,7 @@ from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import ScheduleKind
 from mmplan.simulation.step import simulate
 from tests.clocks import FixedCosts, tower
-from tests.programs import in_flight, loss, make_plan, unit
+from tests.programs import Kind, in_flight, loss, make_plan, unit
 
 
 def check_batch_sync(stages: int, k: int, rounds: int, forward: float, backward: float) -> None:
@@ -50,7 +50,7 @@ def test_idle_share_of_batch_sync_on_the_whole_grid(stages: int, backward: float
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("n", [1, 2, 4, 9])
 def test_gpipe_and_1f1b_take_the_same_time_and_hold_their_micro_batches(
-    kind: str, stages: int, n: int
+    kind: Kind, stages: int, n: int
 ) -> None:
     program = tower(stages, n, 1, kind=kind)
     result = simulate(program, FixedCosts(forward=1.0, backward=2.0))

@@ -77,7 +77,8 @@ def mutations(draw: st.DrawFn, original: dict[str, Any]) -> dict[str, Any]:
             case "scale" if isinstance(parent[key], int | float):
                 parent[key] *= draw(st.sampled_from([-1, 0, 2, 3, 0.5]))
             case "double" if isinstance(parent, list):
-                parent.insert(key, copy.deepcopy(parent[key]))
+                index = int(key)
+                parent.insert(index, copy.deepcopy(parent[index]))
             case "copy":
                 other = draw(st.sampled_from(every))
                 parent[key] = copy.deepcopy(parent_of(document, other)[other[-1]])
@@ -198,14 +199,14 @@ def test_workloads_are_solved_or_refused(paths: dict[str, Path], document: dict[
     solve_told(paths, document, ORIGINALS.profile)
 
 
-def solve_told(paths: dict[str, Path], job: dict[str, Any], costs: dict[str, Any]) -> None:
+def solve_told(paths: dict[str, Any], job: dict[str, Any], costs: dict[str, Any]) -> None:
     workload, profile = read(Workload, job), read(Profile, costs)
     if workload is None or profile is None:
         return
     if max(task.batch for task in resolve_tasks(workload).values()) > 1000:
         return  # long, and no other case
     try:
-        plan = solve(workload, profile=profile, devices=2, top=1, budget_s=0.05, **paths)  # pyright: ignore[reportArgumentType]
+        plan = solve(workload, profile=profile, devices=2, top=1, budget_s=0.05, **paths)
     except MMPlanError as error:
         assert_told(error)
     else:

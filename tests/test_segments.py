@@ -39,7 +39,8 @@ class Run:
 
         def planner(tasks: tuple[str, ...], output: Path) -> Plan:
             self.asked.append(tasks)
-            return plan_of(*tasks, devices=plan.devices, top=plan.solver.asked.top)  # type: ignore[union-attr]
+            assert plan.solver.asked is not None
+            return plan_of(*tasks, devices=plan.devices, top=plan.solver.asked.top)
 
         self.made = make_segments(
             SETS,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mmlaunch.checkpoint.boxes import ShardStyle, shard_boxes
 from mmlaunch.model.shard_layout import ShardLayout, flat_parts, shard_place
 from mmplan.errors import InvalidInputError
-from mmplan.program.shards import Ranks, held_shards, is_crowded, shard_sums, whole_sums
+from mmplan.program.shards import Ranks, ShardSum, held_shards, is_crowded, shard_sums, whole_sums
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
 
@@ -58,7 +58,7 @@ def test_every_element_is_summed_once_over_all_that_hold_it(
     assert seen == dict.fromkeys(range(math.prod(shape)), 1)
 
 
-def _elements(place: ShardLayout, total, position: torch.Tensor) -> list[int]:
+def _elements(place: ShardLayout, total: ShardSum, position: torch.Tensor) -> list[int]:
     local = place.take(position)
     boxes = place.span(total.shards, total.tp)
     if boxes is None:

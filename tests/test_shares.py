@@ -257,7 +257,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         torch.arange(5, dtype=torch.int64),
         torch.randn(7, dtype=torch.bfloat16),
     ]
-    trees = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
+    trees: list[Any] = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
     group, calls = (5, 3, 9), [0]
 
     def part(tensor: torch.Tensor, rank: int) -> PaddedShare:
@@ -268,17 +268,18 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         return PaddedShare(padded, tuple(tensor.shape))
 
     def parts(rank: int) -> list[Any]:
-        one, two, three, four = (part(tensor, rank) for tensor in whole)
-        return [(one, None, two), [Ragged(three, trees[1][0].lengths), four]]  # pyright: ignore
+        shares: list[Any] = [part(tensor, rank) for tensor in whole]
+        one, two, three, four = shares
+        return [(one, None, two), [Ragged(three, trees[1][0].lengths), four]]
 
     class Ranks:
         def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
             assert ranks == (3, 5, 9)
             calls[0] += 1
             rows: list[torch.Tensor] = []
-            bring = Recorder(rows)
+            bring: Any = Recorder(rows)
             for rank in ranks:
-                bring_together(parts(rank), bring, group)  # pyright: ignore
+                bring_together(parts(rank), bring, group)
             full.copy_(torch.cat(rows))
 
     class Recorder:
@@ -288,7 +289,8 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
             self.rows.append(mine.clone())
 
-    found = bring_together(parts(5), Ranks(), group)  # pyright: ignore
+    transport: Any = Ranks()
+    found = bring_together(parts(5), transport, group)
     assert calls == [1]
     assert torch.equal(found[0][0], whole[0])
     assert found[0][1] is None
@@ -323,15 +325,10 @@ def _cut_in_two(program: Program) -> Program:
         row: list[Any] = []
         for item in program.instructions[rank]:
             ends = {(0, 4), (4, 0)}
-            same = isinstance(item, Message) and (rank, item.peer) in ends
             if (
-                same
-                and (item.edge, item.start, item.stop)
-                == (
-                    first.edge,
-                    first.start,
-                    first.stop,
-                )
+                isinstance(item, Message)
+                and (rank, item.peer) in ends
+                and (item.edge, item.start, item.stop) == (first.edge, first.start, first.stop)
                 and item.op.value.endswith("F")
             ):
                 row += [

@@ -26,12 +26,12 @@ from tests.clocks import FixedCosts, TinySimulator, tower
 from tests.matrix_cases import Case
 from tests.naive import NaiveRun, WrongStepError
 from tests.plants import drop, places, put, with_rows
-from tests.programs import in_flight, loss, make_plan, plans, trained_as, unit
+from tests.programs import Kind, in_flight, loss, make_plan, plans, trained_as, unit
 from tests.solving import module_profile, profile
 from tests.splitting import split_by_hand
 from tests.verification import HERE, verify_in_process
 
-KINDS = ["1f1b", "gpipe", "batch-sync"]
+KINDS: list[Kind] = ["1f1b", "gpipe", "batch-sync"]
 
 
 def split(plan: Plan, *, even: bool = False) -> Plan:
@@ -84,7 +84,7 @@ def test_zb_h1_of_four_stages_by_hand() -> None:
 @pytest.mark.parametrize("stages", [1, 3, 8])
 @pytest.mark.parametrize("n", [8, 13])
 @pytest.mark.parametrize("kind", KINDS)
-def test_idle_time_of_equal_stages(kind: str, stages: int, n: int) -> None:
+def test_idle_time_of_equal_stages(kind: Kind, stages: int, n: int) -> None:
     """DESIGN: for 8 stages and K = 8, 21 idle units, then 14, then 7."""
     whole, own = (tower(stages, n, 1, kind=kind, split=s) for s in (False, True))
     even = tower(stages, n, 1, kind=kind, split=True, even=True)
@@ -110,7 +110,7 @@ def test_idle_time_of_equal_stages(kind: str, stages: int, n: int) -> None:
     st.sampled_from([0.0, 0.5]),
 )
 def test_simulated_times_equal_an_independent_simulation(
-    kind: str,
+    kind: Kind,
     stages: int,
     k: int,
     rounds: int,
@@ -145,7 +145,7 @@ def test_interleaved_chunks_gain_too_and_hold_no_more(pp: int, n: int) -> None:
     assert all(a <= b for a, b in zip(after.peak_bytes, before.peak_bytes, strict=True))
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans(), st.booleans(), st.data())
 def test_any_plan_is_sound_with_split_backwards(
     plan: Plan, even: bool, data: st.DataObject

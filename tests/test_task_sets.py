@@ -125,9 +125,10 @@ def test_parts_under_other_sets_and_rank_counts_equal_one_process(
             kept = saved.load_whole(name, f"optim.{key}")
             assert (kept - value).abs().max().item() < TOLERANCE
         assert len(saved.kinds(name)) == 1 + len(alone.optimizer.state[parameter])
-    assert alone.optimizer.state[alone.modules["u"][0].up.weight]["step"] == 12
-    assert alone.optimizer.state[alone.modules["v"][0].up.weight]["step"] == 8
-    assert alone.optimizer.state[alone.modules["w"][0].up.weight]["step"] == 4
+    modules: Any = alone.modules
+    assert alone.optimizer.state[modules["u"][0].up.weight]["step"] == 12
+    assert alone.optimizer.state[modules["v"][0].up.weight]["step"] == 8
+    assert alone.optimizer.state[modules["w"][0].up.weight]["step"] == 4
     saved.close()
 
 

@@ -16,6 +16,7 @@ from mmlaunch.checkpoint.boxes import shard_boxes
 from mmlaunch.model.tensor_parallel import ParameterShard, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
+from tests.zoo_tp import gradients_by_name
 
 
 class Group:
@@ -52,7 +53,7 @@ class Plain(nn.Module):
     def __init__(self, width: int = 24, heads: int = 12) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = nn.Module()
+        self.attention: Any = nn.Module()
         self.attention.head_dim = width // heads
         for name in "qkv":
             self.attention.add_module(name, nn.Linear(width, width, bias=name != "k"))
@@ -86,7 +87,8 @@ def reference(
     x = x.clone().requires_grad_()
     out = block(x)
     out.backward(grad)
-    return out.detach(), x.grad, {n: p.grad for n, p in block.named_parameters()}
+    assert x.grad is not None
+    return out.detach(), x.grad, gradients_by_name(block)
 
 
 def run_sharded(
@@ -172,6 +174,7 @@ def test_shapes_alone_need_no_group() -> None:
         block = Plain()
         shard_block(block, index=0, count=2, comm=comm)
         block(torch.empty(4, 5, 24)).sum().backward()
+    assert block.down.weight.grad is not None
     assert block.down.weight.grad.shape == (24, 18)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ class RandomCounted(Counted):
         return super().forward(nn.functional.dropout(features, 0.3), mask)
 
 
-def _sometimes(zero: int, dp: int) -> tuple[Plan, Workload]:
+def _sometimes(zero: Literal[0, 1], dp: int) -> tuple[Plan, Workload]:
     units = [unit("v", "a", blocks=2, k=2, dp=dp)]
     losses = [loss("regression", "v", "target")]
     workload = make_workload(
@@ -69,7 +69,9 @@ def _sometimes(zero: int, dp: int) -> tuple[Plan, Workload]:
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_parameter_without_gradient_stays_as_torch_leaves_it(zero: int, dp: int) -> None:
+def test_a_parameter_without_gradient_stays_as_torch_leaves_it(
+    zero: Literal[0, 1], dp: int
+) -> None:
     plan, workload = _sometimes(zero, dp)
     steps = 3
     began = train_planned(plan, workload, 0)
@@ -108,7 +110,7 @@ def test_a_random_loss_equals_one_process(kind: str, dp: int) -> None:
 )
 @pytest.mark.parametrize("zero", [0, 1])
 def test_another_optimizers_checkpoint_is_refused(
-    train: dict[str, Any], message: str, zero: int, tmp_path: Path
+    train: dict[str, Any], message: str, zero: Literal[0, 1], tmp_path: Path
 ) -> None:
     plan, workload = _sometimes(zero, 2)
     paths: list[Path] = []

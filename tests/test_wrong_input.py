@@ -286,7 +286,7 @@ def test_too_little_memory_is_infeasible(files: Folder) -> None:
     assert not (files.root / "new.json").exists()
 
 
-UNIT: Change = lambda p: p["units"][0]  # noqa: E731
+UNIT: Callable[[Any], Any] = lambda p: p["units"][0]  # noqa: E731
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmplan import Ragged
 from mmplan.errors import InvalidInputError
@@ -165,11 +166,14 @@ def test_sharded_clip_adds_to_gradients_of_earlier_sync_batches() -> None:
     loss = losses.clip().double()
     xs = features(2, 4)
     rows = {i: torch.arange(4) for i in range(2)}
-    for step in (1, 2):
+
+    def scale_grad() -> Tensor:
         loss.sharded(dict(enumerate(xs)), rows, xs, lambda stats: [stats[0], stats[1]])
-        if step == 1:
-            once = loss.logit_scale.grad.clone()
-    torch.testing.assert_close(loss.logit_scale.grad, 2 * once, rtol=1e-15, atol=0)
+        assert loss.logit_scale.grad is not None
+        return loss.logit_scale.grad.clone()
+
+    once, twice = scale_grad(), scale_grad()
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("num_modalities", [2, 3, 4])
@@ -203,7 +207,7 @@ def test_clip_computes_bf16_features_in_float32() -> None:
 
 
 @pytest.mark.parametrize("factory", [losses.clip, losses.sigmoid])
-def test_contrastive_losses_refuse_what_they_cannot_pair(factory: object) -> None:
+def test_contrastive_losses_refuse_what_they_cannot_pair(factory: Callable[[], nn.Module]) -> None:
     loss = factory()
     with pytest.raises(InvalidInputError, match="two modalities or more, got 1"):
         loss(torch.ones(3, 4))

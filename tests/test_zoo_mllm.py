@@ -36,10 +36,7 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", PLANS)

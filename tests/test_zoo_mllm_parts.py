@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +73,7 @@ def test_ragged_fields_count_with_their_mean_rows() -> None:
     workload = mllm.workload(batch=32)
     task = resolve_tasks(workload)["default"]
     flow = TaskFlow(workload, HERE, task)
-    data = digits(sequences=64, length=32, sigma=1.5)
+    data: Any = digits(sequences=64, length=32, sigma=1.5)
     chosen = range(0, 64, 2)
     mean = sum(len(data[i]["images"].values) for i in chosen) / len(chosen)
     (images,) = flow.inputs("vision", task.inputs["vision"], BASE)
@@ -99,7 +101,7 @@ def test_a_norm_keeps_its_input_and_a_number_per_row() -> None:
 
 
 def test_features_take_the_places_of_their_placeholders_in_order() -> None:
-    embed = llama(2, 8, heads=2, vocab=10, placeholders=[9, 8])[0].embed
+    embed: Any = llama(2, 8, heads=2, vocab=10, placeholders=[9, 8])[0].embed
     tokens = torch.tensor([[1, 9, 9, 8], [2, 3, 4, 5], [9, 1, 9, 1]])
     images = torch.arange(32.0).view(2, 2, 8)
     sounds = -torch.ones(1, 8)
@@ -136,13 +138,14 @@ def test_fused_gate_and_up_equal_separate_ones() -> None:
     fused.load_state_dict(state)
     tokens = torch.randint(0, 10, (2, 5))
     torch.testing.assert_close(fused(tokens), apart(tokens), rtol=1e-13, atol=1e-13)
-    assert fused[0].tp_plan["mlp.gate_up"] == "packed_colwise"
+    first: Any = fused[0]
+    assert first.tp_plan["mlp.gate_up"] == "packed_colwise"
 
 
 def test_the_projector_joins_neighbouring_patches() -> None:
     projector = Projector(width=1, merge=2, grid=4, outputs=4)
     seen: list[Tensor] = []
-    projector.norm = nn.Identity()
+    projector.set_submodule("norm", nn.Identity())
     projector.up.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     projector(torch.arange(16.0).view(1, 16, 1))
     assert seen[0][0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
@@ -151,7 +154,8 @@ def test_the_projector_joins_neighbouring_patches() -> None:
 def test_an_image_is_drawn_from_the_tokens_right_before_it() -> None:
     sizes = {"width": 6, "hidden": 6, "condition": 3, "patch": 2}
     noising = Noising(**sizes, shape=(1, 4, 4))
-    noising.condition_norm = noising.condition_project = nn.Identity()
+    for name in ("condition_norm", "condition_project"):
+        noising.set_submodule(name, nn.Identity())
     hidden = torch.arange(2 * 5).float().view(2, 5, 1).expand(2, 5, 6)
     images = Ragged(torch.zeros(3, 1, 4, 4), torch.tensor([1, 2]))
     starts = Ragged(torch.tensor([4, 1, 5]), torch.tensor([1, 2]))
@@ -177,7 +181,7 @@ def test_sequences_of_digits_say_what_is_to_be_learned() -> None:
     data = digits(sequences=40, length=48, rows=2)
     counts: set[int] = set()
     for index in range(len(data)):
-        sample = data[index]
+        sample: dict[str, Any] = data[index]
         tokens, images, starts = sample["tokens"], sample["images"], sample["starts"]
         assert int((tokens == IMAGE).sum()) == 2 * len(images.values)
         assert all(tokens[s] == IMAGE != tokens[s - 1] for s in starts.values.tolist())
@@ -198,7 +202,7 @@ def test_synthetic_sequences_are_full_and_skewed() -> None:
     images = torch.tensor([data.work(i)["vision"] for i in range(len(data))])
     assert images.min() == 0
     assert images.max() == 7
-    sample = data[int(images.argmax())]
+    sample: dict[str, Any] = data[int(images.argmax())]
     assert int((sample["tokens"] == 49).sum()) == 56
     assert len(sample["targets"].values) == 4
 
@@ -219,6 +223,6 @@ def test_synthetic_sequences_are_full_and_skewed() -> None:
         (lambda: synthetic(length=8, rows=8), "a sequence has 8"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(build: object, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         build()

@@ -21,16 +21,13 @@ from mmplan.zoo.encoder import vit
 from mmplan.zoo.patches import PatchEmbedding, join_neighbours
 from mmplan.zoo.senses import zero_shot_accuracies
 from mmplan.zoo.synthetic import noise
-from tests.commands import call
+from tests.commands import Program, call
 from tests.solving import module_profile, profile, run_solve
 from tests.verification import verify_in_process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- patches of anything -------------------------------------------------------------------
@@ -88,7 +85,8 @@ def test_patches_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str
 
 def test_signals_and_spectrograms_go_through_towers_and_encoders() -> None:
     audio = towers.vision(2, 16, image=[32, 51], patch=16, stride=10, channels=1, embed=5)
-    assert len(audio[0].embed.position) == 2 * 4
+    embed: Any = audio[0].embed
+    assert len(embed.position) == 2 * 4
     assert audio(torch.rand(3, 1, 32, 51)).shape == (3, 5)
     speech = vit(2, 16, heads=2, outputs=5, image=[24], patch=[2], channels=7, merge=2)
     assert speech(torch.rand(3, 7, 24)).shape == (3, 6, 5)
@@ -323,17 +321,19 @@ def test_senses_are_learned_also_those_never_paired_with_text() -> None:
 def test_val_digits_from_profile_to_weights(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     workload, plan = EXAMPLES / "val-digits" / "workload.yaml", tmp_path / "plan.json"
-    for command in (
-        ("mmplan", "profile", workload, "-o", tmp_path / "p.json"),
+    given = tmp_path / "p.json"
+    commands: list[tuple[Program, list[object]]] = [
+        ("mmplan", ["profile", workload, "-o", given]),
         (
-            *("mmplan", "solve", workload, "--profile", tmp_path / "p.json", "--devices", 3),
-            *("--solver", "mpsp", "-o", plan),
+            "mmplan",
+            ["solve", workload, "--profile", given, "--devices", 3, "--solver", "mpsp", "-o", plan],
         ),
-        ("mmplan", "check", plan),
-        ("mmlaunch", "verify", plan),
-        ("mmlaunch", "run", plan, "--run-dir", tmp_path / "run", "--steps", 4),
-    ):
-        done = call(*command)
+        ("mmplan", ["check", plan]),
+        ("mmlaunch", ["verify", plan]),
+        ("mmlaunch", ["run", plan, "--run-dir", tmp_path / "run", "--steps", 4]),
+    ]
+    for program, args in commands:
+        done = call(program, *args)
         assert done.code == 0, done.err
     assert (tmp_path / "run" / "final.safetensors").is_file()
 

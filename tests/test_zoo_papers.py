@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from mmplan.profiling.flow import BASE, TaskFlow
@@ -17,10 +16,7 @@ from tests.commands import call
 
 PAPERS = Path(__file__).parents[1] / "examples" / "papers"
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def parameters(modules: Mapping[str, nn.Module]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,7 @@ from mmplan.zoo.senses import (
 
 pytest.importorskip("sklearn")
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_fields_of_a_sample() -> None:
@@ -206,9 +204,10 @@ def test_an_untrained_model_tells_digits_by_chance_and_a_parrot_all_of_one() -> 
     untrained = digits_told(encoders, llm, inputs=inputs)
     assert 0 <= untrained < 0.3
     seven = int(digits.digit_ids()[7])
+    head: Any = llm[-1].head
     with torch.no_grad():
-        llm[-1].head.norm.weight.zero_()
-        llm[-1].head.vocabulary = Constant(seven)
+        head.norm.weight.zero_()
+        head.vocabulary = Constant(seven)
     told = digits_told({"sound": encoders["sound"]}, llm, inputs=inputs)
     labels = digits.captioned("test").labels
     assert told == pytest.approx((labels == 7).double().mean().item())

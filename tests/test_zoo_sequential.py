@@ -6,7 +6,7 @@ import copy
 import gc
 import operator
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmplan import Ragged
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.sequential import from_layers
+from mmplan.zoo.sequential import LayerSequential, from_layers
 
 
 class Layer(nn.Module):
@@ -70,8 +70,13 @@ FIRST = ["core.token", "offset", "gain", "position"]
 LAST = ["core.norm", "out"]
 
 
-def cut(model: nn.Module, **changes: Any) -> nn.Sequential:
-    args = {"before": embed, "after": project, "first": FIRST, "last": LAST} | changes
+def cut(model: nn.Module, **changes: Any) -> LayerSequential:
+    args: dict[str, Any] = {
+        "before": embed,
+        "after": project,
+        "first": FIRST,
+        "last": LAST,
+    } | changes
     return from_layers(model, "core.layers", **args)
 
 
@@ -111,8 +116,8 @@ def test_names_are_the_models_own_behind_the_block() -> None:
 
 
 def test_tied_weights_stay_one_object() -> None:
-    blocks = cut(LanguageModel())
-    assert blocks[0].before.core.token.weight is blocks[2].after.out.weight
+    first, _, last = (cast("Any", block) for block in cut(LanguageModel()))
+    assert first.before.core.token.weight is last.after.out.weight
 
 
 def test_dropping_blocks_frees_the_rest_of_the_model() -> None:

@@ -36,8 +36,8 @@ def train_planned(
     workload: Workload,
     steps: int,
     *,
-    before: Callable[[Session], None] = lambda _: None,
-    after: Callable[[Session], None] = lambda _: None,
+    before: Callable[[Session], object] = lambda _: None,
+    after: Callable[[Session], object] = lambda _: None,
 ) -> Trained:
     """Every rank's steps; ``before`` and ``after`` are called with each session."""
 

@@ -62,10 +62,19 @@ def run_ranks(num_ranks: int, run: Callable[[int, Meeting], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [pool.submit(guarded, rank) for rank in range(num_ranks)]
-    failures = [f.exception() for f in futures if f.exception() is not None]
+    failures = [error for f in futures if (error := f.exception()) is not None]
     for failure in sorted(failures, key=lambda f: isinstance(f, threading.BrokenBarrierError)):
         raise failure
     return [future.result() for future in futures]
+
+
+def gradients_by_name(block: nn.Module) -> dict[str, Tensor]:
+    """Every parameter's gradient; each has one."""
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad
+    return gradients
 
 
 def run_split_block(block: nn.Module, state: tuple[Tensor, ...], tp: int) -> Any:
@@ -84,8 +93,9 @@ def run_split_block(block: nn.Module, state: tuple[Tensor, ...], tp: int) -> Any
 def shard(block: nn.Module, rank: int, tp: int, meeting: Meeting) -> nn.Module:
     """A copy of the block that holds one rank's slices, by its ``tp_plan``."""
     local = copy.deepcopy(block)
-    for name, rule in block.tp_plan.items():
-        linear = local.get_submodule(name)
+    rules: Any = block.tp_plan
+    for name, rule in rules.items():
+        linear: Any = local.get_submodule(name)
         if rule == "rowwise":
             weight = linear.weight.detach().chunk(tp, dim=1)[rank]
             local.set_submodule(name, SumOverRanks(weight, linear.bias, rank, meeting))
