@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from functools import cache
@@ -15,7 +16,7 @@ import cli
 from tests.commands import ROOT, call
 from tests.test_schemas import generator
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 APPS = {"mmplan": cli.mmplan_app, "mmlaunch": cli.mmlaunch_app}
 # Named where the README says what is not there yet.
 NOT_YET = {"data|slurm|k8s"}
@@ -84,6 +85,37 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), target
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), target
+
+
+@cache
+def definitions(file: Path) -> set[str]:
+    """Names that a module defines: ``name``, and ``Class.name`` of a class's members."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt], prefix: str) -> None:
+        for item in body:
+            if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(prefix + item.name)
+                if isinstance(item, ast.ClassDef):
+                    visit(item.body, f"{prefix}{item.name}.")
+            targets = item.targets if isinstance(item, ast.Assign) else []
+            targets = [item.target] if isinstance(item, ast.AnnAssign) else targets
+            names = (name for target in targets for name in ast.walk(target))
+            found.update(prefix + name.id for name in names if isinstance(name, ast.Name))
+
+    visit(ast.parse(file.read_text(encoding="utf-8")).body, "")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_named_on_a_page_exists(page: Path) -> None:
+    """Paths as ``folder/file.py``, what a module defines as ``folder/file.py::Class.name``."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    folders = "benchmarks|docs|examples|mmlaunch|mmplan|profiles|tests"
+    for path, name in re.findall(rf"`((?:{folders})/[\w./-]*)(?:::([\w.]+))?`", text):
+        file = ROOT / path
+        assert file.exists(), path
+        assert not name or name in definitions(file), f"{path}::{name}"
 
 
 def examples() -> list[tuple[str, dict[str, str]]]:
