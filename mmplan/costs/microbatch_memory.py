@@ -18,7 +18,7 @@ from mmplan.schema.profile import Curve, LossProfile, ModuleProfile, Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes:
+class MicroBatchMemory:
     """One micro-batch in a stage.
 
     Attributes:
@@ -39,52 +39,54 @@ class StageBytes:
     output: float
 
 
-class BytesOfStages:
+class StageMemory:
     """Answers from a profile, each asked for once.
 
     Args:
         costs: of the program.
 
     Attributes:
-        knows_passing: whether the profile has what forwards and backwards take for the moment,
+        knows_workspace: whether the profile has what forwards and backwards take for the moment,
             of every module that runs.
     """
 
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
-        self._stages: dict[tuple[int, int, float], StageBytes] = {}
-        self._curves: dict[tuple[str, str, int], _Passing | None] = {}
+        self._stages: dict[tuple[int, int, float], MicroBatchMemory] = {}
+        self._curves: dict[tuple[str, str, int], _Workspace | None] = {}
         self._loss_curves: dict[str, Curve | None] = {}
-        self.knows_passing = all(self._passing(stage) is not None for stage in costs.program.stages)
+        self.knows_workspace = all(
+            self._passing(stage) is not None for stage in costs.program.stages
+        )
 
-    def of(self, stage: Stage, samples: int, worth: float) -> StageBytes:
-        """Of a micro-batch of so many samples, worth so many of mean work."""
-        key = stage.index, samples, worth
+    def of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
+        """Of a micro-batch of so many samples, weighted_samples so many of mean work."""
+        key = stage.index, samples, weighted_samples
         if key not in self._stages:
-            self._stages[key] = self._found(stage, samples, worth)
+            self._stages[key] = self._found(stage, samples, weighted_samples)
         return self._stages[key]
 
-    def _found(self, stage: Stage, samples: int, worth: float) -> StageBytes:
+    def _found(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
         cut = self.costs.costs.cut_bytes(
             task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
         )
         losses = [self.costs.program.losses[index].name for index in stage.hosted]
-        forward, backward = self._moments(stage, worth)
+        forward, backward = self._moments(stage, weighted_samples)
         passed = _passed(stage)
-        return StageBytes(
-            activations=self._activations(stage, worth),
+        return MicroBatchMemory(
+            activations=self._activations(stage, weighted_samples),
             first=passed[0] if passed is not None else stage.blocks[1],
             forward=forward,
             backward=backward,
             losses=sum(self.loss_bytes(name, samples) for name in losses),
-            output=worth * cut,
+            output=weighted_samples * cut,
         )
 
-    def _activations(self, stage: Stage, worth: float) -> tuple[float, ...]:
+    def _activations(self, stage: Stage, weighted_samples: float) -> tuple[float, ...]:
         passed = _passed(stage)
         if passed is None:
             return ()
-        whole = self.costs.activation_bytes(stage, worth)
+        whole = self.costs.activation_bytes(stage, weighted_samples)
         shares = [
             self.costs.costs.activation_share(
                 task=stage.task, module=stage.module, blocks=(block, block + 1)
@@ -94,14 +96,14 @@ class BytesOfStages:
         total = sum(shares)
         return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
 
-    def _moments(self, stage: Stage, worth: float) -> tuple[float, float]:
+    def _moments(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
         """Most of a forward and of a backward, beside what they leave."""
         known = self._passing(stage)
         if known is None:
             return 0.0, 0.0
         work = self.costs.costs.sampled_work(stage.task)
         # In samples like those that the points were taken on.
-        size = worth * (1.0 if work is None else work.mean(stage.module))
+        size = weighted_samples * (1.0 if work is None else work.mean(stage.module))
         alone = known.forward_only.at(size)
         passed = _passed(stage)
         if passed is None:
@@ -109,23 +111,25 @@ class BytesOfStages:
         backward = known.backward_extra.at(size)
         if self.costs.recomputes(stage):
             # A block runs forward again, and holds all of its activations while it runs back.
-            return alone, backward + self._largest_block(stage, worth, passed)
+            return alone, backward + self._largest_block(stage, weighted_samples, passed)
         forward = known.forward_extra.at(size)
         return (forward if passed == stage.blocks else max(forward, alone)), backward
 
-    def _largest_block(self, stage: Stage, worth: float, passed: tuple[int, int]) -> float:
+    def _largest_block(
+        self, stage: Stage, weighted_samples: float, passed: tuple[int, int]
+    ) -> float:
         return max(
             self.costs.costs.activation_bytes(
                 task=stage.task,
                 module=stage.module,
                 tp=stage.tp,
-                samples=worth,
+                samples=weighted_samples,
                 blocks=(block, block + 1),
             )
             for block in range(*passed)
         )
 
-    def _passing(self, stage: Stage) -> _Passing | None:
+    def _passing(self, stage: Stage) -> _Workspace | None:
         key = stage.task, stage.module, stage.tp
         if key not in self._curves:
             module = self.costs.costs.profile.module(stage.module, stage.task)
@@ -149,7 +153,7 @@ class BytesOfStages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Passing:
+class _Workspace:
     """Curves over the micro-batch of what a profile's points have (:class:`Point`)."""
 
     forward_only: Curve
@@ -157,7 +161,7 @@ class _Passing:
     backward_extra: Curve
 
 
-def _fitted(module: ModuleProfile, tp: int) -> _Passing | None:
+def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
     """Curves of one tp: a stage of some blocks takes what the module does, being a most.
 
     None where a point lacks what they are made of.
@@ -170,7 +174,7 @@ def _fitted(module: ModuleProfile, tp: int) -> _Passing | None:
     def curve(value: Callable[[Point], float | None]) -> Curve:
         return fit_curve([p.microbatch for p in whole], [value(p) or 0.0 for p in whole])
 
-    return _Passing(
+    return _Workspace(
         forward_only=curve(lambda p: p.forward_only_bytes),
         forward_extra=curve(lambda p: p.forward_extra_bytes),
         backward_extra=curve(lambda p: p.backward_extra_bytes),

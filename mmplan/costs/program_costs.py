@@ -12,7 +12,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import CrossSampleLoss, Edge, LossReduction, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
-from mmplan.program.rank_facts import (
+from mmplan.program.rank_metadata import (
     StatePart,
     collective_groups,
     gathered_edges,
@@ -173,7 +173,7 @@ class ProgramCosts:
         nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
         return Traffic(seconds=transfer.interface_s, loads=exchange(nodes))
 
-    def sync_s(self, loss: CrossSampleLoss, batch: int = 0) -> float:
+    def sync_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
 
         A sharded loss exchanges its rows' statistics besides.
@@ -305,10 +305,10 @@ class ProgramCosts:
             task=stage.task, module=stage.module, blocks=(block, block + 1)
         )
 
-    @property
-    def communicator_bytes(self) -> float:
-        """Device memory of one communicator."""
-        return self.costs.cluster.device.communicator_bytes
+    def communicator_bytes(self, rank: int) -> float:
+        """Device memory of the communicators of a rank."""
+        each = self.costs.cluster.device.communicator_bytes
+        return each * self.communicators(rank) if each else 0.0
 
     def communicators(self, rank: int) -> int:
         """Communicators of a rank, as the launcher creates them on devices that have any.

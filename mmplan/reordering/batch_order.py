@@ -19,43 +19,15 @@ import numpy as np
 from mmplan.arrays import Floats, Indices
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
-from mmplan.reordering.microbatch_order import FoundOrder, OrderBudget, full_effort, search_order
+from mmplan.reordering.microbatch_order import FoundOrder, OrderBudget, full_budget, search_order
 from mmplan.reordering.pipeline_recurrence import Recurrence, make_recurrence
 from mmplan.reordering.replica_assignment import assign_groups, check_work
 
 # Ordering a batch may take this share of the step's predicted time, or of a second where that
 # is unknown. What it takes is estimated from counts: a clock would tell every process another
-# effort.
+# budget.
 _SHARE = 0.01
 _LEVEL_S, _NODE_S = 6e-6, 3e-8
-
-
-def order_microbatches(
-    recurrence: Recurrence,
-    forward_SM: Floats,
-    backward_SM: Floats,
-    *,
-    seed: int = 0,
-    effort: OrderBudget | None = None,
-) -> FoundOrder:
-    """Order micro-batches so that the pipeline ends early.
-
-    Args:
-        recurrence: of the program, whose stages all run the same M micro-batches.
-        forward_SM: time of a stage's forward on each micro-batch.
-        backward_SM: likewise; 0 where the stage has none.
-        seed: the same seed gives the same order.
-
-    Raises:
-        InvalidInputError: the tables do not fit the program.
-    """
-    return search_order(
-        lambda orders: recurrence.order_makespans(orders, forward_SM, backward_SM),
-        forward_SM + backward_SM,
-        [range(forward_SM.shape[1])],
-        seed=seed,
-        effort=effort or full_effort(forward_SM.shape[1]),
-    )
 
 
 class BatchOrder:
@@ -99,7 +71,7 @@ class BatchOrder:
         self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
         self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
         seconds = _SHARE * (program.predicted_s or 1.0)
-        self._effort = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
+        self._budget = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
 
     def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
@@ -117,10 +89,10 @@ class BatchOrder:
         groupings = [self._grouped(weight_B) for weight_B in self._weights(work)]
         if not groupings:
             return given
-        glance = replace(self._effort, first=self._effort.first // 2, generations=0, scans=0)
+        glance = replace(self._budget, first=self._budget.first // 2, generations=0, scans=0)
         first = [self._searched(grouped, work, seed, glance).makespan for grouped in groupings]
         grouped = groupings[first.index(min(first))]
-        found = self._searched(grouped, work, seed, self._effort)
+        found = self._searched(grouped, work, seed, self._budget)
         order = self._sources(found.order[None, :], grouped)[0]
         before, after = self._makespans(np.array([given, order]), work)
         return order if after < before else given
@@ -206,7 +178,7 @@ class BatchOrder:
         return order
 
     def _searched(
-        self, grouped: Indices, work: Mapping[str, Floats], seed: int, effort: OrderBudget
+        self, grouped: Indices, work: Mapping[str, Floats], seed: int, budget: OrderBudget
     ) -> FoundOrder:
         rows = [p.slowest * work[p.module][grouped] for p in self._parts if p.module in work]
         lists: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -217,7 +189,7 @@ class BatchOrder:
             self._per_cell(np.array(rows)),
             list(lists.values()),
             seed=seed,
-            effort=effort,
+            budget=budget,
         )
 
     def _per_cell(self, time_FB: Floats) -> Floats:
@@ -315,8 +287,8 @@ def _cost(stage: Stage, blocks: int) -> tuple[float, float, float]:
 
 
 def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> OrderBudget:
-    """The full effort, or what of it fits the time."""
-    full = full_effort(num_microbatches)
+    """The full budget, or what of it fits the time."""
+    full = full_budget(num_microbatches)
     batches = full.first / 64 + full.generations + full.scans
     needed_s = recurrence.num_levels * batches * _LEVEL_S
     needed_s += recurrence.num_nodes * full.columns * _NODE_S

@@ -23,7 +23,7 @@ from mmplan.arrays import Floats, Indices
 
 _AT_ONCE = 64
 _PARENTS = 4
-# Micro-batches that the default effort is enough for.
+# Micro-batches that the default budget is enough for.
 _FEW = 32
 # Heaviest cells of a list that may stand outside the pyramid, and how often one does.
 _APART, _OFTEN = 4, 0.5
@@ -53,7 +53,7 @@ class OrderBudget:
         return self.first + _AT_ONCE * (self.generations + self.scans)
 
 
-def full_effort(num_microbatches: int) -> OrderBudget:
+def full_budget(num_microbatches: int) -> OrderBudget:
     """As much as still gains: more where there are more micro-batches to order."""
     times = max(1.0, num_microbatches / _FEW)
     full = OrderBudget()
@@ -85,9 +85,9 @@ def search_order(
     lists: Sequence[Sequence[int]],
     *,
     seed: int,
-    effort: OrderBudget,
+    budget: OrderBudget,
 ) -> FoundOrder:
-    """The best order of cells that the effort finds, never worse than the one given.
+    """The best order of cells that the budget finds, never worse than the one given.
 
     Args:
         evaluate: orders [R, C] to makespans [R].
@@ -98,7 +98,7 @@ def search_order(
     """
     search = _OrderSearch(evaluate, time_FC, lists, seed)
     given = float(evaluate(np.arange(time_FC.shape[1])[None, :])[0])
-    found = search.run(given, effort)
+    found = search.run(given, budget)
     return FoundOrder(order=found[0], makespan=found[1], given=given)
 
 
@@ -163,21 +163,21 @@ class _OrderSearch:
         self._groups = [np.array(rows, np.intp) for _, rows in sorted(by_length.items())]
         self._ranks = [self._ranking(places_LM) for places_LM in self._groups]
 
-    def run(self, given: float, effort: OrderBudget) -> tuple[Indices, float]:
+    def run(self, given: float, budget: OrderBudget) -> tuple[Indices, float]:
         order, span = np.arange(self._time_FC.shape[1]), given
-        if not self._groups or not effort.first:
+        if not self._groups or not budget.first:
             return order, span
-        drawn = self._draw(effort.first)
+        drawn = self._draw(budget.first)
         if drawn.spans.max() > drawn.spans.min() * (1 + _SAME):
-            for _ in range(effort.generations):
+            for _ in range(budget.generations):
                 parents = drawn.best(_PARENTS)
                 drawn = parents.joined(self._bred(parents))
         else:
-            effort = OrderBudget(scans=0)
+            budget = OrderBudget(scans=0)
         best = int(drawn.spans.argmin())
         if drawn.spans[best] < span:
             order, span = drawn.orders[best], float(drawn.spans[best])
-        return self._climb(order, span, effort.scans)
+        return self._climb(order, span, budget.scans)
 
     def _climb(self, order: Indices, span: float, scans: int) -> tuple[Indices, float]:
         """Scan from the best order so far, at first over slightly worse ones."""

@@ -84,39 +84,6 @@ class Recurrence:
             end_NR[level.start : level.stop] += starts
         return end_NR.max(axis=0)
 
-    def order_makespans(
-        self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats
-    ) -> Floats:
-        """Makespans [R] when position k of every stage holds micro-batch ``orders_RM[r, k]``.
-
-        Args:
-            orders_RM: permutations of the micro-batches.
-            forward_SM: time of a stage's forward on each micro-batch, all replicas alike.
-            backward_SM: likewise; the parts of a split backward take half each.
-
-        Raises:
-            InvalidInputError: the tables do not cover the stages and micro-batches.
-        """
-        return self.makespans(self._times(orders_RM, forward_SM, backward_SM))
-
-    def _times(self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats) -> Floats:
-        needed = int(self.stage.max()) + 1, int(self.mb.max()) + 1
-        for given in (forward_SM.shape, backward_SM.shape, (needed[0], orders_RM.shape[1])):
-            if given != (needed[0], forward_SM.shape[1]) or given[1] < needed[1]:
-                raise InvalidInputError(
-                    f"times for {given[0]} stages x {given[1]} micro-batches, the program has "
-                    f"{needed[0]} x {needed[1]}",
-                    hint="give one row per stage and one column per micro-batch",
-                )
-        num_microbatches, candidates = orders_RM.shape[1], orders_RM.shape[0]
-        # The last row is for what is no compute.
-        table = np.vstack([forward_SM, backward_SM, np.zeros_like(forward_SM[:1])])
-        held = table.take(orders_RM.T.ravel(), axis=1).reshape(-1, candidates)
-        is_backward = self.backward | self.weights
-        row_N = np.where(self.stage < 0, -1, self.stage + is_backward * needed[0])
-        time_NR = held.take((row_N % len(table)) * num_microbatches + self.mb, axis=0)
-        return time_NR * self.share[:, None] if self.weights.any() else time_NR
-
 
 def make_recurrence(program: Program) -> Recurrence:
     """The recurrence of a program: its simulation with messages that take no time.

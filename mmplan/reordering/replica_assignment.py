@@ -46,17 +46,6 @@ def assign_groups(work: Floats, counts: int | Sequence[int]) -> Indices:
     return group_B
 
 
-def group_bound(work: Floats, num_groups: int) -> float:
-    """A lower bound of the heaviest of groups of equal size c.
-
-    The mean load, or the largest sample with the c - 1 smallest ones.
-    """
-    size = len(work) // num_groups
-    sorted_work = np.sort(work)
-    least = float(sorted_work[-1]) + float(sorted_work[: size - 1].sum())
-    return max(float(work.sum()) / num_groups, least)
-
-
 def check_work(work: Floats) -> None:
     """Refuse what is no amount of work.
 

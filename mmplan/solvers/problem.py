@@ -130,7 +130,7 @@ def first_of_each_kind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFacts:
+class StageProperties:
     """What does not depend on degrees and micro-batches.
 
     Attributes:
@@ -152,7 +152,7 @@ class Problem:
 
     request: Request
     task: TaskView
-    _facts: dict[tuple[str, Blocks], StageFacts] = field(
+    _facts: dict[tuple[str, Blocks], StageProperties] = field(
         default_factory=dict, repr=False, compare=False
     )
     _seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = field(
@@ -233,14 +233,14 @@ class Problem:
         """Modules whose features a cross-sample loss takes."""
         return tuple(dict.fromkeys(s.module for s in self.task.loss_inputs[loss] if s.module))
 
-    def stage(self, module: str, blocks: Blocks) -> StageFacts:
+    def stage(self, module: str, blocks: Blocks) -> StageProperties:
         """What a stage trains, passes on and hosts; remembered."""
         key = module, blocks
         if key not in self._facts:
             trainable = self.trainable(module, blocks)
             takes = self._takes_gradient(module, blocks)
             last = blocks[1] == self.blocks(module)
-            self._facts[key] = StageFacts(
+            self._facts[key] = StageProperties(
                 trainable=trainable,
                 input_gradient=takes,
                 passed=gradient_blocks(blocks, trainable, input_gradient=takes),

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from mmplan.program.checks.instruction_faults import touching, untiled, where
 from mmplan.program.checks.interval_counts import cut, normal
 from mmplan.program.checks.parameter_coverage import Gradient, ParameterCheck
-from mmplan.program.dependencies import Wiring
+from mmplan.program.dependencies import Dependencies
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Program, Reduction, Stage
 
@@ -36,16 +36,16 @@ _Held = tuple[int, int, int]
 
 
 def coverage_faults(
-    program: Program, wiring: Wiring, order: Sequence[tuple[int, int]]
+    program: Program, dependencies: Dependencies, order: Sequence[tuple[int, int]]
 ) -> Iterator[str]:
     """Samples that enter a stage, or reach a gradient, not exactly once.
 
     Args:
         program: one whose references are right (:func:`structure.reference_faults`).
-        wiring: the program's.
+        dependencies: the program's.
         order: all (rank, position), each after what it waits for.
     """
-    flow = _Flow(program, wiring)
+    flow = _Flow(program, dependencies)
     for rank, position in order:
         flow.run(rank, position)
     yield from flow.faults
@@ -99,7 +99,7 @@ def _uses(program: Program, consumer: Stage, edge: Edge) -> tuple[bool, list[int
 class _Flow:
     """The state of the run on intervals."""
 
-    def __init__(self, program: Program, wiring: Wiring) -> None:
+    def __init__(self, program: Program, dependencies: Dependencies) -> None:
         self.faults: list[str] = []
         # (rank, stage) to the gradient of its parameters, with one unsorted list per loss.
         self.gradients: defaultdict[tuple[int, int], Gradient] = defaultdict(
@@ -108,7 +108,7 @@ class _Flow:
         # (reduction, rank) to the lengths of those lists when it was reduced.
         self.reduced: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self._program = program
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._uses = {
             edge.index: _uses(program, program.stages[edge.consumer], edge)
             for edge in program.edges
@@ -163,8 +163,8 @@ class _Flow:
     def _check_shares(self, rank: int, position: int, item: Compute) -> None:
         """What a group gathers is of the same messages on all of its ranks."""
         found: list[tuple[int, int, int]] = []
-        for message in self._wiring.needs[rank].get(position, ()):
-            index, backward, _, _, start, stop = self._wiring.messages[message]
+        for message in self._dependencies.input_messages[rank].get(position, ()):
+            index, backward, _, _, start, stop = self._dependencies.messages[message]
             if self._program.shares(self._program.edges[index], backward=backward) > 1:
                 found.append((index, start, stop))
         found.sort()
@@ -178,9 +178,9 @@ class _Flow:
         stage = self._program.stages[item.stage]
         span = self._span(rank, item.stage, item.mb)
         arrived: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for message in self._wiring.needs[rank].get(position, ()):
+        for message in self._dependencies.input_messages[rank].get(position, ()):
             if message in self._samples:
-                arrived[self._wiring.messages[message][0]].append(self._samples[message])
+                arrived[self._dependencies.messages[message][0]].append(self._samples[message])
         sources = [*stage.inputs]
         for loss in stage.hosted:
             sources += self._program.per_sample(loss).inputs
@@ -199,7 +199,7 @@ class _Flow:
     def _run_backward(self, rank: int, position: int, item: Compute) -> None:
         held = rank, item.stage, item.mb
         total = self._output[held]
-        for message in self._wiring.needs[rank].get(position, ()):
+        for message in self._dependencies.input_messages[rank].get(position, ()):
             for loss, pieces in self._carried.pop(message, {}).items():
                 total[loss] += pieces
         self._backward[held] = {loss: normal(pieces) for loss, pieces in total.items()}
@@ -212,7 +212,7 @@ class _Flow:
             sums[loss] += pieces
 
     def _message(self, rank: int, position: int) -> int:
-        return self._wiring.arg[rank][position]
+        return self._dependencies.arg[rank][position]
 
     def _send_forward(self, rank: int, position: int, item: Message) -> None:
         """What arrives is the part of the range that the sender has computed."""
