@@ -1,8 +1,7 @@
-"""Bytes of one micro-batch in a stage, as a run of it allocates and releases them.
+"""Bytes of one micro-batch in a stage, as a run allocates and frees them.
 
-More than what a plan's memory counts, which is weights, gradients, optimizer state and
-activations: here also what a forward or backward takes for the moment, as far as the profile has
-it, what is received and sent, and what losses hold.
+A plan's memory counts weights, gradients, optimizer state and activations. Here are also the
+workspace of forwards and backwards, as far as the profile has it, messages, and tensors of losses.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from mmplan.schema.profile import Curve, LossProfile, ModuleProfile, Point
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchMemory:
-    """One micro-batch in a stage.
+    """The bytes of one micro-batch in a stage.
 
     Attributes:
         activations: of the blocks that a gradient passes, from first to last; held from the
             forward to the backward.
         first: the first of these blocks.
-        forward: most at once in the forward, beside what it leaves.
-        backward: most at once in the backward, beside what was there before it.
+        forward: peak workspace of the forward, without its activations.
+        backward: peak workspace of the backward.
         losses: of its hosted losses, held as activations are.
         output: of the last block.
     """
@@ -40,14 +39,13 @@ class MicroBatchMemory:
 
 
 class StageMemory:
-    """Answers from a profile, each asked for once.
+    """The bytes of micro-batches in the stages of a program, cached.
 
     Args:
         costs: of the program.
 
     Attributes:
-        knows_workspace: whether the profile has what forwards and backwards take for the moment,
-            of every module that runs.
+        knows_workspace: whether the profile has the workspace of every module that runs.
     """
 
     def __init__(self, costs: ProgramCosts) -> None:
@@ -56,22 +54,22 @@ class StageMemory:
         self._curves: dict[tuple[str, str, int], _Workspace | None] = {}
         self._loss_curves: dict[str, Curve | None] = {}
         self.knows_workspace = all(
-            self._passing(stage) is not None for stage in costs.program.stages
+            self._workspace(stage) is not None for stage in costs.program.stages
         )
 
     def of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
-        """Of a micro-batch of so many samples, weighted_samples so many of mean work."""
+        """Of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
         key = stage.index, samples, weighted_samples
         if key not in self._stages:
-            self._stages[key] = self._found(stage, samples, weighted_samples)
+            self._stages[key] = self._bytes_of(stage, samples, weighted_samples)
         return self._stages[key]
 
-    def _found(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
+    def _bytes_of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
         cut = self.costs.costs.cut_bytes(
             task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
         )
         losses = [self.costs.program.losses[index].name for index in stage.hosted]
-        forward, backward = self._moments(stage, weighted_samples)
+        forward, backward = self._workspaces(stage, weighted_samples)
         passed = _passed(stage)
         return MicroBatchMemory(
             activations=self._activations(stage, weighted_samples),
@@ -96,13 +94,13 @@ class StageMemory:
         total = sum(shares)
         return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
 
-    def _moments(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
-        """Most of a forward and of a backward, beside what they leave."""
-        known = self._passing(stage)
+    def _workspaces(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
+        """Peak workspace of a forward and of a backward."""
+        known = self._workspace(stage)
         if known is None:
             return 0.0, 0.0
         work = self.costs.costs.sampled_work(stage.task)
-        # In samples like those that the points were taken on.
+        # In samples like those of the profile's points.
         size = weighted_samples * (1.0 if work is None else work.mean(stage.module))
         alone = known.forward_only.at(size)
         passed = _passed(stage)
@@ -110,7 +108,7 @@ class StageMemory:
             return alone, 0.0
         backward = known.backward_extra.at(size)
         if self.costs.recomputes(stage):
-            # A block runs forward again, and holds all of its activations while it runs back.
+            # A block runs forward again, and holds all of its activations during its backward.
             return alone, backward + self._largest_block(stage, weighted_samples, passed)
         forward = known.forward_extra.at(size)
         return (forward if passed == stage.blocks else max(forward, alone)), backward
@@ -129,7 +127,7 @@ class StageMemory:
             for block in range(*passed)
         )
 
-    def _passing(self, stage: Stage) -> _Workspace | None:
+    def _workspace(self, stage: Stage) -> _Workspace | None:
         key = stage.task, stage.module, stage.tp
         if key not in self._curves:
             module = self.costs.costs.profile.module(stage.module, stage.task)
@@ -137,14 +135,14 @@ class StageMemory:
         return self._curves[key]
 
     def loss_bytes(self, name: str, samples: int) -> float:
-        """What a loss holds from its forward to its backward; 0 for one that is not known."""
+        """Bytes of a loss from its forward to its backward; 0 where the profile lacks it."""
         if name not in self._loss_curves:
             self._loss_curves[name] = _loss_curve(self.costs.costs.profile.losses.get(name))
         curve = self._loss_curves[name]
         return 0.0 if curve is None else curve.at(samples)
 
     def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
-        """Of one sync batch: all features, and what its loss holds on a rank."""
+        """Bytes of one sync batch: all features, and the loss's tensors on a rank."""
         samples = loss.sync_batch
         held = self.loss_bytes(loss.name, samples)
         known = self.costs.costs.profile.losses.get(loss.name)
@@ -154,7 +152,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workspace:
-    """Curves over the micro-batch of what a profile's points have (:class:`Point`)."""
+    """Curves over the micro-batch size of the workspace fields of :class:`Point`."""
 
     forward_only: Curve
     forward_extra: Curve
@@ -162,9 +160,9 @@ class _Workspace:
 
 
 def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
-    """Curves of one tp: a stage of some blocks takes what the module does, being a most.
+    """Workspace of one tp; None where no point has it.
 
-    None where a point lacks what they are made of.
+    Workspace is a peak over the blocks: a stage of some blocks takes as much as the module.
     """
     points = [p for p in module.points if p.tp == tp and p.backward_extra_bytes is not None]
     whole = [p for p in points if p.blocks in (None, module.blocks)] or points
