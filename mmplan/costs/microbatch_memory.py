@@ -144,10 +144,10 @@ class StageMemory:
     def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
         """Bytes of one sync batch: all features, and the loss's tensors on a rank."""
         samples = loss.sync_batch
-        held = self.loss_bytes(loss.name, samples)
+        whole_bytes = self.loss_bytes(loss.name, samples)
         known = self.costs.costs.profile.losses.get(loss.name)
         parts = len(loss.ranks) if known is not None and known.sharded else 1
-        return samples * self.costs.feature_bytes(loss), held / parts
+        return samples * self.costs.feature_bytes(loss), whole_bytes / parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,12 @@ from mmplan.program.instructions import Collective, Compute, Instruction, Messag
 from mmplan.program.model import Program
 
 # Kinds of instructions. A GROUP instruction starts on all ranks of its group together.
-POST, SEND, ALONE, GROUP, START, STEP = range(6)
+POST = 0
+SEND = 1
+ALONE = 2
+GROUP = 3
+START = 4
+STEP = 5
 
 # (edge, is backward, source rank, target rank, first sample, end of samples)
 MessageKey = tuple[int, bool, int, int, int, int]
@@ -90,10 +95,8 @@ class _Builder:
                 if stage.tp == 1 or weights:
                     kind = ALONE
                 else:
-                    kind, arg = (
-                        GROUP,
-                        self._group((stage.index, item.op, replica, item.mb), stage.tp),
-                    )
+                    key = stage.index, item.op, replica, item.mb
+                    kind, arg = GROUP, self._group(key, stage.tp)
             elif isinstance(item, Sync):
                 kind, arg = self._sync(item)
             elif isinstance(item, Collective):

@@ -158,7 +158,7 @@ class BatchOrder:
                 )
         for part in self._module_loads:
             if part.module in work:
-                # A running sum: it rounds alike on every processor.
+                # A running sum has the same rounding on every processor.
                 busy = float(np.cumsum(work[part.module])[-1]) * part.slowest / part.replicas
                 scaled[part.module] = work[part.module] / (busy or 1.0)
         return scaled

@@ -96,7 +96,7 @@ def _largest_first(work: Floats, sizes: list[int]) -> Indices:
 def _swap(work: Floats, group_B: Indices, num_groups: int) -> None:
     """Swap samples of the heaviest group and of light ones while the heaviest gets lighter."""
     load = np.bincount(group_B, weights=work, minlength=num_groups)
-    # A running sum has the same rounding on every processor, and all must decide alike.
+    # A running sum has the same rounding on every processor, and so the same swaps.
     target = float(np.cumsum(load)[-1]) / num_groups
     by_group = np.argsort(group_B, kind="stable")
     ends = np.searchsorted(group_B[by_group], np.arange(num_groups + 1))

@@ -1,4 +1,4 @@
-"""The quotient of a plan: one representative of each class of components that act alike.
+"""The quotient of a plan: one representative of each class of components.
 
 A *component* is a set of replicas that exchange samples or share ranks. Components meet in syncs,
 in reductions and on the network interfaces of nodes. Two components are equivalent where their
