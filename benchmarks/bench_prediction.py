@@ -28,7 +28,7 @@ from planning import planned, profiled_file, workload_path
 
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.planning import planner
-from mmplan.simulation.peak_memory import MOST_DRAWS, HeldBytes
+from mmplan.simulation.peak_memory import MAX_BATCHES, ExpectedMemory
 from mmplan.simulation.predict import plan_costs, simulate_plan
 
 WARM_UP = 4
@@ -56,10 +56,10 @@ def entries(name: str, options: argparse.Namespace, folder: Path) -> list[Entry]
             print(entry, file=sys.stderr)
     for entry, plan_path in found:
         run_dir = plan_path.with_suffix(".memory")
-        _run(plan_path, run_dir, MOST_DRAWS, EAGER_MALLOC)
+        _run(plan_path, run_dir, MAX_BATCHES, EAGER_MALLOC)
         record = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
         held = {int(rank): value for rank, value in record["memory_bytes"].items() if value}
-        peaks = HeldBytes(plan_costs(entry.plan, plan_path, first)).peaks()
+        peaks = ExpectedMemory(plan_costs(entry.plan, plan_path, first)).peaks()
         planned = entry.plan.predicted.memory_bytes
         entry.held = [peaks[rank].total / value for rank, value in held.items()]
         entry.planned = [planned[rank] / value for rank, value in held.items()]

@@ -33,10 +33,10 @@ from mmplan.costs.program_costs import ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Op
 from mmplan.program.model import Program
-from mmplan.reordering.batch_order import BatchOrder, order_microbatches
-from mmplan.reordering.microbatch_order import OrderBudget
+from mmplan.reordering.batch_order import BatchOrder
+from mmplan.reordering.microbatch_order import FoundOrder, OrderBudget, full_budget, search_order
 from mmplan.reordering.pipeline_recurrence import Recurrence, make_recurrence
-from mmplan.reordering.replica_assignment import assign_groups, group_bound
+from mmplan.reordering.replica_assignment import assign_groups
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 
@@ -59,6 +59,13 @@ def lightest(work: Floats, groups: int, order: Indices) -> Indices:
         result[sample] = group
         load[group] += work[sample]
     return result
+
+
+def group_bound(work: Floats, num_groups: int) -> float:
+    """The mean load, or the largest sample with the c - 1 smallest ones of its group of c."""
+    ascending = np.sort(work)
+    largest = ascending[-1] + ascending[: len(work) // num_groups - 1].sum()
+    return max(float(work.sum()) / num_groups, float(largest))
 
 
 def intra(seeds: int) -> str:
@@ -95,6 +102,39 @@ def intra(seeds: int) -> str:
 
 
 # --- inter ----------------------------------------------------------------------------------
+
+
+def order_makespans(
+    recurrence: Recurrence, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats
+) -> Floats:
+    """Makespans [R] when position k of every stage holds micro-batch ``orders_RM[r, k]``."""
+    table = np.stack([forward_SM, backward_SM])
+    time_NR = table[
+        recurrence.backward.astype(int)[:, None],
+        recurrence.stage[:, None],
+        orders_RM.T[recurrence.mb],
+    ]
+    time_NR[recurrence.stage < 0] = 0
+    return recurrence.makespans(time_NR)
+
+
+def ordered(
+    recurrence: Recurrence,
+    forward_SM: Floats,
+    backward_SM: Floats,
+    *,
+    seed: int,
+    budget: OrderBudget | None = None,
+) -> FoundOrder:
+    """The order of the micro-batches of one replica that the search finds."""
+    count = forward_SM.shape[1]
+    return search_order(
+        lambda orders: order_makespans(recurrence, orders, forward_SM, backward_SM),
+        forward_SM + backward_SM,
+        [range(count)],
+        seed=seed,
+        budget=budget or full_budget(count),
+    )
 
 
 def algorithm_3(recurrence: Recurrence, forward: Floats, backward: Floats) -> Indices:
@@ -231,17 +271,17 @@ def inter_row(
     for seed in range(seeds):
         forward = chain_times(stages, count, sigma, seed)
         backward = 2 * forward
-        found = order_microbatches(recurrence, forward, backward, seed=seed)
+        found = ordered(recurrence, forward, backward, seed=seed)
         for _ in range(3):
             began = time.process_time()
-            order_microbatches(recurrence, forward, backward, seed=seed)
+            ordered(recurrence, forward, backward, seed=seed)
             seconds.append(time.process_time() - began)
         draws = np.random.default_rng(seed).permuted(np.tile(np.arange(count), (64, 1)), axis=1)
-        spans = recurrence.order_makespans(draws, forward, backward)
+        spans = order_makespans(recurrence, draws, forward, backward)
         third = algorithm_3(recurrence, forward, backward)
-        third_span = float(recurrence.order_makespans(third[None], forward, backward)[0])
+        third_span = float(order_makespans(recurrence, third[None], forward, backward)[0])
         longest = [
-            order_microbatches(recurrence, forward, backward, seed=1000 + k, effort=LONG).makespan
+            ordered(recurrence, forward, backward, seed=1000 + k, budget=LONG).makespan
             for k in range(2)
         ]
         best = min(found.makespan, third_span, *longest)

@@ -31,7 +31,7 @@ from mmplan.planning import planner
 from mmplan.processes import rare_collections
 from mmplan.program.clocks import replay
 from mmplan.program.compile import compile_plan
-from mmplan.program.dependencies import wire
+from mmplan.program.dependencies import find_dependencies
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
@@ -119,11 +119,11 @@ def _entry(model: str, folder: Path, options: argparse.Namespace) -> Entry:
     compile_s, program = least(lambda: compile_plan(plan))
     priced = ProgramCosts(program, costs, plan)
     whole_s, step = least(lambda: simulate(program, priced))
-    wiring = wire(program)
-    durations = durations_of(program, priced, wiring)
-    shared_s, _ = least(lambda: replay(wiring, durations))
-    apart = durations_of(program, priced, wiring, contention=False)
-    alone_s, alone = least(lambda: replay(wiring, apart))
+    dependencies = find_dependencies(program)
+    durations = durations_of(program, priced, dependencies)
+    shared_s, _ = least(lambda: replay(dependencies, durations))
+    apart = durations_of(program, priced, dependencies, contention=False)
+    alone_s, alone = least(lambda: replay(dependencies, apart))
     merged_s, (merged, _) = least(lambda: simulated(plan, costs))
     shared = durations.shared
     return Entry(

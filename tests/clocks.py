@@ -38,7 +38,7 @@ class FixedCosts:
     reduce: float = 0.0
     activation: float = 1.0
     static: float = 0.0
-    communicator_bytes: float = 0.0
+    one_communicator_bytes: float = 0.0
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         f, b = self.by_module.get(stage.module, (self.forward, self.backward))
@@ -87,8 +87,8 @@ class FixedCosts:
     def static_bytes(self, rank: int) -> float:
         return self.static
 
-    def communicators(self, rank: int) -> int:
-        return 2
+    def communicator_bytes(self, rank: int) -> float:
+        return 2 * self.one_communicator_bytes
 
     def flops(self) -> float:
         return 6e12

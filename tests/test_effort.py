@@ -11,7 +11,7 @@ import pytest
 from mmplan.solvers import search_budget as effort
 from mmplan.solvers.distmm.chained_modules import ChainPlan, ChainSearch
 from mmplan.solvers.distmm.module_options import Option
-from mmplan.solvers.search_budget import LAST_RESORT, SearchBudget
+from mmplan.solvers.search_budget import CLOCK_FACTOR, SearchBudget
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
@@ -32,7 +32,7 @@ def test_what_was_spent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_clock_ends_what_takes_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 1.0)
     own = SearchBudget(2.0)
-    assert [own.is_over for _ in range(2 * LAST_RESORT + 2)].index(True) == 2 * LAST_RESORT
+    assert [own.is_over for _ in range(2 * CLOCK_FACTOR + 2)].index(True) == 2 * CLOCK_FACTOR
 
 
 def options(seed: int) -> list[Option]:

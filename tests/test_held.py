@@ -23,7 +23,7 @@ from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import load_workload
-from mmplan.simulation.peak_memory import Held, HeldBytes
+from mmplan.simulation.peak_memory import ExpectedMemory, MemoryUse
 from mmplan.simulation.predict import costs_of, plan_costs
 from mmplan.simulation.step import simulate
 from tests.programs import loss, make_plan, plans, unit
@@ -48,16 +48,16 @@ def given_profile(parameters: float, blocks: int, *, known: bool, names: str = "
     return profile(dict.fromkeys(names, module), 16)
 
 
-def held_bytes(plan: Plan, costs: Profile) -> HeldBytes:
-    return HeldBytes(costs_of(plan.model_copy(update={"cluster": costs.cluster}), costs))
+def held_bytes(plan: Plan, costs: Profile) -> ExpectedMemory:
+    return ExpectedMemory(costs_of(plan.model_copy(update={"cluster": costs.cluster}), costs))
 
 
-def in_computes(held: HeldBytes, rank: int) -> dict[str, tuple[float, float]]:
+def in_computes(held: ExpectedMemory, rank: int) -> dict[str, tuple[float, float]]:
     """(most during it, bytes after it) of every compute."""
     row = held.costs.program.instructions[rank]
     return {
         str(row[moment.position]): (moment.during.total, moment.after_bytes)
-        for moment in held.moments(rank)
+        for moment in held.by_instruction(rank)
         if isinstance(row[moment.position], Compute)
     }
 
@@ -71,7 +71,9 @@ def test_one_micro_batch_has_no_gradients_when_its_activations_are_most() -> Non
         "0F0": (480 + 400 + 4, 480 + 400),
         "0B0": (480 + 400 + 16, 480 + 160),
     }
-    assert held.peak(0) == Held(fixed=480, gradients=0, activations=400, passing=16, others=0)
+    assert held.peak(0) == MemoryUse(
+        fixed=480, gradients=0, activations=400, workspace=16, buffers=0
+    )
     step = simulate(held.costs.program, held.costs)
     assert step.peak_bytes[0] == 480 + 160 + 400
     curve = list(dict.fromkeys(held.over_time(step, 0)))
@@ -83,7 +85,7 @@ def test_large_gradients_are_most_at_the_end_of_the_backward() -> None:
     plan = make_plan(unit("v", blocks=4), losses=[loss("l", "v")], batch=2)
     held = held_bytes(plan, given_profile(400, 4, known=True))
     peak = held.peak(0)
-    assert (peak.gradients, peak.activations, peak.passing) == (1600, 0, 0)
+    assert (peak.gradients, peak.activations, peak.workspace) == (1600, 0, 0)
 
 
 def test_a_pipeline_keeps_its_gradients_from_the_first_backward() -> None:
@@ -99,7 +101,7 @@ def test_a_pipeline_keeps_its_gradients_from_the_first_backward() -> None:
     assert found["0B0"] == (120 + 100 + 8 + 5, 120 + 40 + 50 + 5)
     assert found["0B1"][1] == 120 + 40 + 50 + 5
     assert found["0B2"] == (120 + 40 + 50 + 8, 120 + 40)
-    last = list(held.moments(0))[-1]
+    last = list(held.by_instruction(0))[-1]
     assert last.after_bytes == 120
 
 
@@ -117,7 +119,7 @@ def test_a_sum_copies_gradients_and_of_zero_leaves_a_slice(
     held = held_bytes(plan, costs.model_copy(update={"cluster": cluster}))
     row = held.costs.program.instructions[0]
     # The first one is of the loss's parameters, which are none.
-    empty, full = (m for m in held.moments(0) if row[m.position].op is Op.REDUCE)
+    empty, full = (m for m in held.by_instruction(0) if row[m.position].op is Op.REDUCE)
     assert empty.during.total == empty.after_bytes == fixed + 160
     assert full.during.total == fixed + 160 + copied
     assert full.after_bytes == fixed + left
@@ -137,7 +139,7 @@ def test_a_forward_without_a_backward_holds_what_passes_only() -> None:
     assert found_most(held, 0) == 40 + 2 * 6 + 2 * 3
 
 
-def found_most(held: HeldBytes, rank: int) -> float:
+def found_most(held: ExpectedMemory, rank: int) -> float:
     return max(during for during, _ in in_computes(held, rank).values())
 
 
@@ -147,9 +149,9 @@ def test_what_the_plan_counts_is_never_less_than_the_same_of_a_run(plan: Plan) -
     held = held_bytes(plan, given_profile(30, 9, known=False, names="abc"))
     counted = simulate(held.costs.program, held.costs).peak_bytes
     for rank, peak in enumerate(held.peaks()):
-        assert peak.passing == 0
+        assert peak.workspace == 0
         assert peak.fixed + peak.gradients + peak.activations <= counted[rank] * (1 + 1e-9)
-        *_, last = [peak.fixed, *(moment.after_bytes for moment in held.moments(rank))]
+        *_, last = [peak.fixed, *(moment.after_bytes for moment in held.by_instruction(rank))]
         assert last == pytest.approx(peak.fixed)
 
 
@@ -169,7 +171,7 @@ def test_a_plan_that_fits_by_its_own_number_only_is_told() -> None:
         fitting = plan.model_copy(update={"cluster": cluster})
         found = costs_of(fitting, costs)
         step = simulate(found.program, found)
-        reasons = explain(fitting, costs, step, (), held=HeldBytes(found))
+        reasons = explain(fitting, costs, step, (), held=ExpectedMemory(found))
         text = next(reason.text for reason in reasons if reason.topic == "run's memory")
         assert ("may run out of memory" in text) is told
 
@@ -221,7 +223,7 @@ def test_two_processes_hold_what_is_expected(tmp_path: Path, solver: str) -> Non
     save_document(plan, plan_path)
     _run(plan_path, run_dir)
     data = load_source(run_dir)
-    expected = HeldBytes(plan_costs(plan, plan_path)).peaks()
+    expected = ExpectedMemory(plan_costs(plan, plan_path)).peaks()
     assert data.run is not None
     for rank, held in data.run.memory_bytes.items():
         assert expected[rank].total == pytest.approx(held, rel=0.1)

@@ -13,7 +13,7 @@ from mmplan.costs.cost_model import CostModel
 from mmplan.planning import planner
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.simulation.peak_memory import least_memory_bytes
+from mmplan.simulation.peak_memory import memory_lower_bound
 from tests.solving import FACTORY, module_profile, profile, run_solve, workload
 
 LOSS = {"l": {"factory": FACTORY, "inputs": ["llm"]}}
@@ -30,7 +30,7 @@ def given(names: tuple[str, ...], devices: int, **cluster: Any) -> Profile:
 
 
 def least(plan: Plan, costs: Profile) -> float:
-    return least_memory_bytes(plan, CostModel(costs, plan.cluster, plan.training))
+    return memory_lower_bound(plan, CostModel(costs, plan.cluster, plan.training))
 
 
 @pytest.mark.parametrize("solver", ["distmm", "convex", "megatron-rigid", "ratio"])

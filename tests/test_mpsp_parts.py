@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from mmplan.costs.links import message_s
+from mmplan.costs.links import message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
 from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
@@ -86,7 +86,7 @@ def plain_transfer_s(
     for (target,), (a, b) in zip(consumers, pairwise(edges), strict=True):
         for source in set(made[a:b]):
             size = 3.0 * made[a:b].count(source)
-            longest = max(longest, message_s(where, source, target, size))
+            longest = max(longest, message(where, source, target, size).seconds)
             if source // 4 != target // 4:
                 seconds = size / SLOW["bandwidth_bytes_per_s"]
                 interfaces.update({f"out {source // 4}": seconds, f"in {target // 4}": seconds})

@@ -19,7 +19,7 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
-from mmplan.program.text import format_program, parse_program_rows
+from mmplan.program.text import format_program
 from mmplan.program.trace import trace_events, write_trace
 from mmplan.schema.plan import Plan
 from mmplan.simulation.step import Simulation, prediction, simulate
@@ -63,16 +63,10 @@ def test_a_reduction_starts_with_its_last_rank_and_counts_as_communication() -> 
 
 
 def test_bytes_are_static_plus_micro_batches_in_flight_plus_communicators() -> None:
-    costs = FixedCosts(activation=10.0, static=100.0, communicator_bytes=3.0)
+    costs = FixedCosts(activation=10.0, static=100.0, one_communicator_bytes=3.0)
     program = tower(3, 4, 2)
     result = simulate(program, costs)
     assert result.peak_bytes == (100 + 6 + 60, 100 + 6 + 50, 100 + 6 + 40)
-    for rank in range(3):
-        points = result.bytes_over_time(rank)
-        assert points[0] == (0.0, 106.0)
-        assert max(held for _, held in points) == result.peak_bytes[rank]
-        assert points[-1] == (result.clocks.end[rank][-2], 106.0)
-        assert [t for t, _ in points] == sorted(t for t, _ in points)
 
 
 def test_a_stage_without_backward_holds_nothing() -> None:
@@ -81,7 +75,6 @@ def test_a_stage_without_backward_holds_nothing() -> None:
     )
     result = simulate(compile_plan(plan), FixedCosts(activation=10.0))
     assert result.peak_bytes == (0.0, 10.0)
-    assert [held for _, held in result.bytes_over_time(0)] == [0.0] * 9
 
 
 def test_prediction_counts_idle_devices_in_mfu_only() -> None:
@@ -267,15 +260,6 @@ def test_program_text_is_golden() -> None:
     if os.environ.get("MMPLAN_GOLDEN") == "write":
         path.write_text(text)
     assert text == path.read_text()
-    assert parse_program_rows(text) == small_program().instructions
-
-
-@pytest.mark.parametrize(
-    "text", ["rank 1: 0F0", "rank 0: 0F0\nrank 0: 0F0", "0F0", "rank 0: 0G0", "rank 0 0F0"]
-)
-def test_rows_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInputError):
-        parse_program_rows(text)
 
 
 def test_trace_has_a_row_per_rank_and_slices_that_do_not_overlap(tmp_path: Path) -> None:

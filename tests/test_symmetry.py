@@ -16,7 +16,7 @@ from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.profile import Profile
 from mmplan.simulation.step import prediction, simulate
 from mmplan.simulation.symmetry import predict
-from mmplan.simulation.symmetry_classes import Excerpt, excerpt
+from mmplan.simulation.symmetry_classes import Quotient, find_quotient
 from tests.solving import module_profile, profile, run_solve, workload
 
 LOSS_POINTS = {"points": [{"samples": 1, "forward_s": 0.25, "backward_s": 0.5}]}
@@ -142,8 +142,8 @@ def simulated_whole(plan: Plan, costs: CostModel) -> Prediction:
     return prediction(simulate(program, ProgramCosts(program, costs, plan)), plan)
 
 
-def excerpt_of(plan: Plan) -> Excerpt | None:
-    return excerpt(plan, lower(plan))
+def quotient_of(plan: Plan) -> Quotient | None:
+    return find_quotient(plan, lower(plan))
 
 
 def check_predictions(found: Sequence[tuple[Plan, CostModel]]) -> int:
@@ -153,7 +153,7 @@ def check_predictions(found: Sequence[tuple[Plan, CostModel]]) -> int:
         for name in Prediction.model_fields:
             wanted = getattr(expected, name)
             assert getattr(got, name) == pytest.approx(wanted, rel=1e-12), (plan.solver.name, name)
-    return sum(excerpt_of(plan) is not None for plan, _ in found)
+    return sum(quotient_of(plan) is not None for plan, _ in found)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -184,27 +184,27 @@ def one_grid(folder: Path, *, devices: int, per_node: int, batch: int) -> Plan:
     return run_solve(folder, task, given, solver="megatron", top=1)
 
 
-def ranks_kept(found: Excerpt) -> list[tuple[tuple[int, ...], ...]]:
+def ranks_kept(found: Quotient) -> list[tuple[tuple[int, ...], ...]]:
     """``[dp][tp]`` of every stage."""
     return [stage.ranks for stage in found.graph.stages]
 
 
 def test_of_equal_parts_one_is_left(tmp_path: Path) -> None:
-    found = excerpt_of(one_grid(tmp_path, devices=8, per_node=4, batch=16))
+    found = quotient_of(one_grid(tmp_path, devices=8, per_node=4, batch=16))
     assert found is not None
     assert ranks_kept(found) == [((0,),)] * 3
-    assert found.twin == dict.fromkeys(range(8), 0)
+    assert found.representative == dict.fromkeys(range(8), 0)
     assert {loss.ranks for loss in found.graph.losses} == {(0,)}
     assert {reduction.ranks for reduction in found.graph.reductions} == {(0,)}
 
 
 def test_parts_that_hold_less_are_another_kind(tmp_path: Path) -> None:
     # 18 samples on 8 devices: two of them have three.
-    found = excerpt_of(one_grid(tmp_path, devices=8, per_node=8, batch=18))
+    found = quotient_of(one_grid(tmp_path, devices=8, per_node=8, batch=18))
     assert found is not None
     assert ranks_kept(found) == [((0,), (2,))] * 3
     assert [len(own) for own in found.graph.stages[0].microbatches] == [3, 2]
-    assert found.twin == {0: 0, 1: 0, **dict.fromkeys(range(2, 8), 2)}
+    assert found.representative == {0: 0, 1: 0, **dict.fromkeys(range(2, 8), 2)}
 
 
 def test_parts_that_lie_across_nodes_are_another_kind(tmp_path: Path) -> None:
@@ -213,10 +213,23 @@ def test_parts_that_lie_across_nodes_are_another_kind(tmp_path: Path) -> None:
     given = profile({n: module_profile() for n in CHAIN}, 12, per_node=5)
     plan = run_solve(tmp_path, task, given, solver="megatron-rigid", top=1)
     assert [u.ranks[d][0][0] for d in range(4) for u in plan.units] == list(range(12))
-    found = excerpt_of(plan)
+    found = quotient_of(plan)
     # Ranks 0-2, 3-5, 6-8 and 9-11 on nodes of 5: a cut after two, and one after one.
     assert found is not None
-    assert [found.twin[rank] for rank in range(12)] == [0, 1, 2, 3, 4, 5, 0, 1, 2, 9, 10, 11]
+    assert [found.representative[rank] for rank in range(12)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        0,
+        1,
+        2,
+        9,
+        10,
+        11,
+    ]
 
 
 @pytest.mark.parametrize(("sync_batch", "kinds"), [(8, 1), (4, 1), (2, 2)])
@@ -227,10 +240,10 @@ def test_replicas_meet_in_syncs(tmp_path: Path, sync_batch: int, kinds: int) -> 
     pins = {"plan": {"tp": 1, "dp": 4, "microbatch": 1}}
     task = workload({"a": pins, "b": pins}, batch=16, losses=losses)
     given = profile({n: module_profile() for n in ("a", "b")}, 4)
-    found = excerpt_of(run_solve(tmp_path, task, given, solver="colocated", top=1))
+    found = quotient_of(run_solve(tmp_path, task, given, solver="colocated", top=1))
     assert found is not None
-    assert len(set(found.twin.values())) == kinds
+    assert len(set(found.representative.values())) == kinds
 
 
 def test_one_replica_leaves_nothing_out(tmp_path: Path) -> None:
-    assert excerpt_of(one_grid(tmp_path, devices=1, per_node=1, batch=3)) is None
+    assert quotient_of(one_grid(tmp_path, devices=1, per_node=1, batch=3)) is None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.gradient_buckets import Piece, UpdatedSlice
 from mmlaunch.model.shard_layout import flat_parts
-from mmplan.program.rank_facts import BUCKET_BYTES
+from mmplan.program.rank_metadata import BUCKET_BYTES
 from mmplan.program.shards import Ranks
 
 

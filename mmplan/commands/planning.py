@@ -215,7 +215,7 @@ def explain(
     from mmplan.report.explain import explain as reasons_of
     from mmplan.schema.load import load_plan
     from mmplan.schema.workload import load_workload
-    from mmplan.simulation.peak_memory import HeldBytes
+    from mmplan.simulation.peak_memory import ExpectedMemory
     from mmplan.simulation.predict import costs_of, plan_profile
     from mmplan.simulation.step import simulate as simulated
 
@@ -225,7 +225,7 @@ def explain(
     effects = part_effects(document, loaded)
     costs = costs_of(document, loaded)
     step = simulated(costs.program, costs)
-    reasons = reasons_of(document, loaded, step, effects, held=HeldBytes(costs))
+    reasons = reasons_of(document, loaded, step, effects, held=ExpectedMemory(costs))
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:

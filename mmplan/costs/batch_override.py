@@ -13,7 +13,7 @@ def with_batch(workload: Workload, batch: int, *, scale_sync: bool = False) -> W
     Args:
         workload: to change.
         batch: samples per step.
-        scale_sync: sync batches that would not divide their batch change in that ratio too.
+        scale_sync: also change sync batches that would not divide their batch, in that ratio.
 
     Raises:
         InvalidInputError: a task's batch would be no whole number, or a sync batch does not
@@ -21,13 +21,13 @@ def with_batch(workload: Workload, batch: int, *, scale_sync: bool = False) -> W
     """
     document = workload.model_dump(mode="json", exclude_unset=True)
     now, source = workload.batch, f"batch {batch}"
-    holders = [(None, document), *document.get("tasks", {}).items()]
-    held = [(name, holder) for name, holder in holders if holder.get("batch")]
-    for name, holder in held:
-        holder["batch"] = _scaled(holder["batch"], batch, now, source, f"task {name}'s batch")
+    owners = [(None, document), *document.get("tasks", {}).items()]
+    with_own = [(name, owner) for name, owner in owners if owner.get("batch")]
+    for name, owner in with_own:
+        owner["batch"] = _scaled(owner["batch"], batch, now, source, f"task {name}'s batch")
     for name, loss in document["losses"].items():
         sync_batch = loss.get("sync_batch")
-        if scale_sync and sync_batch and any(holder["batch"] % sync_batch for _, holder in held):
+        if scale_sync and sync_batch and any(o["batch"] % sync_batch for _, o in with_own):
             what = f"loss {name}'s sync batch"
             loss["sync_batch"] = _scaled(sync_batch, batch, now, source, what)
     return parse_document(Workload, document, source=source)

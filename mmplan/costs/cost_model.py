@@ -1,8 +1,8 @@
-"""What modules, stages, messages and losses cost: the one place where a profile becomes numbers.
+"""Costs of modules, stages, messages and losses from a profile, in seconds and bytes.
 
-A stage ``[a, b)`` costs its whole module's time times its blocks' share of the work, the
-fixed part included; parameters and activations are shared out by the profile's own
-lists, equally without them.
+A stage ``[a, b)`` takes its whole module's time times its blocks' share of the work, the fixed part
+included. Its parameters and activations are shares by the profile's own lists, equal shares
+without them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmplan.costs.block_ranges import Blocks, Ranges, gradient_blocks, overlaps
+from mmplan.costs.block_ranges import Blocks, Ranges, gradient_blocks, overlaps, running_shares
 from mmplan.costs.fit import fit_key, fit_loss, fit_module, tp_degrees
 from mmplan.costs.links import LinkCosts
 from mmplan.costs.sample_work import SampledWork, fit_for_work, sampled_work
@@ -20,7 +20,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
 
-# A row's logsumexp is computed in float32 at least.
+# Bytes of a row's logsumexp, which is computed in float32 at least.
 _STATISTIC_BYTES = 4
 
 
@@ -36,7 +36,7 @@ class _Shares:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A whole module's cost for one micro-batch."""
+    """The cost of a whole module for one micro-batch."""
 
     forward_s: float
     backward_s: float
@@ -47,12 +47,12 @@ class _Whole:
 class CostModel(LinkCosts):
     """Times (seconds) and sizes (bytes) from a profile's fitted curves.
 
-    Curves are the profile's own ``fits``; what they lack is fitted from its points when
-    first asked for. Answers are remembered: solvers ask the same thing often.
+    Curves are the profile's own ``fits``; others are fitted from its points when first needed.
+    Results are cached: solvers need the same numbers often.
 
     Args:
         profile: the measured, analytic or given costs.
-        cluster: whose links are used; the profile's own when absent.
+        cluster: its links are used; the profile's own cluster by default.
         training: precision, optimizer and ZeRO stage, for memory.
     """
 
@@ -70,7 +70,7 @@ class CostModel(LinkCosts):
         )
         self._shares: dict[tuple[str, str], _Shares] = {}
         self._fits: dict[tuple[str, str, int], ModuleFit] = {}
-        self._fitted: dict[tuple[int, int], ModuleFit] = {}
+        self._fitted: dict[tuple[str, int], ModuleFit] = {}
         self._whole: dict[tuple[str, str, int, float], _Whole] = {}
         self._loss_fits: dict[str, LossFit | None] = {}
         self._asked: dict[str, tuple[Curve, float, float]] = {}
@@ -95,30 +95,48 @@ class CostModel(LinkCosts):
         return _between(self._module(task, module).activations, blocks)
 
     def curves(self, *, task: str, module: str, tp: int) -> ModuleFit:
-        """A whole module's curves over the micro-batch size, for many sizes at once."""
-        return self._fit(task, module, tp)
+        """A whole module's curves over the micro-batch size."""
+        key = task, module, tp
+        if key not in self._fits:
+            profile = self._module(task, module).profile
+            if tp not in tp_degrees(profile):
+                options = ", ".join(map(str, tp_degrees(profile)))
+                raise InvalidInputError(
+                    f"module {module} has no points at tp {tp}; the profile has tp {options}",
+                    hint=f"plan with one of these, or profile {module} at tp {tp} as well",
+                )
+            # Tasks without costs of their own share the module's.
+            shared = self._fit_key(task, module), tp
+            if shared not in self._fitted:
+                self._fitted[shared] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
+            self._fits[key] = fit_for_work(self._fitted[shared], self._mean(task, module))
+        return self._fits[key]
 
     def sampled_work(self, task: str) -> SampledWork | None:
-        """How the work of a task's samples varies, where the profile knows it."""
+        """The varying work of a task's samples, where the profile knows it."""
         return self._work.get(task)
 
     def straggler(self, *, task: str, module: str, dp: int, samples: int) -> float:
-        """Mean work of the busiest of dp replicas, in samples of mean work; 1 where all are alike.
+        """Expected work of the busiest of dp replicas over the mean; 1 where all samples are equal.
 
-        Times of a module with dp replicas are asked for at that many times its micro-batch.
+        The times of a module with dp replicas are those of its micro-batch times this factor.
 
         Args:
-            task: whose data.
+            task: its data.
             module: the module.
-            dp: its replicas, which wait for each other after every round.
+            dp: its replicas; they wait for each other after every round.
             samples: of a round, over all replicas.
         """
         known = self._work.get(task)
         return 1.0 if known is None else known.straggler(module, dp=dp, samples=samples)
 
     def loss_curves(self, loss: str) -> LossFit | None:
-        """A loss's curves over the samples, None for one that the profile does not know."""
-        return self._loss_fit(loss)
+        """A loss's curves over the samples; None for a loss that the profile does not know."""
+        if loss not in self._loss_fits:
+            profile, fits = self.profile.losses.get(loss), self.profile.fits
+            stored = fits.losses.get(loss) if fits else None
+            self._loss_fits[loss] = None if profile is None else stored or fit_loss(profile)
+        return self._loss_fits[loss]
 
     def forward_s(
         self, *, task: str, module: str, tp: int, samples: float, blocks: Blocks | None = None
@@ -142,13 +160,13 @@ class CostModel(LinkCosts):
         """Seconds of a range's backward for one micro-batch.
 
         Input gradients cost ``backward_input_s`` over the blocks from the first that a
-        gradient passes, weight gradients the rest of the backward over those that train.
+        gradient passes. Weight gradients cost the rest of the backward over those that train.
 
         Args:
-            task: whose version of the module.
+            task: its version of the module.
             module: the module.
             tp: tensor-parallel degree.
-            samples: of mean work, as many as the micro-batch's own are worth.
+            samples: the micro-batch in samples of mean work.
             blocks: the stage, default the whole module.
             trainable: ranges of blocks that train, default all.
             input_gradient: whether something before the stage takes a gradient.
@@ -178,8 +196,8 @@ class CostModel(LinkCosts):
     ) -> float:
         """Bytes that one device holds of a micro-batch between its forward and backward.
 
-        With ``recompute="full"`` only each block's input is kept (what the previous cut
-        carries, whole on every tensor-parallel rank), never more than without.
+        With ``recompute="full"`` each block keeps its input only: the bytes of the cut before it,
+        replicated on every tensor-parallel rank. It never takes more than without.
         """
         shares = self._module(task, module)
         blocks = blocks or (0, shares.profile.blocks)
@@ -192,7 +210,7 @@ class CostModel(LinkCosts):
         return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]))
 
     def _input_bytes(self, task: str, module: str) -> list[float]:
-        """Running sums of the bytes per sample that the blocks take in."""
+        """Running sums of the blocks' input bytes per sample."""
         key = task, module
         if key not in self._inputs:
             blocks = range(self.num_blocks(task=task, module=module))
@@ -219,8 +237,7 @@ class CostModel(LinkCosts):
     ) -> float:
         """Weights, gradients and optimizer state of a stage on one device.
 
-        See :mod:`mmplan.costs.cost_model` for the bytes; all are divided by ``tp``, the state by
-        ``dp`` as well under ZeRO-1.
+        All are divided by ``tp``, and the state also by ``dp`` under ZeRO-1.
         """
         blocks = blocks or (0, self.num_blocks(task=task, module=module))
         total = self.parameters(task=task, module=module, blocks=blocks)
@@ -268,12 +285,12 @@ class CostModel(LinkCosts):
         """Forward and backward seconds of a loss on ``samples`` samples.
 
         Args:
-            loss: its name; one that the profile does not know is free.
+            loss: its name; a loss that the profile does not know is free.
             samples: of the sync batch, or of the micro-batch.
-            shards: ranks that take part; when the loss is sharded, they divide what grows with
-                the samples.
+            shards: ranks of the loss; ranks of a sharded loss divide the part of the time that
+                grows with the samples.
         """
-        fit = self._loss_fit(loss)
+        fit = self.loss_curves(loss)
         if fit is None:
             return 0.0, 0.0
         self._note(f"loss {loss}: {{}} samples", fit.forward, samples)
@@ -286,11 +303,11 @@ class CostModel(LinkCosts):
         """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
 
         Args:
-            loss: its name; only a sharded one has any: for each row of each input a number
-                against every input (:mod:`mmplan.zoo.losses`).
+            loss: its name; a sharded loss has one number for each row of each input against
+                every input (:mod:`mmplan.zoo.losses`), others have none.
             samples: of the sync batch.
-            inputs: modules whose features it takes.
-            ranks: that take part.
+            inputs: number of modules whose features it takes.
+            ranks: of the loss.
         """
         known = self.profile.losses.get(loss)
         if known is None or not known.sharded:
@@ -298,7 +315,7 @@ class CostModel(LinkCosts):
         return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs**2 * _STATISTIC_BYTES)
 
     def extrapolations(self) -> list[str]:
-        """Which questions went beyond the measured range, one line for each curve."""
+        """Sizes beyond the measured range, one line for each curve."""
         lines: list[str] = []
         for text, (curve, least, most) in sorted(self._asked.items()):
             beyond = [
@@ -317,9 +334,9 @@ class CostModel(LinkCosts):
             profile = self.profile.module(module, task)
             self._shares[key] = _Shares(
                 profile=profile,
-                work=_running(profile.block_work, profile.blocks),
-                parameters=_running(profile.block_parameters, profile.blocks),
-                activations=_running(profile.block_activation_bytes, profile.blocks),
+                work=running_shares(profile.block_work, profile.blocks),
+                parameters=running_shares(profile.block_parameters, profile.blocks),
+                activations=running_shares(profile.block_activation_bytes, profile.blocks),
             )
         return self._shares[key]
 
@@ -331,7 +348,7 @@ class CostModel(LinkCosts):
     def _whole_cost(self, task: str, module: str, tp: int, samples: float) -> _Whole:
         key = task, module, tp, samples
         if key not in self._whole:
-            fit = self._fit(task, module, tp)
+            fit = self.curves(task=task, module=module, tp=tp)
             key_of_fit = self._fit_key(task, module)
             self._note(f"{key_of_fit} at tp {tp}: micro-batch {{}}", fit.forward, samples)
             self._whole[key] = _Whole(
@@ -342,23 +359,6 @@ class CostModel(LinkCosts):
             )
         return self._whole[key]
 
-    def _fit(self, task: str, module: str, tp: int) -> ModuleFit:
-        key = task, module, tp
-        if key not in self._fits:
-            profile = self._module(task, module).profile
-            if tp not in tp_degrees(profile):
-                options = ", ".join(map(str, tp_degrees(profile)))
-                raise InvalidInputError(
-                    f"module {module} has no points at tp {tp}; the profile has tp {options}",
-                    hint=f"plan with one of these, or profile {module} at tp {tp} as well",
-                )
-            # Tasks without costs of their own share the module's.
-            shared = id(profile), tp
-            if shared not in self._fitted:
-                self._fitted[shared] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
-            self._fits[key] = fit_for_work(self._fitted[shared], self._mean(task, module))
-        return self._fits[key]
-
     def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:
         fits = self.profile.fits
         return fits and fits.modules.get(self._fit_key(task, module), {}).get(str(tp))
@@ -366,35 +366,23 @@ class CostModel(LinkCosts):
     def _fit_key(self, task: str, module: str) -> str:
         return fit_key(module, task if module in self.profile.tasks.get(task, {}) else None)
 
-    def _loss_fit(self, loss: str) -> LossFit | None:
-        if loss not in self._loss_fits:
-            profile, fits = self.profile.losses.get(loss), self.profile.fits
-            stored = fits.losses.get(loss) if fits else None
-            self._loss_fits[loss] = None if profile is None else stored or fit_loss(profile)
-        return self._loss_fits[loss]
-
     def _note(self, text: str, curve: Curve, size: float) -> None:
         _, least, most = self._asked.get(text, (curve, size, size))
         self._asked[text] = curve, min(least, size), max(most, size)
-
-
-def _running(weights: Sequence[float] | None, blocks: int) -> tuple[float, ...]:
-    """Running sums of the weights, scaled to end in 1; equal ones without weights."""
-    if weights is None or not sum(weights):
-        return tuple(i / blocks for i in range(blocks + 1))
-    totals = [0.0, *itertools.accumulate(weights)]
-    return tuple(total / totals[-1] for total in totals)
 
 
 def _between(running: tuple[float, ...], blocks: Blocks) -> float:
     return running[blocks[1]] - running[blocks[0]]
 
 
-# Numbers of state a parameter, where they are not Adam's two; SGD is charged a momentum.
+# Numbers of optimizer state per parameter, for optimizers other than Adam; SGD has a momentum.
 _STATE_NUMBERS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
+# Adam's two moments.
 _ADAM_NUMBERS = 2
 
+# Bytes of a parameter, of its gradient and of each number of its state.
 _NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4}
+# Bytes of the copy in which a parameter is computed with.
 _COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2}
 
 

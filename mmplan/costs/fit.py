@@ -1,11 +1,11 @@
-"""Fitted times: piecewise-linear, non-negative, robust, and honest about their residuals.
+"""Fitted times: piecewise-linear, non-negative and robust curves with their residuals.
 
 A curve over the micro-batch size u is ``T(u) = alpha + sum_i slope_i * (length of u in
 piece i)``. Points on one line are passed through exactly. Otherwise coefficients minimise
 
     sum_k huber((T(u_k) - T_k) / T_k),   T and all slopes >= 0,
 
-and the number of pieces is the one with the least BIC, knots being measured sizes.
+and the number of pieces is the one with the least BIC. Knots are measured sizes.
 
 Shape suffixes used in this file: K = points, P = coefficients.
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from mmplan.arrays import Floats
+from mmplan.costs.block_ranges import running_shares
 from mmplan.costs.least_squares import Design, relative_weights, select
 from mmplan.errors import InvalidInputError
 from mmplan.schema.profile import (
@@ -33,9 +34,11 @@ from mmplan.schema.profile import (
     Profile,
 )
 
-# Relative error below which points count as lying on one line.
-EXACT = 1e-9
+# Relative error below which points lie on one line: some digits above the rounding of times.
+_EXACT = 1e-9
+# Relative size below which a level at size 0 is rounding, and is taken as 0.
 _ROUNDING = 1e-13
+# Sizes that may be knots: with 2 knots 8 give 28 curves to fit. Chosen by hand.
 _MAX_KNOT_CANDIDATES = 8
 
 
@@ -123,7 +126,7 @@ def _checked(
 
 
 def _tiny(value_K: Floats) -> float:
-    """What relative errors of zero are measured against."""
+    """The value that stands for zero in relative errors."""
     return max(float(value_K.max()) * 1e-9, 1e-300)
 
 
@@ -133,7 +136,7 @@ def _through_line(size_K: Floats, value_K: Floats) -> Curve | None:
     lowest, highest = float(size_K[first]), float(size_K[last])
     level, rise = float(value_K[first]), float(value_K[last] - value_K[first])
     line_K = level + rise / (highest - lowest) * (size_K - lowest)
-    if rise < 0 or (np.abs(line_K - value_K) > EXACT * value_K).any():
+    if rise < 0 or (np.abs(line_K - value_K) > _EXACT * value_K).any():
         return None
     return _curve(level, (), (rise / (highest - lowest),), lowest, highest)
 
@@ -165,7 +168,7 @@ def _columns(size_K: Floats, edges: tuple[float, ...]) -> Floats:
 
 
 def _knot_sets(size_K: Floats, knots_max: int) -> Iterator[tuple[float, ...]]:
-    """Interior sizes as knots; more sizes than coefficients, or a bend explains any noise."""
+    """Interior sizes as knots, fewer than sizes less 2: with more, a bend fits any noise."""
     distinct = np.unique(size_K)
     inner = distinct[1:-1]
     if len(inner) > _MAX_KNOT_CANDIDATES:
@@ -206,49 +209,39 @@ def fit_module(module: ModuleProfile, tp: int) -> ModuleFit:
     """Whole-module curves for one tp.
 
     A point of fewer blocks stands for the first ones and is scaled to the whole module
-    by their share of the work. Where whole-module points of two sizes exist they alone
-    decide the curve and the others only its residuals: sharing out the fixed part is
-    what a stage is charged, so what that misses must show.
+    by their share of the work. Where whole-module points of two sizes exist, they alone
+    decide the curve, and all points its residuals. A stage is charged a share of the fixed part,
+    and the residuals show the error of that.
     """
     points = [point for point in module.points if point.tp == tp]
-    work = share_of(module.block_work, module.blocks)
-    held = share_of(module.block_activation_bytes, module.blocks)
+    work = running_shares(module.block_work, module.blocks)
+    activations = running_shares(module.block_activation_bytes, module.blocks)
 
-    def curve(
-        value: Callable[[Point], float], share: Callable[[int], float], spread: str = ""
-    ) -> Curve:
-        return _fit_points(module, points, value, share, spread)
+    def curve(value: Callable[[Point], float], shares: Sequence[float], spread: str = "") -> Curve:
+        return _fit_points(module, points, value, shares, spread)
 
     return ModuleFit(
         forward=curve(lambda p: p.forward_s, work, "forward_spread_s"),
         backward=curve(lambda p: p.backward_s, work, "backward_spread_s"),
         backward_input=curve(input_backward_s, work, "backward_spread_s"),
-        activation_bytes=curve(lambda p: p.activation_bytes, held),
+        activation_bytes=curve(lambda p: p.activation_bytes, activations),
     )
 
 
 def input_backward_s(point: Point) -> float:
-    """The part of a point's backward that computes input gradients; half when not said."""
+    """The part of a point's backward that computes input gradients; half by default."""
     return point.backward_s / 2 if point.backward_input_s is None else point.backward_input_s
-
-
-def share_of(weights: Sequence[float] | None, blocks: int) -> Callable[[int], float]:
-    """Share of the first k blocks; equal blocks without weights, or when all are zero."""
-    if weights is None or not sum(weights):
-        return lambda k: k / blocks
-    totals = [0.0, *itertools.accumulate(weights)]
-    return lambda k: totals[k] / totals[-1]
 
 
 def _fit_points(
     module: ModuleProfile,
     points: Sequence[Point],
     value: Callable[[Point], float],
-    share: Callable[[int], float],
+    shares: Sequence[float],
     spread: str,
 ) -> Curve:
     def whole(point: Point) -> float:
-        part = share(point.blocks or module.blocks)
+        part = shares[point.blocks or module.blocks]
         return value(point) / part if part else 0.0
 
     full = [point for point in points if point.blocks in (None, module.blocks)]

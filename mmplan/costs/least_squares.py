@@ -18,20 +18,23 @@ import numpy as np
 
 from mmplan.arrays import Floats
 
-# Relative noise that no timing is free of: residuals below it are no reason for more pieces.
+# Relative noise of any timing: smaller residuals are no reason for more pieces.
 NOISE_FLOOR = 0.005
-# Noise is never judged smaller than this: where most points fit exactly, a point a few
-# percent off is a bend that wants a knot, not an outlier.
+# The noise is estimated at least so large: where most points fit exactly, a point that is a few
+# percent off is a bend that needs a knot, not an outlier.
 _OUTLIER_FLOOR = 0.02
-# Huber's and Tukey's constants: 95% efficiency under normal errors.
+# Huber's constant: 95% efficiency under normal errors.
 _HUBER = 1.345
+# Tukey's constant: 95% efficiency under normal errors.
 _TUKEY = 4.685
+# Standard deviation over the median absolute deviation of normal errors.
 _MAD_TO_SIGMA = 1.4826
+# Reweightings at most; a few suffice unless points tie.
 _ROUNDS = 12
 
 
 def relative_weights(value_K: Floats, spreads: Sequence[float | None]) -> Floats:
-    """1/T, less for points whose repeats spread wider than is usual among these points."""
+    """1/T, less for points whose repeats spread wider than the median spread."""
     weight_K = 1.0 / np.maximum(value_K, max(float(value_K.max()) * 1e-3, 1e-300))
     if all(spread is None for spread in spreads):
         return weight_K
@@ -47,7 +50,7 @@ class Design:
 
     Attributes:
         columns: [K, P].
-        knots: where its pieces meet, searched for among several places.
+        knots: sizes at which its pieces meet.
     """
 
     columns: Floats
@@ -56,7 +59,6 @@ class Design:
     @property
     def num_parameters(self) -> int:
         """Coefficients and searched knots."""
-        # A knot that was searched for is a parameter too.
         return self.columns.shape[1] + len(self.knots)
 
 
@@ -72,7 +74,7 @@ class Fitted:
 def select(designs: Sequence[Design], value_K: Floats, weight_K: Floats) -> Fitted:
     """The design with the least BIC, its errors measured in units of one common noise."""
     fitted = [_fit_robust(design, value_K, weight_K) for design in designs]
-    # The noise is judged by the richest designs: a bend left out must not count as noise.
+    # The richest designs estimate the noise: a bend that is left out must not count as noise.
     most = max(item.design.num_parameters for item in fitted)
     rich = [_sigma(item.errors) for item in fitted if item.design.num_parameters == most]
     sigma = min(rich)
@@ -80,7 +82,7 @@ def select(designs: Sequence[Design], value_K: Floats, weight_K: Floats) -> Fitt
 
 
 def _bic(fitted: Fitted, sigma: float) -> float:
-    """BIC with Tukey's bounded loss: however far off an outlier is, it votes for no model."""
+    """BIC with Tukey's bounded loss: the distance of an outlier does not count."""
     num = len(fitted.errors)
     size_K = np.minimum(np.abs(fitted.errors) / (_TUKEY * sigma), 1.0)
     loss = float((_TUKEY**2 / 3 * (1 - (1 - size_K**2) ** 3)).mean())
@@ -95,7 +97,7 @@ def _sigma(error_K: Floats) -> float:
 def _fit_robust(design: Design, value_K: Floats, weight_K: Floats) -> Fitted:
     """Non-negative least squares, reweighted until Huber's weights settle.
 
-    The noise is judged anew each round by the median error, which outliers do not move.
+    Each round estimates the noise by the median error, which outliers do not move.
     """
     trust_K = np.ones_like(value_K)
     coefficient_P = _solve(design.columns, value_K, weight_K)

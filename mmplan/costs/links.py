@@ -1,11 +1,11 @@
-"""Seconds that messages and collectives take on a cluster's links when nothing else uses them.
+"""Seconds of messages and collectives on a cluster's links, without other transfers.
 
 Inside a node a collective is the cheaper of
 
 - a *ring*: ``s`` passes over ``(n-1)/n`` of the bytes, each of its ``s (n-1)`` steps costs the
   latency (``s`` is 2 for an all-reduce, 1 for an all-gather);
-- a *tree*: ``s ceil(log2 n)`` steps; an all-reduce moves twice the bytes, an all-gather, whose
-  data differ from rank to rank, the ring's.
+- a *tree*: ``s ceil(log2 n)`` steps; an all-reduce moves twice the bytes, an all-gather the
+  ring's, since its data differ from rank to rank.
 
 Over N nodes of n ranks in all, up to l of them on one node, it is the cheapest of
 
@@ -18,9 +18,9 @@ Over N nodes of n ranks in all, up to l of them on one node, it is the cheapest 
   the bytes at the slower of both links, ``2 (l - 1)`` steps inside and ``2 ceil(log2 N)``
   between nodes.
 
-These are the algorithms between which NCCL chooses by size, with the steps and bytes that its
-own model has for them (``src/graph/tuning.cc``). A measured link of a collective replaces all of
-it on its level: ``latency_s`` for the whole operation and its bandwidth for the ring's bytes.
+NCCL chooses between these algorithms by size; steps and bytes are those of its own model
+(``src/graph/tuning.cc``). A measured link of a collective replaces all this on its level:
+``latency_s`` for the whole operation and its bandwidth for the ring's bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Transfer:
     """A message or a collective, alone.
 
     Attributes:
-        seconds: that it takes.
-        interface_s: for which of them it has the network interfaces of its nodes to itself.
+        seconds: of the whole transfer.
+        interface_s: of its use of the nodes' network interfaces.
     """
 
     seconds: float
@@ -56,18 +56,13 @@ class Transfer:
 
 
 def message(cluster: Cluster, source: int, target: int, num_bytes: float) -> Transfer:
-    """One message; a rank gives to itself for nothing."""
+    """One message; free from a rank to itself."""
     if source == target:
         return Transfer(0.0)
     link = cluster.link_between(source, target)
     carried_s = num_bytes / link.bandwidth_bytes_per_s
     between = link is cluster.links.inter_node
     return Transfer(link.latency_s + carried_s, carried_s if between else 0.0)
-
-
-def message_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> float:
-    """Seconds of one message; a rank gives to itself for nothing."""
-    return message(cluster, source, target, num_bytes).seconds
 
 
 def collective(
@@ -81,20 +76,20 @@ def collective(
     """A collective by its cheapest algorithm.
 
     Args:
-        cluster: whose links carry it.
+        cluster: its links carry the transfer.
         kind: all-reduce of ``num_bytes`` on every rank, or all-gather that leaves
             ``num_bytes`` on every rank.
-        ranks: who takes part.
+        ranks: of the group.
         num_bytes: size of the result on each rank.
-        sharers: groups on these nodes that do the same at the same time (the shards of
-            a tensor-parallel module); they share a node's bandwidth. For estimates: a
-            simulation knows who shares it.
+        sharers: groups on these nodes that run the same collective at the same time (the shards
+            of a tensor-parallel module) and share a node's bandwidth. For estimates: a
+            simulation knows the other transfers.
     """
     return _transfer(cluster, kind, _group(cluster, ranks), num_bytes, sharers)
 
 
 def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
-    """Who takes part. Asked very often."""
+    """The group of some ranks. This is called very often."""
     each = cluster.devices_per_node
     per_node = Counter([rank // each for rank in set(ranks)])
     most = max(per_node.values(), default=1)
@@ -114,7 +109,7 @@ def collective_s(
 
 
 class _Group(NamedTuple):
-    """Who takes part: ranks in all, most on one node, nodes; numbers, or arrays of many groups."""
+    """Ranks in all, most ranks on one node, and nodes; numbers, or arrays of many groups."""
 
     ranks: Any
     local: Any
@@ -149,7 +144,7 @@ def _of_groups(
 
 
 def _measured(kind: CollectiveKind, links: CollectiveLinks | None) -> Link | None:
-    """The link of a collective where it was measured."""
+    """The measured link of a collective, if there is one."""
     if links is None:
         return None
     return links.all_reduce if kind == "all_reduce" else links.all_gather
@@ -162,14 +157,14 @@ def _passes(kind: CollectiveKind) -> int:
 def _phase(
     kind: CollectiveKind, num: Any, num_bytes: Any, link: Link, measured: Link | None
 ) -> tuple[Any, Any]:
-    """One level of a collective among ``num`` equals: seconds, and those of its bytes alone."""
+    """One level of a collective among ``num`` members: seconds, and seconds of its bytes alone."""
     passes = _passes(kind)
     ring_bytes = passes * (num - 1) / num * num_bytes
     if measured is not None:
         carried_s = ring_bytes / measured.bandwidth_bytes_per_s
         seconds = measured.latency_s + carried_s
     else:
-        # An all-gather's data differ from rank to rank: doubling sends no byte twice.
+        # In an all-gather, recursive doubling sends no byte twice.
         tree_bytes = passes * num_bytes if kind == "all_reduce" else ring_bytes
         steps = passes * np.ceil(np.log2(num))
         ring_s = passes * (num - 1) * link.latency_s + ring_bytes / link.bandwidth_bytes_per_s
@@ -198,10 +193,10 @@ def _flat(
 
 
 class LinkCosts:
-    """What transfers between a cluster's ranks cost: a part of the cost model.
+    """Costs of transfers between a cluster's ranks: a part of the cost model.
 
     Args:
-        cluster: whose links carry them.
+        cluster: its links carry them.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -209,11 +204,11 @@ class LinkCosts:
         self._collectives: dict[tuple[CollectiveKind, _Group, float, int], Transfer] = {}
 
     def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
-        """One message between two ranks, alone on its link."""
+        """One message between two ranks, without other transfers."""
         return message(self.cluster, source, target, num_bytes)
 
     def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
-        """An all-reduce of ``num_bytes`` on each rank; see the module."""
+        """An all-reduce of ``num_bytes`` on each rank."""
         return self._collective("all_reduce", ranks, num_bytes, sharers)
 
     def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
@@ -223,14 +218,14 @@ class LinkCosts:
     def _collective(
         self, kind: CollectiveKind, ranks: Sequence[int], num_bytes: float, sharers: int = 1
     ) -> Transfer:
-        """:func:`collective`; remembered, for solvers ask the same thing often."""
+        """See :func:`collective`; cached, for solvers need the same numbers often."""
         key = kind, _group(self.cluster, ranks), num_bytes, sharers
         if key not in self._collectives:
             self._collectives[key] = _transfer(self.cluster, *key)
         return self._collectives[key]
 
     def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
-        """Seconds in which a group brings together messages of which each rank has a share."""
+        """Seconds of the all-gather after a scatter: each rank of the group receives 1/n."""
         return self._collective("all_gather", ranks, num_bytes).seconds
 
     def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
@@ -258,7 +253,7 @@ def all_reduce_s(
     """:func:`collective_s` of an all-reduce, for many groups of ranks at once.
 
     Args:
-        cluster: whose links carry it.
+        cluster: its links carry the transfer.
         num: ranks of a group.
         num_local: most of them on one node.
         num_nodes: nodes on which they are.
@@ -270,5 +265,5 @@ def all_reduce_s(
 
 
 def between_nodes(cluster: Cluster) -> Link:
-    """The link between nodes; the one inside where there is only one node."""
+    """The link between nodes; on a single node the link inside."""
     return cluster.links.inter_node or cluster.links.intra_node

@@ -1,4 +1,4 @@
-"""What a program's instructions cost: the cost model applied to stages, edges and ranks."""
+"""Costs of a program's instructions: the cost model applied to stages, edges and ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import CrossSampleLoss, Edge, LossReduction, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
-from mmplan.program.rank_facts import (
+from mmplan.program.rank_metadata import (
     StatePart,
     collective_groups,
     gathered_edges,
@@ -34,7 +34,7 @@ class ProgramCosts:
     Args:
         program: the compiled plan.
         costs: the profile's costs.
-        plan: for what the program leaves out: recomputation.
+        plan: for recomputation, which the program leaves out.
     """
 
     def __init__(self, program: Program, costs: CostModel, plan: Plan) -> None:
@@ -59,26 +59,26 @@ class ProgramCosts:
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a stage's forward or backward, its hosted losses included.
 
-        Where the profile knows how samples differ, those of the busiest replica.
+        These are seconds of the busiest replica where the work of samples varies.
         """
         key = stage.index, op, samples
         if key not in self._compute:
-            worth = samples * self.costs.straggler(
+            weighted_samples = samples * self.costs.straggler(
                 task=stage.task,
                 module=stage.module,
                 dp=stage.dp,
                 samples=self._rounds[stage.task],
             )
-            self._compute[key] = self.work_s(stage, op, samples, worth)
+            self._compute[key] = self.work_s(stage, op, samples, weighted_samples)
         return self._compute[key]
 
-    def work_s(self, stage: Stage, op: Op, samples: int, worth: float) -> float:
-        """Seconds of a micro-batch that is worth so many samples of mean work."""
-        own_s = self._module_s(stage, op, worth) + self._hosted_s(stage, op, samples)
+    def work_s(self, stage: Stage, op: Op, samples: int, weighted_samples: float) -> float:
+        """Seconds of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
+        own_s = self._module_s(stage, op, weighted_samples) + self._hosted_s(stage, op, samples)
         return own_s + self.shares_s(stage, op, samples)
 
     def shares_s(self, stage: Stage, op: Op, samples: int) -> float:
-        """Seconds of bringing together what came in shares, before a compute; see ``Edge``."""
+        """Seconds of the all-gathers of scattered inputs before a compute; see ``Edge``."""
         backward = op is not Op.FORWARD
         edges = self._gathered.get((stage.index, backward))
         if edges is None or op is Op.WEIGHT:
@@ -98,7 +98,7 @@ class ProgramCosts:
         whole_s = self._backward_s(stage, samples, stage.trainable)
         if op is Op.BACKWARD:
             return whole_s
-        # As if nothing trained: what is left is the input's gradient, and recomputation.
+        # The backward without trainable blocks: input gradients and recomputation.
         inputs_s = self._backward_s(stage, samples, ())
         return inputs_s if op is Op.INPUT else whole_s - inputs_s
 
@@ -132,8 +132,8 @@ class ProgramCosts:
         )
 
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
-        """Bytes of one message of ``samples`` samples: all, or the receiving rank's share."""
-        # A part of the program may know the edge otherwise (:mod:`mmplan.simulation.symmetry`).
+        """Bytes of one message of ``samples`` samples: all, or the receiving rank's part."""
+        # The edge of a quotient may differ (:mod:`mmplan.simulation.symmetry`).
         whole = self.program.edges[edge.index]
         return self.edge_bytes(edge, samples) / self.program.shares(whole, backward=backward)
 
@@ -147,7 +147,7 @@ class ProgramCosts:
     def message_traffic(
         self, source: int, target: int, edge: Edge, samples: int, backward: bool
     ) -> Traffic | None:
-        """What a message needs of nodes' interfaces; None inside a node."""
+        """A message's use of nodes' interfaces; None inside a node."""
         num_bytes = self.message_bytes(edge, samples, backward)
         own = self.costs.message(source=source, target=target, num_bytes=num_bytes)
         node = self.costs.cluster.node_of
@@ -159,7 +159,7 @@ class ProgramCosts:
         return self._gather(loss).seconds
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
-        """What a gather needs of nodes' interfaces; None inside a node."""
+        """A gather's use of nodes' interfaces; None inside a node."""
         return self._exchange(self._gather(loss), loss.ranks)
 
     def _gather(self, loss: CrossSampleLoss) -> Transfer:
@@ -167,17 +167,17 @@ class ProgramCosts:
         return self.costs.all_gather(ranks=loss.ranks, num_bytes=size)
 
     def _exchange(self, transfer: Transfer, ranks: Sequence[int]) -> Traffic | None:
-        """A collective's traffic, the same in and out of each of its nodes."""
+        """A collective's traffic, equal in and out of each of its nodes."""
         if not transfer.interface_s:
             return None
         nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
         return Traffic(seconds=transfer.interface_s, loads=exchange(nodes))
 
-    def sync_s(self, loss: CrossSampleLoss, batch: int = 0) -> float:
+    def sync_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
 
-        A sharded loss exchanges its rows' statistics besides.
-        Every sync batch holds ``loss.sync_batch`` samples, so all take the same time.
+        A sharded loss also exchanges its rows' statistics. All sync batches have
+        ``loss.sync_batch`` samples and take the same time.
         """
         if loss.index not in self._syncs:
             size, ranks = loss.sync_batch, loss.ranks
@@ -206,17 +206,17 @@ class ProgramCosts:
         return self._reduce(reduction).seconds
 
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        """What a reduction needs of nodes' interfaces; None inside a node."""
+        """A reduction's use of nodes' interfaces; None inside a node."""
         return self._exchange(self._reduce(reduction), reduction.ranks)
 
     def _reduce(self, reduction: Reduction) -> Transfer:
         return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction))
 
     def reduced_bytes(self, reduction: Reduction) -> float:
-        """Bytes of gradient that every rank of a reduction brings; its blocks all train.
+        """Bytes of gradient that every rank contributes to a reduction; its blocks all train.
 
-        A profile does not say which parameters tensor parallelism leaves whole: all count
-        as cut, here as in memory.
+        A profile does not know the parameters that tensor parallelism replicates: all count as
+        sharded, here as in memory.
         """
         if isinstance(reduction, LossReduction) or reduction.parameters == "whole":
             return 0.0
@@ -251,72 +251,72 @@ class ProgramCosts:
         return self._recompute[stage.task, stage.module] == "full"
 
     def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
-        """Bytes of the gradient of each block (owner, block) that trains, as a rank holds it."""
+        """Bytes of a rank's gradients, of each block (owner, block) that trains."""
         return {
-            (owner, block): self._block_parameters(held.stage, block)
+            (owner, block): self._block_parameters(info.stage, block)
             / tp
             * self.costs.gradient_bytes
             for owner, block, tp, _ in self._shards(rank)
-            if (held := self._blocks[owner, block]).trainable
+            if (info := self._blocks[owner, block]).trainable
         }
 
     def static_bytes(self, rank: int) -> float:
         """Weights, gradients and optimizer state on a rank, each shard of a block once.
 
-        Under ZeRO-1 the state of each part of a shard is divided by the ranks that reduce it.
+        Under ZeRO-1 the ranks that reduce a part of a shard divide its state.
         """
         return sum(self._shard_bytes(shard) for shard in self._shards(rank))
 
     def _shard_bytes(self, shard: Shard) -> float:
         if shard not in self._shard_sizes:
-            held = self._blocks[shard[:2]]
-            numbers = self._block_parameters(held.stage, shard[1])
+            info = self._blocks[shard[:2]]
+            numbers = self._block_parameters(info.stage, shard[1])
             self._shard_sizes[shard] = sum(
                 numbers
                 * (end - first)
                 / tp
-                * self.costs.bytes_per_parameter(trainable=held.trainable, dp=ranks)
+                * self.costs.bytes_per_parameter(trainable=info.trainable, dp=ranks)
                 for first, end, tp, ranks in self._parts_of(shard)
             )
         return self._shard_sizes[shard]
 
     def _parts_of(self, shard: Shard) -> list[StatePart]:
-        """The parts of a shard, each with the ranks that reduce it; else all of it, on one."""
+        """The reduced parts of a shard; all of it, on one rank, where there are none."""
         owner, block, tp, index = shard
-        found = [
+        parts = [
             part
             for part in self._state_parts.get((owner, block), ())
             if index * part[2] <= part[0] * tp and part[1] * tp <= (index + 1) * part[2]
         ]
-        return found or [(index, index + 1, tp, 1)]
+        return parts or [(index, index + 1, tp, 1)]
 
     def _shards(self, rank: int) -> set[Shard]:
-        """The shard that a rank holds of every block; all of one that it runs as two."""
-        held: dict[tuple[str, int], tuple[int, int]] = {}
+        """The shard that a rank holds of every block; the whole block where it runs two shards."""
+        shards: dict[tuple[str, int], tuple[int, int]] = {}
         for stage in self.program.stages_of(rank):
             shard = stage.tp, stage.place(rank)[1]
             for block in range(*stage.blocks):
                 key = stage.owner, block
-                held[key] = shard if held.get(key, shard) == shard else (1, 0)
-        return {(*key, *shard) for key, shard in held.items()}
+                shards[key] = shard if shards.get(key, shard) == shard else (1, 0)
+        return {(*key, *shard) for key, shard in shards.items()}
 
     def _block_parameters(self, stage: Stage, block: int) -> float:
         return self.costs.parameters(
             task=stage.task, module=stage.module, blocks=(block, block + 1)
         )
 
-    @property
-    def communicator_bytes(self) -> float:
-        """Device memory of one communicator."""
-        return self.costs.cluster.device.communicator_bytes
+    def communicator_bytes(self, rank: int) -> float:
+        """Device memory of the communicators of a rank."""
+        each = self.costs.cluster.device.communicator_bytes
+        return each * self.communicators(rank) if each else 0.0
 
     def communicators(self, rank: int) -> int:
         """Communicators of a rank, as the launcher creates them on devices that have any.
 
-        One for all ranks, one for each other group that the rank reduces, gathers or
-        splits a module with, one more for the gathers of each cross-sample loss, which
-        start between other collectives, and one for each direction in which it sends or
-        receives: activations and gradients, to higher and to lower ranks.
+        One is of all ranks. One is of each other group in which the rank reduces, gathers or
+        splits a module. Each cross-sample loss has one more for its gathers, which start between
+        other collectives. Each direction of messages has one: activations and gradients, to
+        higher and to lower ranks.
         """
         everyone = frozenset(range(self.program.num_ranks))
         groups = {everyone, *(group for group in self._groups if rank in group)}
@@ -338,16 +338,16 @@ class ProgramCosts:
         """Model FLOPs of one step: a forward, and as much again for each of the gradients.
 
         Input gradients count over the blocks that a gradient passes, weight gradients
-        over those that train; recomputation is no useful work and does not count.
+        over those that train. Recomputation does not count.
         """
         return sum(self.module_flops().values())
 
     def module_flops(self) -> dict[str, float]:
         """Each module's part of :meth:`flops`, over all tasks that use it."""
-        found: defaultdict[str, float] = defaultdict(float)
+        flops: defaultdict[str, float] = defaultdict(float)
         for stage in self.program.stages:
-            found[stage.module] += self._stage_flops(stage)
-        return dict(found)
+            flops[stage.module] += self._stage_flops(stage)
+        return dict(flops)
 
     def _stage_flops(self, stage: Stage) -> float:
         task, module = stage.task, stage.module
@@ -361,10 +361,10 @@ class ProgramCosts:
 
 
 def check_cluster(profile: Profile, cluster: Cluster | None) -> None:
-    """Refuse to use a profile's times on devices that they do not belong to.
+    """Refuse to use a profile's times on other devices than its own.
 
-    A given profile states what the user wants it to be true of, so it may be moved;
-    times that were measured on, or computed for, one device say nothing of another.
+    Measured and analytic times belong to one device. A given profile belongs to any device that
+    the user names.
 
     Raises:
         InvalidInputError: the cluster's device has another name or another memory.

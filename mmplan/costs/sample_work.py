@@ -1,7 +1,7 @@
-"""How the work of samples varies: batches drawn from a profile's data, and their stragglers.
+"""The varying work of samples: batches sampled from a profile's data, and their stragglers.
 
-Work is counted in samples of mean work. A micro-batch takes the time of as many mean samples
-as its work adds up to, so the fixed part of a time stays fixed.
+Work is counted in samples of mean work. The sum of its work is a micro-batch's size on the time
+curve, so the fixed part of a time stays fixed.
 
 Shape suffixes used in this file: M = modules, N = samples of the profile's subset, R = draws,
 B = samples of a draw.
@@ -10,6 +10,7 @@ B = samples of a draw.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,25 +18,37 @@ from mmplan.arrays import Floats
 from mmplan.reordering.replica_assignment import assign_groups
 from mmplan.schema.profile import Curve, DataWork, ModuleFit
 
-# Samples drawn for one estimate, over all its draws, and draws at least and at most.
-_DRAWN, _FEWEST, _MOST = 1 << 18, 4, 2048
-# Dealing samples to replicas takes a thousand times longer than adding them up.
-_DEALT, _FEWEST_DEALT, _MOST_DEALT = 1 << 11, 4, 32
-# Replicas for which the straggler is estimated: all up to 8, then so many an octave.
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Samples of one estimate, over all its draws, and the limits of the number of draws."""
+
+    samples: int
+    min_draws: int
+    max_draws: int
+
+
+# Draws in the given order: sums of 256k samples take milliseconds. Chosen by hand.
+_GIVEN_ORDER = _Draws(1 << 18, 4, 2048)
+# Draws assigned to replicas: assigning a sample takes a thousand times longer than adding it.
+_ASSIGNED = _Draws(1 << 11, 4, 32)
+# Numbers of replicas with an estimate: all up to this one, then some of each octave.
+_EVERY_COUNT_TO = 8
+# The straggler varies little within a quarter of an octave; numbers between are interpolated.
 _PER_OCTAVE = 4
 
 
 class SampledWork:
-    """One task's data: draws of it, and how much more work the busiest replica has.
+    """One task's data: sampled batches, and the excess work of the busiest replica.
 
     Args:
         data: of the profile.
         seed: of all draws.
-        reordered: whether batches are dealt to the replicas by their samples' work; lengths
-            are no ``work(index)``, so data that were profiled by them never are.
+        reordered: whether the samples of a batch are assigned to replicas by their work. Only
+            data with ``work(index)`` are reordered, not data profiled by lengths.
 
     Attributes:
-        modules: whose work varies or may vary; all samples cost the others the same.
+        modules: those whose work may vary; all samples cost other modules the same.
     """
 
     def __init__(self, data: DataWork, *, seed: int, reordered: bool) -> None:
@@ -50,7 +63,7 @@ class SampledWork:
         self._known: dict[int, tuple[Floats, Floats]] = {}
 
     def mean(self, module: str) -> float:
-        """Mean work of a sample, in samples like those that the module's points were taken on."""
+        """Mean work of a sample, in samples like those of the module's points."""
         return self._means.get(module, 1.0)
 
     def relative(self, module: str) -> Floats:
@@ -66,7 +79,7 @@ class SampledWork:
     def batch(self, size: int, *, number: int) -> dict[str, Floats]:
         """Work of the samples of a run's batch, by its number in the first epoch.
 
-        The profile's samples are the first of that epoch's order; beyond them it is drawn.
+        The profile's samples are the first of that epoch's order; later batches are drawn.
         """
         start, stop = number * size, (number + 1) * size
         if stop > self._relative_MN.shape[1]:
@@ -76,8 +89,8 @@ class SampledWork:
     def straggler(self, module: str, *, dp: int, samples: int) -> float:
         """Expected work of the busiest of dp replicas over the mean of all of them, at least 1.
 
-        The replicas share ``samples`` samples equally and then wait for each other. Estimated
-        from draws for some numbers of replicas and interpolated; it never falls with dp.
+        The replicas share ``samples`` samples equally and then wait for each other. The factor is
+        estimated from draws for some numbers of replicas and interpolated; it never falls with dp.
         """
         if module not in self._means or dp <= 1:
             return 1.0
@@ -89,14 +102,12 @@ class SampledWork:
 
     def _factors(self, samples: int) -> tuple[Floats, Floats]:
         """Numbers of replicas [C] and the factors [M, C]."""
-        # Dealt groups hardly depend on how many others there are: a part of them shows it.
-        drawn = min(samples, _DEALT) if self.reordered else samples
-        limits = (
-            (_DEALT, _FEWEST_DEALT, _MOST_DEALT) if self.reordered else (_DRAWN, _FEWEST, _MOST)
-        )
-        draws = min(max(limits[0] // drawn, limits[1]), limits[2])
+        # An assigned group hardly depends on the number of groups: a part of the batch is enough.
+        limits = _ASSIGNED if self.reordered else _GIVEN_ORDER
+        drawn = min(samples, limits.samples) if self.reordered else samples
+        draws = min(max(limits.samples // drawn, limits.min_draws), limits.max_draws)
         generator = np.random.default_rng([self._seed, samples])
-        # Shares are rounded up to be equal: up to twice as many samples.
+        # Shares are rounded up to be equal, which takes up to twice as many samples.
         picks_RB = generator.integers(self._relative_MN.shape[1], size=(draws, 2 * drawn))
         work_MRB = self._relative_MN[:, picks_RB]
         counts = _replica_counts(drawn)
@@ -108,23 +119,23 @@ class SampledWork:
         """[M] factors of one number of replicas with equal shares."""
         work_MRB = work_MRB[:, :, : replicas * share]
         if self.reordered:
-            work_MRB = np.stack([_dealt(w, replicas) for w in work_MRB.swapaxes(0, 1)], axis=1)
+            work_MRB = np.stack([_assigned(w, replicas) for w in work_MRB.swapaxes(0, 1)], axis=1)
         load_MRG = np.add.reduceat(work_MRB, np.arange(0, replicas * share, share), axis=2)
-        # The mean load is known to be `share`: what the draws' own mean differs is noise.
+        # The mean load is known to be `share`: deviations of the draws' own mean are noise.
         excess_MR = load_MRG.max(axis=2) - load_MRG.mean(axis=2)
         return 1 + excess_MR.mean(axis=1) / share
 
 
-def _dealt(work_MB: Floats, replicas: int) -> Floats:
-    """A batch in the order of the replicas that its samples are dealt to."""
-    # Modules are given devices so that all are busy: their work counts alike.
+def _assigned(work_MB: Floats, replicas: int) -> Floats:
+    """A batch in the order of the replicas to which its samples are assigned."""
+    # Plans give modules devices so that all are busy: work of all modules has equal weight.
     group_B = assign_groups(work_MB.sum(axis=0), replicas)
     return work_MB[:, np.argsort(group_B, kind="stable")]
 
 
 def _replica_counts(most: int) -> list[int]:
-    counts = set(range(1, min(most, 8) + 1)) | {most}
-    start = 8
+    counts = set(range(1, min(most, _EVERY_COUNT_TO) + 1)) | {most}
+    start = _EVERY_COUNT_TO
     while start < most:
         counts |= {start + start * k // _PER_OCTAVE for k in range(_PER_OCTAVE)}
         start *= 2
@@ -139,7 +150,7 @@ def sampled_work(
 
 
 def fit_for_work(fit: ModuleFit, mean: float) -> ModuleFit:
-    """Curves over samples of mean work, from those over samples of which one is worth 1 / mean."""
+    """Curves over samples of mean work, from curves over samples of 1 / mean of that work."""
     if mean == 1:
         return fit
 

@@ -31,10 +31,10 @@ from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks, unused_modules
-from mmplan.simulation.peak_memory import least_memory_bytes
+from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
-from mmplan.simulation.symmetry_classes import Outline, outline
+from mmplan.simulation.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.solvers.distmm.largest_sync_batch import largest_of_all_tasks
 from mmplan.solvers.problem import Candidate, Request, Solution, first_of_each_kind
 from mmplan.solvers.registry import BASELINES as BASELINES
@@ -213,12 +213,14 @@ class _Drafts:
         draft = self._plan(solution, candidate)
         memory_bytes = self._request.cluster.device.memory_bytes
         try:
-            drawn = outline(draft)
-            check_ties(drawn.graph.stages, self._request.costs.profile.ties)
-            self._work += EACH_PLAN + sum(sum(stage.rounds) for stage in drawn.enough.stages)
-            needed = least_memory_bytes(draft, self._costs_of(draft), drawn)
+            lowered = lower_plan(draft)
+            check_ties(lowered.graph.stages, self._request.costs.profile.ties)
+            self._work += EACH_PLAN + sum(
+                sum(stage.rounds) for stage in lowered.simulated_graph.stages
+            )
+            needed = memory_lower_bound(draft, self._costs_of(draft), lowered)
             if needed <= memory_bytes:
-                draft = self._simulated(draft, drawn)
+                draft = self._simulated(draft, lowered)
                 needed = max(draft.predicted.memory_bytes, default=0.0)
         except InvalidInputError as error:
             # Orders of a chain may wait for each other, tied blocks may lie under several tp
@@ -345,8 +347,8 @@ class _Drafts:
             predicted=Prediction(iteration_s=0.0, samples_per_s=0.0),
         )
 
-    def _simulated(self, plan: Plan, drawn: Outline | None = None) -> Plan:
-        found = simulated(plan, self._costs_of(plan), drawn)
+    def _simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
+        found = simulated(plan, self._costs_of(plan), lowered)
         self._work += sum(map(len, found[0].program.instructions))
         predicted = prediction(found[0], plan)
         memory_bytes = self._request.cluster.device.memory_bytes

@@ -1,15 +1,14 @@
-"""Run a program's instructions against clocks: when each starts and ends, or where it sticks.
+"""Run a program's instructions against clocks: their starts and ends, or where ranks get stuck.
 
-Sends return at once and a link carries the messages of one pair of ranks one after another;
-so does a loss with the gathers of its sync batches. A compute waits for the receives posted
-for it; a gang (the compute of a tensor parallel group, COUNT, REDUCE, SYNC_WAIT) starts when
-its last rank is there. All of this waits for the latest of some times, so the result does
-not depend on the order in which ranks are visited and no event queue is needed.
+Sends return at once. A link carries the messages of one pair of ranks one after another, and a
+loss gathers its sync batches one after another. A compute waits for the receives posted for it. A
+group instruction (the compute of a tensor-parallel group, COUNT, REDUCE, SYNC_WAIT) starts when its
+last rank is there. So each start is the latest of some times: the result does not depend on the
+order in which ranks are visited, and no event queue is needed.
 
-Where transfers share the network interfaces of nodes (:mod:`mmplan.program.network`) the
-order matters. Ranks then run as far as they get without the transfers under way; when all
-of them wait, nothing can be sent any more before the next transfer is over, and time goes
-on to that.
+Where transfers share the network interfaces of nodes (:mod:`mmplan.program.network`) the order
+matters. Ranks then run as far as they get without the transfers in flight. When all ranks wait,
+nothing can be sent before the next transfer ends, and time advances to that end.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmplan.program.dependencies import ALONE, GANG, POST, SEND, START, Wiring
+from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, START, Dependencies
 from mmplan.program.network import Network, Traffic
 
 _NEVER = -1.0
@@ -26,28 +25,28 @@ _NEVER = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """What a wiring's transfers have on nodes' interfaces; None where they use none.
+    """A program's transfers have on nodes' interfaces; None where they use none.
 
     Attributes:
         message: per message.
         gather: per sync.
-        gang: per gang.
+        group: per group.
     """
 
     message: Sequence[Traffic | None]
     gather: Sequence[Traffic | None]
-    gang: Sequence[Traffic | None]
+    group: Sequence[Traffic | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Seconds of everything in a wiring, each as if it had the network to itself.
+    """Seconds of instructions, messages and gathers, each with the network to itself.
 
     Attributes:
-        instruction: ``[rank][position]``; only computes and gangs are read.
+        instruction: ``[rank][position]``; read for computes and group instructions only.
         message: per message.
         gather: per sync, from its last start to the features' arrival everywhere.
-        shared: what takes longer where others use the same interfaces; None where none do.
+        shared: the use of nodes' interfaces; None where no two transfers share one.
     """
 
     instruction: Sequence[Sequence[float]]
@@ -58,15 +57,15 @@ class Durations:
 
 @dataclass(slots=True, kw_only=True)
 class Clocks:
-    """When everything happened.
+    """The times of all instructions.
 
     Attributes:
         start: ``[rank][position]``, seconds; 0 where never reached.
-        end: likewise. A receive ends when its message is there.
-        exposed: per rank, seconds waited for data that were on their way, and seconds that
-            its reductions took longer because others used the network.
-        order: (rank, position) in an order in which all can happen.
-        stuck: per rank, the position that it could not pass; only ranks that stick.
+        end: likewise. A receive ends when its message arrives.
+        exposed: per rank, seconds of waiting for data in flight, and seconds by which sharing the
+            network made its reductions longer.
+        order: (rank, position) in an order in which all can run.
+        stuck: per stuck rank, the position that it cannot pass.
     """
 
     start: list[list[float]]
@@ -76,29 +75,29 @@ class Clocks:
     stuck: dict[int, int]
 
 
-def no_durations(wiring: Wiring) -> Durations:
-    """Everything takes no time: what is left is the order."""
+def no_durations(dependencies: Dependencies) -> Durations:
+    """Zero seconds for everything: only the order of the instructions is left."""
     return Durations(
-        instruction=[[0.0] * len(row) for row in wiring.kind],
-        message=[0.0] * len(wiring.messages),
-        gather=[0.0] * len(wiring.syncs),
+        instruction=[[0.0] * len(row) for row in dependencies.kind],
+        message=[0.0] * len(dependencies.messages),
+        gather=[0.0] * len(dependencies.syncs),
     )
 
 
-def replay(wiring: Wiring, durations: Durations) -> Clocks:
+def replay(dependencies: Dependencies, durations: Durations) -> Clocks:
     """Run every rank as far as it gets."""
     if durations.shared is None:
-        return _Replay(wiring, durations).run()
-    return _SharedReplay(wiring, durations, durations.shared).run()
+        return _Replay(dependencies, durations).run()
+    return _SharedReplay(dependencies, durations, durations.shared).run()
 
 
 class _Replay:
-    def __init__(self, wiring: Wiring, durations: Durations) -> None:
-        num_ranks, num_messages = len(wiring.kind), len(wiring.messages)
-        self._wiring = wiring
+    def __init__(self, dependencies: Dependencies, durations: Durations) -> None:
+        num_ranks, num_messages = len(dependencies.kind), len(dependencies.messages)
+        self._dependencies = dependencies
         self._durations = durations
-        self._start = [[0.0] * len(row) for row in wiring.kind]
-        self._end = [[0.0] * len(row) for row in wiring.kind]
+        self._start = [[0.0] * len(row) for row in dependencies.kind]
+        self._end = [[0.0] * len(row) for row in dependencies.kind]
         self._order: list[tuple[int, int]] = []
         self._clock = [0.0] * num_ranks
         self._position = [0] * num_ranks
@@ -108,12 +107,12 @@ class _Replay:
         self._arrival = [_NEVER] * num_messages
         self._waiting = [-1] * num_messages
         self._posted: list[tuple[int, int]] = [(-1, -1)] * num_messages
-        self._link_free = [0.0] * wiring.num_links
-        self._arrived: list[list[int]] = [[] for _ in wiring.gang_size]
-        self._starts = [0] * len(wiring.syncs)
-        self._started = [0.0] * len(wiring.syncs)
-        self._gathered = [_NEVER] * len(wiring.syncs)
-        # Per loss, when its last gather was over.
+        self._link_free = [0.0] * dependencies.num_links
+        self._arrived: list[list[int]] = [[] for _ in dependencies.group_size]
+        self._starts = [0] * len(dependencies.syncs)
+        self._started = [0.0] * len(dependencies.syncs)
+        self._gathered = [_NEVER] * len(dependencies.syncs)
+        # Per loss, the end of its last gather.
         self._channel_free: defaultdict[int, float] = defaultdict(float)
 
     def run(self) -> Clocks:
@@ -130,7 +129,7 @@ class _Replay:
             stuck={
                 rank: position
                 for rank, position in enumerate(self._position)
-                if position < len(self._wiring.kind[rank])
+                if position < len(self._dependencies.kind[rank])
             },
         )
 
@@ -139,9 +138,9 @@ class _Replay:
             self._run_rank(self._ready.pop())
 
     def _run_rank(self, rank: int) -> None:
-        """Advance one rank until it has to wait. The hot loop: locals, few calls."""
-        wiring = self._wiring
-        kinds, args, needs = wiring.kind[rank], wiring.arg[rank], wiring.needs[rank]
+        """Advance one rank until it has to wait. This is the hot loop: locals, few calls."""
+        kinds, args = self._dependencies.kind[rank], self._dependencies.arg[rank]
+        inputs = self._dependencies.input_messages[rank]
         start, end = self._start[rank], self._end[rank]
         seconds = self._durations.instruction[rank]
         position, now = self._position[rank], self._clock[rank]
@@ -156,11 +155,11 @@ class _Replay:
                 self._posted[arg] = (rank, position)
             elif kind == START:
                 self._start_sync(arg, now)
-            elif kind in (ALONE, GANG):
-                begins = self._inputs_at(rank, now, needs.get(position, ()))
+            elif kind in (ALONE, GROUP):
+                begins = self._inputs_at(rank, now, inputs.get(position, ()))
                 if begins is None:
                     break
-                if kind == GANG:
+                if kind == GROUP:
                     self._position[rank], self._clock[rank] = position, begins
                     self._meet(rank, arg)
                     return
@@ -173,21 +172,21 @@ class _Replay:
     def _flow(self, message: int, now: float) -> None:
         """Carry a message that is sent now."""
         self._sent[message] = now
-        free = self._link_free[self._wiring.link[message]]
+        free = self._link_free[self._dependencies.link[message]]
         leaves = free if free > now else now
         self._arrive(message, leaves + self._durations.message[message])
 
     def _arrive(self, message: int, when: float) -> None:
-        self._arrival[message] = self._link_free[self._wiring.link[message]] = when
+        self._arrival[message] = self._link_free[self._dependencies.link[message]] = when
         rank = self._waiting[message]
         if rank >= 0:
             self._ready.append(rank)
             self._waiting[message] = -1
 
-    def _inputs_at(self, rank: int, now: float, needs: tuple[int, ...]) -> float | None:
-        """When the messages are there, at the earliest now; None when one is not known yet."""
+    def _inputs_at(self, rank: int, now: float, messages: tuple[int, ...]) -> float | None:
+        """The arrival of the last message, at the earliest now; None while one is not known."""
         latest, last = now, -1
-        for message in needs:
+        for message in messages:
             arrival = self._arrival[message]
             if arrival < 0:
                 self._waiting[message] = rank
@@ -201,28 +200,28 @@ class _Replay:
     def _start_sync(self, sync: int, now: float) -> None:
         self._starts[sync] += 1
         self._started[sync] = max(self._started[sync], now)
-        if self._starts[sync] == self._wiring.sync_size[sync]:
+        if self._starts[sync] == self._dependencies.sync_size[sync]:
             self._gather(sync)
 
     def _gather(self, sync: int) -> None:
-        """Gather the features of a sync that all its ranks have started."""
-        begins = max(self._started[sync], self._channel_free[self._wiring.syncs[sync][0]])
+        """Gather the features of a sync once all its ranks have started it."""
+        begins = max(self._started[sync], self._channel_free[self._dependencies.syncs[sync][0]])
         self._end_gather(sync, begins + self._durations.gather[sync])
 
     def _end_gather(self, sync: int, when: float) -> None:
-        self._gathered[sync] = self._channel_free[self._wiring.syncs[sync][0]] = when
-        gang = self._wiring.sync_gang[sync]
-        if gang >= 0:
-            self._try_gang(gang)
+        self._gathered[sync] = self._channel_free[self._dependencies.syncs[sync][0]] = when
+        group = self._dependencies.sync_group[sync]
+        if group >= 0:
+            self._try_group(group)
 
-    def _meet(self, rank: int, gang: int) -> None:
-        self._arrived[gang].append(rank)
-        self._try_gang(gang)
+    def _meet(self, rank: int, group: int) -> None:
+        self._arrived[group].append(rank)
+        self._try_group(group)
 
-    def _try_gang(self, gang: int) -> None:
-        """Let a gang happen if all its ranks, and the gather it waits for, are there."""
-        ranks, sync = self._arrived[gang], self._wiring.gate[gang]
-        if len(ranks) < self._wiring.gang_size[gang]:
+    def _try_group(self, group: int) -> None:
+        """Start a group instruction if all its ranks, and the gather it waits for, are there."""
+        ranks, sync = self._arrived[group], self._dependencies.gate[group]
+        if len(ranks) < self._dependencies.group_size[group]:
             return
         begins = max(self._clock[rank] for rank in ranks)
         if sync >= 0:
@@ -235,16 +234,16 @@ class _Replay:
                 self._exposed[rank] += max(0.0, gathered - max(self._clock[rank], started))
         for rank in ranks:
             self._start[rank][self._position[rank]] = begins
-        self._run_gang(gang, begins)
+        self._run_group(group, begins)
 
-    def _run_gang(self, gang: int, begins: float) -> None:
+    def _run_group(self, group: int, begins: float) -> None:
         seconds = self._durations.instruction
-        for rank in self._arrived[gang]:
+        for rank in self._arrived[group]:
             self._end_on(rank, begins + seconds[rank][self._position[rank]])
-        self._arrived[gang] = []
+        self._arrived[group] = []
 
     def _end_on(self, rank: int, when: float) -> None:
-        """End a gang's instruction on one rank."""
+        """End a group instruction on one rank."""
         position = self._position[rank]
         self._end[rank][position] = self._clock[rank] = when
         self._position[rank] = position + 1
@@ -253,16 +252,16 @@ class _Replay:
 
 
 class _SharedReplay(_Replay):
-    """Transfers that use interfaces take their latency first, then what is shared out."""
+    """Replay in which transfers that use interfaces share their bandwidth after the latency."""
 
-    def __init__(self, wiring: Wiring, durations: Durations, shared: Shared) -> None:
-        super().__init__(wiring, durations)
+    def __init__(self, dependencies: Dependencies, durations: Durations, shared: Shared) -> None:
+        super().__init__(dependencies, durations)
         self._shared = shared
         self._network = Network()
-        # Keys of transfers: messages, then gathers, then gangs.
-        self._first_gather = len(wiring.messages)
-        self._first_gang = self._first_gather + len(wiring.syncs)
-        # Of links and losses that carry something, what they carry next.
+        # Keys of transfers: messages, then gathers, then groups.
+        self._first_gather = len(dependencies.messages)
+        self._first_group = self._first_gather + len(dependencies.syncs)
+        # Per busy link and per busy loss, the transfers that wait for it.
         self._links: dict[int, deque[int]] = {}
         self._channels: dict[int, deque[int]] = {}
         self._alone_until: dict[int, float] = {}
@@ -278,28 +277,28 @@ class _SharedReplay(_Replay):
     def _over(self, key: int, when: float) -> None:
         if key < self._first_gather:
             self._arrive(key, when)
-            _next(self._links, self._wiring.link[key], self._send)
-        elif key < self._first_gang:
+            _next(self._links, self._dependencies.link[key], self._send)
+        elif key < self._first_group:
             sync = key - self._first_gather
             self._end_gather(sync, when)
-            _next(self._channels, self._wiring.syncs[sync][0], self._send_features)
+            _next(self._channels, self._dependencies.syncs[sync][0], self._send_features)
         else:
-            gang = key - self._first_gang
-            longer = max(0.0, when - self._alone_until.pop(gang))
-            for rank in self._arrived[gang]:
+            group = key - self._first_group
+            longer = max(0.0, when - self._alone_until.pop(group))
+            for rank in self._arrived[group]:
                 self._exposed[rank] += longer
                 self._end_on(rank, when)
-            self._arrived[gang] = []
+            self._arrived[group] = []
 
     def _flow(self, message: int, now: float) -> None:
         if self._shared.message[message] is None:
             super()._flow(message, now)
         else:
             self._sent[message] = now
-            _queue(self._links, self._wiring.link[message], message, self._send)
+            _queue(self._links, self._dependencies.link[message], message, self._send)
 
     def _send(self, message: int) -> None:
-        leaves = max(self._sent[message], self._link_free[self._wiring.link[message]])
+        leaves = max(self._sent[message], self._link_free[self._dependencies.link[message]])
         seconds = self._durations.message[message]
         self._add(message, self._shared.message[message], leaves, seconds)
 
@@ -307,25 +306,25 @@ class _SharedReplay(_Replay):
         if self._shared.gather[sync] is None:
             super()._gather(sync)
         else:
-            _queue(self._channels, self._wiring.syncs[sync][0], sync, self._send_features)
+            _queue(self._channels, self._dependencies.syncs[sync][0], sync, self._send_features)
 
     def _send_features(self, sync: int) -> None:
-        begins = max(self._started[sync], self._channel_free[self._wiring.syncs[sync][0]])
+        begins = max(self._started[sync], self._channel_free[self._dependencies.syncs[sync][0]])
         seconds = self._durations.gather[sync]
         self._add(self._first_gather + sync, self._shared.gather[sync], begins, seconds)
 
-    def _run_gang(self, gang: int, begins: float) -> None:
-        traffic = self._shared.gang[gang]
+    def _run_group(self, group: int, begins: float) -> None:
+        traffic = self._shared.group[group]
         if traffic is None:
-            super()._run_gang(gang, begins)
+            super()._run_group(group, begins)
             return
-        rank = self._arrived[gang][0]
+        rank = self._arrived[group][0]
         seconds = self._durations.instruction[rank][self._position[rank]]
-        self._alone_until[gang] = begins + seconds
-        self._add(self._first_gang + gang, traffic, begins, seconds)
+        self._alone_until[group] = begins + seconds
+        self._add(self._first_group + group, traffic, begins, seconds)
 
     def _add(self, key: int, traffic: Traffic | None, begins: float, seconds: float) -> None:
-        """Latency first, and whatever else does not need the interfaces; then the transfer."""
+        """Begin a transfer after its latency and other seconds without interfaces."""
         if traffic is not None:
             self._network.add(begins + max(0.0, seconds - traffic.seconds), traffic, key)
 
@@ -333,7 +332,7 @@ class _SharedReplay(_Replay):
 def _queue(
     lanes: dict[int, deque[int]], lane: int, item: int, begin: Callable[[int], None]
 ) -> None:
-    """Begin a transfer, or let it wait until its lane is free."""
+    """Begin a transfer, or queue it until its link or loss (its lane) is free."""
     waiting = lanes.get(lane)
     if waiting is not None:
         waiting.append(item)
@@ -343,7 +342,7 @@ def _queue(
 
 
 def _next(lanes: dict[int, deque[int]], lane: int, begin: Callable[[int], None]) -> None:
-    """A lane is free: begin what waits for it."""
+    """A lane is free: begin the next transfer of its queue."""
     if lanes[lane]:
         begin(lanes[lane].popleft())
     else:

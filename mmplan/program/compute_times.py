@@ -1,4 +1,4 @@
-"""Seconds of a program's computes, for runs that wait instead of computing."""
+"""Seconds of a program's computes, for emulated runs, which wait instead of computing."""
 
 from __future__ import annotations
 

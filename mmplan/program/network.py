@@ -1,10 +1,10 @@
 """Nodes' network interfaces, shared by all transfers that use them at the same time.
 
-Transfers are fluid: each flows at a rate, and rates are shared out max-min fair, as flows of
-equal rights on TCP or InfiniBand come close to. All rates grow together; where an interface
-is full those on it stay as they are and the others grow on. Rates change only when a
-transfer begins or ends, so that a queue of these two events is exact, and transfers that
-share no interface, not even by way of others, do not touch each other.
+Transfers are fluid flows with max-min fair rates; flows of equal priority on TCP or InfiniBand come
+close to such rates. All rates grow together until an interface is full. Flows on a full interface
+keep their rate, and the other rates grow on. Rates change only when a transfer begins or ends, so
+a queue of these two events is exact. Transfers that share no interface, directly or through other
+transfers, do not affect each other.
 
 An interface is one direction of one node: ``2 * node`` sends, ``2 * node + 1`` receives, full
 duplex. Its capacity is 1, and a transfer's size is the seconds that it takes alone.
@@ -18,17 +18,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# (interface, part of its capacity that is taken at rate 1), each interface once.
+# (interface, part of its capacity at rate 1), each interface once.
 Loads = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a transfer asks of the interfaces.
+    """A transfer's use of interfaces.
 
     Attributes:
-        seconds: for which it has them, alone.
-        loads: on which, and how much of each.
+        seconds: of the transfer without other transfers.
+        loads: its interfaces, and its part of the capacity of each.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ def exchange(nodes: Iterable[int], load: float = 1.0) -> Loads:
 
 @dataclass(slots=True)
 class _Bundle:
-    """Transfers that began together, on the same interfaces and of the same size."""
+    """Transfers that begin together, use the same interfaces and have the same size."""
 
     loads: Loads
     keys: list[int]
@@ -66,7 +66,7 @@ class _Bundle:
 class Network:
     """The interfaces of a cluster over time.
 
-    Whoever adds transfers must not add one that begins before what :meth:`advance` last told.
+    A transfer must not begin before the last time that :meth:`advance` has returned.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class Network:
         self._ticket = 0
 
     def add(self, begins_s: float, traffic: Traffic, key: int) -> None:
-        """A transfer that begins then; ``key`` names it when it is over."""
+        """Add a transfer; :meth:`advance` returns its ``key`` when it is over."""
         heapq.heappush(self._begins, (begins_s, traffic.loads, traffic.seconds, key))
 
     def advance(self) -> tuple[float, list[int]] | None:
-        """The next time at which transfers are over, and which; None when none is left."""
+        """The next time at which transfers end, and their keys; None when none is left."""
         done: list[int] = []
         now = 0.0
         while not done:
@@ -103,7 +103,7 @@ class Network:
         return math.inf
 
     def _finish(self, now: float, done: list[int]) -> set[int]:
-        """Take away what is over; the interfaces that it used."""
+        """Remove the transfers that are over, and return their interfaces."""
         changed: set[int] = set()
         while self._next_end() <= now:
             _, ticket, _ = heapq.heappop(self._ends)
@@ -115,13 +115,13 @@ class Network:
         return changed
 
     def _begin(self, now: float) -> set[int]:
-        """Add what begins; the interfaces that it uses."""
+        """Add the transfers that begin, and return their interfaces."""
         changed: set[int] = set()
-        alike: dict[tuple[Loads, float], list[int]] = {}
+        bundles: dict[tuple[Loads, float], list[int]] = {}
         while self._begins and self._begins[0][0] <= now:
             _, loads, seconds, key = heapq.heappop(self._begins)
-            alike.setdefault((loads, seconds), []).append(key)
-        for (loads, seconds), keys in alike.items():
+            bundles.setdefault((loads, seconds), []).append(key)
+        for (loads, seconds), keys in bundles.items():
             self._ticket += 1
             several = tuple((interface, load * len(keys)) for interface, load in loads)
             self._bundles[self._ticket] = _Bundle(several, keys, seconds, now)
@@ -131,7 +131,7 @@ class Network:
         return changed
 
     def _share(self, now: float, changed: set[int]) -> None:
-        """Share out anew what depends on the interfaces that changed."""
+        """New rates for all transfers that depend on the changed interfaces."""
         tickets = self._connected(changed)
         bundles = [self._bundles[ticket] for ticket in tickets]
         for ticket, bundle, rate in zip(tickets, bundles, fair_rates(bundles), strict=True):
@@ -143,7 +143,7 @@ class Network:
             heapq.heappush(self._ends, (now + bundle.left / rate, ticket, bundle.version))
 
     def _connected(self, interfaces: set[int]) -> list[int]:
-        """What flows through the interfaces, or shares others with what does; in order."""
+        """Transfers on the interfaces, and all connected to them by shared interfaces; in order."""
         found: set[int] = set()
         seen, todo = set(interfaces), list(interfaces)
         while todo:
@@ -158,30 +158,30 @@ class Network:
 
 
 def fair_rates(bundles: Sequence[_Bundle]) -> list[float]:
-    """Max-min fair rates: no rate can grow without making one shrink that is not larger."""
+    """Max-min fair rates: a rate can grow only if a rate that is no larger shrinks."""
     if len(bundles) == 1:
         return [1.0 / max(load for _, load in bundles[0].loads)]
     rates = [0.0] * len(bundles)
-    room: dict[int, float] = {}
+    free: dict[int, float] = {}
     asked: dict[int, float] = {}
     users: dict[int, list[int]] = {}
     for index, bundle in enumerate(bundles):
         for interface, load in bundle.loads:
-            room[interface] = 1.0
+            free[interface] = 1.0
             asked[interface] = asked.get(interface, 0.0) + load
             users.setdefault(interface, []).append(index)
     growing = {interface: len(found) for interface, found in users.items()}
     rate = 0.0
     while growing:
-        full = min(growing, key=lambda interface: room[interface] / asked[interface])
-        # Never below an earlier one but for rounding.
-        rate = max(rate, room[full] / asked[full])
+        full = min(growing, key=lambda interface: free[interface] / asked[interface])
+        # Rates of later interfaces are never lower, except by rounding.
+        rate = max(rate, free[full] / asked[full])
         for index in users[full]:
             if rates[index]:
                 continue
             rates[index] = rate
             for interface, load in bundles[index].loads:
-                room[interface] -= load * rate
+                free[interface] -= load * rate
                 asked[interface] -= load
                 growing[interface] -= 1
                 if not growing[interface]:

@@ -1,4 +1,4 @@
-"""Sample intervals: which samples a micro-batch holds, and which of them two stages share."""
+"""Sample intervals of micro-batches, and the intersections of two stages' micro-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def number_samples(
 
 
 def intersect(a: SampleRange, b: SampleRange) -> SampleRange | None:
-    """The samples in both, None where there are none."""
+    """The samples in both ranges; None where there are none."""
     start, stop = max(a[0], b[0]), min(a[1], b[1])
     return (start, stop) if start < stop else None
 

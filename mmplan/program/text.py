@@ -1,16 +1,8 @@
-"""A whole program as text: what it is made of, then a row per rank, and the rows back.
-
-Lines that start with ``#`` describe stages, edges, losses and reductions; the rest are
-``rank N: instructions``.
-"""
+"""A whole program as text: its stages, edges, losses and reductions, then a row per rank."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
-from mmplan.errors import InvalidInputError
-from mmplan.program.instructions import Instruction, format_row, parse_row
+from mmplan.program.instructions import format_row
 from mmplan.program.model import (
     BlockReduction,
     CrossSampleLoss,
@@ -21,11 +13,9 @@ from mmplan.program.model import (
     Stage,
 )
 
-_ROW = re.compile(r"rank (\d+):(.*)")
-
 
 def format_program(program: Program) -> str:
-    """Header and rows; ends in a newline."""
+    """Comment lines that start with ``#``, then ``rank N: instructions``; ends in a newline."""
     batches = ", ".join(f"{task} {batch}" for task, batch in program.batches.items())
     lines = [f"# program {program.name}: {program.num_ranks} ranks, batch of {batches}"]
     lines += map(_stage, program.stages)
@@ -35,30 +25,6 @@ def format_program(program: Program) -> str:
     for rank, row in enumerate(program.instructions):
         lines.append(f"rank {rank}: {format_row(row)}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def parse_program_rows(text: str) -> tuple[tuple[Instruction, ...], ...]:
-    """The rows of :func:`format_program`'s text, in rank order.
-
-    Raises:
-        InvalidInputError: a line is no row, or a rank is missing or stands twice.
-    """
-    rows: list[tuple[Instruction, ...]] = []
-    for number, line in _row_lines(text):
-        match = _ROW.fullmatch(line)
-        if match is None or int(match[1]) != len(rows):
-            raise InvalidInputError(
-                f"line {number}: expected the row of rank {len(rows)}, got {line[:40]!r}",
-                hint='rows are "rank 0: 0F0 0B0 STEP", one per rank, in order',
-            )
-        rows.append(parse_row(match[2]))
-    return tuple(rows)
-
-
-def _row_lines(text: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.startswith("#"):
-            yield number, line
 
 
 def _span(blocks: tuple[int, int]) -> str:
@@ -114,7 +80,7 @@ def _reduction(reduction: Reduction) -> str:
 
 
 def _shards(reduction: BlockReduction) -> str:
-    """What is summed of the blocks' parameters."""
+    """The part of the blocks' parameters that is summed."""
     if reduction.parameters == "whole":
         return f" uncut, from ranks {' '.join(map(str, reduction.contributors))}"
     first, end = reduction.shards

@@ -1,4 +1,4 @@
-"""Blocks that share a parameter, and what that asks of the tensor-parallel groups that run them."""
+"""Blocks that share a parameter, and the tensor-parallel groups that can sum its gradient."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> lis
 def check_ties(stages: Sequence[Stage], ties: Mapping[str, Sequence[Sequence[int]]]) -> None:
     """Refuse groups in which the gradient of a shared parameter cannot be summed.
 
-    It is whole on every rank: each group that runs one of its blocks brings it once.
+    Every rank has this gradient whole: one rank of each group that runs one of the blocks
+    contributes it to the sum.
 
     Args:
         stages: of a whole plan.
         ties: module to the blocks of each parameter that several of them share.
 
     Raises:
-        InvalidInputError: a rank runs one of the blocks as two different shards, or no choice of
-            ranks has one of each group.
+        InvalidInputError: a rank runs one of the blocks as two different shards, or no set of
+            ranks has exactly one rank of each group.
     """
     for owner, together in ties.items():
         for blocks in together:

@@ -77,7 +77,7 @@ def _name(process: int, kind: str, name: str, thread: int = 0) -> dict[str, Any]
 
 
 def _without_overlap(program: Program, row: list[TimedInstruction]) -> list[TimedInstruction]:
-    """Receives end where the next instruction that is no message starts, at the latest."""
+    """Receives end at the latest where the next instruction other than a message starts."""
     result: list[TimedInstruction] = []
     next_start_s = float("inf")
     for event in reversed(row):

@@ -1,7 +1,7 @@
-"""Reorder a step's batch: which replica a sample goes to, and when it enters the pipeline.
+"""Reorder a step's batch: the replica of each sample, and its position in the pipeline.
 
-A program names samples by their position in the batch, so a permutation of the batch is all
-that is needed. The step's samples, and so its loss and gradient, stay the same.
+A program names samples by their position in the batch, so the result is a permutation of the
+batch. The step's samples, and so its loss and gradient, stay the same.
 
 Shape suffixes used in this file: S = stages, M = micro-batches, R = candidates, C = cells,
 B = samples of the batch, N = nodes of the recurrence.
@@ -19,57 +19,33 @@ import numpy as np
 from mmplan.arrays import Floats, Indices
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
-from mmplan.reordering.microbatch_order import FoundOrder, OrderBudget, full_effort, search_order
+from mmplan.reordering.microbatch_order import FoundOrder, OrderBudget, full_budget, search_order
 from mmplan.reordering.pipeline_recurrence import Recurrence, make_recurrence
 from mmplan.reordering.replica_assignment import assign_groups, check_work
 
 # Ordering a batch may take this share of the step's predicted time, or of a second where that
-# is unknown. What it takes is estimated from counts: a clock would tell every process another
-# effort.
+# is unknown. Its time is estimated from counts, since clocks differ from process to process.
 _SHARE = 0.01
-_LEVEL_S, _NODE_S = 6e-6, 3e-8
-
-
-def order_microbatches(
-    recurrence: Recurrence,
-    forward_SM: Floats,
-    backward_SM: Floats,
-    *,
-    seed: int = 0,
-    effort: OrderBudget | None = None,
-) -> FoundOrder:
-    """Order micro-batches so that the pipeline ends early.
-
-    Args:
-        recurrence: of the program, whose stages all run the same M micro-batches.
-        forward_SM: time of a stage's forward on each micro-batch.
-        backward_SM: likewise; 0 where the stage has none.
-        seed: the same seed gives the same order.
-
-    Raises:
-        InvalidInputError: the tables do not fit the program.
-    """
-    return search_order(
-        lambda orders: recurrence.order_makespans(orders, forward_SM, backward_SM),
-        forward_SM + backward_SM,
-        [range(forward_SM.shape[1])],
-        seed=seed,
-        effort=effort or full_effort(forward_SM.shape[1]),
-    )
+# Seconds of a level of the recurrence for 64 candidates: a numpy call. Measured on one core.
+_LEVEL_S = 6e-6
+# Seconds of a node for one candidate. Measured on one core.
+_NODE_S = 3e-8
+# The short searches that choose the weights to balance try 1 / 2 of the pyramids.
+_TRIAL_DIVISOR = 2
 
 
 class BatchOrder:
     """Orders the batches of one task of a program.
 
-    The unit with the most micro-batches in a step leads: its replicas get equal work in the
-    numbers of samples that the plan gives them, its micro-batches likewise, and their order is
-    searched with the recurrence of the whole program. Samples stay within the sync batches of
-    cross-sample losses. Whoever asks with the same numbers gets the same order.
+    The unit with the most micro-batches in a step is the reference unit. Its replicas get equal
+    work in the numbers of samples that the plan gives them, and so do its micro-batches. Their
+    order is searched with the recurrence of the whole program. Samples stay within the sync
+    batches of cross-sample losses. Equal arguments give the same order in every process.
 
-    Work counts within its module only. A plan gives modules devices so that all are busy, so
-    the busiest stages of all modules are taken to be busy for equal times: 1 in a whole step.
-    Within a module, time goes with a stage's blocks by its tp degree, a backward lasting as
-    long as a forward for the inputs and once more for what trains.
+    Work is compared within its module only. A plan gives modules devices so that all are busy, so
+    the busiest stages of all modules are assumed to be busy for equal times: 1 in a whole step.
+    Within a module, the time of a stage is proportional to its blocks over its tp degree. A
+    backward takes one forward for input gradients, and one more for the blocks that train.
 
     Args:
         program: of a plan.
@@ -77,7 +53,7 @@ class BatchOrder:
 
     Attributes:
         batch: samples of a step.
-        modules: whose work counts.
+        modules: of the task.
 
     Raises:
         InvalidInputError: the program runs nothing of the task.
@@ -90,16 +66,18 @@ class BatchOrder:
         self.batch = program.batches[task]
         self.modules = tuple(dict.fromkeys(stage.module for stage in stages))
         self._recurrence = make_recurrence(program)
-        self._parts = [_ModuleOrder.of(stages, module) for module in self.modules]
+        self._module_loads = [_ModuleLoad.of(stages, module) for module in self.modules]
         self._load_N, self._scale_N = self._node_times({s.index: s for s in stages})
-        lead = max(stages, key=lambda stage: (sum(map(len, stage.microbatches)), stage.dp))
-        self._cells = list(_cells(lead, _cuts(program, task)))
+        reference = max(stages, key=lambda stage: (sum(map(len, stage.microbatches)), stage.dp))
+        self._cells = list(_cells(reference, _cuts(program, task)))
         self._start_C = np.array([cell.start for cell in self._cells])
         sizes = [cell.stop - cell.start for cell in self._cells]
         self._cell_B = np.repeat(np.arange(len(sizes)), sizes)
         self._offset_B = np.arange(self.batch) - self._start_C[self._cell_B]
         seconds = _SHARE * (program.predicted_s or 1.0)
-        self._effort = _affordable(self._recurrence, max(map(len, lead.microbatches)), seconds)
+        self._budget = _affordable_budget(
+            self._recurrence, max(map(len, reference.microbatches)), seconds
+        )
 
     def __call__(self, work: Mapping[str, Floats], seed: int) -> Indices:
         """The order: batch position p takes sample ``order[p]`` of the batch as given.
@@ -117,10 +95,12 @@ class BatchOrder:
         groupings = [self._grouped(weight_B) for weight_B in self._weights(work)]
         if not groupings:
             return given
-        glance = replace(self._effort, first=self._effort.first // 2, generations=0, scans=0)
-        first = [self._searched(grouped, work, seed, glance).makespan for grouped in groupings]
-        grouped = groupings[first.index(min(first))]
-        found = self._searched(grouped, work, seed, self._effort)
+        trial = replace(
+            self._budget, first=self._budget.first // _TRIAL_DIVISOR, generations=0, scans=0
+        )
+        spans = [self._searched(grouped, work, seed, trial).makespan for grouped in groupings]
+        grouped = groupings[spans.index(min(spans))]
+        found = self._searched(grouped, work, seed, self._budget)
         order = self._sources(found.order[None, :], grouped)[0]
         before, after = self._makespans(np.array([given, order]), work)
         return order if after < before else given
@@ -131,7 +111,7 @@ class BatchOrder:
 
     def _makespans(self, orders: Indices, work: Mapping[str, Floats]) -> Floats:
         loads = [np.zeros((1, len(orders)))]
-        for part in self._parts:
+        for part in self._module_loads:
             load = np.zeros((len(part.start), len(orders)))
             if part.module in work:
                 done = np.zeros((self.batch + 1, len(orders)))
@@ -143,22 +123,24 @@ class BatchOrder:
         return self._recurrence.makespans(time_NR)
 
     def _node_times(self, stages: Mapping[int, Stage]) -> tuple[Indices, Floats]:
-        """Per node its row among the loads of all modules and, as a column, its time per load."""
-        first = np.cumsum([1, *(len(part.start) for part in self._parts)]).tolist()
-        places = {part.module: (row, part) for row, part in zip(first, self._parts, strict=False)}
+        """Per node, its row in the loads of all modules, and as a column its time per load."""
+        first = np.cumsum([1, *(len(part.start) for part in self._module_loads)]).tolist()
+        loads = {
+            part.module: (row, part) for row, part in zip(first, self._module_loads, strict=False)
+        }
         rows: list[int] = []
         scales: list[float] = []
         known = self._recurrence
-        # What a node does of (forward, input gradients, weight gradients).
+        # Whether a node computes (forward, input gradients, weight gradients).
         does = np.stack([~known.backward & ~known.weights, known.backward, known.weights], axis=1)
         does[:, 2] |= known.backward & (known.share == 1)
         keys = zip(known.stage, known.replica, known.mb, does, strict=True)
         for index, replica, mb, parts in keys:
-            # Row 0 is of what takes no time: losses, reductions, other tasks.
+            # Row 0 is free: losses, reductions, other tasks.
             row, scale = 0, 0.0
             if index in stages:
                 stage = stages[index]
-                before, part = places[stage.module]
+                before, part = loads[stage.module]
                 row = before + part.rows[stage.microbatches[replica][mb]]
                 scale = float(np.dot(_cost(stage, part.blocks), parts))
             rows.append(row)
@@ -166,7 +148,7 @@ class BatchOrder:
         return np.array(rows, np.intp), np.array(scales)[:, None]
 
     def _scaled(self, work: Mapping[str, Floats]) -> dict[str, Floats]:
-        """Work whose busiest stage is busy for 1 on average over its replicas."""
+        """Work in units of the busiest stage's time, averaged over its replicas."""
         scaled: dict[str, Floats] = {}
         for name, values in work.items():
             check_work(values)
@@ -174,23 +156,23 @@ class BatchOrder:
                 raise InvalidInputError(
                     f"{len(values)} samples have work for {name}, the batch has {self.batch}"
                 )
-        for part in self._parts:
+        for part in self._module_loads:
             if part.module in work:
-                # A running sum: it rounds alike on every processor.
+                # A running sum has the same rounding on every processor.
                 busy = float(np.cumsum(work[part.module])[-1]) * part.slowest / part.replicas
                 scaled[part.module] = work[part.module] / (busy or 1.0)
         return scaled
 
     def _weights(self, work: Mapping[str, Floats]) -> Iterator[Floats]:
-        """What may be balanced over replicas: all of a sample's work, or that of one module."""
-        uneven = [p for p in self._parts if p.module in work and np.ptp(work[p.module]) > 0]
+        """The weights to balance over replicas: all of a sample's work, or that of one module."""
+        uneven = [p for p in self._module_loads if p.module in work and np.ptp(work[p.module]) > 0]
         weights = [part.slowest * work[part.module] for part in uneven]
         if len(weights) > 1:
             yield np.cumsum(weights, axis=0)[-1]
         yield from weights
 
     def _grouped(self, weight_B: Floats) -> Indices:
-        """Samples dealt to the lead's replicas, and there to its micro-batches."""
+        """Samples assigned to the reference unit's replicas, and there to its micro-batches."""
         order = np.empty(self.batch, np.intp)
         by_segment: defaultdict[tuple[int, int], defaultdict[int, list[_Cell]]] = defaultdict(
             lambda: defaultdict(list)
@@ -206,9 +188,9 @@ class BatchOrder:
         return order
 
     def _searched(
-        self, grouped: Indices, work: Mapping[str, Floats], seed: int, effort: OrderBudget
+        self, grouped: Indices, work: Mapping[str, Floats], seed: int, budget: OrderBudget
     ) -> FoundOrder:
-        rows = [p.slowest * work[p.module][grouped] for p in self._parts if p.module in work]
+        rows = [p.slowest * work[p.module][grouped] for p in self._module_loads if p.module in work]
         lists: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
         for index, cell in enumerate(self._cells):
             lists[cell.segment, cell.replica, cell.stop - cell.start].append(index)
@@ -217,7 +199,7 @@ class BatchOrder:
             self._per_cell(np.array(rows)),
             list(lists.values()),
             seed=seed,
-            effort=effort,
+            budget=budget,
         )
 
     def _per_cell(self, time_FB: Floats) -> Floats:
@@ -233,7 +215,7 @@ class BatchOrder:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """Batch positions [start, stop): a micro-batch of the lead, cut where samples may not pass."""
+    """Batch positions [start, stop): a reference micro-batch, cut where no sample may pass."""
 
     segment: tuple[int, int]
     replica: int
@@ -248,9 +230,9 @@ def _cuts(program: Program, task: str) -> list[int]:
     return sorted({0, batch, *(cut for size in sizes for cut in range(0, batch, size))})
 
 
-def _cells(lead: Stage, cuts: Sequence[int]) -> Iterator[_Cell]:
+def _cells(reference: Stage, cuts: Sequence[int]) -> Iterator[_Cell]:
     """In order of their positions."""
-    spans = sorted((span, d) for d, row in enumerate(lead.microbatches) for span in row)
+    spans = sorted((span, d) for d, row in enumerate(reference.microbatches) for span in row)
     for (start, stop), replica in spans:
         for segment in pairwise(cuts):
             low, high = max(start, segment[0]), min(stop, segment[1])
@@ -270,16 +252,16 @@ def _fill(order: Indices, samples: Indices, weight: Floats, cells: Sequence[_Cel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _ModuleOrder:
-    """One module.
+class _ModuleLoad:
+    """The micro-batches of one module, for the work of each.
 
     Attributes:
-        start: [U], first batch positions of its micro-batches, each once.
+        start: [U], first batch positions of its distinct micro-batches.
         stop: [U], their ends.
-        rows: row of a micro-batch in these.
+        rows: batch positions of a micro-batch to its row in ``start``.
         blocks: of the whole module.
         slowest: forward and backward of its slowest stage, per work.
-        replicas: that share the batch there.
+        replicas: most replicas of a stage.
     """
 
     module: str
@@ -291,7 +273,7 @@ class _ModuleOrder:
     replicas: int
 
     @classmethod
-    def of(cls, stages: Sequence[Stage], module: str) -> _ModuleOrder:
+    def of(cls, stages: Sequence[Stage], module: str) -> _ModuleLoad:
         own = [stage for stage in stages if stage.module == module]
         spans = sorted({span for stage in own for row in stage.microbatches for span in row})
         blocks = max(stage.blocks[1] for stage in own)
@@ -314,9 +296,11 @@ def _cost(stage: Stage, blocks: int) -> tuple[float, float, float]:
     return (forward, forward, forward * trained) if stage.has_backward else (forward, 0.0, 0.0)
 
 
-def _affordable(recurrence: Recurrence, num_microbatches: int, seconds: float) -> OrderBudget:
-    """The full effort, or what of it fits the time."""
-    full = full_effort(num_microbatches)
+def _affordable_budget(
+    recurrence: Recurrence, num_microbatches: int, seconds: float
+) -> OrderBudget:
+    """The full budget, or the part of it that fits the time."""
+    full = full_budget(num_microbatches)
     batches = full.first / 64 + full.generations + full.scans
     needed_s = recurrence.num_levels * batches * _LEVEL_S
     needed_s += recurrence.num_nodes * full.columns * _NODE_S

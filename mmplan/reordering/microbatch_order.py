@@ -1,10 +1,10 @@
 """Search for the order in which micro-batches enter a pipeline.
 
-A pipeline whose micro-batches differ runs best when neighbours are alike: light ones first, then
-ever heavier ones, then lighter ones again. Such *pyramids* differ in what counts as heavy (a
-weight for each unit's time), in who goes up and who goes down, and in where the few heaviest
-stand: some belong where a pipeline fills or drains, far from the others. The search draws
-pyramids, breeds the best of them, and then moves single micro-batches.
+A pipeline whose micro-batches differ runs best when neighbours have similar work: light ones first,
+then heavier and heavier ones, then lighter ones again. Such *pyramids* differ in the weights of the
+units' times, in the micro-batches that rise and those that fall, and in the positions of the few
+heaviest: some belong to the warm-up or the cool-down, far from the others. The search is genetic:
+it draws random pyramids, breeds the best of them, and then moves single micro-batches.
 
 Shape suffixes used in this file: R = candidates, C = cells (micro-batches of all replicas),
 F = features of a cell, L = lists, M = places of a list, H = heaviest cells of a list.
@@ -21,24 +21,28 @@ from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Indices
 
+# Candidates evaluated at once: few enough for the cache, and numpy's calls cost little each.
 _AT_ONCE = 64
+# Pyramids that a generation is bred from. Chosen by hand.
 _PARENTS = 4
-# Micro-batches that the default effort is enough for.
-_FEW = 32
-# Heaviest cells of a list that may stand outside the pyramid, and how often one does.
-_APART, _OFTEN = 4, 0.5
-# How much worse a move may make it, relative: falls to 0 towards the end.
+# Micro-batches for which the default budget is large enough; more ones get more in proportion.
+_DEFAULT_MICROBATCHES = 32
+# Heaviest cells of a list that may stand outside the pyramid. Chosen by hand.
+_MAX_APART = 4
+# Probability with which such a cell does.
+_APART_PROBABILITY = 0.5
+# Relative loss that a move may have at first; it falls to 0 towards the end. Chosen by hand.
 _WORSE = 0.01
-# Spread below which the order does not matter.
+# Relative spread of makespans below which the order does not matter.
 _SAME = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderBudget:
-    """How much to try; counts and not seconds, so that every process tries the same.
+    """The number of candidates; counts and not seconds, so that every process tries the same.
 
     Attributes:
-        first: pyramids drawn; with 0 the order stays as given.
+        first: random pyramids; with 0 the order stays as given.
         generations: each breeds 64 pyramids.
         scans: each tries 64 moves and swaps of single micro-batches.
     """
@@ -49,18 +53,18 @@ class OrderBudget:
 
     @property
     def columns(self) -> int:
-        """Orders that are evaluated."""
+        """Number of orders that are evaluated."""
         return self.first + _AT_ONCE * (self.generations + self.scans)
 
 
-def full_effort(num_microbatches: int) -> OrderBudget:
-    """As much as still gains: more where there are more micro-batches to order."""
-    times = max(1.0, num_microbatches / _FEW)
+def full_budget(num_microbatches: int) -> OrderBudget:
+    """A budget beyond which little is gained; it grows with the number of micro-batches."""
+    factor = max(1.0, num_microbatches / _DEFAULT_MICROBATCHES)
     full = OrderBudget()
     return OrderBudget(
         first=full.first,
-        generations=int(full.generations * times),
-        scans=int(full.scans * times),
+        generations=int(full.generations * factor),
+        scans=int(full.scans * factor),
     )
 
 
@@ -71,7 +75,7 @@ class FoundOrder:
     Attributes:
         order: place k holds cell ``order[k]``.
         makespan: its time, in the unit of the times given.
-        given: that of the order as given.
+        given: the makespan of the order as given.
     """
 
     order: Indices
@@ -85,31 +89,31 @@ def search_order(
     lists: Sequence[Sequence[int]],
     *,
     seed: int,
-    effort: OrderBudget,
+    budget: OrderBudget,
 ) -> FoundOrder:
-    """The best order of cells that the effort finds, never worse than the one given.
+    """The best order of cells found within the budget, never worse than the given one.
 
     Args:
         evaluate: orders [R, C] to makespans [R].
-        time_FC: what makes a cell heavy, one row per part of the pipeline.
-        lists: places whose cells may change places with each other, in pipeline order: the
-            micro-batches of one replica. Places in no list keep their cells.
+        time_FC: times of the cells, one row per part of the pipeline.
+        lists: places whose cells may be exchanged, in pipeline order: the micro-batches of one
+            replica. Places in no list keep their cells.
         seed: the same seed gives the same order.
     """
     search = _OrderSearch(evaluate, time_FC, lists, seed)
     given = float(evaluate(np.arange(time_FC.shape[1])[None, :])[0])
-    found = search.run(given, effort)
+    found = search.run(given, budget)
     return FoundOrder(order=found[0], makespan=found[1], given=given)
 
 
 @dataclass(slots=True)
 class _Genes:
-    """What makes a pyramid.
+    """The parameters of pyramids.
 
     Attributes:
         weights: [R, F].
-        up: [R, M], whether the cell of that rank in its list goes up.
-        apart: [R, H], where in its list, of 1, the h-th heaviest cell stands; -1 in the pyramid.
+        up: [R, M], whether the cell of that rank in its list stands on the rising side.
+        apart: [R, H], relative position of the h-th heaviest cell in its list; -1 in the pyramid.
     """
 
     weights: Floats
@@ -153,7 +157,6 @@ class _OrderSearch:
         seed: int,
     ) -> None:
         self._evaluate = evaluate
-        # A unit that is idle beside the others decides nothing, however uneven it is.
         self._time_FC = time_FC
         self._rng = np.random.Generator(np.random.PCG64(seed))
         by_length: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
@@ -163,21 +166,21 @@ class _OrderSearch:
         self._groups = [np.array(rows, np.intp) for _, rows in sorted(by_length.items())]
         self._ranks = [self._ranking(places_LM) for places_LM in self._groups]
 
-    def run(self, given: float, effort: OrderBudget) -> tuple[Indices, float]:
+    def run(self, given: float, budget: OrderBudget) -> tuple[Indices, float]:
         order, span = np.arange(self._time_FC.shape[1]), given
-        if not self._groups or not effort.first:
+        if not self._groups or not budget.first:
             return order, span
-        drawn = self._draw(effort.first)
-        if drawn.spans.max() > drawn.spans.min() * (1 + _SAME):
-            for _ in range(effort.generations):
-                parents = drawn.best(_PARENTS)
-                drawn = parents.joined(self._bred(parents))
+        pyramids = self._draw(budget.first)
+        if pyramids.spans.max() > pyramids.spans.min() * (1 + _SAME):
+            for _ in range(budget.generations):
+                parents = pyramids.best(_PARENTS)
+                pyramids = parents.joined(self._bred(parents))
         else:
-            effort = OrderBudget(scans=0)
-        best = int(drawn.spans.argmin())
-        if drawn.spans[best] < span:
-            order, span = drawn.orders[best], float(drawn.spans[best])
-        return self._climb(order, span, effort.scans)
+            budget = OrderBudget(scans=0)
+        best = int(pyramids.spans.argmin())
+        if pyramids.spans[best] < span:
+            order, span = pyramids.orders[best], float(pyramids.spans[best])
+        return self._climb(order, span, budget.scans)
 
     def _climb(self, order: Indices, span: float, scans: int) -> tuple[Indices, float]:
         """Scan from the best order so far, at first over slightly worse ones."""
@@ -190,26 +193,25 @@ class _OrderSearch:
         return best, best_span
 
     def _ranking(self, places_LM: Indices) -> Indices:
-        """Rank of each place's cell in its list, by whole time: alike in all lists."""
+        """Rank of each place's cell in its list, by the sum of its times."""
         heavy = np.cumsum(self._time_FC, axis=0)[-1][places_LM]
         return np.argsort(np.argsort(heavy, axis=1, kind="stable"), axis=1)
 
     def _draw(self, count: int) -> _Pyramids:
-        # Sums of exponentials would do; a running sum rounds alike on every processor.
         weights = self._rng.random((count, len(self._time_FC)))
         longest = max(places_LM.shape[1] for places_LM in self._groups)
         up = self._rng.random((count, longest)) < 0.5
         return self._built(_Genes(weights, up, self._apart(count)))
 
     def _apart(self, count: int) -> Floats:
-        places = self._rng.random((count, _APART))
-        return np.where(self._rng.random(places.shape) < _OFTEN, places, -1.0)
+        places = self._rng.random((count, _MAX_APART))
+        return np.where(self._rng.random(places.shape) < _APART_PROBABILITY, places, -1.0)
 
     def _bred(self, parents: _Pyramids) -> _Pyramids:
         genes = parents.genes.of(self._rng.integers(len(parents.spans), size=_AT_ONCE))
         weights = genes.weights * (0.6 + 0.8 * self._rng.random(genes.weights.shape))
         flipped = self._rng.random(genes.up.shape) < 2.0 / genes.up.shape[1]
-        # Of the cells that stand apart, some are drawn anew and some move a little.
+        # Some cells that stand apart are drawn again, and some move a little.
         chance, step = self._rng.random((2, *genes.apart.shape))
         moved = np.clip(genes.apart + 0.2 * (step - 0.5), 0.0, 1.0)
         apart = np.where((chance < 0.4) & (genes.apart >= 0), moved, genes.apart)
@@ -217,7 +219,7 @@ class _OrderSearch:
         return self._built(_Genes(weights, genes.up ^ flipped, apart))
 
     def _built(self, genes: _Genes) -> _Pyramids:
-        # Summed feature by feature: a matrix product rounds differently on other processors.
+        # Summed feature by feature: the rounding of matrix products depends on the processor.
         key_RC = np.zeros((len(genes.up), self._time_FC.shape[1]))
         for feature, time_C in enumerate(self._time_FC):
             key_RC += genes.weights[:, feature, None] * time_C
@@ -238,7 +240,7 @@ class _OrderSearch:
         return np.concatenate([self._evaluate(part) for part in parts])
 
     def _scan(self, order: Indices, span: float, allowed: float) -> tuple[Indices, float]:
-        """Single changes of all lists of a length, or of one of them; the best is taken."""
+        """Take the best of 64 changes, each of all lists of a length or of one of them."""
         places_LM = self._groups[int(self._rng.integers(len(self._groups)))]
         if len(places_LM) > 1 and self._rng.integers(2):
             places_LM = places_LM[[int(self._rng.integers(len(places_LM)))]]
@@ -247,14 +249,14 @@ class _OrderSearch:
         orders[:, places_LM] = order[places_LM][:, changed].swapaxes(0, 1)
         spans = self._evaluate(orders)
         best = int(spans.argmin())
-        # Equal is taken too: the way down leads over plateaus.
+        # Equal orders are taken too, to cross plateaus.
         if spans[best] <= span * allowed:
             return orders[best], float(spans[best])
         return order, span
 
 
 def _set_apart(place: Floats, apart: Floats, rank_LM: Indices) -> Floats:
-    """The keys [R, L, M] by which cells are sorted, of the heaviest as ``apart`` [R, H] says."""
+    """Sort keys [R, L, M] of the cells, the heaviest at their positions ``apart`` [R, H]."""
     count = rank_LM.shape[1]
     ranked = np.argsort(np.argsort(place, axis=2, kind="stable"), axis=2, kind="stable")
     place = ranked.astype(np.float64)

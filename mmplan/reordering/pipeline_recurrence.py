@@ -1,9 +1,9 @@
-"""The time of a program as a recurrence, for many choices of its computes' times at once.
+"""The makespan of a program as a recurrence, for many vectors of compute times at once.
 
-Without messages that take time, a compute starts when its rank has ended what comes before it
-and its inputs have ended where they are made. So every end is the latest of some ends plus a
-time of its own, and those that wait for no others of the same level are one numpy operation:
-for as many candidates as there are columns.
+If messages take no time, a compute starts when its rank has ended the instruction before it and
+when the producers of its inputs have ended. So each end is the latest of some other ends, plus
+the compute's own time. Nodes of one level do not wait for each other: one numpy operation computes
+a level for all candidates.
 
 Shape suffixes used in this file: N = computes, losses and reductions ("nodes"), R = candidates,
 S = stages, M = micro-batches.
@@ -23,16 +23,18 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import Program
 
-# (stage, replica, micro-batch, operation) of a compute; of a loss, a reduction or a helper.
+# (stage, replica, micro-batch, operation) of a compute.
 _ComputeKey = tuple[int, int, int, Op]
+# The key of losses, reductions and helper nodes.
 _NO_COMPUTE: _ComputeKey = -1, 0, 0, Op.FORWARD
-# A node that waits for more others than this waits for helpers that wait for them.
-_MOST_WAITS = 6
+# A node with more predecessors than this gets helper nodes in between: rows of a level are as wide
+# as its widest node. Chosen by hand.
+_MAX_WAITS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Nodes [start, stop); column i of ``waits`` is what node i of them waits for, repeated."""
+    """Nodes [start, stop); ``waits[k][i]`` is the k-th predecessor of node i, the last repeated."""
 
     start: int
     stop: int
@@ -41,7 +43,7 @@ class _Level:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What every compute of a program waits for; built once by :func:`make_recurrence`.
+    """The predecessors of every node of a program; built once by :func:`make_recurrence`.
 
     Attributes:
         stage: [N], stage of a compute; -1 for a loss or a reduction.
@@ -49,7 +51,7 @@ class Recurrence:
         mb: [N], its micro-batch.
         backward: [N], whether it is a backward, or the ``I`` of a split one.
         weights: [N], whether it is the ``W`` of a split backward.
-        share: [N], what part of the whole forward or backward it is: 1, or half of a split one.
+        share: [N], its part of the whole forward or backward: 1, or half for a split backward.
     """
 
     stage: Indices
@@ -67,11 +69,11 @@ class Recurrence:
 
     @property
     def num_levels(self) -> int:
-        """Length of the longest chain of nodes that wait for each other."""
+        """Number of nodes on the longest path."""
         return len(self._levels) + 1
 
     def makespans(self, time_NR: Floats) -> Floats:
-        """When the last node ends, for each candidate [R]; losses and reductions count too.
+        """The end of the last node for each candidate [R], losses and reductions included.
 
         Args:
             time_NR: time of each node, in any unit; overwritten.
@@ -79,43 +81,10 @@ class Recurrence:
         end_NR = time_NR
         for level in self._levels:
             starts = end_NR.take(level.waits[0], axis=0)
-            for others in level.waits[1:]:
-                np.maximum(starts, end_NR.take(others, axis=0), out=starts)
+            for predecessors in level.waits[1:]:
+                np.maximum(starts, end_NR.take(predecessors, axis=0), out=starts)
             end_NR[level.start : level.stop] += starts
         return end_NR.max(axis=0)
-
-    def order_makespans(
-        self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats
-    ) -> Floats:
-        """Makespans [R] when position k of every stage holds micro-batch ``orders_RM[r, k]``.
-
-        Args:
-            orders_RM: permutations of the micro-batches.
-            forward_SM: time of a stage's forward on each micro-batch, all replicas alike.
-            backward_SM: likewise; the parts of a split backward take half each.
-
-        Raises:
-            InvalidInputError: the tables do not cover the stages and micro-batches.
-        """
-        return self.makespans(self._times(orders_RM, forward_SM, backward_SM))
-
-    def _times(self, orders_RM: Indices, forward_SM: Floats, backward_SM: Floats) -> Floats:
-        needed = int(self.stage.max()) + 1, int(self.mb.max()) + 1
-        for given in (forward_SM.shape, backward_SM.shape, (needed[0], orders_RM.shape[1])):
-            if given != (needed[0], forward_SM.shape[1]) or given[1] < needed[1]:
-                raise InvalidInputError(
-                    f"times for {given[0]} stages x {given[1]} micro-batches, the program has "
-                    f"{needed[0]} x {needed[1]}",
-                    hint="give one row per stage and one column per micro-batch",
-                )
-        num_microbatches, candidates = orders_RM.shape[1], orders_RM.shape[0]
-        # The last row is for what is no compute.
-        table = np.vstack([forward_SM, backward_SM, np.zeros_like(forward_SM[:1])])
-        held = table.take(orders_RM.T.ravel(), axis=1).reshape(-1, candidates)
-        is_backward = self.backward | self.weights
-        row_N = np.where(self.stage < 0, -1, self.stage + is_backward * needed[0])
-        time_NR = held.take((row_N % len(table)) * num_microbatches + self.mb, axis=0)
-        return time_NR * self.share[:, None] if self.weights.any() else time_NR
 
 
 def make_recurrence(program: Program) -> Recurrence:
@@ -137,12 +106,12 @@ def make_recurrence(program: Program) -> Recurrence:
 
 
 class _Nodes:
-    """Collects the nodes of all ranks; what several ranks do together is one node."""
+    """Collects the nodes of all ranks; a collective of several ranks is one node."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._ids: dict[Hashable, int] = {}
-        # The node after which each message leaves, and the messages each node takes.
+        # The node after which each message is sent, and the messages that each node takes.
         self._sent: dict[Hashable, int] = {}
         self._takes: list[tuple[int, Hashable]] = []
         self.keys: list[_ComputeKey] = []
@@ -171,11 +140,11 @@ class _Nodes:
             last = node
 
     def _node(self, item: Instruction, replicas: dict[int, int]) -> int:
-        """The node of an instruction, new or already there; -1 where it takes no time."""
+        """The node of an instruction, new or known; -1 for an instruction that takes no time."""
         key: Hashable = item
-        kind = _NO_COMPUTE
+        compute = _NO_COMPUTE
         if isinstance(item, Compute):
-            key = kind = item.stage, replicas[item.stage], item.mb, item.op
+            key = compute = item.stage, replicas[item.stage], item.mb, item.op
         elif not isinstance(item, Collective) and not (
             isinstance(item, Sync) and item.op is Op.SYNC_WAIT
         ):
@@ -183,12 +152,12 @@ class _Nodes:
         known = self._ids.get(key)
         if known is None:
             known = self._ids[key] = len(self.keys)
-            self.keys.append(kind)
+            self.keys.append(compute)
             self.waits.append(set())
         return known
 
     def connect(self) -> None:
-        """Let each node wait for the senders of its messages, and for few nodes at a time."""
+        """Let each node wait for the senders of its messages, with helpers between many."""
         for node, key in self._takes:
             sender = self._sent.get(key)
             if sender is None:
@@ -199,17 +168,17 @@ class _Nodes:
             if sender >= 0:
                 self.waits[node].add(sender)
         for node in range(len(self.waits)):
-            while len(self.waits[node]) > _MOST_WAITS:
+            while len(self.waits[node]) > _MAX_WAITS:
                 self.waits[node] = self._through_helpers(self.waits[node])
 
     def _through_helpers(self, waits: set[int]) -> set[int]:
-        """Helper nodes without time that wait for a few of ``waits`` each."""
+        """Helper nodes that take no time, each with a few of ``waits`` as predecessors."""
         rest = sorted(waits)
         helpers: set[int] = set()
-        for start in range(0, len(rest), _MOST_WAITS):
+        for start in range(0, len(rest), _MAX_WAITS):
             helpers.add(len(self.keys))
             self.keys.append(_NO_COMPUTE)
-            self.waits.append(set(rest[start : start + _MOST_WAITS]))
+            self.waits.append(set(rest[start : start + _MAX_WAITS]))
         return helpers
 
 
@@ -220,10 +189,10 @@ def _message_key(rank: int, item: Message) -> Hashable:
 
 
 def _levels(waits: Sequence[set[int]]) -> list[list[int]]:
-    """Nodes by the longest chain of others before them.
+    """Nodes by the length of the longest path before them.
 
     Raises:
-        InvalidInputError: some wait for each other in a circle.
+        InvalidInputError: some nodes form a cycle.
     """
     after: list[list[int]] = [[] for _ in waits]
     missing = [len(item) for item in waits]

@@ -1,4 +1,4 @@
-"""Which samples go to which group, so that the heaviest group is as light as possible.
+"""Samples assigned to groups, so that the heaviest group is as light as possible.
 
 Shape suffix used in this file: B = samples.
 """
@@ -14,22 +14,24 @@ import numpy as np
 from mmplan.arrays import Floats, Indices
 from mmplan.errors import InvalidInputError
 
-# Swaps tried after the descending assignment; few gain anything after the first ten.
+# Swaps after the greedy assignment; few swaps after the first ten gain anything.
 _SWAPS = 48
-# Lightest groups that the heaviest one may swap with.
+# Lightest groups that the heaviest one may swap with. Chosen by hand: more cost time.
 _PARTNERS = 8
+# Swaps end when the heaviest group is within this factor of the mean load.
+_BALANCED = 1.001
 
 
 def assign_groups(work: Floats, counts: int | Sequence[int]) -> Indices:
     """Give each sample a group, so that the heaviest group is as light as possible.
 
-    Largest sample first, each to the lightest group that still has room; then a few swaps
-    between the heaviest group and light ones. Deterministic: equal samples go by position.
+    Samples in descending order of work go to the lightest group that is not full. A few swaps
+    between the heaviest group and light ones follow. Deterministic: equal samples go by position.
 
     Args:
         work: per sample, not negative, in any unit.
-        counts: samples of each group, or the number of groups: then equal numbers, the first
-            groups one more where they do not divide.
+        counts: samples of each group; or the number of groups, whose sizes then differ by at
+            most one, larger ones first.
 
     Returns:
         Group of each sample.
@@ -38,27 +40,17 @@ def assign_groups(work: Floats, counts: int | Sequence[int]) -> Indices:
         InvalidInputError: work is negative or not finite, or the counts do not add up.
 
     Source:
-        MMScale's Algorithm 2, with the order its 4/3 bound is for and equal counts.
+        MMScale's Algorithm 2, with equal counts and the descending order that its
+        4/3 bound is for.
     """
-    room = _counts(work, counts)
-    group_B = _largest_first(work, room)
-    _swap(work, group_B, len(room))
+    sizes = _sizes(work, counts)
+    group_B = _largest_first(work, sizes)
+    _swap(work, group_B, len(sizes))
     return group_B
 
 
-def group_bound(work: Floats, num_groups: int) -> float:
-    """A lower bound of the heaviest of groups of equal size c.
-
-    The mean load, or the largest sample with the c - 1 smallest ones.
-    """
-    size = len(work) // num_groups
-    sorted_work = np.sort(work)
-    least = float(sorted_work[-1]) + float(sorted_work[: size - 1].sum())
-    return max(float(work.sum()) / num_groups, least)
-
-
 def check_work(work: Floats) -> None:
-    """Refuse what is no amount of work.
+    """Refuse numbers that are no amount of work.
 
     Raises:
         InvalidInputError: a number is negative or not finite.
@@ -71,7 +63,7 @@ def check_work(work: Floats) -> None:
         )
 
 
-def _counts(work: Floats, counts: int | Sequence[int]) -> list[int]:
+def _sizes(work: Floats, counts: int | Sequence[int]) -> list[int]:
     check_work(work)
     if isinstance(counts, int):
         share, left = divmod(len(work), counts)
@@ -81,12 +73,12 @@ def _counts(work: Floats, counts: int | Sequence[int]) -> list[int]:
     return list(counts)
 
 
-def _largest_first(work: Floats, room: list[int]) -> Indices:
+def _largest_first(work: Floats, sizes: list[int]) -> Indices:
     # Stable, so that every process finds the same order of equal samples.
     order = np.argsort(-work, kind="stable").tolist()
     values = work[order].tolist()
-    heap = [(0.0, group) for group, count in enumerate(room) if count]
-    left = list(room)
+    heap = [(0.0, group) for group, count in enumerate(sizes) if count]
+    left = list(sizes)
     groups: list[int] = []
     for value in values:
         load, group = heap[0]
@@ -102,17 +94,16 @@ def _largest_first(work: Floats, room: list[int]) -> Indices:
 
 
 def _swap(work: Floats, group_B: Indices, num_groups: int) -> None:
-    """Swap samples of the heaviest group with those of light ones while that helps."""
+    """Swap samples of the heaviest group and of light ones while the heaviest gets lighter."""
     load = np.bincount(group_B, weights=work, minlength=num_groups)
-    # A running sum: it rounds alike on every processor, and all of them must decide alike.
+    # A running sum has the same rounding on every processor, and so the same swaps.
     target = float(np.cumsum(load)[-1]) / num_groups
     by_group = np.argsort(group_B, kind="stable")
     ends = np.searchsorted(group_B[by_group], np.arange(num_groups + 1))
     members = [by_group[a:b] for a, b in pairwise(ends.tolist())]
     for _ in range(_SWAPS):
         heavy = int(load.argmax())
-        # Nothing to gain: every group is within a thousandth of the mean.
-        if load[heavy] <= target * 1.001:
+        if load[heavy] <= target * _BALANCED:
             return
         lights = np.argsort(load, kind="stable")[:_PARTNERS]
         others = np.concatenate([members[group] for group in lights])

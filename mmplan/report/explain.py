@@ -15,7 +15,7 @@ from mmplan.report.source import ReportData
 from mmplan.report.terminal.console import Grid
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.simulation.peak_memory import HeldBytes
+from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.step import Simulation
 from mmplan.wording import counted
 
@@ -43,7 +43,7 @@ def explain(
     simulation: Simulation,
     effects: Sequence[Effect],
     *,
-    held: HeldBytes | None = None,
+    held: ExpectedMemory | None = None,
 ) -> list[Reason]:
     """The lines, most important first.
 
@@ -177,7 +177,7 @@ def _memory(plan: Plan, simulation: Simulation) -> str:
 
 
 def _expected_memory(
-    plan: Plan, simulation: Simulation, held: HeldBytes | None
+    plan: Plan, simulation: Simulation, held: ExpectedMemory | None
 ) -> Iterator[Reason]:
     """What a run will hold, and whether a plan that fits may still run out of memory."""
     if held is None:
@@ -185,7 +185,7 @@ def _expected_memory(
     peaks = [peak.total for peak in held.peaks()]
     most, rank = max((value, -rank) for rank, value in enumerate(peaks))
     text = f"a run is expected to hold {fmt.size(most)} on rank {-rank}"
-    if not held.knows_passing:
+    if not held.knows_workspace:
         text += (
             " and, which its profile does not say, what forwards and backwards take for the moment"
         )

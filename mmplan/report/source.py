@@ -16,7 +16,7 @@ from mmplan.schema.base import file_sha256, read_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
-from mmplan.simulation.peak_memory import HeldBytes
+from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
 from mmplan.simulation.step import Simulation, simulate
 
@@ -140,7 +140,7 @@ class ReportData:
     profile_note: str
     simulation: Simulation | None
     simulation_note: str
-    held: HeldBytes | None
+    held: ExpectedMemory | None
     effects: tuple[Effect, ...]
     run: Run | None
     predicted: tuple[Event, ...]
@@ -339,14 +339,14 @@ def _timelines(
 
 def _simulated(
     plan: Plan, profile: Profile | None
-) -> tuple[Simulation | None, HeldBytes | None, str]:
+) -> tuple[Simulation | None, ExpectedMemory | None, str]:
     """One step, or why there is none."""
     if profile is None:
         return None, None, "it needs the profile, which is missing"
     try:
         check_cluster(profile, plan.cluster)
         costs = costs_of(plan, profile)
-        return simulate(costs.program, costs), HeldBytes(costs), ""
+        return simulate(costs.program, costs), ExpectedMemory(costs), ""
     except MMPlanError as error:
         return None, None, error.message
 

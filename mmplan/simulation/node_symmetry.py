@@ -1,12 +1,12 @@
-"""Which parts of a plan do the same at the same time, and which nodes carry the same.
+"""Equivalence classes of a plan's components and of the nodes that they run on.
 
-Parts whose ranks lie on several nodes send over the nodes' interfaces and slow each other down
-where they share one. Kinds of parts and of nodes are refined together, as graphs are coloured:
-parts of one kind lie on nodes of the same kinds, in the same places; nodes of one kind carry
-equally many parts of each kind in each place, and take part in the same reductions. When no
-kind can be split any more, each transfer of a part has its twin in every part of the kind, at
-interfaces that are equally full: fair rates are unique, so twins flow alike, and by induction
-over time all that parts of one kind do happens at the same time.
+Components whose ranks lie on several nodes send over the nodes' interfaces and slow each other
+down where they share one. Colour refinement computes the classes of components and of nodes
+together. In the end, components of one class lie on nodes of the same classes, in the same
+slots. Nodes of one class carry equally many components of each class in each slot, and take part
+in the same collectives. So each transfer of a component has an equal one in every component of
+its class, at interfaces that are equally full. Fair rates are unique, so equal transfers have
+equal rates. By induction over time, components of one class do everything at the same time.
 """
 
 from __future__ import annotations
@@ -17,89 +17,83 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alike:
-    """Kinds of parts and nodes.
+class EquivalenceClasses:
+    """Classes of components and nodes.
 
     Attributes:
-        part_kind: of each part.
-        node_kind: of each node; of one without parts, -1.
-        places: of each part, for each of its ranks the node and its place among the part's.
-        on_node: node to how many parts of a kind have it in a place.
+        component_class: of each component.
+        node_class: of each node; -1 for a node without components.
+        slots: of each component, for each of its ranks the node, and that node's number among
+            the component's nodes.
+        on_node: for each node, how many components of a class have a slot there.
     """
 
-    part_kind: Sequence[int]
-    node_kind: Sequence[int]
-    places: Sequence[Sequence[tuple[int, int]]]
+    component_class: Sequence[int]
+    node_class: Sequence[int]
+    slots: Sequence[Sequence[tuple[int, int]]]
     on_node: Sequence[Counter[tuple[int, int]]]
 
-    def loads(self, part: int) -> list[int]:
-        """For each rank of a part, how many parts on its node have a twin of it there."""
-        kind = self.part_kind[part]
-        return [self.on_node[node][kind, place] for node, place in self.places[part]]
+    def multiplicities(self, component: int) -> list[int]:
+        """For each rank, how many components of the class have the same slot on its node."""
+        own = self.component_class[component]
+        return [self.on_node[node][own, slot] for node, slot in self.slots[component]]
 
 
-def find_alike(
+def refine_classes(
     shapes: Sequence[Hashable],
     nodes: Sequence[Sequence[int]],
-    meetings: Sequence[Collection[int]],
-) -> Alike:
-    """The coarsest kinds.
+    collectives: Sequence[Collection[int]],
+) -> EquivalenceClasses:
+    """The coarsest classes.
 
     Args:
-        shapes: of each part; parts of different shapes are of different kinds.
-        nodes: of each part, the node of each of its ranks.
-        meetings: the nodes of each reduction.
+        shapes: of each component; components of different shapes are of different classes.
+        nodes: of each component, the node of each of its ranks.
+        collectives: the nodes of each collective.
     """
-    places = [list(zip(own, renamed(own), strict=True)) for own in nodes]
-    num_nodes = 1 + max((node for own in (*nodes, *meetings) for node in own), default=-1)
-    met: defaultdict[int, list[int]] = defaultdict(list)
-    for index, meeting in enumerate(meetings):
-        for node in meeting:
-            met[node].append(index)
-    node_kind = _numbered(tuple(met[node]) for node in range(num_nodes))
-    part_kind = _numbered(
-        (shape, tuple(place for _, place in own)) for shape, own in zip(shapes, places, strict=True)
+    slots = [list(zip(own, by_appearance(own), strict=True)) for own in nodes]
+    num_nodes = 1 + max((node for own in (*nodes, *collectives) for node in own), default=-1)
+    takes_part: defaultdict[int, list[int]] = defaultdict(list)
+    for index, members in enumerate(collectives):
+        for node in members:
+            takes_part[node].append(index)
+    node_class = by_appearance(tuple(takes_part[node]) for node in range(num_nodes))
+    component_class = by_appearance(
+        (shape, tuple(slot for _, slot in own)) for shape, own in zip(shapes, slots, strict=True)
     )
     while True:
-        on_node = _on_nodes(part_kind, places, num_nodes)
-        finer_nodes = _numbered(
-            (kind, frozenset(there.items())) for kind, there in zip(node_kind, on_node, strict=True)
+        on_node = _on_nodes(component_class, slots, num_nodes)
+        finer_nodes = by_appearance(
+            (own, frozenset(there.items())) for own, there in zip(node_class, on_node, strict=True)
         )
-        finer_parts = _numbered(
-            (kind, _around(own, finer_nodes)) for kind, own in zip(part_kind, places, strict=True)
+        finer_components = by_appearance(
+            (own, tuple(finer_nodes[node] for node, _ in _interfaces(taken)))
+            for own, taken in zip(component_class, slots, strict=True)
         )
-        if (finer_nodes, finer_parts) == (node_kind, part_kind):
-            return Alike(part_kind=part_kind, node_kind=node_kind, places=places, on_node=on_node)
-        node_kind, part_kind = finer_nodes, finer_parts
+        if (finer_nodes, finer_components) == (node_class, component_class):
+            return EquivalenceClasses(
+                component_class=component_class, node_class=node_class, slots=slots, on_node=on_node
+            )
+        node_class, component_class = finer_nodes, finer_components
 
 
 def _on_nodes(
-    part_kind: Sequence[int], places: Sequence[Sequence[tuple[int, int]]], num_nodes: int
+    component_class: Sequence[int], slots: Sequence[Sequence[tuple[int, int]]], num_nodes: int
 ) -> list[Counter[tuple[int, int]]]:
-    """Of each node, how many parts of a kind send and receive there in which place."""
     counts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(num_nodes)]
-    for kind, own in zip(part_kind, places, strict=True):
-        for node, place in dict.fromkeys(own) if _sends(own) else ():
-            counts[node][kind, place] += 1
+    for own, taken in zip(component_class, slots, strict=True):
+        for node, slot in _interfaces(taken):
+            counts[node][own, slot] += 1
     return counts
 
 
-def _around(places: Sequence[tuple[int, int]], node_kind: Sequence[int]) -> tuple[int, ...]:
-    """Kinds of the nodes over whose interfaces a part sends."""
-    return tuple(node_kind[node] for node in dict.fromkeys(n for n, _ in places)) * _sends(places)
+def _interfaces(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The (node, slot) pairs whose interfaces a component uses: none where it has one node."""
+    distinct = list(dict.fromkeys(slots))
+    return distinct if len(distinct) > 1 else []
 
 
-def _sends(places: Sequence[tuple[int, int]]) -> bool:
-    """Whether a part lies on several nodes; one that does not leaves the interfaces alone."""
-    return len({node for node, _ in places}) > 1
-
-
-def _numbered(names: Iterable[Hashable]) -> list[int]:
-    """Names by first appearance."""
-    return list(renamed(names))
-
-
-def renamed(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Names by first appearance."""
+def by_appearance(names: Iterable[Hashable]) -> list[int]:
+    """The number of each name, in the order in which the names first appear."""
     known: dict[Hashable, int] = {}
-    return tuple(known.setdefault(name, len(known)) for name in names)
+    return [known.setdefault(name, len(known)) for name in names]

@@ -1,149 +1,151 @@
-"""What each rank of a run really holds, instruction by instruction.
+"""The memory that a run is expected to hold on each rank, instruction by instruction.
 
-The memory that plans are searched and checked with (:mod:`mmplan.simulation.step`) counts every
-gradient as held all the time, and nothing beside weights, state and activations. A run differs
-from it in both directions:
+Plans are searched and checked with another number (:mod:`mmplan.simulation.step`): it counts every
+gradient for the whole step, and otherwise only weights, optimizer state and activations. A run
+differs from that number in both directions:
 
-- A block's gradient comes with the first backward that makes it and goes with the update. Within
-  a backward activations go, block by block, as gradients come.
-- A forward or backward takes memory for the moment, as far as the profile knows.
-- What a stage receives it holds until its backward; what it sent until the gradient of it is back,
-  or until the step's end where none comes.
-- Micro-batches hold as much as their samples are worth: of data that vary, as far as the profile
-  knows how, the first batches of a run are taken and the most of them counts.
-- REDUCE copies gradients, so many bytes at a time; ZeRO-1's leaves a slice of them. Losses hold
-  their own activations, and those across samples the features of a whole sync batch.
+- The first backward that makes a block's gradient allocates it, and the update frees it. Within a
+  backward, activations are freed block by block as gradients are allocated.
+- A forward or backward needs workspace while it runs, as far as the profile knows.
+- A stage keeps what it receives until its backward. It keeps what it sends until the gradient
+  comes back, or until the step's end where no gradient comes.
+- A micro-batch holds as many bytes as its samples' work asks for. Where the profile knows how the
+  work varies, the first batches of a run are taken, and the largest peak of them counts.
+- REDUCE copies gradients, one bucket at a time. ZeRO-1's leaves a slice of them. Losses hold their
+  own activations, and cross-sample losses hold the features of a whole sync batch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mmplan.costs.microbatch_memory import BytesOfStages, StageBytes
+from mmplan.costs.microbatch_memory import MicroBatchMemory, StageMemory
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import MicroBatch, Program, Stage
-from mmplan.program.rank_facts import BUCKET_BYTES
+from mmplan.program.rank_metadata import BUCKET_BYTES
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.schema.plan import Plan
-from mmplan.simulation.sampled_batches import default_draws, first_batches, running_works
+from mmplan.simulation.sampled_batches import (
+    RunningWorks,
+    default_num_batches,
+    first_batches,
+    running_works,
+    weighted_samples,
+)
 from mmplan.simulation.step import Simulation
-from mmplan.simulation.symmetry_classes import Outline, outline
+from mmplan.simulation.symmetry_classes import LoweredPlan, lower_plan
 
-Works = Mapping[tuple[str, str], Sequence[float]]  # task and module to running sums over samples
-
-# Batches at most: a run has many more, but the most of few is near to that of many.
-MOST_DRAWS = 16
+# The largest peak of so many batches: a run has many more, but the largest of few is near to that
+# of many. bench_prediction.py runs as many steps.
+MAX_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What a rank holds at one time, bytes.
+class MemoryUse:
+    """The bytes that a rank holds at one time.
 
     Attributes:
         fixed: weights, their copies, optimizer state, communicators.
         gradients: of parameters.
         activations: of micro-batches between their forward and backward.
-        passing: what a forward or a backward takes for the moment.
-        others: what was received, sent or gathered, copies for sums, and what losses hold.
+        workspace: of the forward or backward that runs.
+        buffers: received, sent and gathered tensors, copies for sums, and tensors of losses.
     """
 
     fixed: float
     gradients: float
     activations: float
-    passing: float
-    others: float
+    workspace: float
+    buffers: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.fixed + self.gradients + self.activations + self.passing + self.others
+        return self.fixed + self.gradients + self.activations + self.workspace + self.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """An instruction, the most that is held while it runs, and the bytes held from then on."""
+class InstructionMemory:
+    """The peak while an instruction runs, and the bytes held from its end on."""
 
     position: int
-    during: Held
+    during: MemoryUse
     after_bytes: float
 
 
-class HeldBytes:
-    """What the ranks of a program hold.
+class ExpectedMemory:
+    """The expected memory of the ranks of a program.
 
     Args:
         costs: of the program.
 
     Attributes:
-        knows_passing: whether the profile has what forwards and backwards take for the moment.
+        knows_workspace: whether the profile has the workspace of every module that runs.
     """
 
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
-        self.stages = BytesOfStages(costs)
-        self.knows_passing = self.stages.knows_passing
+        self.stages = StageMemory(costs)
+        self.knows_workspace = self.stages.knows_workspace
         self.gradients_back: defaultdict[int, list[int]] = defaultdict(list)
         for edge in costs.program.edges:
             if edge.carries_gradient:
                 self.gradients_back[edge.consumer].append(edge.index)
-        draws = min(MOST_DRAWS, default_draws(costs.program))
-        batches = first_batches(costs, number=draws)
-        self._found: dict[int, tuple[Held, Works]] = {}
-        self._works: list[Works] = [running_works(batch) for batch in batches] or [{}]
+        batches = first_batches(costs, number=min(MAX_BATCHES, default_num_batches(costs.program)))
+        self._peaks: dict[int, tuple[MemoryUse, RunningWorks]] = {}
+        self._works: list[RunningWorks] = [running_works(batch) for batch in batches] or [{}]
 
-    def moments(self, rank: int) -> Iterator[Moment]:
-        """What every instruction of a rank does to what it holds, in program order."""
-        return _Walk(self, rank, self._most(rank)[1]).moments()
+    def by_instruction(self, rank: int) -> Iterator[InstructionMemory]:
+        """The memory of a rank at each of its instructions, in program order."""
+        return _Walk(self, rank, self._peak_and_batch(rank)[1]).by_instruction()
 
-    def peak(self, rank: int) -> Held:
-        """What a rank holds when it holds most; its fixed bytes where it does nothing."""
-        return self._most(rank)[0]
+    def peak(self, rank: int) -> MemoryUse:
+        """A rank's memory at its peak; the fixed bytes of a rank without instructions."""
+        return self._peak_and_batch(rank)[0]
 
-    def _most(self, rank: int) -> tuple[Held, Works]:
-        """The peak, and the batch that has it."""
-        if rank not in self._found:
-            self._found[rank] = self._drawn(rank)
-        return self._found[rank]
+    def _peak_and_batch(self, rank: int) -> tuple[MemoryUse, RunningWorks]:
+        """The largest peak of the batches, and the work of that batch."""
+        if rank not in self._peaks:
+            stages = self.costs.program.stages_of(rank)
+            found: list[tuple[MemoryUse, RunningWorks]] = []
+            for works in self._works:
+                walk = _Walk(self, rank, works)
+                start = walk.now()
+                peak = max((m.during for m in walk.by_instruction()), key=_total, default=start)
+                found.append((peak, works))
+                # Without varying work on this rank, all batches are equal.
+                if not any((stage.task, stage.module) in works for stage in stages):
+                    break
+            self._peaks[rank] = max(found, key=lambda item: item[0].total)
+        return self._peaks[rank]
 
-    def _drawn(self, rank: int) -> tuple[Held, Works]:
-        stages = self.costs.program.stages_of(rank)
-        found: list[tuple[Held, Works]] = []
-        for works in self._works:
-            walk = _Walk(self, rank, works)
-            start = walk.now()
-            peak = max((m.during for m in walk.moments()), key=_total, default=start)
-            found.append((peak, works))
-            if not any((stage.task, stage.module) in works for stage in stages):
-                break
-        return max(found, key=lambda item: item[0].total)
-
-    def peaks(self) -> list[Held]:
+    def peaks(self) -> list[MemoryUse]:
         """The same of every rank."""
         return [self.peak(rank) for rank in range(self.costs.program.num_ranks)]
 
     def over_time(self, simulation: Simulation, rank: int) -> list[tuple[float, float]]:
         """(second, bytes held from then on) of a rank, from 0 to the step's end."""
         start_s, end_s = simulation.clocks.start[rank], simulation.clocks.end[rank]
-        walk = _Walk(self, rank, self._most(rank)[1])
+        walk = _Walk(self, rank, self._peak_and_batch(rank)[1])
         points = [(0.0, walk.now().total)]
         row = self.costs.program.instructions[rank]
-        for moment in walk.moments():
-            begins_s, item = start_s[moment.position], row[moment.position]
-            # Messages and gathers go on while what comes after them runs.
+        for memory in walk.by_instruction():
+            begins_s, item = start_s[memory.position], row[memory.position]
+            # Messages and gathers go on while the next instructions run.
             is_posted = isinstance(item, Message) or item.op is Op.SYNC_START
-            ends_s = begins_s if is_posted else end_s[moment.position]
-            points += [(begins_s, moment.during.total), (ends_s, moment.after_bytes)]
+            ends_s = begins_s if is_posted else end_s[memory.position]
+            points += [(begins_s, memory.during.total), (ends_s, memory.after_bytes)]
         return points
 
 
 class _Walk:
-    """One rank's way through its program, with what it holds on the way."""
+    """The memory of one rank along its program."""
 
-    def __init__(self, of: HeldBytes, rank: int, works: Works) -> None:
+    def __init__(self, of: ExpectedMemory, rank: int, works: RunningWorks) -> None:
         self._of, self._costs, self._bytes = of, of.costs, of.stages
         self._program = of.costs.program
         self._row = self._program.instructions[rank]
@@ -151,7 +153,7 @@ class _Walk:
         self._gradient_of = self._costs.gradient_bytes(rank)
         self._replica = {s.index: s.place(rank)[0] for s in self._program.stages_of(rank)}
         computes = ((k, x) for k, x in enumerate(self._row) if isinstance(x, Compute))
-        # A micro-batch's activations go with the last of its computes.
+        # The last compute of a micro-batch frees its activations.
         self._last = {(item.stage, item.mb): position for position, item in computes}
         self._sent = {
             (item.stage, item.mb)
@@ -160,37 +162,35 @@ class _Walk:
             and item.op is Op.SEND_F
             and not self._program.edges[item.edge].carries_gradient
         }
-        each = self._costs.communicator_bytes
-        shared = each * self._costs.communicators(rank) if each else 0.0
         static = self._costs.static_bytes(rank) - sum(self._gradient_of.values())
-        self._fixed = static + shared
-        self._gradients = self._activations = self._others = 0.0
+        self._fixed = static + self._costs.communicator_bytes(rank)
+        self._gradients = self._activations = self._buffers = 0.0
         self._made: set[tuple[str, int]] = set()
         self._received: defaultdict[MicroBatch, float] = defaultdict(float)
         self._returned: defaultdict[MicroBatch, float] = defaultdict(float)
-        # Outputs that wait for their syncs: how many, and their bytes.
+        # Outputs kept for syncs: the number of syncs to come, and the bytes.
         self._waiting: dict[MicroBatch, tuple[int, float]] = {}
         self._gathered: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     def now(
         self,
         *,
-        passing: float = 0.0,
-        others: float = 0.0,
-        gone: float = 0.0,
-        come: float = 0.0,
-    ) -> Held:
-        """What is held, with more for the moment, activations gone and gradients come."""
-        return Held(
+        workspace: float = 0.0,
+        buffers: float = 0.0,
+        freed: float = 0.0,
+        new_gradients: float = 0.0,
+    ) -> MemoryUse:
+        """The memory now, with workspace, more buffers and gradients, and less activations."""
+        return MemoryUse(
             fixed=self._fixed,
-            gradients=self._gradients + come,
-            activations=self._activations - gone,
-            passing=passing,
-            others=self._others + others,
+            gradients=self._gradients + new_gradients,
+            activations=self._activations - freed,
+            workspace=workspace,
+            buffers=self._buffers + buffers,
         )
 
-    def moments(self) -> Iterator[Moment]:
-        """What every instruction does, in program order."""
+    def by_instruction(self) -> Iterator[InstructionMemory]:
+        """See :meth:`ExpectedMemory.by_instruction`; may run once only."""
         for position, item in enumerate(self._row):
             if isinstance(item, Compute):
                 during = self._compute(position, item)
@@ -202,53 +202,50 @@ class _Walk:
                 during = self._collective(item)
             else:
                 during = self.now()
-                self._gradients = self._others = 0.0
-            after = self._fixed + self._gradients + self._activations + self._others
-            yield Moment(position=position, during=during, after_bytes=after)
+                self._gradients = self._buffers = 0.0
+            after = self._fixed + self._gradients + self._activations + self._buffers
+            yield InstructionMemory(position=position, during=during, after_bytes=after)
 
     # --- computes ----------------------------------------------------------------------
 
-    def _compute(self, position: int, item: Compute) -> Held:
+    def _compute(self, position: int, item: Compute) -> MemoryUse:
         stage = self._program.stages[item.stage]
-        start, stop = stage.microbatches[self._replica[stage.index]][item.mb]
-        sums = self._works.get((stage.task, stage.module))
-        # Sums of the same works differ in their last digits; an empty one may be below nothing.
-        worth = stop - start if sums is None else max(round(sums[stop] - sums[start], 9), 0.0)
-        found = self._bytes.of(stage, stop - start, worth)
+        start, stop = span = stage.microbatches[self._replica[stage.index]][item.mb]
+        sizes = self._bytes.of(stage, stop - start, weighted_samples(stage, span, self._works))
         if item.op is Op.FORWARD:
-            self._activations += sum(found.activations)
-            self._others += found.losses
-            during = self.now(passing=found.forward)
+            self._activations += sum(sizes.activations)
+            self._buffers += sizes.losses
+            during = self.now(workspace=sizes.forward)
         else:
-            during = self._backward(stage, item, found)
+            during = self._backward(stage, item, sizes)
         if item.is_backward:
             self._give_gradient(stage, stop - start)
         if self._last[item.stage, item.mb] == position:
-            self._release(stage, item.mb, found)
+            self._release(stage, item.mb, sizes)
         return during
 
-    def _backward(self, stage: Stage, item: Compute, found: StageBytes) -> Held:
-        """The most while activations go and gradients come, from the last block to the first.
+    def _backward(self, stage: Stage, item: Compute, sizes: MicroBatchMemory) -> MemoryUse:
+        """The peak while blocks, last one first, free activations and allocate gradients.
 
-        An ``I`` makes no gradients of weights, and what it leaves waits for its ``W``.
+        An ``I`` makes no gradients of weights and keeps all activations for its ``W``.
         """
         if item.is_backward:
             self._take_gradient(item)
-        most = self.now(passing=found.backward)
+        peak = self.now(workspace=sizes.backward)
         if item.op is Op.INPUT:
-            return most
+            return peak
         new = self._new_gradients(stage)
-        gone = come = 0.0
-        for block in range(stage.blocks[1] - 1, found.first - 1, -1):
-            within = self.now(passing=found.backward, gone=gone, come=come)
-            most = max(most, within, key=_total)
-            gone += found.activations[block - found.first]
-            come += new.get(block, 0.0)
+        freed = allocated = 0.0
+        for block in range(stage.blocks[1] - 1, sizes.first - 1, -1):
+            within = self.now(workspace=sizes.backward, freed=freed, new_gradients=allocated)
+            peak = max(peak, within, key=_total)
+            freed += sizes.activations[block - sizes.first]
+            allocated += new.get(block, 0.0)
         self._gradients += sum(new.values())
-        return max(most, self.now(gone=gone), key=_total)
+        return max(peak, self.now(freed=freed), key=_total)
 
     def _new_gradients(self, stage: Stage) -> dict[int, float]:
-        """Block to the bytes of its gradient, of those that had none yet."""
+        """Blocks that have no gradient yet, to the bytes of that gradient."""
         new: dict[int, float] = {}
         for first, end in stage.trainable:
             for block in range(max(first, stage.blocks[0]), min(end, stage.blocks[1])):
@@ -258,63 +255,63 @@ class _Walk:
                     new[block] = self._gradient_of.get(key, 0.0)
         return new
 
-    def _release(self, stage: Stage, mb: int, found: StageBytes) -> None:
-        """A micro-batch's last compute is over; its output may be kept for others."""
+    def _release(self, stage: Stage, mb: int, sizes: MicroBatchMemory) -> None:
+        """Free a micro-batch after its last compute; a send or a sync may keep its output."""
         key = stage.index, mb
-        self._activations -= sum(found.activations)
-        self._others -= found.losses + self._received.pop(key, 0.0)
+        self._activations -= sum(sizes.activations)
+        self._buffers -= sizes.losses + self._received.pop(key, 0.0)
         if key in self._sent:
-            self._others += found.output
+            self._buffers += sizes.output
         elif not stage.has_backward and stage.syncs:
-            self._waiting[key] = self._num_syncs(stage, mb), found.output
-            self._others += found.output
+            self._waiting[key] = self._num_syncs(stage, mb), sizes.output
+            self._buffers += sizes.output
 
     def _num_syncs(self, stage: Stage, mb: int) -> int:
-        """Sync batches, of all losses, that take samples of a micro-batch."""
+        """Number of sync batches, of all losses, with samples of a micro-batch."""
         span = stage.microbatches[self._replica[stage.index]][mb]
         return sum(len(self._program.cross_sample(i).batches_of(span)) for i in stage.syncs)
 
     # --- between ranks -----------------------------------------------------------------
 
-    def _message(self, item: Message) -> Held:
+    def _message(self, item: Message) -> MemoryUse:
         if not item.is_send:
             edge = self._program.edges[item.edge]
             size = self._costs.edge_bytes(edge, item.stop - item.start)
-            kind = self._received if item.op is Op.RECV_F else self._returned
-            kind[item.stage, item.mb] += size
-            self._others += size
+            arrived = self._received if item.op is Op.RECV_F else self._returned
+            arrived[item.stage, item.mb] += size
+            self._buffers += size
         return self.now()
 
     def _take_gradient(self, item: Compute) -> None:
-        """An output's gradient is counted with what a backward takes for the moment, if known."""
+        """Count an output's gradient as part of the backward's workspace, if that is known."""
         size = self._returned.pop((item.stage, item.mb), 0.0)
-        if self._of.knows_passing:
-            self._others -= size
+        if self._of.knows_workspace:
+            self._buffers -= size
         else:
             self._received[item.stage, item.mb] += size
 
     def _give_gradient(self, stage: Stage, samples: int) -> None:
-        """The gradient of what was received is sent, and kept until the step's end."""
+        """Keep the gradients of received tensors, which are sent, until the step's end."""
         for index in self._of.gradients_back[stage.index]:
-            self._others += self._costs.edge_bytes(self._program.edges[index], samples)
+            self._buffers += self._costs.edge_bytes(self._program.edges[index], samples)
 
-    def _sync(self, item: Sync) -> Held:
+    def _sync(self, item: Sync) -> MemoryUse:
         loss = self._program.cross_sample(item.loss)
-        features, held = self._bytes.sync_bytes(loss)
+        features, loss_bytes = self._bytes.sync_bytes(loss)
         key = item.loss, item.batch
         if item.op is Op.SYNC_START:
-            # What this rank gives, and what it gets.
+            # This rank's own features, and all of them.
             self._gathered[key] = features * (1 + 1 / len(loss.ranks))
-            self._others += self._gathered[key]
+            self._buffers += self._gathered[key]
             return self.now()
         # All features in the order of samples, their gradients, and the loss.
-        during = self.now(others=2 * features + held)
-        self._others -= self._gathered.pop(key, 0.0)
+        during = self.now(buffers=2 * features + loss_bytes)
+        self._buffers -= self._gathered.pop(key, 0.0)
         self._synced(item.loss, loss.samples(item.batch))
         return during
 
     def _synced(self, loss: int, samples: tuple[int, int]) -> None:
-        """Outputs whose last sync is over are kept no longer."""
+        """Free the outputs whose last sync is over."""
         for (index, mb), (left, size) in list(self._waiting.items()):
             stage = self._program.stages[index]
             span = stage.microbatches[self._replica[index]][mb]
@@ -323,36 +320,42 @@ class _Walk:
             self._waiting[index, mb] = left - 1, size
             if left == 1:
                 del self._waiting[index, mb]
-                self._others -= size
+                self._buffers -= size
 
-    def _collective(self, item: Collective) -> Held:
+    def _collective(self, item: Collective) -> MemoryUse:
         if item.op is not Op.REDUCE:
             return self.now()
         reduction = self._program.reductions[item.index]
         size = self._costs.reduced_bytes(reduction)
         bucket = min(size, BUCKET_BYTES)
         if not self._costs.costs.training.zero or len(reduction.ranks) == 1:
-            return self.now(others=bucket)
-        # This rank's slice of the sum is there before the gradients go; gloo copies what it sums.
+            return self.now(buffers=bucket)
+        # This rank's slice of the sum is allocated before the gradients are freed; gloo copies its
+        # input.
         own = size / len(reduction.ranks)
         copies = 2 if self._costs.costs.cluster.device.is_cpu else 1
-        during = self.now(others=own + bucket * copies)
+        during = self.now(buffers=own + bucket * copies)
         self._gradients -= size - own
         return during
 
 
-def _total(held: Held) -> float:
-    return held.total
+def _total(memory: MemoryUse) -> float:
+    return memory.total
 
 
-def least_memory_bytes(plan: Plan, costs: CostModel, drawn: Outline | None = None) -> float:
-    """Bytes that some device holds at least: its fixed ones, and the most of one of its stages.
+def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> float:
+    """A lower bound of the largest ``peak_bytes`` of a plan: one stage's, and the fixed bytes.
 
-    Exact where devices run one stage each and backwards are whole. Takes a fraction of what
-    simulating takes; an outline that is there already is used.
+    Exact where devices run one stage each, backwards are fused and communicators free. It takes
+    a fraction of a simulation's time.
+
+    Args:
+        plan: the plan.
+        costs: of its modules.
+        lowered: the plan lowered, where that is done already.
     """
-    drawn = outline(plan) if drawn is None else drawn
-    graph = drawn.graph
+    lowered = lower_plan(plan) if lowered is None else lowered
+    graph = lowered.graph
     program = Program(
         name=plan.name,
         batches={name: task.batch for name, task in plan.tasks.items()},
@@ -362,28 +365,25 @@ def least_memory_bytes(plan: Plan, costs: CostModel, drawn: Outline | None = Non
         reductions=tuple(graph.reductions),
         instructions=tuple(() for _ in range(plan.devices)),
     )
-    found = ProgramCosts(program, costs, plan)
-    kept = drawn.enough.stages
-    fixed = {rank: found.static_bytes(rank) for rank in _first_ranks(kept)}
-    before = drawn.orders.forwards_before
+    program_costs = ProgramCosts(program, costs, plan)
+    kept = lowered.simulated_graph.stages
+    first_ranks = {group[0] for stage in kept for group in stage.ranks}
+    fixed = {rank: program_costs.static_bytes(rank) for rank in first_ranks}
+    before = lowered.orders.forwards_before
     return max(
         fixed[ranks[0]]
-        + _held_bytes(graph.stages[stage.index], spans, before[stage.index][d], found)
+        + _peak_activations(graph.stages[stage.index], spans, before[stage.index][d], program_costs)
         for stage in kept
         for d, (ranks, spans) in enumerate(zip(stage.ranks, stage.microbatches, strict=True))
     )
 
 
-def _first_ranks(stages: Sequence[Stage]) -> set[int]:
-    return {group[0] for stage in stages for group in stage.ranks}
-
-
-def _held_bytes(
+def _peak_activations(
     stage: Stage, spans: Sequence[SampleRange], before: Sequence[int], costs: ProgramCosts
 ) -> float:
-    """Most bytes of micro-batches between forward and backward; ``before`` as in ``Orders``."""
+    """Most bytes of micro-batches in flight; ``before`` as in ``Orders.forwards_before``."""
     if not stage.has_backward:
         return 0.0
     sizes = (stop - start for start, stop in spans)
-    upto = list(accumulate((costs.activation_bytes(stage, n) for n in sizes), initial=0.0))
-    return max((upto[count] - upto[m] for m, count in enumerate(before)), default=0.0)
+    total = list(accumulate((costs.activation_bytes(stage, n) for n in sizes), initial=0.0))
+    return max((total[count] - total[m] for m, count in enumerate(before)), default=0.0)

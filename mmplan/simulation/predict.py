@@ -63,19 +63,19 @@ def costs_of(plan: Plan, profile: Profile) -> ProgramCosts:
 
 
 def memory_faults(plan: Plan, plan_path: Path, program: Program) -> list[str]:
-    """Ranks that hold more than their device has, on one line.
+    """Ranks whose planned memory exceeds their device's, on one line.
 
-    Without the profile that the plan was made from, what the plan says of itself is believed.
+    Without the profile of the plan, the memory is the plan's own prediction.
     """
     try:
         profile = plan_profile(plan, plan_path)
     except InvalidInputError:
-        held = plan.predicted.memory_bytes
+        planned = plan.predicted.memory_bytes
     else:
         costs = CostModel(profile, plan.cluster, plan.training)
-        held = peak_bytes(program, ProgramCosts(program, costs, plan))
+        planned = peak_bytes(program, ProgramCosts(program, costs, plan))
     device = plan.cluster.device
-    over = {rank: most for rank, most in enumerate(held) if most > device.memory_bytes}
+    over = {rank: most for rank, most in enumerate(planned) if most > device.memory_bytes}
     if not over:
         return []
     rank, most = max(over.items(), key=lambda item: item[1])
@@ -86,7 +86,7 @@ def memory_faults(plan: Plan, plan_path: Path, program: Program) -> list[str]:
 
 
 def compute_timings(costs: ProgramCosts) -> Timings:
-    """What every compute of a program takes, for ``mmlaunch run --emulate``."""
+    """Seconds of every compute of a program, for ``mmlaunch run --emulate``."""
     program = costs.program
     sizes = {
         (stage.index, stop - start)
@@ -97,7 +97,7 @@ def compute_timings(costs: ProgramCosts) -> Timings:
     ops = {(i.stage, i.op) for row in program.instructions for i in row if isinstance(i, Compute)}
     return Timings(
         computes={
-            # Shares of messages are brought together in such a run too.
+            # Emulated runs gather scattered messages too, so that time is left out.
             (index, op, samples): costs.compute_s(program.stages[index], op, samples)
             - costs.shares_s(program.stages[index], op, samples)
             for index, samples in sizes

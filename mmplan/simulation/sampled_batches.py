@@ -1,7 +1,7 @@
-"""Simulate steps on batches drawn from the data: how iteration times spread.
+"""Simulate steps on batches sampled from the data: the spread of iteration times.
 
-The plan's own prediction takes one time for all micro-batches of a size. Here each takes the
-time of the samples that are in it.
+The plan's own prediction takes one time for all micro-batches of a size. Here each micro-batch
+takes the time of its own samples.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from mmplan.arrays import Floats
 from mmplan.costs.program_costs import ProgramCosts
 from mmplan.costs.sample_work import SampledWork
 from mmplan.program.clocks import Durations, replay
-from mmplan.program.dependencies import Wiring, wire
+from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Compute, Op
-from mmplan.program.model import Program
+from mmplan.program.model import Program, Stage
+from mmplan.program.samples import SampleRange
 from mmplan.reordering.batch_order import BatchOrder
 from mmplan.simulation.step import durations_of
 
 Batch = Mapping[str, Mapping[str, Floats]]  # task, module: work of each sample
-Key = tuple[int, Op, int, int]  # stage, op, replica, micro-batch
+RunningWorks = Mapping[tuple[str, str], Sequence[float]]  # task and module: sums of work, from 0
+ComputeKey = tuple[int, Op, int, int]  # stage, op, replica, micro-batch
 
-# Draws at most and at least, and instructions to replay in all of them.
-MOST_DRAWS, FEWEST_DRAWS = 64, 8
-_INSTRUCTIONS = 1 << 18
+# Sampled batches by default: 64 for a stable 10% quantile, 8 at least to show a spread. In between,
+# as many as keep the instructions of all batches below the limit. Chosen by hand.
+_MAX_BATCHES = 64
+_MIN_BATCHES = 8
+_MAX_INSTRUCTIONS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Iteration times of the drawn batches: their mean and three quantiles."""
+    """Iteration times of sampled batches: their mean and three quantiles."""
 
     mean_s: float
     p10_s: float
@@ -47,14 +51,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSteps:
-    """Simulated steps on drawn batches.
+    """Simulated steps on sampled batches; the fields are those of ``simulate --json``.
 
     Attributes:
-        draws: batches.
-        samples: of the profile's subset, from which they are drawn with replacement.
-        alike_s: the step's time if all samples were worth the mean.
-        drawn: batches in the order in which they are drawn.
-        reordered: the same batches as the runtime orders them; None where it does not.
+        draws: number of batches.
+        samples: of the profile's subset, from which batches are drawn with replacement.
+        alike_s: the step's time if all samples had the mean work.
+        drawn: batches in the order in which their samples are drawn.
+        reordered: the same batches in the order of the runtime; None where it does not reorder.
     """
 
     draws: int
@@ -65,23 +69,25 @@ class SampledSteps:
 
 
 def sample_steps(costs: ProgramCosts, *, draws: int | None = None) -> SampledSteps | None:
-    """Simulate a program on drawn batches; None where the profile has no data.
+    """Simulate a program on sampled batches; None where the profile has no data.
 
     Args:
         costs: of the program.
-        draws: batches; by default up to 64, fewer for programs of many instructions.
+        draws: number of batches; by default up to 64, fewer for programs of many instructions.
 
     Raises:
         InvalidInputError: the program deadlocks.
     """
     program = costs.program
-    known = {task: costs.costs.sampled_work(task) for task in program.batches}
-    works = {task: work for task, work in known.items() if work is not None}
+    works = _sampled_works(costs)
     if not works:
         return None
     clock = _Clock(costs)
-    draws = default_draws(program) if draws is None else max(draws, 1)
-    batches = [_draw(program, works, number) for number in range(draws)]
+    draws = default_num_batches(program) if draws is None else max(draws, 1)
+    batches = [
+        {task: work.draw(program.batches[task], number=number) for task, work in works.items()}
+        for number in range(draws)
+    ]
     orders = {t: BatchOrder(program, t) for t, work in works.items() if work.reordered}
     return SampledSteps(
         draws=draws,
@@ -97,13 +103,8 @@ def sample_steps(costs: ProgramCosts, *, draws: int | None = None) -> SampledSte
 
 
 def first_batches(costs: ProgramCosts, *, number: int) -> list[Batch]:
-    """The first batches of a run, in the order in which it takes their samples.
-
-    None where the profile has no data: then nothing tells one batch from another.
-    """
-    program = costs.program
-    known = {task: costs.costs.sampled_work(task) for task in program.batches}
-    works = {task: work for task, work in known.items() if work is not None}
+    """The first batches of a run, as the runtime orders them; empty where there are no data."""
+    program, works = costs.program, _sampled_works(costs)
     orders = {t: BatchOrder(program, t) for t, work in works.items() if work.reordered}
     batches: Iterator[Batch] = (
         {task: work.batch(program.batches[task], number=i) for task, work in works.items()}
@@ -112,8 +113,13 @@ def first_batches(costs: ProgramCosts, *, number: int) -> list[Batch]:
     return [_reordered(batch, orders, i) for i, batch in enumerate(batches)]
 
 
-def running_works(batch: Batch) -> dict[tuple[str, str], list[float]]:
-    """Task and module to the running sums of its samples' work, from 0."""
+def _sampled_works(costs: ProgramCosts) -> dict[str, SampledWork]:
+    known = {task: costs.costs.sampled_work(task) for task in costs.program.batches}
+    return {task: work for task, work in known.items() if work is not None}
+
+
+def running_works(batch: Batch) -> RunningWorks:
+    """The running sums of the work of a batch's samples."""
     return {
         (task, module): [0.0, *np.cumsum(values).tolist()]
         for task, work in batch.items()
@@ -121,14 +127,18 @@ def running_works(batch: Batch) -> dict[tuple[str, str], list[float]]:
     }
 
 
-def default_draws(program: Program) -> int:
-    """Draws that do not take long."""
+def weighted_samples(stage: Stage, span: SampleRange, works: RunningWorks) -> float:
+    """A micro-batch in samples of mean work; each sample is one where the work is not known."""
+    start, stop = span
+    sums = works.get((stage.task, stage.module))
+    # Equal works differ in the last digits of their sums, and free samples may come out negative.
+    return stop - start if sums is None else max(round(sums[stop] - sums[start], 9), 0.0)
+
+
+def default_num_batches(program: Program) -> int:
+    """As many sampled batches as can be simulated in seconds."""
     instructions = sum(map(len, program.instructions))
-    return min(MOST_DRAWS, max(FEWEST_DRAWS, _INSTRUCTIONS // max(instructions, 1)))
-
-
-def _draw(program: Program, works: Mapping[str, SampledWork], number: int) -> Batch:
-    return {task: work.draw(program.batches[task], number=number) for task, work in works.items()}
+    return min(_MAX_BATCHES, max(_MIN_BATCHES, _MAX_INSTRUCTIONS // max(instructions, 1)))
 
 
 def _reordered(batch: Batch, orders: Mapping[str, BatchOrder], seed: int) -> Batch:
@@ -140,42 +150,40 @@ def _reordered(batch: Batch, orders: Mapping[str, BatchOrder], seed: int) -> Bat
 
 
 class _Clock:
-    """Times a program's step again and again, with other times of its computes."""
+    """Times one program's step for many batches."""
 
     def __init__(self, costs: ProgramCosts) -> None:
         self._costs, self._program = costs, costs.program
-        self._wiring: Wiring = wire(costs.program)
-        self._base: Durations = durations_of(costs.program, costs, self._wiring)
-        self._places = [list(self._computes(rank)) for rank in range(costs.program.num_ranks)]
-        self._keys = {key for row in self._places for _, key in row}
+        self._dependencies: Dependencies = find_dependencies(costs.program)
+        self._base: Durations = durations_of(costs.program, costs, self._dependencies)
+        self._computes = [list(self._computes_of(rank)) for rank in range(costs.program.num_ranks)]
+        self._keys = {key for row in self._computes for _, key in row}
         self._known_s: dict[tuple[int, Op, int, float], float] = {}
 
-    def _computes(self, rank: int) -> Iterator[tuple[int, Key]]:
-        """Positions of a rank's computes, and whose they are."""
+    def _computes_of(self, rank: int) -> Iterator[tuple[int, ComputeKey]]:
+        """Positions and keys of a rank's computes."""
         replicas = {stage.index: stage.place(rank)[0] for stage in self._program.stages_of(rank)}
         for position, item in enumerate(self._program.instructions[rank]):
             if isinstance(item, Compute):
                 yield position, (item.stage, item.op, replicas[item.stage], item.mb)
 
     def step_s(self, batch: Batch) -> float:
-        """Seconds of a step; tasks and modules that the batch does not name are of mean work."""
-        done = running_works(batch)
-        seconds = {key: self._seconds(key, done) for key in self._keys}
+        """Seconds of a step; tasks and modules that the batch does not name have mean work."""
+        works = running_works(batch)
+        seconds = {key: self._seconds(key, works) for key in self._keys}
         rows = [list(row) for row in self._base.instruction]
-        for row, places in zip(rows, self._places, strict=True):
-            for position, key in places:
+        for row, computes in zip(rows, self._computes, strict=True):
+            for position, key in computes:
                 row[position] = seconds[key]
-        clocks = replay(self._wiring, replace(self._base, instruction=rows))
+        clocks = replay(self._dependencies, replace(self._base, instruction=rows))
         return max((row[-1] for row in clocks.end if row), default=0.0)
 
-    def _seconds(self, key: Key, done: Mapping[tuple[str, str], Sequence[float]]) -> float:
+    def _seconds(self, key: ComputeKey, works: RunningWorks) -> float:
         index, op, replica, mb = key
         stage = self._program.stages[index]
-        start, stop = stage.microbatches[replica][mb]
-        sums = done.get((stage.task, stage.module))
-        # Sums of the same works differ in their last digits; an empty one may be below nothing.
-        worth = stop - start if sums is None else max(round(sums[stop] - sums[start], 9), 0.0)
-        known = index, op, stop - start, worth
+        start, stop = span = stage.microbatches[replica][mb]
+        weighted = weighted_samples(stage, span, works)
+        known = index, op, stop - start, weighted
         if known not in self._known_s:
-            self._known_s[known] = self._costs.work_s(stage, op, stop - start, worth)
+            self._known_s[known] = self._costs.work_s(stage, op, stop - start, weighted)
         return self._known_s[known]

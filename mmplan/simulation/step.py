@@ -1,8 +1,7 @@
 """Simulate a program: clocks and bytes of every rank for one optimizer step.
 
-The same instruction lists that the launcher executes, against the cost model instead of
-torch. The step's update is left out: times are those of forward, backward, communication
-and losses.
+The instructions are those that the launcher executes; the cost model replaces torch. Times are
+those of forward, backward, communication and losses, without the optimizer's update.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol, TypeVar
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.clocks import Clocks, Durations, Shared, replay
-from mmplan.program.dependencies import Wiring, wire
+from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Traffic
@@ -26,12 +25,7 @@ CostAnswer = TypeVar("CostAnswer")
 
 
 class Costs(Protocol):
-    """What the simulator asks; :mod:`mmplan.costs.program_costs` answers from a profile."""
-
-    @property
-    def communicator_bytes(self) -> float:
-        """Device memory of one communicator."""
-        ...
+    """The costs of a program; :mod:`mmplan.costs.program_costs` has them from a profile."""
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a forward or backward (or a part of one), hosted losses included."""
@@ -46,7 +40,7 @@ class Costs(Protocol):
     def message_traffic(
         self, source: int, target: int, edge: Edge, samples: int, backward: bool
     ) -> Traffic | None:
-        """What of them needs network interfaces of nodes, None where none does."""
+        """The part of these seconds that needs network interfaces of nodes, if there is one."""
         ...
 
     def gather_s(self, loss: CrossSampleLoss) -> float:
@@ -54,7 +48,7 @@ class Costs(Protocol):
         ...
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
-        """What of them needs network interfaces of nodes, None where none does."""
+        """The part of these seconds that needs network interfaces of nodes, if there is one."""
         ...
 
     def sync_s(self, loss: CrossSampleLoss) -> float:
@@ -66,7 +60,7 @@ class Costs(Protocol):
         ...
 
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        """What of them needs network interfaces of nodes, None where none does."""
+        """The part of these seconds that needs network interfaces of nodes, if there is one."""
         ...
 
     def activation_bytes(self, stage: Stage, samples: int) -> float:
@@ -77,8 +71,8 @@ class Costs(Protocol):
         """Weights, gradients and optimizer state."""
         ...
 
-    def communicators(self, rank: int) -> int:
-        """Number of communicators that a rank belongs to."""
+    def communicator_bytes(self, rank: int) -> float:
+        """Device memory of the communicators of a rank."""
         ...
 
     def flops(self) -> float:
@@ -86,7 +80,7 @@ class Costs(Protocol):
         ...
 
     def module_flops(self) -> dict[str, float]:
-        """Each module's part of them."""
+        """Each module's part of :meth:`flops`."""
         ...
 
 
@@ -98,8 +92,8 @@ class Simulation:
 
     Attributes:
         busy_s: in computes and losses.
-        communication_s: in reductions, or waiting for data that were on their way.
-        idle_s: waiting for others to start something.
+        communication_s: in reductions, or waiting for data in flight.
+        idle_s: waiting for other ranks to start something.
         used: whether the rank computes at all.
         peak_bytes: most bytes held at any time.
         samples: of the step, over all tasks.
@@ -130,7 +124,7 @@ class Simulation:
 
     @property
     def communication_fraction(self) -> float:
-        """Share of that device time in which communication is not hidden."""
+        """Share of the device time of the ranks used in which communication is not hidden."""
         return self._share(self.communication_s)
 
     @property
@@ -155,17 +149,6 @@ class Simulation:
             if not isinstance(item, Step):
                 yield TimedInstruction(rank, position, start_s, end_s)
 
-    def bytes_over_time(self, rank: int) -> list[tuple[float, float]]:
-        """(second, bytes held from then on) of a rank, from 0 to its last change."""
-        fixed = _fixed_bytes(self.costs, rank)
-        points = [(0.0, fixed)]
-        held = 0.0
-        for position, is_end, change in _memory_changes(self.program, self.costs, rank):
-            clock = self.clocks.end if is_end else self.clocks.start
-            held += change
-            points.append((clock[rank][position], fixed + held))
-        return points
-
 
 @rare_collections()
 def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simulation:
@@ -182,15 +165,15 @@ def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simu
     Args:
         program: to run.
         costs: of its instructions.
-        contention: False lets every transfer have the network to itself, to see what
-            sharing it costs.
+        contention: False gives every transfer the network to itself, to see the cost of
+            sharing it.
 
     Raises:
         InvalidInputError: the program deadlocks.
     """
-    wiring = wire(program)
-    durations = durations_of(program, costs, wiring, contention=contention)
-    clocks = replay(wiring, durations)
+    dependencies = find_dependencies(program)
+    durations = durations_of(program, costs, dependencies, contention=contention)
+    clocks = replay(dependencies, durations)
     if clocks.stuck:
         rank, position = min(clocks.stuck.items())
         raise InvalidInputError(
@@ -225,7 +208,7 @@ def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simu
 
 
 def prediction(simulation: Simulation, plan: Plan) -> Prediction:
-    """What the plan says of itself; ``mfu`` counts all of its devices, idle ones too."""
+    """The plan's ``predicted`` record; ``mfu`` counts all of its devices, idle ones too."""
     peak_flops = plan.devices * plan.cluster.device.peak_flops
     iteration_s = simulation.iteration_s
     return Prediction(
@@ -244,40 +227,44 @@ def _ranks(program: Program) -> range:
 
 
 def durations_of(
-    program: Program, costs: Costs, wiring: Wiring, *, contention: bool = True
+    program: Program, costs: Costs, dependencies: Dependencies, *, contention: bool = True
 ) -> Durations:
-    """Seconds of everything that a program does."""
-    losses = [program.cross_sample(index) for index, _ in wiring.syncs]
+    """Seconds of every instruction, message and gather of a program."""
+    losses = [program.cross_sample(index) for index, _ in dependencies.syncs]
     return Durations(
         instruction=_instruction_seconds(program, costs),
-        message=_of_messages(costs.message_s, program, wiring),
+        message=_of_messages(costs.message_s, program, dependencies),
         gather=[costs.gather_s(loss) for loss in losses],
-        shared=_shared(program, costs, wiring) if contention else None,
+        shared=_shared(program, costs, dependencies) if contention else None,
     )
 
 
-def _shared(program: Program, costs: Costs, wiring: Wiring) -> Shared | None:
-    """What uses nodes' interfaces, if two things that do can do so at the same time."""
+def _shared(program: Program, costs: Costs, dependencies: Dependencies) -> Shared | None:
+    """The use of nodes' interfaces, if two transfers can use one at the same time."""
     gathers = {
         index: costs.gather_traffic(program.cross_sample(index))
-        for index in dict.fromkeys(index for index, _ in wiring.syncs)
+        for index in dict.fromkeys(index for index, _ in dependencies.syncs)
     }
     reductions = [costs.reduce_traffic(reduction) for reduction in program.reductions]
     shared = Shared(
-        message=_of_messages(costs.message_traffic, program, wiring),
-        gather=[gathers[index] for index, _ in wiring.syncs],
-        gang=[None if index < 0 else reductions[index] for index in wiring.reduction],
+        message=_of_messages(costs.message_traffic, program, dependencies),
+        gather=[gathers[index] for index, _ in dependencies.syncs],
+        group=[None if index < 0 else reductions[index] for index in dependencies.reduction],
     )
     users: dict[int, tuple[str, object]] = {}
-    # What follows one after the other does not overlap: messages of one pair, gathers of one
-    # loss, reductions of the same ranks.
+    # Messages of one pair, gathers of one loss and reductions of the same ranks never overlap.
     users_of = (
-        (("message", pair) for pair in wiring.link),
-        (("gather", index) for index, _ in wiring.syncs),
-        (("reduction", program.reductions[i].ranks if i >= 0 else ()) for i in wiring.reduction),
+        (("message", pair) for pair in dependencies.link),
+        (("gather", index) for index, _ in dependencies.syncs),
+        (
+            ("reduction", program.reductions[i].ranks if i >= 0 else ())
+            for i in dependencies.reduction
+        ),
     )
-    for kind, names in zip((shared.message, shared.gather, shared.gang), users_of, strict=True):
-        for traffic, user in zip(kind, names, strict=True):
+    for transfers, names in zip(
+        (shared.message, shared.gather, shared.group), users_of, strict=True
+    ):
+        for traffic, user in zip(transfers, names, strict=True):
             for interface, load in traffic.loads if traffic is not None else ():
                 if load > 1 or users.setdefault(interface, user) != user:
                     return shared
@@ -313,12 +300,14 @@ def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
 
 
 def _of_messages(
-    ask: Callable[[int, int, Edge, int, bool], CostAnswer], program: Program, wiring: Wiring
+    ask: Callable[[int, int, Edge, int, bool], CostAnswer],
+    program: Program,
+    dependencies: Dependencies,
 ) -> list[CostAnswer]:
-    """What ``ask`` says of every message; asked once of those that are alike."""
+    """The cost of every message; messages with equal arguments are asked for once."""
     known: dict[tuple[int, int, int, int, bool], CostAnswer] = {}
     result: list[CostAnswer] = []
-    for edge, backward, source, target, start, stop in wiring.messages:
+    for edge, backward, source, target, start, stop in dependencies.messages:
         key = source, target, edge, stop - start, backward
         if key not in known:
             known[key] = ask(source, target, program.edges[edge], stop - start, backward)
@@ -341,33 +330,25 @@ def _seconds(
     return sum(seconds for item, seconds in row if isinstance(item, kinds))
 
 
-def _fixed_bytes(costs: Costs, rank: int) -> float:
-    each = costs.communicator_bytes
-    return costs.static_bytes(rank) + (each * costs.communicators(rank) if each else 0.0)
-
-
 def peak_bytes(program: Program, costs: Costs) -> tuple[float, ...]:
-    """The most that each rank holds at once, by CONTRACT's count."""
+    """The planned memory of each rank at its peak, as it stands in a plan's ``memory_bytes``."""
     return tuple(
-        _fixed_bytes(costs, rank)
-        + max(
-            accumulate(
-                (change for *_, change in _memory_changes(program, costs, rank)), initial=0.0
-            )
-        )
+        costs.static_bytes(rank)
+        + costs.communicator_bytes(rank)
+        + max(accumulate(_activation_changes(program, costs, rank), initial=0.0))
         for rank in _ranks(program)
     )
 
 
-def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple[int, bool, float]]:
-    """(position, at its end rather than its start, bytes gained) in program order.
+def _activation_changes(program: Program, costs: Costs, rank: int) -> Iterator[float]:
+    """The activation bytes that a rank gains and loses, in program order.
 
-    A micro-batch is held from the start of its forward to the end of its backward, of the
-    ``W`` of a split one; without a backward, to the end of its forward.
+    The forward of a micro-batch allocates them. The backward frees them, of a split one its
+    ``W``; in a stage without backward, the forward itself does.
     """
     samples = _samples(program, rank)
     known: dict[tuple[int, int], float] = {}
-    for position, item in enumerate(program.instructions[rank]):
+    for item in program.instructions[rank]:
         if not isinstance(item, Compute):
             continue
         stage = program.stages[item.stage]
@@ -375,6 +356,6 @@ def _memory_changes(program: Program, costs: Costs, rank: int) -> Iterator[tuple
         if key not in known:
             known[key] = costs.activation_bytes(stage, key[1])
         if item.op is Op.FORWARD:
-            yield position, False, known[key]
+            yield known[key]
         if item.op in (Op.BACKWARD, Op.WEIGHT) or not stage.has_backward:
-            yield position, True, -known[key]
+            yield -known[key]

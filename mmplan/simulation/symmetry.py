@@ -1,14 +1,14 @@
-"""Simulate a plan without simulating replicas that do the same.
+"""Simulate a plan through its quotient: one representative of each class of components.
 
-Parts of a plan that are alike (:mod:`mmplan.simulation.symmetry_classes`) do the same at the same
-time: every instruction of one has its twin in the other. One part of each kind is compiled and
-simulated, with the costs of the whole plan (reductions and syncs over all ranks, optimizer state
-divided by all replicas, interfaces used by all parts of the kind), and the other ranks get what
-their twins have. A plan of 600 equal replicas so takes the time of one.
+Equivalent components (:mod:`mmplan.simulation.symmetry_classes`) do the same at the same time. One
+component of each class is compiled and simulated with the costs of the whole plan: reductions and
+syncs over all ranks, optimizer state divided by all replicas, interfaces used by all components of
+the class. The other ranks get the values of their representatives. A plan of 600 equal replicas
+so takes the time of one.
 
-The ranks of a tensor-parallel group do the same too. Where all units that a rank runs have
-the same group there, its first rank is simulated for all, with times and bytes of one rank
-of the group, and what it sends counts as often as the group sends it.
+The ranks of a tensor-parallel group do the same too. Where all units of a rank have the same
+group, its first rank is simulated for all. Times and bytes are those of one rank of the group, and
+a message counts as often as the group sends it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from mmplan.program.model import (
     BlockReduction,
     CrossSampleLoss,
     Edge,
-    Graph,
     Program,
     Reduction,
     Stage,
@@ -32,11 +31,11 @@ from mmplan.program.model import (
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.simulation.step import Simulation, prediction, simulate
-from mmplan.simulation.symmetry_classes import Excerpt, Outline, outline
+from mmplan.simulation.symmetry_classes import LoweredPlan, Quotient, lower_plan
 
 
 def predict(plan: Plan, costs: CostModel) -> Prediction:
-    """What simulating the plan gives, in less time where parts of it are alike.
+    """The prediction of :func:`simulated`.
 
     Raises:
         InvalidInputError: the plan's schedules wait for each other.
@@ -44,113 +43,118 @@ def predict(plan: Plan, costs: CostModel) -> Prediction:
     return prediction(simulated(plan, costs)[0], plan)
 
 
-# A step, whose program has rows of some ranks only, and for every rank that is used the one of
-# them that does the same.
+# A step, whose program has rows of the representative ranks only, and the representative of every
+# used rank.
 Simulated = tuple[Simulation, Mapping[int, int]]
 
 
 class BestSteps:
-    """The shortest steps that a planner simulated, for whoever shows the plan that it chose."""
+    """The shortest steps that a planner simulated, so that showing its plan simulates nothing."""
 
+    # The chosen plan is among the shortest; chosen by hand, more only take memory.
     _KEPT = 2
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, Prediction, Simulated]] = []
 
     def keep(self, predicted: Prediction, step: Simulated) -> None:
-        """One more step, with what is predicted by it."""
+        """Remember one more step, with its prediction."""
         self._steps.append((predicted.iteration_s, predicted, step))
         self._steps.sort(key=lambda item: item[0])
         del self._steps[self._KEPT :]
 
     def of(self, plan: Plan) -> Simulated | None:
-        """The step that the plan's prediction is of; None where it was not kept."""
+        """The step of the plan's prediction; None where it was not kept."""
         found = (step for _, predicted, step in self._steps if predicted is plan.predicted)
         return next(found, None)
 
 
 @rare_collections()
-def simulated(plan: Plan, costs: CostModel, drawn: Outline | None = None) -> Simulated:
-    """One step of the plan, in less time where parts of it are alike.
+def simulated(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> Simulated:
+    """One step of the plan, simulated through its quotient.
 
     Args:
         plan: the plan.
         costs: of its modules.
-        drawn: its outline, where it is there already.
+        lowered: the plan lowered, where that is done already.
 
     Raises:
         InvalidInputError: the plan's schedules wait for each other.
     """
-    drawn = outline(plan) if drawn is None else drawn
-    program, found = compile_graph(plan, drawn.enough, drawn.orders), drawn.found
-    if found is None:
+    lowered = lower_plan(plan) if lowered is None else lowered
+    program, quotient = (
+        compile_graph(plan, lowered.simulated_graph, lowered.orders),
+        lowered.quotient,
+    )
+    if quotient is None:
         whole_step = simulate(program, ProgramCosts(program, costs, plan))
         return whole_step, {r: r for r in range(plan.devices) if whole_step.used[r]}
-    simulation = simulate(program, _WholeCosts(_whole(program, drawn.graph), costs, plan, found))
-    return _expanded(simulation, found, plan), found.twin
-
-
-def _whole(program: Program, graph: Graph) -> Program:
-    """The program with all that the whole plan has but its other rows."""
-    return replace(
+    graph = lowered.graph
+    # The whole plan, with the instructions of the representatives only.
+    whole = replace(
         program,
         stages=tuple(graph.stages),
         edges=tuple(graph.edges),
         losses=tuple(graph.losses),
         reductions=tuple(graph.reductions),
     )
+    simulation = simulate(program, _WholeCosts(whole, costs, plan, quotient))
+    return _expanded(simulation, quotient, plan), quotient.representative
 
 
 class _WholeCosts(ProgramCosts):
-    """Costs of a whole plan, of whose program only some rows are there.
+    """Costs of a whole plan, asked for stages, reductions and losses of its quotient.
 
-    The simulation asks with what the excerpt's program has; the answer is the whole one's. Of
-    all nodes of a kind there is one, and on it every rank stands for those that do the same.
+    One node stands for all nodes of a class. On it, each rank stands for all ranks that it
+    represents there.
     """
 
-    def __init__(self, program: Program, costs: CostModel, plan: Plan, found: Excerpt) -> None:
+    def __init__(self, program: Program, costs: CostModel, plan: Plan, quotient: Quotient) -> None:
         super().__init__(program, costs, plan)
-        self._found = found
+        self._quotient = quotient
 
     def message_traffic(
         self, source: int, target: int, edge: Edge, samples: int, backward: bool
     ) -> Traffic | None:
-        """What a message and its twins need of the interfaces."""
+        """What a message, and the messages that it stands for, need of the interfaces."""
         alone = super().message_traffic(source, target, edge, samples, backward)
         if alone is None:
             return None
-        load, node, kind = self._found.load, self.costs.cluster.node_of, self._found.node_kind
+        number, node = self._quotient.multiplicity, self.costs.cluster.node_of
+        classes = self._quotient.node_class
         times = self._messages(edge, backward)
         loads = (
-            (outgoing(kind[node(source)]), load[source] * times),
-            (incoming(kind[node(target)]), load[target] * times),
+            (outgoing(classes[node(source)]), number[source] * times),
+            (incoming(classes[node(target)]), number[target] * times),
         )
         return Traffic(seconds=alone.seconds, loads=loads)
 
     def _messages(self, edge: Edge, backward: bool) -> int:
-        """Messages that groups exchange for one of theirs: each rank that receives takes one."""
+        """Messages of two groups for one of their representatives: one for each receiving rank."""
         receives = edge.producer if backward else edge.consumer
-        return self.program.stages[receives].tp if self._found.folded else 1
+        return self.program.stages[receives].tp if self._quotient.merges_tp else 1
 
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        """What a reduction over all of its ranks needs of the interfaces of each kind of node."""
+        """What a reduction over all of its ranks needs of the interfaces of each class of nodes."""
         whole = self._whole_one(reduction)
         # The other shards are reduced at the same time.
-        shards = whole.tp if self._found.folded and isinstance(whole, BlockReduction) else 1
-        return self._of_kinds(super().reduce_traffic(whole), whole.ranks, shards)
+        shards = whole.tp if self._quotient.merges_tp and isinstance(whole, BlockReduction) else 1
+        return self._by_node_class(super().reduce_traffic(whole), whole.ranks, shards)
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
-        """What a gather on all of its ranks needs of the interfaces of each kind of node."""
+        """What a gather on all of its ranks needs of the interfaces of each class of nodes."""
         whole = self.program.cross_sample(loss.index)
-        return self._of_kinds(super().gather_traffic(whole), whole.ranks, 1)
+        return self._by_node_class(super().gather_traffic(whole), whole.ranks, 1)
 
-    def _of_kinds(self, alone: Traffic | None, ranks: Sequence[int], load: float) -> Traffic | None:
-        """The traffic of a collective on one node of each kind that has some of its ranks."""
+    def _by_node_class(
+        self, alone: Traffic | None, ranks: Sequence[int], load: float
+    ) -> Traffic | None:
+        """The traffic of a collective on one node of each class that has some of its ranks."""
         if alone is None:
             return None
         nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
-        kinds = {self._found.node_kind[node] for node in nodes}
-        return Traffic(seconds=alone.seconds, loads=exchange(kinds, load))
+        classes = {self._quotient.node_class[node] for node in nodes}
+        return Traffic(seconds=alone.seconds, loads=exchange(classes, load))
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a compute with all replicas of its stage."""
@@ -164,29 +168,31 @@ class _WholeCosts(ProgramCosts):
         """Seconds of gathering features on all ranks of the loss."""
         return super().gather_s(self.program.cross_sample(loss.index))
 
-    def sync_s(self, loss: CrossSampleLoss, batch: int = 0) -> float:
+    def sync_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of a batch-sync of all ranks of the loss."""
-        return super().sync_s(self.program.cross_sample(loss.index), batch)
+        return super().sync_s(self.program.cross_sample(loss.index))
 
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of the reduction over all of its ranks."""
         return super().reduce_s(self._whole_one(reduction))
 
     def _whole_one(self, reduction: Reduction) -> Reduction:
-        return self.program.reductions[self._found.reductions[reduction.index]]
+        return self.program.reductions[self._quotient.reductions[reduction.index]]
 
 
-def _expanded(simulation: Simulation, found: Excerpt, plan: Plan) -> Simulation:
+def _expanded(simulation: Simulation, quotient: Quotient, plan: Plan) -> Simulation:
     """The simulation with every rank of the whole plan in its per-rank values."""
 
     def expand(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(values[found.twin.get(rank, rank)] for rank in range(plan.devices))
+        return tuple(
+            values[quotient.representative.get(rank, rank)] for rank in range(plan.devices)
+        )
 
     return replace(
         simulation,
         busy_s=expand(simulation.busy_s),
         communication_s=expand(simulation.communication_s),
         idle_s=expand(simulation.idle_s),
-        used=tuple(rank in found.twin for rank in range(plan.devices)),
+        used=tuple(rank in quotient.representative for rank in range(plan.devices)),
         peak_bytes=expand(simulation.peak_bytes),
     )

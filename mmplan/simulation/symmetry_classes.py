@@ -1,11 +1,10 @@
-"""The parts of a plan that do different things: what must be simulated for all of it.
+"""The quotient of a plan: one representative of each class of components.
 
-Replicas that exchange samples or share ranks make a *part*. Parts meet in syncs, in reductions and
-on the network interfaces of nodes that they share. Two parts are alike where the micro-batches of
-both have the same sizes, stand in the same order and in the same sync batches, and where their
-ranks are spread over nodes in the same way (:mod:`mmplan.simulation.node_symmetry` says what that
-means where several parts are on a node). Of each kind one part is kept, samples and all, as it is
-in the whole plan.
+A *component* is a set of replicas that exchange samples or share ranks. Components meet in syncs,
+in reductions and on the network interfaces of nodes. Two components are equivalent where their
+micro-batches have the same sizes, order and sync batches, and where their ranks are spread over
+nodes in the same way (see :mod:`mmplan.simulation.node_symmetry` for several components on a
+node). The quotient keeps one component of each class, with the samples that it has in the plan.
 """
 
 from __future__ import annotations
@@ -19,99 +18,105 @@ from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
 from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
-from mmplan.simulation.node_symmetry import Alike, find_alike, renamed
+from mmplan.simulation.node_symmetry import EquivalenceClasses, by_appearance, refine_classes
 
 Replica = tuple[int, int]  # unit's position in the plan, d
-RankSet = tuple[tuple[int, ...], ...]  # per unit, its replicas
+Component = tuple[tuple[int, ...], ...]  # per unit, its replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Excerpt:
-    """Some parts of a plan.
+class Quotient:
+    """The representatives of a plan.
 
     Attributes:
-        graph: the plan's, without the replicas of the other parts.
+        graph: the plan's, without the replicas that are not representatives.
         reductions: index in the whole graph of each reduction of this one.
-        twin: rank of the whole plan to the rank of the excerpt that does the same.
-        node_kind: node to its kind.
-        load: rank of the excerpt to how many parts have a rank on its node that does the
-            same at the same time.
-        folded: whether one rank stands for its tensor-parallel group.
+        representative: rank of the whole plan to the rank that stands for it.
+        node_class: node to its class.
+        multiplicity: representative rank to the number of components that have a rank on its node
+            that does the same at the same time.
+        merges_tp: whether one rank stands for its tensor-parallel group.
     """
 
     graph: Graph
     reductions: Sequence[int]
-    twin: Mapping[int, int]
-    node_kind: Sequence[int]
-    load: Mapping[int, float]
-    folded: bool
+    representative: Mapping[int, int]
+    node_class: Sequence[int]
+    multiplicity: Mapping[int, float]
+    merges_tp: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
-    """What simulating a plan begins with.
+class LoweredPlan:
+    """The input of a simulation.
 
     Attributes:
         graph: of the whole plan.
-        found: what is enough of it, None where that is all.
-        orders: of the stages in that.
+        quotient: None where it would be the whole plan.
+        orders: of the stages of ``simulated_graph``.
     """
 
     graph: Graph
-    found: Excerpt | None
+    quotient: Quotient | None
     orders: Orders
 
     @property
-    def enough(self) -> Graph:
-        """The graph of the excerpt, or the whole one."""
-        return self.graph if self.found is None else self.found.graph
+    def simulated_graph(self) -> Graph:
+        """The graph of the quotient, or the whole one."""
+        return self.graph if self.quotient is None else self.quotient.graph
 
 
-def outline(plan: Plan) -> Outline:
-    """Lower a plan, leave out what does the same as something else, and order the rest.
+def lower_plan(plan: Plan) -> LoweredPlan:
+    """Lower a plan, take its quotient and order the stages of that.
 
     Raises:
         InvalidInputError: see :func:`mmplan.program.lower.lower`.
     """
     graph = lower(plan)
-    found = excerpt(plan, graph)
-    enough = graph if found is None else found.graph
-    return Outline(graph=graph, found=found, orders=order_stages(plan, enough))
+    quotient = find_quotient(plan, graph)
+    orders = order_stages(plan, graph if quotient is None else quotient.graph)
+    return LoweredPlan(graph=graph, quotient=quotient, orders=orders)
 
 
-def excerpt(plan: Plan, graph: Graph) -> Excerpt | None:
-    """One part of each kind; None where that is no less than the whole plan."""
-    parts = _parts(plan, graph)
-    folds = _can_fold(plan, graph)
-    alike = _alike(plan, graph, parts)
+def find_quotient(plan: Plan, graph: Graph) -> Quotient | None:
+    """One component of each class; None where that is the whole plan."""
+    components = _components(plan, graph)
+    merges_tp = _can_merge_tp(plan, graph)
+    classes = _classes(plan, graph, components)
     kept: dict[int, int] = {}
-    for position, kind in enumerate(alike.part_kind):
-        kept.setdefault(kind, position)
-    if len(kept) == len(parts) and not folds:
+    for position, own in enumerate(classes.component_class):
+        kept.setdefault(own, position)
+    if len(kept) == len(components) and not merges_tp:
         return None
     groups = [group for unit in plan.units for _, _, group in unit.grid.groups()]
-    first = {rank: group[0] if folds else rank for group in groups for rank in group}
-    ranks = [list(_ranks(plan, part)) for part in parts]
-    twin: dict[int, int] = {}
-    for position, kind in enumerate(alike.part_kind):
-        own = (first[rank] for rank in ranks[kept[kind]])
-        twin.update(zip(ranks[position], own, strict=True))
-    cut, reductions = _cut_out(plan, graph, [parts[p] for p in kept.values()], folds=folds)
-    return Excerpt(
+    first = {rank: group[0] if merges_tp else rank for group in groups for rank in group}
+    ranks = [list(_ranks(plan, component)) for component in components]
+    representative: dict[int, int] = {}
+    for position, own in enumerate(classes.component_class):
+        same = (first[rank] for rank in ranks[kept[own]])
+        representative.update(zip(ranks[position], same, strict=True))
+    cut, reductions = _restrict(
+        plan, graph, [components[p] for p in kept.values()], merges_tp=merges_tp
+    )
+    return Quotient(
         graph=cut,
         reductions=reductions,
-        twin=twin,
-        node_kind=alike.node_kind,
-        load={r: n for p in kept.values() for r, n in zip(ranks[p], alike.loads(p), strict=True)},
-        folded=folds,
+        representative=representative,
+        node_class=classes.node_class,
+        multiplicity={
+            rank: number
+            for p in kept.values()
+            for rank, number in zip(ranks[p], classes.multiplicities(p), strict=True)
+        },
+        merges_tp=merges_tp,
     )
 
 
-def _can_fold(plan: Plan, graph: Graph) -> bool:
-    """Whether every rank has one tensor-parallel group, on one node, and some have others in it.
+def _can_merge_tp(plan: Plan, graph: Graph) -> bool:
+    """Whether every rank has one tensor-parallel group, on one node, and some group has two ranks.
 
     Ranks of a group may have different numbers of communicators, so these must be free. Where
-    groups of several sizes hold a module, ranks of a group sum different parts with others.
+    groups of several sizes hold a module, the ranks of a group have different reductions.
     """
     if plan.cluster.device.communicator_bytes or all(unit.tp == 1 for unit in plan.units):
         return False
@@ -127,27 +132,26 @@ def _can_fold(plan: Plan, graph: Graph) -> bool:
     return True
 
 
-def _alike(plan: Plan, graph: Graph, parts: Sequence[RankSet]) -> Alike:
-    """Kinds of parts and nodes."""
+def _classes(plan: Plan, graph: Graph, components: Sequence[Component]) -> EquivalenceClasses:
     node = plan.cluster.node_of
-    meetings = [{node(rank) for rank in r.ranks} for r in graph.reductions]
-    meetings += [{node(rank) for rank in loss.ranks} for loss in graph.cross_sample_losses]
+    collectives = [{node(rank) for rank in r.ranks} for r in graph.reductions]
+    collectives += [{node(rank) for rank in loss.ranks} for loss in graph.cross_sample_losses]
     shapes = _Shapes(plan, graph)
-    return find_alike(
-        [shapes.of(part) for part in parts],
-        [[node(rank) for rank in _ranks(plan, part)] for part in parts],
-        [nodes for nodes in meetings if len(nodes) > 1],
+    return refine_classes(
+        [shapes.of(component) for component in components],
+        [[node(rank) for rank in _ranks(plan, component)] for component in components],
+        [nodes for nodes in collectives if len(nodes) > 1],
     )
 
 
-def _parts(plan: Plan, graph: Graph) -> list[RankSet]:
-    """The replicas of all units, those together that share ranks or exchange samples."""
-    together = _Together()
+def _components(plan: Plan, graph: Graph) -> list[Component]:
+    """The replicas of all units, in connected components."""
+    joined = _DisjointSets()
     first: dict[int, Replica] = {}
     for u, unit in enumerate(plan.units):
         for d in range(unit.dp):
             for rank in unit.grid.replica(d):
-                together.join((u, d), first.setdefault(rank, (u, d)))
+                joined.join((u, d), first.setdefault(rank, (u, d)))
     position = {unit.name: u for u, unit in enumerate(plan.units)}
     pairs = {(edge.producer, edge.consumer) for edge in graph.edges}
     for source, target in ([graph.stages[i] for i in pair] for pair in sorted(pairs)):
@@ -156,24 +160,24 @@ def _parts(plan: Plan, graph: Graph) -> list[RankSet]:
         index = RangeIndex(_one_round(source))
         for d2, spans in enumerate(_one_round(target)):
             for d in {d for span in spans for _, d, _ in index.overlapping(span)}:
-                together.join((position[source.unit], d), (position[target.unit], d2))
-    found: defaultdict[Replica, list[Replica]] = defaultdict(list)
+                joined.join((position[source.unit], d), (position[target.unit], d2))
+    members: defaultdict[Replica, list[Replica]] = defaultdict(list)
     for u, unit in enumerate(plan.units):
         for d in range(unit.dp):
-            found[together.root((u, d))].append((u, d))
+            members[joined.root((u, d))].append((u, d))
     return [
         tuple(tuple(d for v, d in replicas if v == u) for u in range(len(plan.units)))
-        for replicas in found.values()
+        for replicas in members.values()
     ]
 
 
 def _one_round(stage: Stage) -> list[tuple[tuple[int, int], ...]]:
-    """The micro-batches of the first round; those of the others follow each other alike."""
+    """The micro-batches of the first round; later rounds repeat it with other samples."""
     return [spans[:count] for spans, count in zip(stage.microbatches, stage.rounds, strict=True)]
 
 
-class _Together:
-    """Disjoint sets of replicas."""
+class _DisjointSets:
+    """Disjoint sets of replicas (union-find)."""
 
     def __init__(self) -> None:
         self._parent: dict[Replica, Replica] = {}
@@ -190,72 +194,79 @@ class _Together:
 
 
 class _Shapes:
-    """What tells parts apart but for the nodes they are on."""
+    """The properties by which components differ, apart from the nodes that they are on."""
 
     def __init__(self, plan: Plan, graph: Graph) -> None:
         self._plan = plan
         # The last stage of each unit: the one that losses take the output of.
         self._stages = {stage.unit: stage for stage in graph.stages}
         self._sizes = {loss.index: loss.sync_batch for loss in graph.cross_sample_losses}
-        # Of tasks that do not wait for each other the one with the earlier sample comes first.
+        # Among tasks that do not wait for each other, the earlier sample comes first.
         self._in_turn = set(plan.in_turn) >= set(plan.tasks) or len(plan.tasks) == 1
 
-    def of(self, part: RankSet) -> object:
+    def of(self, component: Component) -> object:
         """Sizes, order and sync batches of the micro-batches, and ranks by first appearance."""
         sizes = tuple(
             tuple(unit.microbatches[d] for d in replicas)
-            for unit, replicas in zip(self._plan.units, part, strict=True)
+            for unit, replicas in zip(self._plan.units, component, strict=True)
         )
-        return sizes, self._orders(part), self._syncs(part), renamed(list(_ranks(self._plan, part)))
+        ranks = tuple(by_appearance(_ranks(self._plan, component)))
+        return sizes, self._orders(component), self._syncs(component), ranks
 
-    def _orders(self, part: RankSet) -> object:
-        """The places of the micro-batches among those of the part; of one round each task's."""
+    def _orders(self, component: Component) -> object:
+        """Each micro-batch's rank by its first sample, within the component.
+
+        Where tasks run in turn, the rank is within the first round of its task.
+        """
         starts: defaultdict[str, list[int]] = defaultdict(list)
-        for stage, d in self._places(part):
+        for stage, d in self._replicas(component):
             count = stage.rounds[d] if self._in_turn else None
             starts[stage.task if self._in_turn else ""] += [
                 start for start, _ in stage.microbatches[d][:count]
             ]
-        return tuple((task, renamed_by_size(own)) for task, own in starts.items())
+        return tuple((task, dense_ranks(own)) for task, own in starts.items())
 
-    def _syncs(self, part: RankSet) -> object:
+    def _syncs(self, component: Component) -> object:
         """First and last sync batch of the micro-batches of a round."""
         return tuple(
             tuple(
                 (start // size, (stop - 1) // size)
                 for start, stop in stage.microbatches[d][: stage.rounds[d]]
             )
-            for stage, d in self._places(part)
+            for stage, d in self._replicas(component)
             for size in sorted({self._sizes[index] for index in stage.syncs})
         )
 
-    def _places(self, part: RankSet) -> Iterator[tuple[Stage, int]]:
-        for unit, replicas in zip(self._plan.units, part, strict=True):
+    def _replicas(self, component: Component) -> Iterator[tuple[Stage, int]]:
+        for unit, replicas in zip(self._plan.units, component, strict=True):
             for d in replicas:
                 yield self._stages[unit.name], d
 
 
-def renamed_by_size(values: Sequence[int]) -> tuple[int, ...]:
-    """Each value's place among the distinct ones."""
-    place = {value: index for index, value in enumerate(sorted(set(values)))}
-    return tuple(place[value] for value in values)
+def dense_ranks(values: Sequence[int]) -> tuple[int, ...]:
+    """Each value's rank among the distinct ones."""
+    rank = {value: index for index, value in enumerate(sorted(set(values)))}
+    return tuple(rank[value] for value in values)
 
 
-def _ranks(plan: Plan, part: RankSet) -> Iterator[int]:
-    """Every rank of a part, as often as it is in one of its units."""
-    for unit, replicas in zip(plan.units, part, strict=True):
+def _ranks(plan: Plan, component: Component) -> Iterator[int]:
+    """Every rank of a component, once for each of its units."""
+    for unit, replicas in zip(plan.units, component, strict=True):
         for d in replicas:
             yield from unit.grid.replica(d)
 
 
-def _cut_out(
-    plan: Plan, graph: Graph, parts: Sequence[RankSet], *, folds: bool
+def _restrict(
+    plan: Plan, graph: Graph, components: Sequence[Component], *, merges_tp: bool
 ) -> tuple[Graph, list[int]]:
-    """The graph of some parts, and which of the whole one's reductions it has."""
+    """The graph of some components, and the indices of its reductions in the whole graph."""
     kept = {
-        unit.name: sorted(d for part in parts for d in part[u]) for u, unit in enumerate(plan.units)
+        unit.name: sorted(d for component in components for d in component[u])
+        for u, unit in enumerate(plan.units)
     }
-    stages = [_some_replicas(stage, kept[stage.unit], folds=folds) for stage in graph.stages]
+    stages = [
+        _some_replicas(stage, kept[stage.unit], merges_tp=merges_tp) for stage in graph.stages
+    ]
     here = {rank for stage in stages for rank in stage.members}
 
     def left(ranks: Sequence[int]) -> tuple[int, ...]:
@@ -273,8 +284,8 @@ def _cut_out(
     return cut, [reduction.index for reduction in chosen]
 
 
-def _some_replicas(stage: Stage, replicas: Sequence[int], *, folds: bool) -> Stage:
-    taken = 1 if folds else stage.tp
+def _some_replicas(stage: Stage, replicas: Sequence[int], *, merges_tp: bool) -> Stage:
+    taken = 1 if merges_tp else stage.tp
     return replace(
         stage,
         tp=taken,

@@ -1,4 +1,4 @@
-"""What each module makes of its devices: model FLOPs over peak FLOP/s times time."""
+"""Utilisation of devices by each module: model FLOPs over peak FLOP/s times time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModuleUse:
 
     Attributes:
         flops: model FLOPs of the step.
-        ranks: that compute some of it, ascending.
+        ranks: those that compute some of it, ascending.
         busy_s: device-seconds in its computes, over all ranks.
         iteration_s: of the step.
         peak_flops: of a device, FLOP/s.
@@ -46,25 +46,25 @@ class ModuleUse:
 
 
 def module_uses(
-    simulation: Simulation, peak_flops: float, twins: Mapping[int, int] | None = None
+    simulation: Simulation, peak_flops: float, representatives: Mapping[int, int] | None = None
 ) -> list[ModuleUse]:
     """Every module's use of its devices, most work first.
 
     Args:
         simulation: of a step.
         peak_flops: of a device, FLOP/s.
-        twins: where only some ranks were simulated, which one each used rank is like; see
+        representatives: of every used rank, where only representatives were simulated; see
             :func:`mmplan.simulation.symmetry.simulated`.
     """
-    if twins is None:
-        twins = {rank: rank for rank, used in enumerate(simulation.used) if used}
-    alike: defaultdict[int, list[int]] = defaultdict(list)
-    for rank, twin in twins.items():
-        alike[twin].append(rank)
+    if representatives is None:
+        representatives = {rank: rank for rank, used in enumerate(simulation.used) if used}
+    represented: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, representative in representatives.items():
+        represented[representative].append(rank)
     busy_s: defaultdict[str, float] = defaultdict(float)
     ranks: defaultdict[str, list[int]] = defaultdict(list)
-    for twin, same in alike.items():
-        for module, seconds in _module_seconds(simulation, twin).items():
+    for representative, same in represented.items():
+        for module, seconds in _module_seconds(simulation, representative).items():
             busy_s[module] += len(same) * seconds
             ranks[module] += same
     flops = simulation.costs.module_flops()

@@ -1,4 +1,4 @@
-"""What no other choice equals or beats: all that an exact search has to look at."""
+"""Pareto fronts: choices that no other choice dominates. An exact search needs no others."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from mmplan.arrays import Floats, Indices
 Choice = TypeVar("Choice")
 
 # Rows compared with the front at a time: a table of 256 x front x columns stays in the cache.
-CHUNK = 256
+_CHUNK = 256
+# Weight of the columns that a corner of the weight cube neglects.
+_SMALL_WEIGHT = 0.03
+# Columns with corners of their own: 2**6 rows are tried first. Chosen by hand.
+_CORNER_COLUMNS = 6
 
 
 def pareto_rows(values: Floats) -> Indices:
-    """Rows [n, c] that no other row equals or beats in every column; one of equal rows.
+    """Rows [n, c] that no other row dominates; the first of equal rows.
 
     Returns:
         Their positions, in lexicographic order of the rows.
     """
     order = np.lexsort(values.T[::-1])
     ordered = values[order]
-    # A few rows that are good in many ways beat most others at once.
+    # A few rows with small weighted sums dominate most other rows.
     scale = ordered.max(axis=0) - ordered.min(axis=0)
     unit = (ordered - ordered.min(axis=0)) / np.where(scale > 0, scale, 1.0)
-    corners = itertools.product((0.03, 1.0), repeat=min(values.shape[1], 6))
+    corners = itertools.product((_SMALL_WEIGHT, 1.0), repeat=min(values.shape[1], _CORNER_COLUMNS))
     weights = (np.resize(np.array(corner), values.shape[1]) for corner in corners)
     strong = np.unique([int((unit @ weight).argmin()) for weight in weights])
     alive = np.ones(len(ordered), dtype=np.bool_)
     for row in strong:
-        beaten = np.all(ordered[row] <= ordered, axis=1)
-        beaten[: row + 1] = False
-        alive &= ~beaten
-    # In this order a row can only be beaten by an earlier one.
+        dominated = np.all(ordered[row] <= ordered, axis=1)
+        dominated[: row + 1] = False
+        alive &= ~dominated
+    # In this order only earlier rows can dominate a row.
     front, kept = ordered[:0], list[int]()
     rows = np.flatnonzero(alive)
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
-        chunk = chunk[~_beaten(ordered[chunk], front).any(axis=1)]
-        inside = np.tril(_beaten(ordered[chunk], ordered[chunk]), k=-1).any(axis=1)
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        chunk = chunk[~_dominated(ordered[chunk], front).any(axis=1)]
+        inside = np.tril(_dominated(ordered[chunk], ordered[chunk]), k=-1).any(axis=1)
         front = np.vstack([front, ordered[chunk[~inside]]])
         kept += chunk[~inside].tolist()
     return order[kept]
@@ -54,7 +58,7 @@ def staircase(
     *,
     group: Callable[[Choice], Hashable] = lambda _: None,
 ) -> list[Choice]:
-    """Choices by their first cost, each with less of the second than all before it of its group."""
+    """The Pareto front of two costs within each group, by ascending first cost."""
     least: dict[Hashable, float] = {}
     kept: list[Choice] = []
     for choice in sorted(choices, key=costs):
@@ -65,8 +69,8 @@ def staircase(
     return kept
 
 
-def _beaten(rows: Floats, others: Floats) -> NDArray[np.bool_]:
-    """[i, j]: other row j is at most equal to row i in every column."""
+def _dominated(rows: Floats, others: Floats) -> NDArray[np.bool_]:
+    """[i, j]: whether other row j equals or dominates row i."""
     result = np.ones((len(rows), len(others)), dtype=np.bool_)
     for column in range(rows.shape[1]):
         result &= others[None, :, column] <= rows[:, None, column]

@@ -1,4 +1,4 @@
-"""Where a module's blocks are cut into stages, and which degrees it may have."""
+"""A module's blocks cut into stages, and its candidates for tp and pp."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mmplan.solvers.problem import Problem
 
 
 def cut_blocks(work: Sequence[float], stages: int) -> tuple[tuple[int, int], ...]:
-    """Consecutive non-empty ranges of blocks whose largest sum of work is least, exactly."""
+    """Consecutive non-empty ranges of blocks with the least maximum of work, exactly."""
     return cut_everywhere(tuple(work), len(work))[stages - 1]
 
 
-# Equal modules of several tasks, solvers and degrees ask the same.
+# Equal modules of several tasks, solvers and degrees need the same cuts.
 @lru_cache(maxsize=64)
 def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, int], ...]]:
-    """Blocks cut into 1, 2, ... ``most`` stages whose largest sum of work is least.
+    """Blocks cut into 1, 2, ... ``most`` stages with the least maximum of work.
 
     One recurrence for all numbers of stages, O(most * L^2) in numpy.
     """
@@ -58,8 +58,8 @@ def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, in
 def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
     """(tp, pp) that pins, profile, node size and number of devices allow.
 
-    In the order in which the partitioner prefers them: one device; then TP inside a node,
-    the smallest first; then PP, over nodes with the largest TP.
+    The partitioner's order of preference: one device; then TP inside a node, the smallest first;
+    then PP, over nodes with the largest TP.
     """
     pins = problem.request.workload.modules[module].plan
     tps = allowed_tensor_degrees(problem, module)
@@ -74,13 +74,13 @@ def degree_candidates(problem: Problem, module: str) -> list[tuple[int, int]]:
 
 
 def allowed_tensor_degrees(problem: Problem, module: str) -> list[int]:
-    """Those of :func:`tensor_degrees` that the module's pins allow."""
+    """The degrees of :func:`tensor_degrees` that the module's pins allow."""
     pins = problem.request.workload.modules[module].plan
     return [tp for tp in tensor_degrees(problem, module) if pins.allows("tp", tp)]
 
 
 def backbone_of(problem: Problem) -> str:
-    """The module that says so, or the one with the most seconds per sample at its least tp."""
+    """The module marked as backbone, or that with the most seconds per sample at its least tp."""
     specs, task = problem.request.workload.modules, problem.task
 
     def seconds(module: str) -> float:

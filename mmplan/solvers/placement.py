@@ -1,8 +1,8 @@
-"""Which ranks a unit gets: TP groups inside a node, then PP, then DP; modules apart.
+"""The ranks of a unit: TP groups inside a node, then PP, then DP; modules on ranks of their own.
 
 A grid takes consecutive ranks, ``[dp][pp][tp]`` in that order, so replicas of one module
-stand together. Where the devices suffice each module starts on a node of its own, and
-the reduction of its gradients shares no link with another's.
+are neighbours. Where the devices suffice, each module starts on a node of its own, and the
+reduction of its gradients shares no link with another module's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ def place_modules(
 
     Args:
         shapes: module to (dp, pp, tp).
-        cluster: whose nodes hold ``devices_per_node`` ranks each.
+        cluster: its nodes hold ``devices_per_node`` ranks each.
         devices: ranks 0..devices-1 may be used.
 
     Returns:
-        None where they fit in number, but some TP group would have to cross nodes.
+        None where the devices are enough, but some TP group would have to cross nodes.
     """
     node = cluster.devices_per_node
-    # Largest groups first: what follows stays aligned to its own, smaller groups.
-    order = sorted(
-        shapes,
-        key=lambda m: (-shapes[m][2], -_size(shapes[m]) // node * (_size(shapes[m]) % node == 0)),
-    )
+
+    # Largest TP groups first: later modules stay aligned to their own, smaller groups. Among equal
+    # ones, modules of whole nodes come first, the largest of them before.
+    def key(module: str) -> tuple[int, int]:
+        size = _size(shapes[module])
+        return -shapes[module][2], -size // node if size % node == 0 else 0
+
+    order = sorted(shapes, key=key)
     for align in (node, None):
         starts = _starts(shapes, order, align, node)
         last = order[-1]
@@ -46,7 +49,7 @@ def place_modules(
 
 
 def idle_ranks(grids: Mapping[str, RankGrid], devices: int) -> tuple[int, ...]:
-    """Ranks that no grid holds."""
+    """Ranks of no grid."""
     used = {rank for grid in grids.values() for rank in grid.members}
     return tuple(rank for rank in range(devices) if rank not in used)
 
@@ -59,7 +62,7 @@ def _size(shape: Shape) -> int:
 def _starts(
     shapes: Mapping[str, Shape], order: list[str], align: int | None, node: int
 ) -> dict[str, int] | None:
-    """First rank of each module in order; None when a TP group crosses nodes."""
+    """First rank of each module in order; None where a TP group crosses nodes."""
     starts: dict[str, int] = {}
     position = 0
     for module in order:
@@ -85,7 +88,7 @@ def make_unit(
     pinned: bool,
     schedule: Schedule,
 ) -> Unit:
-    """A module's unit: shares differ by at most one sample, micro-batches hold ``size``."""
+    """A module's unit: shares differ by at most one sample, micro-batches have ``size`` samples."""
     shares = split_evenly(problem.round_samples, grid.dp)
     return Unit(
         name=module,
@@ -103,12 +106,12 @@ def make_unit(
 
 
 def _microbatches(share: int, largest_share: int, size: int, pinned: bool) -> tuple[int, ...]:
-    """As many micro-batches as the largest share has, so that replicas keep step."""
+    """As many micro-batches as the largest share has, so that replicas stay in step."""
     if pinned:
         return cut(share, size, pinned=True)
     return split_evenly(share, min(share, -(-largest_share // size)))
 
 
 def last_stage_ranks(unit: Unit) -> tuple[int, ...]:
-    """Ranks that hold a unit's output."""
+    """Ranks with a unit's output."""
     return tuple(sorted(rank for group in unit.grid.stage(-1) for rank in group))

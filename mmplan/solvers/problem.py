@@ -1,4 +1,4 @@
-"""One task on one cluster, as the solvers ask about it."""
+"""The input and output of solvers, and one task on one cluster."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mmplan.schema.workload import TaskView, Workload
 
 
 class NotApplicableError(InvalidInputError):
-    """The solver is not for such a workload; ``auto`` goes on without it."""
+    """The solver does not support this workload; ``auto`` goes on without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What ``solve`` was asked for.
+    """The request of ``solve``.
 
     Attributes:
         devices: ranks 0..devices-1 of the cluster.
         method: of the solver, None for its default.
-        top: number of candidates wanted, best first.
+        top: number of candidates to return, best first.
         budget_s: seconds for searches that are not exact.
     """
 
@@ -73,8 +73,8 @@ class Candidate:
 
     Attributes:
         closed_form: as :attr:`Solution.closed_form`, for this plan.
-        kind: of plan, where a solver has several; the first of each is always simulated.
-        waves: when each unit's forward runs, where units are slices.
+        kind: of plan, where a solver has several; the first of each kind is always simulated.
+        waves: order of the units' forwards, where units are slices.
         in_turn: tasks that run one after another.
         zero: ZeRO stage of this plan, None for the workload's.
     """
@@ -94,14 +94,14 @@ class Solution:
     """A solver's candidates, best formula value first, and its proof.
 
     Attributes:
-        formula_bound_s: no plan that the solver may choose from has a smaller formula value;
-            of candidates without a closed form, see there, only those simulated count.
-        closed_form: the formula holds every wait of the plan's order. It does not where
-            modules take each other's outputs in micro-batches that differ, or where losses
-            have sync batches of different sizes; a plan's objective is then the formula or
-            the time that its order takes, if that is more.
-        idle_because: why devices are left over, if some are.
-        curves: how each MetaOp gets faster with devices, where the solver looks at that.
+        formula_bound_s: no plan of the solver's search space has a smaller formula value; of
+            candidates without a closed form, only the simulated ones count.
+        closed_form: whether the formula has every wait of the plan's order. It lacks some where
+            modules take each other's outputs in different micro-batches, or where losses have
+            sync batches of different sizes. The objective of such a plan is the larger of its
+            formula and its simulated time.
+        idle_because: the reason for idle devices, if there are some.
+        curves: scaling curve of each MetaOp, where the solver computes them.
     """
 
     solver: str
@@ -117,7 +117,7 @@ class Solution:
 def first_of_each_kind(
     solutions: Sequence[Solution],
 ) -> tuple[list[tuple[Solution, Candidate]], list[tuple[Solution, Candidate]]]:
-    """The first candidate of each solver's kinds, and the others, best formula first."""
+    """The first candidate of each kind of each solver, and the other candidates, best first."""
     seen: set[tuple[str, str]] = set()
     first: list[tuple[Solution, Candidate]] = []
     others: list[tuple[Solution, Candidate]] = []
@@ -130,13 +130,13 @@ def first_of_each_kind(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFacts:
-    """What does not depend on degrees and micro-batches.
+class StageProperties:
+    """Properties of a stage that do not depend on degrees and micro-batches.
 
     Attributes:
         trainable: the parts of the stage that train.
-        input_gradient: something before it trains, so that it sends gradients back.
-        passed: the blocks that a gradient passes, None where there is none.
+        input_gradient: whether it sends gradients back, since something before it trains.
+        passed: the blocks that a gradient passes; None where no gradient does.
         hosted: per-sample losses computed with it.
     """
 
@@ -148,11 +148,11 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One task: its modules' stages, times and bytes, and how samples come in rounds."""
+    """One task: its rounds, and its modules' stages, times and bytes."""
 
     request: Request
     task: TaskView
-    _facts: dict[tuple[str, Blocks], StageFacts] = field(
+    _stages: dict[tuple[str, Blocks], StageProperties] = field(
         default_factory=dict, repr=False, compare=False
     )
     _seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = field(
@@ -197,7 +197,7 @@ class Problem:
         return [s.module for s in self.task.inputs[module] if s.module]
 
     def _into_last(self, module: str) -> list[str]:
-        """Other modules whose outputs the losses take that the last stage computes."""
+        """Other modules whose outputs the losses of the last stage take."""
         return [
             s.module
             for loss in self.hosted_losses(module)
@@ -214,12 +214,12 @@ class Problem:
         return any(self.producers(module) for module in self.task.modules)
 
     def closed_form(self) -> bool:
-        """Whether the formulas hold every wait: no chains, and one size of sync batch."""
+        """Whether the formulas have every wait: no chains, and one size of sync batch."""
         sizes = set(self.task.sync_batches.values())
         return not self.chained() and len(sizes) <= 1
 
     def hosted_losses(self, module: str) -> tuple[str, ...]:
-        """Per-sample losses computed with the module's last stage: their latest input's."""
+        """Per-sample losses whose latest input is the module; its last stage computes them."""
         order = self.task.modules
         return tuple(
             loss
@@ -233,20 +233,20 @@ class Problem:
         """Modules whose features a cross-sample loss takes."""
         return tuple(dict.fromkeys(s.module for s in self.task.loss_inputs[loss] if s.module))
 
-    def stage(self, module: str, blocks: Blocks) -> StageFacts:
-        """What a stage trains, passes on and hosts; remembered."""
+    def stage(self, module: str, blocks: Blocks) -> StageProperties:
+        """The properties of a stage; cached."""
         key = module, blocks
-        if key not in self._facts:
+        if key not in self._stages:
             trainable = self.trainable(module, blocks)
             takes = self._takes_gradient(module, blocks)
             last = blocks[1] == self.blocks(module)
-            self._facts[key] = StageFacts(
+            self._stages[key] = StageProperties(
                 trainable=trainable,
                 input_gradient=takes,
                 passed=gradient_blocks(blocks, trainable, input_gradient=takes),
                 hosted=self.hosted_losses(module) if last else (),
             )
-        return self._facts[key]
+        return self._stages[key]
 
     def trainable(self, module: str, blocks: Blocks) -> tuple[Blocks, ...]:
         """The parts of a stage that train."""
@@ -267,16 +267,16 @@ class Problem:
         return any(self.makes_gradient(source) for source in sources)
 
     def has_backward(self, module: str, blocks: Blocks) -> bool:
-        """Whether a stage has a backward at all; one that hosts a loss always has."""
-        facts = self.stage(module, blocks)
-        return bool(facts.hosted) or facts.passed is not None
+        """Whether a stage has a backward; a stage with a hosted loss always has."""
+        stage = self.stage(module, blocks)
+        return bool(stage.hosted) or stage.passed is not None
 
     def stage_s(
         self, module: str, blocks: Blocks, tp: int, samples: int, dp: int = 1
     ) -> tuple[float, float]:
         """Forward and backward seconds of a stage, with the losses that it hosts.
 
-        Of the busiest of its dp replicas, where the profile knows how samples differ.
+        These are seconds of the busiest replica where the work of samples varies.
         """
         key = module, blocks, tp, samples, dp
         if key not in self._seconds:
@@ -286,39 +286,39 @@ class Problem:
     def _stage_s(
         self, module: str, blocks: Blocks, tp: int, samples: int, dp: int
     ) -> tuple[float, float]:
-        task, facts = self.task.name, self.stage(module, blocks)
-        worth = samples * self.straggler(module, dp)
+        task, stage = self.task.name, self.stage(module, blocks)
+        weighted_samples = samples * self.straggler(module, dp)
         forward = self.costs.forward_s(
-            task=task, module=module, tp=tp, samples=worth, blocks=blocks
+            task=task, module=module, tp=tp, samples=weighted_samples, blocks=blocks
         )
         backward = self.costs.backward_s(
             task=task,
             module=module,
             tp=tp,
-            samples=worth,
+            samples=weighted_samples,
             blocks=blocks,
-            trainable=facts.trainable,
-            input_gradient=facts.input_gradient,
+            trainable=stage.trainable,
+            input_gradient=stage.input_gradient,
             recompute=self.request.workload.modules[module].recompute,
         )
-        for loss in facts.hosted:
+        for loss in stage.hosted:
             own = self.costs.loss_s(loss=loss, samples=samples)
             forward, backward = forward + own[0], backward + own[1]
         return forward, backward
 
     def straggler(self, module: str, dp: int) -> float:
-        """Work of the busiest of dp replicas in a round, the mean of all of them being 1."""
+        """Expected work of the busiest of dp replicas in a round, over the mean."""
         return self.costs.straggler(
             task=self.task.name, module=module, dp=dp, samples=self.round_samples
         )
 
     @property
     def varies(self) -> bool:
-        """Whether the profile knows how samples differ."""
+        """Whether the profile has the varying work of samples."""
         return self.costs.sampled_work(self.task.name) is not None
 
     def held_bytes(self, module: str, blocks: Blocks, tp: int, samples: int) -> float:
-        """Bytes that a device holds of one micro-batch until its backward has run."""
+        """Bytes that a device holds of one micro-batch from its forward to its backward."""
         passed = self.stage(module, blocks).passed
         if passed is None:
             return 0.0
@@ -343,7 +343,7 @@ class Problem:
         )
 
     def gradient_bytes(self, module: str, blocks: Blocks, tp: int) -> float:
-        """Bytes of gradient that a device of a stage brings to its reduction."""
+        """Bytes of gradient that a device of a stage contributes to its reduction."""
         numbers = sum(
             self.costs.parameters(task=self.task.name, module=module, blocks=part)
             for part in self.trainable(module, blocks)
@@ -375,7 +375,7 @@ class Problem:
         return total
 
     def least_sync_s(self) -> float:
-        """A bound on :meth:`sync_s`: all devices share the losses, features cost nothing."""
+        """A lower bound of :meth:`sync_s`: all devices share the losses, features are free."""
         return sum(
             self.round_samples
             // size

@@ -1,4 +1,4 @@
-"""The solvers by name, and which of them ``auto`` looks at."""
+"""The solvers by name, and the solvers of ``auto``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mmplan.solvers.mpsp.solver import solve_mpsp
 from mmplan.solvers.problem import NotApplicableError, Request, Solution
 
 Solver = Callable[[Request], Solution]
-# Hears how many of how many are done, and a word on what comes now.
+# Takes the number of solvers done, the number of all, and a word on the next step.
 SearchProgress = Callable[[int, int, str], None]
-# Of equals the first is taken: of one task waves are another word for colocation.
+# Of equal plans, the first solver's is taken: with one task, waves are colocation.
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
     "colocated": solve_colocated,
     "mpsp": solve_mpsp,
 }
-# What plans are held against. ``auto`` looks at them too, so that no plan of its is worse than
-# any of theirs; a tie goes to the others.
+# ``auto`` runs the baselines too, so that its plan is never worse than any of theirs. A tie goes
+# to the solvers above.
 BASELINES: dict[str, Solver] = {
     "megatron": solve_megatron,
     "megatron-rigid": solve_megatron_rigid,
@@ -37,18 +37,18 @@ BASELINES: dict[str, Solver] = {
     "spindle-optimus": solve_spindle_optimus,
     "distmm-mt": solve_distmm_mt,
 }
-# Of one task they plan what another baseline plans: ``auto`` looks at them where there are several.
+# With one task, each of these makes the plan of another entry; ``auto`` runs them for several.
 OF_SEVERAL_TASKS = frozenset({"spindle-seq", "spindle-optimus", "distmm-mt"})
 
 
 def solutions_of(
     request: Request, name: str, progress: SearchProgress
 ) -> tuple[list[Solution], list[str]]:
-    """Every solution of the solvers that apply, and why ``auto`` left others out.
+    """The solutions of all applicable solvers, and the reasons for which ``auto`` left some out.
 
     Raises:
         InvalidInputError: an unknown name, or a method without a solver's name.
-        InfeasibleError: none has a plan.
+        InfeasibleError: no solver has a plan.
     """
     if name != "auto":
         known = SOLVERS | BASELINES
@@ -83,7 +83,7 @@ def solutions_of(
         short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
         if not short:
             raise InvalidInputError(reasons, hint=next(iter(refused.values())).hint)
-        # Those that share devices come last: what they lack is the least that is missing.
+        # Solvers that share devices come last: their shortfall is the smallest.
         raise InfeasibleError(reasons, hint=short[-1].hint)
     return solutions, [
         f"{solver} does not apply: {error.message}"

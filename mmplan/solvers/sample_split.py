@@ -1,4 +1,4 @@
-"""How a round's samples are cut into replicas' shares and micro-batches."""
+"""A round's samples cut into replicas' shares and micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmplan.schema.workload import Pins
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` in ``parts`` that differ by at most one, larger ones first."""
+    """``total`` as ``parts`` numbers that differ by at most one, larger ones first."""
     least, larger = divmod(total, parts)
     return (least + 1,) * larger + (least,) * (parts - larger)
 
@@ -30,8 +30,8 @@ def cut(share: int, size: int, *, pinned: bool) -> tuple[int, ...]:
 def replica_counts(samples: int, most: int, *, uneven: bool, pins: Pins) -> list[int]:
     """Numbers of replicas worth trying: at least one sample each.
 
-    Of the counts that leave the slowest replica the same share only the smallest is kept,
-    unless the counts are pinned.
+    Of counts with the same share of the slowest replica only the smallest is kept, unless the
+    counts are pinned.
     """
     counts = [n for n in range(1, min(most, samples) + 1) if pins.allows("dp", n)]
     if not uneven:
@@ -52,7 +52,7 @@ def microbatch_sizes(share: int, pins: Pins) -> Iterator[int]:
         return
     sizes = {-(-share // parts) for parts in range(1, 9)}
     sizes |= {2**i for i in range(share.bit_length()) if 2**i <= share}
-    # The largest micro-batch that the cut really has: several candidates may mean one cut.
+    # The largest micro-batch of the cut: several candidates may give one cut.
     yield from sorted({-(-share // -(-share // size)) for size in sizes})
 
 

@@ -1,20 +1,21 @@
-"""How long searches go on: by what they did, not by the clock.
+"""The budget of a search: counted work, not time on the clock.
 
-A clock would let a busy machine find worse plans, and make comparisons unfair to whichever
-solver ran beside another one. So searches pay for what they do at prices of a quiet core,
-and the clock only ends what takes many times as long.
+With a clock, a busy machine would find worse plans, and solvers that run beside others would be at
+a disadvantage. So a search pays for its steps at the prices of a quiet core. The clock ends only
+searches that take many times as long.
 """
 
 from __future__ import annotations
 
 import time
 
-# As many times as long on the clock.
-LAST_RESORT = 5
+# Seconds on the clock at most, over those of the budget: five processes may share a core before
+# plans change. Chosen by hand.
+CLOCK_FACTOR = 5
 
 
 class SearchBudget:
-    """What a search may still do.
+    """The rest of a search's budget.
 
     Args:
         seconds: of a quiet core.
@@ -22,15 +23,15 @@ class SearchBudget:
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
-        self._until = time.monotonic() + LAST_RESORT * seconds
+        self._until = time.monotonic() + CLOCK_FACTOR * seconds
 
     def spend(self, seconds: float) -> None:
-        """Pay for something that takes so long on a quiet core."""
+        """Pay for a step that takes so many seconds on a quiet core."""
         self._left_s -= seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds of a quiet core; 0 or less where it is over."""
+        """Seconds of a quiet core; 0 or less at the end."""
         return self._left_s if time.monotonic() <= self._until else 0.0
 
     @property

@@ -23,7 +23,12 @@ from mmplan.zoo.senses import sound
 from mmplan.zoo.sizes import check_sizes
 
 # Ids 1 to 60 are words of mmplan.zoo.digits.
-VOCAB, SOUND, BEGIN, IMAGE = 64, 61, 62, 63
+SOUND = 61
+BEGIN = 62
+IMAGE = 63
+# Number of ids, those above included.
+VOCAB = 64
+# The label of tokens that no loss counts, torch's default.
 IGNORE = -100
 PLACEHOLDERS = {"image": IMAGE, "sound": SOUND}
 # The pairs and the captions are part of the data: they do not follow train.seed.

@@ -29,13 +29,21 @@ from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, digit_ids, 
 from mmplan.zoo.sizes import check_sizes
 
 # Ids 1 to 60 are words of mmplan.zoo.digits.
-VOCAB, DRAW, BEGIN, IMAGE = 64, 61, 62, 63
+DRAW = 61
+BEGIN = 62
+IMAGE = 63
+# Number of ids, those above included.
+VOCAB = 64
+# The label of tokens that no loss counts, torch's default.
 IGNORE = -100
 WORK = {"vision": "images", "llm": "sequence", "generator": "targets"}
 InterleavedSample = dict[str, Tensor | Ragged]
 # The sequences are part of the data: they do not follow train.seed.
 _DATA_SEED = 20240611
-_READ, _DRAW, _TEXT = range(3)
+# The parts of a sequence: an image to read, an image to draw, text only.
+_READ = 0
+_DRAW = 1
+_TEXT = 2
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mmplan.program.checks.instruction_faults import reference_faults, structure_faults, where
 from mmplan.program.checks.sample_coverage import coverage_faults
 from mmplan.program.clocks import no_durations, replay
-from mmplan.program.dependencies import GANG, SEND, Wiring, wire
+from mmplan.program.dependencies import GROUP, SEND, Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Op, Sync
 from mmplan.program.model import Program
 
@@ -15,64 +15,69 @@ from mmplan.program.model import Program
 def check_program(program: Program) -> list[str]:
     """Every fault of a program, each on one line that names the place; empty when sound.
 
-    Checked are the single instructions (:mod:`mmplan.program.checks.instruction_faults`), that no
-    rank waits for ever, and that every sample enters every stage once and reaches every gradient
-    once (:mod:`mmplan.program.checks.sample_coverage`).
+    The checks are: single instructions (:mod:`mmplan.program.checks.instruction_faults`); no rank
+    waits for ever; every sample enters every stage once and reaches every gradient once
+    (:mod:`mmplan.program.checks.sample_coverage`).
     """
     faults = list(reference_faults(program))
     if faults:
         return faults
-    wiring = wire(program)
-    clocks = replay(wiring, no_durations(wiring))
+    dependencies = find_dependencies(program)
+    clocks = replay(dependencies, no_durations(dependencies))
     return [
         *structure_faults(program),
-        *_deadlock_faults(program, wiring, clocks.stuck),
-        *coverage_faults(program, wiring, clocks.order),
+        *_deadlock_faults(program, dependencies, clocks.stuck),
+        *coverage_faults(program, dependencies, clocks.order),
     ]
 
 
-def _deadlock_faults(program: Program, wiring: Wiring, stuck: dict[int, int]) -> Iterator[str]:
-    """Where each rank that never ends waits, and for whom."""
+def _deadlock_faults(
+    program: Program, dependencies: Dependencies, stuck: dict[int, int]
+) -> Iterator[str]:
+    """The instruction at which each stuck rank waits, and the reason."""
     for rank, position in sorted(stuck.items()):
         yield (
             f"{where(program, rank, position)}: waits for ever: "
-            f"{_reason(program, wiring, stuck, rank, position)}"
+            f"{_reason(program, dependencies, stuck, rank, position)}"
         )
 
 
 def _reason(
-    program: Program, wiring: Wiring, stuck: dict[int, int], rank: int, position: int
+    program: Program, dependencies: Dependencies, stuck: dict[int, int], rank: int, position: int
 ) -> str:
-    for message in wiring.needs[rank].get(position, ()):
-        edge, _, source, _, start, stop = wiring.messages[message]
-        if not _is_sent(wiring, stuck, source, message):
+    for message in dependencies.input_messages[rank].get(position, ()):
+        edge, _, source, _, start, stop = dependencies.messages[message]
+        if not _is_sent(dependencies, stuck, source, message):
             return f"rank {source} has not sent samples [{start},{stop}) of edge {edge}"
-    if wiring.kind[rank][position] == GANG:
-        gang = wiring.arg[rank][position]
-        missing = [r for r in _members(program, rank, position) if not _at(wiring, stuck, r, gang)]
+    if dependencies.kind[rank][position] == GROUP:
+        group = dependencies.arg[rank][position]
+        missing = [
+            r for r in _members(program, rank, position) if not _at(dependencies, stuck, r, group)
+        ]
         if missing:
             return f"ranks {missing} do not come"
     return "the sync is not started on all its ranks"
 
 
-def _is_sent(wiring: Wiring, stuck: dict[int, int], source: int, message: int) -> bool:
-    end = stuck.get(source, len(wiring.kind[source]))
+def _is_sent(dependencies: Dependencies, stuck: dict[int, int], source: int, message: int) -> bool:
+    end = stuck.get(source, len(dependencies.kind[source]))
     return any(
-        wiring.kind[source][i] == SEND and wiring.arg[source][i] == message for i in range(end)
+        dependencies.kind[source][i] == SEND and dependencies.arg[source][i] == message
+        for i in range(end)
     )
 
 
-def _at(wiring: Wiring, stuck: dict[int, int], rank: int, gang: int) -> bool:
+def _at(dependencies: Dependencies, stuck: dict[int, int], rank: int, group: int) -> bool:
     position = stuck.get(rank)
     return (
         position is not None
-        and wiring.kind[rank][position] == GANG
-        and wiring.arg[rank][position] == gang
+        and dependencies.kind[rank][position] == GROUP
+        and dependencies.arg[rank][position] == group
     )
 
 
 def _members(program: Program, rank: int, position: int) -> tuple[int, ...]:
-    """Ranks of the gang that an instruction belongs to."""
+    """Ranks of the group that runs an instruction together."""
     item = program.instructions[rank][position]
     if isinstance(item, Compute):
         stage = program.stages[item.stage]

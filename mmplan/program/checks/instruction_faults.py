@@ -1,4 +1,4 @@
-"""Faults of single instructions: what is missing, doubled, misplaced or paired with nothing."""
+"""Faults of instructions: missing, doubled, misplaced or without a partner."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mmplan.program.samples import SampleRange
 # (edge, is backward, source rank, target rank, first sample, end of samples)
 _MessageKey = tuple[int, bool, int, int, int, int]
 # (stage, operation, micro-batch) of a compute
-_Work = tuple[int, Op, int]
+_ComputeKey = tuple[int, Op, int]
 
 
 def where(program: Program, rank: int, position: int) -> str:
-    """How faults name a place."""
+    """The name of an instruction's place in faults."""
     return f"rank {rank}, instruction {position} ({program.instructions[rank][position]})"
 
 
 def reference_faults(program: Program) -> Iterator[str]:
-    """Instructions that name a stage, micro-batch, edge, loss or rank that is not there.
+    """Instructions that name a missing stage, micro-batch, edge, loss or rank.
 
-    The other checks need a program without these.
+    The other checks need a program without such faults.
     """
     for rank, row in enumerate(program.instructions):
         counts = {
@@ -86,7 +86,7 @@ def _message_reference_fault(program: Program, item: Message) -> str | None:
 
 
 def structure_faults(program: Program) -> Iterator[str]:
-    """Everything wrong with the instructions of a program whose references are right."""
+    """All other faults of the instructions of a program without reference faults."""
     yield from _stage_faults(program)
     for rank in range(program.num_ranks):
         yield from _RankCheck(program, rank).faults()
@@ -111,7 +111,7 @@ def _stage_faults(program: Program) -> Iterator[str]:
 
 
 def touching(spans: Sequence[SampleRange], first: int, end: int) -> range:
-    """Micro-batches, in the order of their samples, that share some with ``[first, end)``."""
+    """Micro-batches, in the order of their samples, that overlap ``[first, end)``."""
     return range(
         bisect_right(spans, first, key=lambda span: span[1]),
         bisect_left(spans, end, key=lambda span: span[0]),
@@ -119,7 +119,7 @@ def touching(spans: Sequence[SampleRange], first: int, end: int) -> range:
 
 
 def untiled(spans: Iterable[SampleRange], whole: SampleRange) -> str | None:
-    """How ranges fail to cover ``whole`` exactly once, or None."""
+    """The first fault of ranges that should cover ``whole`` exactly once, or None."""
     position = whole[0]
     for start, stop in sorted(spans):
         if start > position:
@@ -135,18 +135,18 @@ def untiled(spans: Iterable[SampleRange], whole: SampleRange) -> str | None:
 
 
 class _RankCheck:
-    """The checks that need one rank's row only."""
+    """The checks of a single rank's row."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self._program = program
         self._rank = rank
         self._row = program.instructions[rank]
         self._stages = {s.index: s for s in program.stages_of(rank)}
-        self._computes: defaultdict[_Work, list[int]] = defaultdict(list)
+        self._computes: defaultdict[_ComputeKey, list[int]] = defaultdict(list)
         self._syncs: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
         self._collectives: defaultdict[tuple[Op, int], list[int]] = defaultdict(list)
-        # (work, edge) to the ranges received for it, and positions of its messages.
-        self._received: defaultdict[tuple[_Work, int], list[SampleRange]] = defaultdict(list)
+        # (compute, edge) to the ranges received for it, and positions of its messages.
+        self._received: defaultdict[tuple[_ComputeKey, int], list[SampleRange]] = defaultdict(list)
         self._messages: list[tuple[int, Message]] = []
         for position, item in enumerate(self._row):
             self._record(position, item)
@@ -173,7 +173,7 @@ class _RankCheck:
         yield from self._collective_faults()
         yield from self._step_faults()
 
-    def _expected(self) -> Iterator[_Work]:
+    def _expected(self) -> Iterator[_ComputeKey]:
         for stage in self._stages.values():
             for mb in range(len(self._spans(stage))):
                 yield stage.index, Op.FORWARD, mb
@@ -297,7 +297,7 @@ class _RankCheck:
                 a, b = reduction.blocks
                 overlaps = stage.blocks[0] < b and a < stage.blocks[1]
                 contributes = stage.owner == reduction.owner and overlaps
-            # Of a split backward, I gives the gradients of some parameters, W of the rest.
+            # In a split backward, I makes the gradients of some parameters and W those of the rest.
             ops = [
                 _backward_of(stage),
                 *([Op.WEIGHT] if isinstance(reduction, BlockReduction) else []),
@@ -320,7 +320,7 @@ class _RankCheck:
 
 
 def _backward_of(stage: Stage) -> Op:
-    """What takes the gradient of a stage's output."""
+    """The operation that takes the gradient of a stage's output."""
     return Op.INPUT if stage.split else Op.BACKWARD
 
 
@@ -365,7 +365,7 @@ def _pairing_faults(program: Program) -> Iterator[str]:
 def _order_faults(program: Program) -> Iterator[str]:
     """Between two ranks and for each direction, sends and receives match in order.
 
-    NCCL ignores tags: the n-th receive gets what the n-th send sends.
+    NCCL ignores tags: the n-th receive takes the n-th send.
     """
     sent: defaultdict[tuple[int, int, bool], list[_MessageKey]] = defaultdict(list)
     received: defaultdict[tuple[int, int, bool], list[_MessageKey]] = defaultdict(list)
@@ -385,7 +385,7 @@ def _order_faults(program: Program) -> Iterator[str]:
 
 
 def _placement_faults(program: Program) -> Iterator[str]:
-    """Losses run where their features are; a loss's own parameters agree on all its ranks."""
+    """Losses run on the ranks of their features; a loss's own parameters are reduced over them."""
     for loss in program.losses:
         stages = loss.stages if isinstance(loss, CrossSampleLoss) else (loss.host,)
         ranks = {rank for s in stages for rank in program.stages[s].members}
@@ -411,7 +411,7 @@ def _num_batches(program: Program, loss: CrossSampleLoss) -> int:
 
 
 def _gather_order_faults(program: Program, loss: CrossSampleLoss) -> Iterator[str]:
-    """A loss's gathers share a communicator: the n-th of one rank meets the n-th of another."""
+    """A loss's gathers share a communicator, so all ranks must start them in one order."""
     started = {
         rank: [
             item.batch

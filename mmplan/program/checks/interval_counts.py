@@ -1,17 +1,17 @@
-"""How often each sample is counted: sums of intervals with multiplicities."""
+"""Counts of samples: sums of intervals with multiplicities."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# (first sample, end of samples, times they are counted)
+# (first sample, end of samples, count)
 CountedInterval = tuple[int, int, int]
 
 
-def normal(pieces: Iterable[CountedInterval]) -> list[CountedInterval]:
-    """The same sum as sorted, disjoint pieces that are not zero; equal neighbours merge."""
+def normal(intervals: Iterable[CountedInterval]) -> list[CountedInterval]:
+    """The same sum as sorted, disjoint, merged intervals with counts other than zero."""
     changes: dict[int, int] = {}
-    for start, stop, times in pieces:
+    for start, stop, times in intervals:
         changes[start] = changes.get(start, 0) + times
         changes[stop] = changes.get(stop, 0) - times
     result: list[CountedInterval] = []
@@ -26,22 +26,22 @@ def normal(pieces: Iterable[CountedInterval]) -> list[CountedInterval]:
     return result
 
 
-def cut(pieces: Iterable[CountedInterval], start: int, stop: int) -> list[CountedInterval]:
-    """The part of disjoint pieces inside ``[start, stop)``."""
+def cut(intervals: Iterable[CountedInterval], start: int, stop: int) -> list[CountedInterval]:
+    """The part of disjoint intervals inside ``[start, stop)``."""
     return [
-        (max(a, start), min(b, stop), times) for a, b, times in pieces if a < stop and b > start
+        (max(a, start), min(b, stop), times) for a, b, times in intervals if a < stop and b > start
     ]
 
 
 def first_deviation(
-    pieces: Iterable[CountedInterval], start: int, stop: int, times: int
+    intervals: Iterable[CountedInterval], start: int, stop: int, times: int
 ) -> CountedInterval | None:
     """The first samples of a sum that are not counted ``times`` in ``[start, stop)``.
 
-    Samples outside are to be counted 0 times.
+    Samples outside should be counted 0 times.
     """
     expected = (start, stop, -times)
-    difference = normal([*pieces, expected] if times else pieces)
+    difference = normal([*intervals, expected] if times else intervals)
     if not difference:
         return None
     a, b, off = difference[0]

@@ -1,4 +1,4 @@
-"""Whether every parameter counts every sample as often as it should, on all ranks that hold it."""
+"""The check that every parameter counts every sample as often as it should, on all its ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mmplan.program.checks.interval_counts import CountedInterval, first_deviati
 from mmplan.program.model import BlockReduction, Program, Stage
 from mmplan.program.shards import held_shards, is_crowded
 
-# Loss to the samples that it counts.
+# Loss to the samples that the gradient counts.
 Gradient = dict[int, list[CountedInterval]]
 
 
 class ParameterCheck:
-    """What every part of trainable parameters has counted after the reductions.
+    """Checks the samples that every part of trainable parameters counts after the reductions.
 
     Args:
         program: the whole program.
-        paths: per stage, loss to the paths by which its gradient reaches the stage.
-        gradients: (rank, stage) to what its parameters count before any reduction.
-        reduced: (reduction, rank) to how long those lists were, by (stage, loss), at that time.
+        paths: per stage, loss to the number of paths from it to the stage.
+        gradients: (rank, stage) to the samples that its parameters count without reductions.
+        reduced: (reduction, rank) to the lengths of those lists, by (stage, loss), at that time.
     """
 
     def __init__(
@@ -72,51 +72,51 @@ class ParameterCheck:
             for kind in ("cut", "whole"):
                 sums = [r for r in within if r.parameters in ("all", kind)]
                 what = f"{name}{_part_name(part, tp, kind, sums)}"
-                brings = _Brings(kind=kind, first=part[0], tp=tp, crowded=crowded)
-                yield from self._part_faults(what, brings, ranks, trained, sums)
+                contributors = _Contributors(kind=kind, first=part[0], tp=tp, crowded=crowded)
+                yield from self._part_faults(what, contributors, ranks, trained, sums)
 
     def _part_faults(
         self,
         what: str,
-        brings: _Brings,
+        contributors: _Contributors,
         ranks: Sequence[int],
         trained: Sequence[Stage],
         sums: Sequence[BlockReduction],
     ) -> Iterator[str]:
         """Faults of the parameters of one part, cut or whole, on all its holders."""
         stages = tuple(s.index for s in trained)
-        for item in sums if brings.kind == "cut" else ():
-            strangers = sorted(set(item.ranks) - set(ranks))
-            if strangers:
-                yield f"reduction {item.index}: ranks {strangers} do not hold {what}"
+        for item in sums if contributors.kind == "cut" else ():
+            others = sorted(set(item.ranks) - set(ranks))
+            if others:
+                yield f"reduction {item.index}: ranks {others} do not hold {what}"
         for rank in ranks:
             over = [r for r in sums if rank in r.ranks]
             if len(over) > 1:
                 yield f"rank {rank}: {what} is reduced {len(over)} times"
                 continue
-            adding = _adding(over[0], brings.kind) if over else (rank,)
-            key = stages, brings.key, adding, over[0].index if over else None
+            adding = _adding(over[0], contributors.kind) if over else (rank,)
+            key = stages, contributors.key, adding, over[0].index if over else None
             if key not in self._known:
-                self._known[key] = list(self._sum_faults(trained, brings, over, adding))
+                self._known[key] = list(self._sum_faults(trained, contributors, over, adding))
                 for fault in self._known[key]:
                     yield f"{what}: after reduction on rank {rank}, {fault}"
 
     def _sum_faults(
         self,
         trained: Sequence[Stage],
-        brings: _Brings,
+        contributors: _Contributors,
         over: Sequence[BlockReduction],
         ranks: Sequence[int],
     ) -> Iterator[str]:
         for stage in trained:
             batch = self._program.batches[stage.task]
             for loss, times in self._paths[stage.index].items():
-                pieces: list[CountedInterval] = []
+                intervals: list[CountedInterval] = []
                 for other in ranks:
                     place = stage.find_place(other)
-                    if place is not None and brings.does(place[1], stage.tp):
-                        pieces += self._counted(other, stage.index, loss, over)
-                off = first_deviation(normal(pieces), 0, batch, times)
+                    if place is not None and contributors.include(place[1], stage.tp):
+                        intervals += self._counted(other, stage.index, loss, over)
+                off = first_deviation(normal(intervals), 0, batch, times)
                 if off:
                     name = self._program.losses[loss].name
                     yield (
@@ -127,18 +127,18 @@ class ParameterCheck:
     def _counted(
         self, rank: int, stage: int, loss: int, over: Sequence[BlockReduction]
     ) -> Sequence[CountedInterval]:
-        pieces = self._gradients.get((rank, stage), {}).get(loss, [])
+        intervals = self._gradients.get((rank, stage), {}).get(loss, [])
         if not over:
-            return pieces
-        return pieces[: self._reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
+            return intervals
+        return intervals[: self._reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Brings:
-    """Which ranks of a stage have a gradient of the parameters of one part.
+class _Contributors:
+    """The ranks of a stage that have a gradient of the parameters of one part.
 
     Attributes:
-        kind: parameters that are cut, or whole.
+        kind: of the parameters, "cut" (sharded) or "whole" (replicated).
         first: the part's first shard of ``tp``.
         crowded: see :mod:`mmplan.program.shards`.
     """
@@ -150,19 +150,19 @@ class _Brings:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal where the same ranks bring."""
+        """Equal for equal sets of ranks."""
         return self.first, self.tp, self.crowded and self.kind
 
-    def does(self, index: int, count: int) -> bool:
-        """Whether shard ``index`` of a stage's ``count`` brings one."""
+    def include(self, index: int, count: int) -> bool:
+        """Whether shard ``index`` of a stage's ``count`` is one of them."""
         if self.kind == "whole":
-            # Whole parameters have their whole gradient on every rank of a group.
+            # Every rank of a group has the whole gradient of replicated parameters.
             return index == 0 or not self.crowded
         return index == self.first * count // self.tp
 
 
 def _adding(reduction: BlockReduction, kind: str) -> tuple[int, ...]:
-    """Ranks whose gradients a reduction sums, of cut or of whole parameters."""
+    """Ranks whose gradients a reduction sums, of sharded or of replicated parameters."""
     return reduction.contributors if kind == "whole" else reduction.ranks
 
 
@@ -176,7 +176,7 @@ def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[BlockRe
 
 
 def _covers(reduction: BlockReduction, part: tuple[int, int], tp: int) -> bool:
-    """Whether a reduction sums a part, which is counted in shards of ``tp``."""
+    """Whether a reduction sums a part, given in shards of ``tp``."""
     (a, b), (first, end) = part, reduction.shards
     return first * tp <= a * reduction.tp and b * reduction.tp <= end * tp
 

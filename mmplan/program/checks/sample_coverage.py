@@ -1,22 +1,21 @@
 """Proof that a program computes the whole step: every sample, every gradient, once.
 
-The program is run on intervals instead of tensors, in an order in which its instructions
-can happen. For each micro-batch of a stage the gradient of its output is a sum over losses
-of intervals of samples, each with the number of times that it is counted:
+The program runs on intervals instead of tensors, in an order in which its instructions can run.
+For each micro-batch of a stage, the gradient of its output is a sum over losses of intervals of
+samples, each with a count:
 
 - a per-sample loss adds its micro-batch once at the forward that hosts it;
-- a cross-sample loss adds the samples of its sync batch once at SYNC_WAIT, if each of its
-  features was there at SYNC_START;
-- SEND_B carries the part that its range names, and what never arrived is never added;
-- where a tensor-parallel group gathers shares, all of its ranks receive the same ranges;
+- a cross-sample loss adds the samples of its sync batch once at SYNC_WAIT, if all its features
+  were there at SYNC_START;
+- SEND_B carries the part of its range, and a gradient that does not arrive is not added;
+- where a tensor-parallel group gathers scattered messages, all its ranks receive the same ranges;
 - a backward adds the sum to the gradient of its rank's parameters (of a split one, ``I``
   makes the sum and ``W`` adds it), REDUCE adds ranks.
 
-In the end each shard of trainable parameters must count every sample of the batch exactly
-as often as there are paths from it to the loss in the stage graph, on every rank that
-holds it. A loss's weight is a constant factor of its intervals, so counting each sample
-that often means that it has the right weight. All is linear in the number of messages but
-for sorting.
+In the end, on every rank that holds it, each shard of trainable parameters must count every sample
+of the batch as often as there are paths from it to the loss in the stage graph. A loss's weight is
+a constant factor of its intervals, so the right counts mean the right weights. The time is
+linear in the number of messages, apart from sorting.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from collections.abc import Iterator, Sequence
 from mmplan.program.checks.instruction_faults import touching, untiled, where
 from mmplan.program.checks.interval_counts import cut, normal
 from mmplan.program.checks.parameter_coverage import Gradient, ParameterCheck
-from mmplan.program.dependencies import Wiring
+from mmplan.program.dependencies import Dependencies
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Program, Reduction, Stage
 
 # (rank, stage, micro-batch)
-_Held = tuple[int, int, int]
+_MicroBatchKey = tuple[int, int, int]
 
 
 def coverage_faults(
-    program: Program, wiring: Wiring, order: Sequence[tuple[int, int]]
+    program: Program, dependencies: Dependencies, order: Sequence[tuple[int, int]]
 ) -> Iterator[str]:
     """Samples that enter a stage, or reach a gradient, not exactly once.
 
     Args:
-        program: one whose references are right (:func:`structure.reference_faults`).
-        wiring: the program's.
-        order: all (rank, position), each after what it waits for.
+        program: one whose references are right (:func:`instruction_faults.reference_faults`).
+        dependencies: the program's.
+        order: all (rank, position), each after its dependencies.
     """
-    flow = _Flow(program, wiring)
+    flow = _Flow(program, dependencies)
     for rank, position in order:
         flow.run(rank, position)
     yield from flow.faults
@@ -56,7 +55,7 @@ def coverage_faults(
 
 
 def count_paths(program: Program) -> list[dict[int, int]]:
-    """Per stage: loss index to the paths by which its gradient reaches the stage's output."""
+    """Per stage: loss index to the number of paths from the loss to the stage's output."""
     paths: list[dict[int, int]] = [{} for _ in program.stages]
     outgoing: defaultdict[int, list[Edge]] = defaultdict(list)
     for edge in program.edges:
@@ -69,14 +68,14 @@ def count_paths(program: Program) -> list[dict[int, int]]:
         for loss in stage.hosted:
             total[loss] += any(source.own for source in program.per_sample(loss).inputs)
         for edge in outgoing[stage.index]:
-            for loss, times in edge_paths(program, edge, paths[edge.consumer]).items():
+            for loss, times in _edge_paths(program, edge, paths[edge.consumer]).items():
                 total[loss] += times
         paths[stage.index] = {loss: times for loss, times in total.items() if times}
     return paths
 
 
-def edge_paths(program: Program, edge: Edge, consumer_paths: dict[int, int]) -> dict[int, int]:
-    """Paths that come back along an edge, through the consumer's blocks and its losses."""
+def _edge_paths(program: Program, edge: Edge, consumer_paths: dict[int, int]) -> dict[int, int]:
+    """Numbers of paths back along an edge, through the consumer's blocks and its losses."""
     consumer = program.stages[edge.consumer]
     through, direct = _uses(program, consumer, edge)
     total = dict(consumer_paths) if through else {}
@@ -86,7 +85,7 @@ def edge_paths(program: Program, edge: Edge, consumer_paths: dict[int, int]) -> 
 
 
 def _uses(program: Program, consumer: Stage, edge: Edge) -> tuple[bool, list[int]]:
-    """Whether an edge enters the consumer's blocks, and which hosted losses take it."""
+    """Whether an edge enters the consumer's blocks, and the hosted losses that take it."""
     through = any(source.edge == edge.index for source in consumer.inputs)
     direct = [
         loss
@@ -97,9 +96,9 @@ def _uses(program: Program, consumer: Stage, edge: Edge) -> tuple[bool, list[int
 
 
 class _Flow:
-    """The state of the run on intervals."""
+    """The run on intervals, and its state."""
 
-    def __init__(self, program: Program, wiring: Wiring) -> None:
+    def __init__(self, program: Program, dependencies: Dependencies) -> None:
         self.faults: list[str] = []
         # (rank, stage) to the gradient of its parameters, with one unsorted list per loss.
         self.gradients: defaultdict[tuple[int, int], Gradient] = defaultdict(
@@ -108,24 +107,24 @@ class _Flow:
         # (reduction, rank) to the lengths of those lists when it was reduced.
         self.reduced: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self._program = program
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._uses = {
             edge.index: _uses(program, program.stages[edge.consumer], edge)
             for edge in program.edges
         }
         self._entered: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        self._done: dict[_Held, tuple[int, int]] = {}
-        self._output: defaultdict[_Held, Gradient] = defaultdict(lambda: defaultdict(list))
-        self._backward: dict[_Held, Gradient] = {}
+        self._done: dict[_MicroBatchKey, tuple[int, int]] = {}
+        self._output: defaultdict[_MicroBatchKey, Gradient] = defaultdict(lambda: defaultdict(list))
+        self._backward: dict[_MicroBatchKey, Gradient] = {}
         self._samples: dict[int, tuple[int, int]] = {}
         self._carried: dict[int, Gradient] = {}
-        # (loss, sync batch) to the features brought: (stage, tp index) to ranges.
+        # (loss, sync batch) to the gathered features: (stage, tp index) to ranges.
         self._features: defaultdict[
             tuple[int, int], defaultdict[tuple[int, int], list[tuple[int, int]]]
         ] = defaultdict(lambda: defaultdict(list))
         self._checked: set[tuple[int, int]] = set()
         # Compute of a replica (stage, replica, micro-batch, backward) to its scattered messages.
-        self._shares: dict[tuple[int, int, int, bool], list[tuple[int, int, int]]] = {}
+        self._gathers: dict[tuple[int, int, int, bool], list[tuple[int, int, int]]] = {}
         self._scattered = any(e.scattered or e.scattered_back for e in program.edges)
         self._places = [
             {stage.index: stage.place(rank) for stage in program.stages_of(rank)}
@@ -137,7 +136,7 @@ class _Flow:
         item = self._program.instructions[rank][position]
         if isinstance(item, Compute):
             if self._scattered and item.op is not Op.WEIGHT:
-                self._check_shares(rank, position, item)
+                self._check_gathers(rank, position, item)
             if item.op is Op.FORWARD:
                 self._run_forward(rank, position, item)
             elif item.op is Op.WEIGHT:
@@ -160,17 +159,17 @@ class _Flow:
     def _span(self, rank: int, stage: int, mb: int) -> tuple[int, int]:
         return self._program.stages[stage].microbatches[self._places[rank][stage][0]][mb]
 
-    def _check_shares(self, rank: int, position: int, item: Compute) -> None:
-        """What a group gathers is of the same messages on all of its ranks."""
-        found: list[tuple[int, int, int]] = []
-        for message in self._wiring.needs[rank].get(position, ()):
-            index, backward, _, _, start, stop = self._wiring.messages[message]
+    def _check_gathers(self, rank: int, position: int, item: Compute) -> None:
+        """All ranks of a group gather the same messages."""
+        gathered: list[tuple[int, int, int]] = []
+        for message in self._dependencies.input_messages[rank].get(position, ()):
+            index, backward, _, _, start, stop = self._dependencies.messages[message]
             if self._program.shares(self._program.edges[index], backward=backward) > 1:
-                found.append((index, start, stop))
-        found.sort()
+                gathered.append((index, start, stop))
+        gathered.sort()
         replica = self._places[rank][item.stage][0]
         key = item.stage, replica, item.mb, item.is_backward
-        if self._shares.setdefault(key, found) != found:
+        if self._gathers.setdefault(key, gathered) != gathered:
             at = where(self._program, rank, position)
             self.faults.append(f"{at}: gathers shares of other messages than its group")
 
@@ -178,9 +177,9 @@ class _Flow:
         stage = self._program.stages[item.stage]
         span = self._span(rank, item.stage, item.mb)
         arrived: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for message in self._wiring.needs[rank].get(position, ()):
+        for message in self._dependencies.input_messages[rank].get(position, ()):
             if message in self._samples:
-                arrived[self._wiring.messages[message][0]].append(self._samples[message])
+                arrived[self._dependencies.messages[message][0]].append(self._samples[message])
         sources = [*stage.inputs]
         for loss in stage.hosted:
             sources += self._program.per_sample(loss).inputs
@@ -189,33 +188,33 @@ class _Flow:
             if fault:
                 at = where(self._program, rank, position)
                 self.faults.append(f"{at}: the inputs that arrive by edge {edge} {fault}")
-        held = rank, item.stage, item.mb
-        self._done[held] = span
+        microbatch = rank, item.stage, item.mb
+        self._done[microbatch] = span
         self._entered[item.stage, self._places[rank][item.stage][1]].append(span)
         for loss in stage.hosted:
             if any(source.own for source in self._program.per_sample(loss).inputs):
-                self._output[held][loss].append((*span, 1))
+                self._output[microbatch][loss].append((*span, 1))
 
     def _run_backward(self, rank: int, position: int, item: Compute) -> None:
-        held = rank, item.stage, item.mb
-        total = self._output[held]
-        for message in self._wiring.needs[rank].get(position, ()):
-            for loss, pieces in self._carried.pop(message, {}).items():
-                total[loss] += pieces
-        self._backward[held] = {loss: normal(pieces) for loss, pieces in total.items()}
+        microbatch = rank, item.stage, item.mb
+        total = self._output[microbatch]
+        for message in self._dependencies.input_messages[rank].get(position, ()):
+            for loss, intervals in self._carried.pop(message, {}).items():
+                total[loss] += intervals
+        self._backward[microbatch] = {loss: normal(intervals) for loss, intervals in total.items()}
         if item.op is Op.BACKWARD:
-            self._add_to_parameters(held)
+            self._add_to_parameters(microbatch)
 
-    def _add_to_parameters(self, held: _Held) -> None:
-        sums = self.gradients[held[0], held[1]]
-        for loss, pieces in self._backward.get(held, {}).items():
-            sums[loss] += pieces
+    def _add_to_parameters(self, microbatch: _MicroBatchKey) -> None:
+        sums = self.gradients[microbatch[0], microbatch[1]]
+        for loss, intervals in self._backward.get(microbatch, {}).items():
+            sums[loss] += intervals
 
     def _message(self, rank: int, position: int) -> int:
-        return self._wiring.arg[rank][position]
+        return self._dependencies.arg[rank][position]
 
     def _send_forward(self, rank: int, position: int, item: Message) -> None:
-        """What arrives is the part of the range that the sender has computed."""
+        """Send the part of the range that the sender has computed."""
         span = self._done.get((rank, item.stage, item.mb))
         if span is not None and span[0] < item.stop and item.start < span[1]:
             part = max(span[0], item.start), min(span[1], item.stop)
@@ -228,12 +227,16 @@ class _Flow:
         through, direct = self._uses[item.edge]
         carried: Gradient = {}
         if through:
-            carried = {k: cut(pieces, item.start, item.stop) for k, pieces in gradient.items()}
+            carried = {
+                k: cut(intervals, item.start, item.stop) for k, intervals in gradient.items()
+            }
         for loss in direct:
             carried.setdefault(loss, []).append((item.start, item.stop, 1))
         self._carried[self._message(rank, position)] = carried
 
-    def _local_parts(self, rank: int, item: Sync) -> Iterator[tuple[_Held, tuple[int, int]]]:
+    def _local_parts(
+        self, rank: int, item: Sync
+    ) -> Iterator[tuple[_MicroBatchKey, tuple[int, int]]]:
         """Micro-batches of the sync's stages on a rank, and their part of the sync batch."""
         first, end = self._program.cross_sample(item.loss).samples(item.batch)
         for index, (d, _) in self._places[rank].items():
@@ -245,9 +248,9 @@ class _Flow:
                 yield (rank, index, mb), (max(spans[mb][0], first), min(spans[mb][1], end))
 
     def _start(self, rank: int, item: Sync) -> None:
-        for held, part in self._local_parts(rank, item):
-            if held in self._done:
-                place = held[1], self._places[rank][held[1]][1]
+        for microbatch, part in self._local_parts(rank, item):
+            if microbatch in self._done:
+                place = microbatch[1], self._places[rank][microbatch[1]][1]
                 self._features[item.loss, item.batch][place].append(part)
 
     def _wait(self, rank: int, position: int, item: Sync) -> None:
@@ -255,9 +258,9 @@ class _Flow:
         if key not in self._checked:
             self._checked.add(key)
             self._check_features(rank, position, item)
-        for held, part in self._local_parts(rank, item):
-            if held in self._done:
-                self._output[held][item.loss].append((*part, 1))
+        for microbatch, part in self._local_parts(rank, item):
+            if microbatch in self._done:
+                self._output[microbatch][item.loss].append((*part, 1))
 
     def _check_features(self, rank: int, position: int, item: Sync) -> None:
         loss = self._program.cross_sample(item.loss)
@@ -272,9 +275,9 @@ class _Flow:
 
     def _reduce(self, rank: int, reduction: Reduction) -> None:
         self.reduced[reduction.index, rank] = {
-            (stage, loss): len(pieces)
+            (stage, loss): len(intervals)
             for stage in self._places[rank]
-            for loss, pieces in self.gradients[rank, stage].items()
+            for loss, intervals in self.gradients[rank, stage].items()
         }
 
     def stage_faults(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.simulation.peak_memory import Held
+from mmplan.simulation.peak_memory import MemoryUse
 
 _MOST_BARS, _SHOWN_BARS = 24, 8
 
@@ -54,7 +54,7 @@ def memory_section(data: ReportData) -> str:
     capacity = data.plan.cluster.device.memory_bytes
     caption = _planned_words(planned, capacity)
     if data.held is not None:
-        caption += _expected_words(peaks, knows_passing=data.held.knows_passing)
+        caption += _expected_words(peaks, knows_workspace=data.held.knows_workspace)
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
@@ -84,19 +84,19 @@ def _planned_words(planned: Sequence[float], capacity: float) -> str:
     )
 
 
-def _expected_words(peaks: Sequence[Held], *, knows_passing: bool) -> str:
+def _expected_words(peaks: Sequence[MemoryUse], *, knows_workspace: bool) -> str:
     """What a run's fullest rank holds when it holds most, in two sentences."""
     most = max(peaks, key=lambda held: held.total)
     parts = {
         "weights and state": most.fixed,
         "activations": most.activations,
         "gradients made by then": most.gradients,
-        "for the moment only": most.passing,
-        "messages, sums and losses": most.others,
+        "for the moment only": most.workspace,
+        "messages, sums and losses": most.buffers,
     }
     listed = ", ".join(f"{fmt.size(value)} {name}" for name, value in parts.items() if value)
     text = f" A run is expected to hold {fmt.size(most.total)} (dashed lines): {listed}."
-    if not knows_passing:
+    if not knows_workspace:
         text += (
             " The profile does not say what a forward or a backward takes for the moment only, "
             "so that is not in it."
@@ -224,7 +224,7 @@ def _bar(
     return drawn + markup.text("text", words, x=f"{left + row.most * scale + 6:.1f}", y=y + 14)
 
 
-def _over_time(data: ReportData, peaks: Sequence[Held], capacity: float) -> str:
+def _over_time(data: ReportData, peaks: Sequence[MemoryUse], capacity: float) -> str:
     """The rank that is expected to be fullest, through a step."""
     if data.held is None or data.simulation is None:
         return ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmplan.costs.fit import fit_profile, share_of
+from mmplan.costs.block_ranges import running_shares
+from mmplan.costs.fit import fit_profile
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
@@ -111,15 +112,13 @@ def _versions(profile: Profile, fits: Fits) -> Iterator[tuple[str, ModuleProfile
 
 
 def _samples(module: ModuleProfile, points: Sequence[Point], direction: str) -> tuple[Sample, ...]:
-    share = share_of(module.block_work, module.blocks)
-    return tuple(_sample(module, point, direction, share) for point in points[:_MOST_POINTS])
+    shares = running_shares(module.block_work, module.blocks)
+    return tuple(_sample(module, point, direction, shares) for point in points[:_MOST_POINTS])
 
 
-def _sample(
-    module: ModuleProfile, point: Point, direction: str, share: Callable[[int], float]
-) -> Sample:
+def _sample(module: ModuleProfile, point: Point, direction: str, shares: Sequence[float]) -> Sample:
     blocks = point.blocks or module.blocks
-    part = share(blocks) or 1.0
+    part = shares[blocks] or 1.0
     spread: float | None = getattr(point, f"{direction}_spread_s")
     return Sample(
         size=point.microbatch,

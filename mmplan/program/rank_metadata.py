@@ -1,4 +1,4 @@
-"""What costs ask of a program: who meets, which blocks are held and trained, what is gathered."""
+"""Metadata of a program for its costs: collective groups, trained blocks, gathered edges."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 
 from mmplan.program.model import BlockReduction, Edge, Program, Reduction, Stage
 
-# Gradients are summed so many bytes at a time: what a sum needs beside them is no larger.
+# Bytes of a gradient bucket. A sum needs one bucket of memory beside the gradients; smaller
+# buckets would pay the latency more often. Chosen by hand.
 BUCKET_BYTES = 1 << 26
 
-# First and end in shards of a tp, that tp, and the ranks that sum this part of a block.
+# A part of a block: first and end in shards of a tp, that tp, and the number of ranks that sum it.
 StatePart = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBlock:
-    """A block's shard on some rank, and the stage through which its costs are asked."""
+class BlockInfo:
+    """A block of a module: the stage that its costs are asked for, and whether it trains."""
 
     stage: Stage
     trainable: bool
@@ -33,7 +34,7 @@ def collective_groups(program: Program) -> set[frozenset[int]]:
 
 
 def gathered_edges(program: Program) -> dict[tuple[int, bool], list[Edge]]:
-    """(stage, in its backward) to the edges whose messages its groups gather."""
+    """(stage, whether its backward) to the edges whose messages its groups gather."""
     found: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
     for edge in program.edges:
         for backward in (False, True):
@@ -42,14 +43,14 @@ def gathered_edges(program: Program) -> dict[tuple[int, bool], list[Edge]]:
     return dict(found)
 
 
-def trained_blocks(program: Program) -> dict[tuple[str, int], HeldBlock]:
-    """Every block that is run, by owner; it trains where any task trains it."""
-    blocks: dict[tuple[str, int], HeldBlock] = {}
+def trained_blocks(program: Program) -> dict[tuple[str, int], BlockInfo]:
+    """Every block of the program, by owner; it trains where any task trains it."""
+    blocks: dict[tuple[str, int], BlockInfo] = {}
     for stage in program.stages:
         for block in range(*stage.blocks):
             trains = any(a <= block < b for a, b in stage.trainable)
             known = blocks.get((stage.owner, block))
-            blocks[stage.owner, block] = HeldBlock(
+            blocks[stage.owner, block] = BlockInfo(
                 stage=known.stage if known else stage,
                 trainable=trains or (known is not None and known.trainable),
             )
@@ -57,7 +58,7 @@ def trained_blocks(program: Program) -> dict[tuple[str, int], HeldBlock]:
 
 
 def state_parts(reductions: Iterable[Reduction]) -> dict[tuple[str, int], list[StatePart]]:
-    """Of each block, its parts and over how many ranks their optimizer state may be spread."""
+    """The parts of each block, with the number of ranks that may shard their optimizer state."""
     found: defaultdict[tuple[str, int], list[StatePart]] = defaultdict(list)
     for item in reductions:
         if isinstance(item, BlockReduction) and item.parameters != "whole":
