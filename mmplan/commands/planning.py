@@ -119,8 +119,7 @@ def _trials(
     out: Output, bar: Progress, step_seconds: StepSeconds, count: int, workload: Path, output: Path
 ) -> Trials:
     """Real steps of the best plans on this machine."""
-    from mmplan.planning.measured_trials import Trials
-    from mmplan.planning.plan_labels import labelled
+    from mmplan.planning.measured_trials import Trials, plan_label
 
     def measure(plan: Plan) -> float:
         bar.close()
@@ -128,7 +127,7 @@ def _trials(
         predicted = plan.predicted.iteration_s
         out.text(
             f"measured {1e3 * found:.1f} ms (predicted {1e3 * predicted:.1f}): "
-            f"{plan.solver.name}, {labelled(plan)}"
+            f"{plan.solver.name}, {plan_label(plan)}"
         )
         return found
 

@@ -7,17 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.planning.compare import ComparedSetting, Comparison, Solved
-from mmplan.planning.comparison_details import evenly
+from mmplan.planning.compare import ComparedSetting, Comparison, Solved, evenly
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.html.document import PageSection, document
 from mmplan.report.html.markup import Amount, bars
 from mmplan.report.sections.memory import in_sight, memory_plot
-from mmplan.report.sections.timeline_rows import MOST_BARS, StepTimeline, timeline
 from mmplan.report.sections.timelines import (
     LABEL_LENGTH,
+    MOST_BARS,
+    StepTimeline,
     rank_labels,
+    timeline,
     timeline_legend,
     timeline_picture,
 )

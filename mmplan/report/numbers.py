@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmplan.wording import SIZE_UNITS as SIZE_UNITS
+from mmplan.wording import rank_ranges
 from mmplan.wording import size as size
 
 # Far below what anything takes.
@@ -49,15 +50,8 @@ def percent(value: float) -> str:
 
 
 def ranks(values: Sequence[int]) -> str:
-    """Ranks with runs joined: ``0-3,8``."""
-    ordered = sorted(set(values))
-    runs: list[tuple[int, int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], rank
-        else:
-            runs.append((rank, rank))
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    """Ranks with runs joined: ``0-3,8``; "none" without any."""
+    return rank_ranges(values) or "none"
 
 
 def ranks_words(values: Sequence[int]) -> str:
