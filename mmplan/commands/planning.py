@@ -209,7 +209,7 @@ def explain(
     """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
     from dataclasses import asdict
 
-    from mmplan.planning.what_if import NUM_REPLANS, Replan, part_effects, replans
+    from mmplan.planning.what_if import part_effects, replans
     from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
     from mmplan.schema.load import load_plan
@@ -228,20 +228,21 @@ def explain(
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
-        path, found = plan.parent / document.workload.path, list[Replan]()
+        path = plan.parent / document.workload.path
         with out.progress("planning again") as bar:
-            for item in replans(
+            others = replans(
                 document,
                 plan,
                 profile=loaded,
                 profile_path=profile or plan.parent / document.profile.path,
                 workload=load_workload(path),
                 workload_path=path,
-            ):
-                found.append(item)
-                bar.update(len(found), NUM_REPLANS, item.change)
-        found.sort(key=lambda item: item.place)
-        changed = [*(replan_reason(document, item) for item in found), best_batch(document, found)]
+                progress=bar.update,
+            )
+        changed = [
+            *(replan_reason(document, item) for item in others),
+            best_batch(document, others),
+        ]
         out.grid(reason_grid("with other settings", changed))
     out.data(
         {

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmplan.errors import InvalidInputError
-from mmplan.planning.what_if import NUM_REPLANS, Effect, Replan, faster_links_s, replans
+from mmplan.planning.what_if import Effect, faster_links_s, replans
 from mmplan.report import numbers as fmt
 from mmplan.report.explain import best_batch
 from mmplan.report.html import markup, plots
@@ -32,18 +32,16 @@ def with_replans(data: ReportData, progress: Callable[[int, int, str], None]) ->
         raise InvalidInputError(
             f"--replan: {data.profile_note}", hint="put it back, or leave --replan out"
         )
-    found: list[Replan] = []
-    for item in replans(
+    others = replans(
         data.plan,
         data.original,
         profile=data.profile,
         profile_path=data.original.parent / data.plan.profile.path,
         workload=load_workload(path),
         workload_path=path,
-    ):
-        found.append(item)
-        progress(len(found), NUM_REPLANS, item.change)
-    return replace(data, replans=tuple(sorted(found, key=lambda item: item.place)))
+        progress=progress,
+    )
+    return replace(data, replans=tuple(others))
 
 
 def sensitivity_section(data: ReportData) -> str:
