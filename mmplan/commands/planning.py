@@ -123,13 +123,13 @@ def _trials(
 
     def measure(plan: Plan) -> float:
         bar.close()
-        found = step_seconds(plan, output, workload)
+        measured_s = step_seconds(plan, output, workload)
         predicted = plan.predicted.iteration_s
         out.text(
-            f"measured {1e3 * found:.1f} ms (predicted {1e3 * predicted:.1f}): "
+            f"measured {1e3 * measured_s:.1f} ms (predicted {1e3 * predicted:.1f}): "
             f"{plan.solver.name}, {plan_label(plan)}"
         )
-        return found
+        return measured_s
 
     return Trials(count=count, measure=measure)
 
@@ -173,7 +173,7 @@ def compare(
     costs = load_profile(profile)
     warn_unnamed(out, costs)
     with out.progress("planning") as bar:
-        found = start(
+        comparison = start(
             load_workload(workload),
             workload_path=workload,
             profile=costs,
@@ -188,16 +188,16 @@ def compare(
             with_details=output is not None,
             progress=bar.update,
         )
-    for line in left_out_lines(found):
+    for line in left_out_lines(comparison):
         out.hint(line)
-    for grid in comparison_grids(found):
+    for grid in comparison_grids(comparison):
         out.grid(grid)
     if output is not None:
         from mmplan.report.comparison_page import write_comparison
 
-        write_comparison(found, output)
+        write_comparison(comparison, output)
         out.text(f"wrote {output}")
-    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in found.plans])
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in comparison.plans])
 
 
 def explain(
@@ -224,7 +224,7 @@ def explain(
     effects = part_effects(document, loaded)
     costs = costs_of(document, loaded)
     step = simulated(costs.program, costs)
-    reasons = reasons_of(document, loaded, step, effects, held=HeldBytes(costs))
+    reasons = reasons_of(document, loaded, step, effects, run_memory=HeldBytes(costs))
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
