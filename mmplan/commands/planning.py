@@ -1,4 +1,4 @@
-"""``mmplan solve``, ``compare`` and ``explain``: what asks the planner."""
+"""``mmplan solve``, ``compare`` and ``explain``: commands that plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
 
-    # Of a plan that may name files relative to a second path's folder, and of its workload's file:
-    # the seconds of a real step. Whoever runs the commands gives it in their context; what runs
-    # plans is above this package.
+    # Plan, a file beside which its paths are relative, its workload's file -> seconds of a real
+    # step. The context of the commands has one: the runtime is above this package.
     StepSeconds = Callable[[Plan, Path, Path], float]
 
 # Seconds of planning before it says how far it is.
@@ -74,7 +73,8 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
-    from mmplan.report.terminal.show import show_plan, warn_unnamed, warn_unused
+    from mmplan.report.terminal.show import warn_unnamed, warn_unused
+    from mmplan.report.terminal.tables import plan_grids
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -105,7 +105,7 @@ def solve(
             progress=bar.update,
         )
     save_document(plan, output)
-    show_plan(out, plan)
+    out.grids(*plan_grids(plan))
     out.text(f"wrote {output}")
     later = [item for item in loaded.task_sets if item.from_step and tasks is None]
     if later:
@@ -190,8 +190,7 @@ def compare(
         )
     for line in left_out_lines(comparison):
         out.hint(line)
-    for grid in comparison_grids(comparison):
-        out.grid(grid)
+    out.grids(*comparison_grids(comparison))
     if output is not None:
         from mmplan.report.comparison_page import write_comparison
 

@@ -103,11 +103,11 @@ def powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
     axes.minorticks_off()
 
 
-def decimal_ticks(*axis_list: Any) -> None:
-    """Plain numbers on logarithmic axes, without minor ticks."""
+def plain_numbers(*both: Any) -> None:
+    """Plain numbers at the major ticks of logarithmic axes, no minor ticks."""
     from matplotlib.ticker import NullLocator
 
-    for axis in axis_list:
+    for axis in both:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
 
