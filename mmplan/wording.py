@@ -1,6 +1,8 @@
-"""Numbers of things, and sizes, in a sentence."""
+"""Counts, sizes and ranks in a sentence."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -29,3 +31,14 @@ def size(num_bytes: float) -> str:
 def missing(needed_bytes: float, memory_bytes: float) -> str:
     """``a device has 16 GB: 2.1 GB missing``."""
     return f"a device has {size(memory_bytes)}: {size(needed_bytes - memory_bytes)} missing"
+
+
+def rank_ranges(ranks: Iterable[int], separator: str = ",") -> str:
+    """Ranks with runs joined: ``0-3,8``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return separator.join("-".join(map(str, run)) for run in runs)

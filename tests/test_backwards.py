@@ -45,9 +45,9 @@ def test_backwards_are_split_where_that_is_faster(tmp_path: Path) -> None:
     assert plan.predicted.iteration_s == pytest.approx(27 / 4)
     assert check_program(compile_plan(plan)) == []
     (note,) = (n for n in plan.solver.notes if "split backward" in n)
-    assert "18.2% less than with whole backwards" in note
+    assert "18.2% less than with fused backwards" in note
     first = plan.solver.runners_up[0]
-    assert first.label.endswith(", whole backwards")
+    assert first.label.endswith(", fused backwards")
     assert first.iteration_s == whole.predicted.iteration_s
     assert plan.solver.objective_s == whole.solver.objective_s
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.planning.plan_labels import SHARED
+from mmplan.planning.measured_trials import SHARED
 from mmplan.planning.planner import BASELINES, SOLVERS
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan

@@ -171,7 +171,7 @@ def test_a_plan_that_fits_by_its_own_number_only_is_told() -> None:
         fitting = plan.model_copy(update={"cluster": cluster})
         found = costs_of(fitting, costs)
         step = simulate(found.program, found)
-        reasons = explain(fitting, costs, step, (), held=ExpectedMemory(found))
+        reasons = explain(fitting, costs, step, (), run_memory=ExpectedMemory(found))
         text = next(reason.text for reason in reasons if reason.topic == "run's memory")
         assert ("may run out of memory" in text) is told
 

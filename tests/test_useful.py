@@ -10,7 +10,7 @@ import pytest
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.planning import planner
-from mmplan.planning.device_limit import ALL, MOST, useful_devices
+from mmplan.planning.planner import ALWAYS_SEARCHED, MOST_DEVICES, useful_devices
 from mmplan.report.terminal.console import Output
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.workload import check_tasks
@@ -31,22 +31,22 @@ def test_devices_that_some_plan_could_use_by_hand() -> None:
     assert useful(1024, 9_000, 9_000) == 9_000
     # On nodes, groups may leave places empty: twice as many, in whole nodes of 24.
     assert useful(1024, 240_000, 24) == 20_496
-    assert useful(1, 100_000, 100_000) == ALL
+    assert useful(1, 100_000, 100_000) == ALWAYS_SEARCHED
 
 
 def test_a_plan_for_more_devices_is_the_same_plan_with_more_idle(tmp_path: Path) -> None:
     job = workload({"a": {}, "b": {}}, batch=8)
     towers = {"a": module_profile(2, 4), "b": module_profile(1, 3)}
-    few, many = (run_solve(tmp_path, job, profile(towers, n)) for n in (ALL, 30_000))
+    few, many = (run_solve(tmp_path, job, profile(towers, n)) for n in (ALWAYS_SEARCHED, 30_000))
     assert (many.units, many.predicted.iteration_s) == (few.units, few.predicted.iteration_s)
     assert (many.devices, len(many.predicted.memory_bytes)) == (30_000, 30_000)
     assert many.solver.idle_ranks[-1] == 29_999
     assert any("of 30,000 devices stay idle" in note for note in many.solver.notes)
-    assert many.predicted.mfu == pytest.approx(few.predicted.mfu * ALL / 30_000)
+    assert many.predicted.mfu == pytest.approx(few.predicted.mfu * ALWAYS_SEARCHED / 30_000)
 
 
 def test_more_devices_than_a_file_can_list_are_refused(tmp_path: Path) -> None:
-    costs = profile({"a": module_profile()}, MOST + 1)
+    costs = profile({"a": module_profile()}, MOST_DEVICES + 1)
     with pytest.raises(InvalidInputError, match=r"--devices 1000001: .* at most 1,000,000 devices"):
         run_solve(tmp_path, workload({"a": {}}, batch=8), costs)
 

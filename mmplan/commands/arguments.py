@@ -12,21 +12,21 @@ def names(option: str, text: str | None) -> tuple[str, ...] | None:
     """Names between commas, None where nothing was given.
 
     Raises:
-        InvalidInputError: there is none in it.
+        InvalidInputError: no name between the commas.
     """
     if text is None:
         return None
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if not found:
+    listed = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not listed:
         raise InvalidInputError(f"{option} {text!r} names nothing", hint="separate names by commas")
-    return found
+    return listed
 
 
 def counts(option: str, text: str | None) -> tuple[int, ...]:
     """Numbers from 1 on between commas, none where nothing was given.
 
     Raises:
-        InvalidInputError: something else is in it.
+        InvalidInputError: an item that is no such number.
     """
     parts = names(option, text) or ()
     if not all(name.isdecimal() and int(name) > 0 for name in parts):
@@ -37,7 +37,7 @@ def counts(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def check_output(option: str, path: Path | None) -> None:
-    """Look before the work whether a file can be written after it.
+    """Check before the work that its file can be written.
 
     Raises:
         InvalidInputError: it is a folder.
@@ -47,7 +47,7 @@ def check_output(option: str, path: Path | None) -> None:
         return
     if path.is_dir():
         raise InvalidInputError(f"{option} {path}: is a folder", hint="name a file")
-    # Folders that are missing will be made.
+    # Missing folders are created later.
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise UnfitEnvironmentError(

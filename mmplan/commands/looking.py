@@ -1,4 +1,4 @@
-"""``mmplan show``, ``check``, ``simulate`` and ``report``: what reads files that are there."""
+"""``mmplan show``, ``check``, ``simulate`` and ``report``: commands on files of others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
-    from mmplan.report.terminal.show import show_plan, show_profile, show_timeline
-    from mmplan.report.terminal.tables import workload_grids
+    from mmplan.report.terminal.show import show_profile, show_timeline
+    from mmplan.report.terminal.tables import plan_grids, workload_grids
     from mmplan.schema.load import load_any
     from mmplan.schema.plan import Plan
     from mmplan.schema.profile import Profile
@@ -38,13 +38,12 @@ def show(
 
             out.text(format_program(compile_plan(document)))
         else:
-            show_plan(out, document)
+            out.grids(*plan_grids(document))
             show_timeline(out, document, file)
     elif isinstance(document, Profile):
         show_profile(out, document)
     elif isinstance(document, Workload):
-        for grid in workload_grids(document):
-            out.grid(grid)
+        out.grids(*workload_grids(document))
     else:
         out.text(document.model_dump_json(indent=1, exclude_none=True))
     out.data(document.model_dump(mode="json", exclude_none=True))
@@ -126,16 +125,16 @@ def simulate(
     document = load_plan(plan)
     costs = plan_costs(document, plan, profile)
     simulated = start(costs.program, costs)
-    found = prediction(simulated, document)
+    predicted = prediction(simulated, document)
     for line in timeline_lines(simulated):
         out.text(line)
     out.text(
-        f"iteration {found.iteration_s:.4g} s, {found.samples_per_s:.4g} samples/s, "
-        f"idle {100 * found.bubble_fraction:.1f}%, MFU {100 * found.mfu:.1f}%"
+        f"iteration {predicted.iteration_s:.4g} s, {predicted.samples_per_s:.4g} samples/s, "
+        f"idle {100 * predicted.bubble_fraction:.1f}%, MFU {100 * predicted.mfu:.1f}%"
     )
     sampled = None if draws == 0 else sample_steps(costs, draws=draws)
     if sampled is not None:
-        out.grid(sampled_grid(sampled, predicted_s=found.iteration_s))
+        out.grid(sampled_grid(sampled, predicted_s=predicted.iteration_s))
     elif draws:
         out.hint("--draws: the profile knows no data; mmplan profile --data looks at it")
     if trace is not None:
@@ -143,7 +142,7 @@ def simulate(
         write_trace(trace, events)
         out.text(f"wrote {trace} (open it in ui.perfetto.dev or chrome://tracing)")
     spread = {} if sampled is None else {"sampled": asdict(sampled)}
-    out.data(found.model_dump(mode="json") | spread)
+    out.data(predicted.model_dump(mode="json") | spread)
 
 
 def report(

@@ -1,4 +1,4 @@
-"""``mmplan profile`` and ``mmplan doctor``: what this machine does."""
+"""``mmplan profile`` and ``mmplan doctor``: commands on this machine."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def profile(
             )
         from mmplan.profiling.analytic import analytic_profile
 
-        made = analytic_profile(loaded, workload.parent, machine)
+        profiled = analytic_profile(loaded, workload.parent, machine)
     else:
-        made = _measure(out, workload, machine, device, nproc, state)
+        profiled = _measure(out, workload, machine, device, nproc, state)
     if data:
-        made = _with_data(out, made, loaded, workload.parent, data_samples, state)
-    save_document(made, output)
+        profiled = _with_data(out, profiled, loaded, workload.parent, data_samples, state)
+    save_document(profiled, output)
     state.unlink(missing_ok=True)
-    show_profile(out, made)
+    show_profile(out, profiled)
     out.text(f"wrote {output}")
-    out.data({"profile": str(output), "source": made.source, "cluster": made.cluster.name})
+    out.data({"profile": str(output), "source": profiled.source, "cluster": profiled.cluster.name})
 
 
 def _measure(
@@ -94,7 +94,7 @@ def _measure(
 def _with_data(
     out: Output, profile: Any, workload: Any, folder: Path, samples: int | None, state: Path
 ) -> Any:
-    """The profile with the work of its data; says which tasks' samples all cost the same."""
+    """The profile with the work of its data; a hint for each task without any."""
     from mmplan.profiling.data import SAMPLES, profile_data
 
     with out.progress("reading data") as bar:

@@ -1,4 +1,4 @@
-"""``mmplan solve``, ``compare`` and ``explain``: what asks the planner."""
+"""``mmplan solve``, ``compare`` and ``explain``: commands that plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
 
-    # Of a plan that may name files relative to a second path's folder, and of its workload's file:
-    # the seconds of a real step. Whoever runs the commands gives it in their context; what runs
-    # plans is above this package.
+    # Plan, a file beside which its paths are relative, its workload's file -> seconds of a real
+    # step. The context of the commands has one: the runtime is above this package.
     StepSeconds = Callable[[Plan, Path, Path], float]
 
 # Seconds of planning before it says how far it is.
@@ -74,7 +73,8 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
-    from mmplan.report.terminal.show import show_plan, warn_unnamed, warn_unused
+    from mmplan.report.terminal.show import warn_unnamed, warn_unused
+    from mmplan.report.terminal.tables import plan_grids
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -105,7 +105,7 @@ def solve(
             progress=bar.update,
         )
     save_document(plan, output)
-    show_plan(out, plan)
+    out.grids(*plan_grids(plan))
     out.text(f"wrote {output}")
     later = [item for item in loaded.task_sets if item.from_step and tasks is None]
     if later:
@@ -119,18 +119,17 @@ def _trials(
     out: Output, bar: Progress, step_seconds: StepSeconds, count: int, workload: Path, output: Path
 ) -> Trials:
     """Real steps of the best plans on this machine."""
-    from mmplan.planning.measured_trials import Trials
-    from mmplan.planning.plan_labels import labelled
+    from mmplan.planning.measured_trials import Trials, plan_label
 
     def measure(plan: Plan) -> float:
         bar.close()
-        found = step_seconds(plan, output, workload)
+        measured_s = step_seconds(plan, output, workload)
         predicted = plan.predicted.iteration_s
         out.text(
-            f"measured {1e3 * found:.1f} ms (predicted {1e3 * predicted:.1f}): "
-            f"{plan.solver.name}, {labelled(plan)}"
+            f"measured {1e3 * measured_s:.1f} ms (predicted {1e3 * predicted:.1f}): "
+            f"{plan.solver.name}, {plan_label(plan)}"
         )
-        return found
+        return measured_s
 
     return Trials(count=count, measure=measure)
 
@@ -174,7 +173,7 @@ def compare(
     costs = load_profile(profile)
     warn_unnamed(out, costs)
     with out.progress("planning") as bar:
-        found = start(
+        comparison = start(
             load_workload(workload),
             workload_path=workload,
             profile=costs,
@@ -189,16 +188,15 @@ def compare(
             with_details=output is not None,
             progress=bar.update,
         )
-    for line in left_out_lines(found):
+    for line in left_out_lines(comparison):
         out.hint(line)
-    for grid in comparison_grids(found):
-        out.grid(grid)
+    out.grids(*comparison_grids(comparison))
     if output is not None:
         from mmplan.report.comparison_page import write_comparison
 
-        write_comparison(found, output)
+        write_comparison(comparison, output)
         out.text(f"wrote {output}")
-    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in found.plans])
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in comparison.plans])
 
 
 def explain(
@@ -210,7 +208,7 @@ def explain(
     """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
     from dataclasses import asdict
 
-    from mmplan.planning.what_if import NUM_REPLANS, Replan, part_effects, replans
+    from mmplan.planning.what_if import part_effects, replans
     from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
     from mmplan.schema.load import load_plan
@@ -225,24 +223,25 @@ def explain(
     effects = part_effects(document, loaded)
     costs = costs_of(document, loaded)
     step = simulated(costs.program, costs)
-    reasons = reasons_of(document, loaded, step, effects, held=ExpectedMemory(costs))
+    reasons = reasons_of(document, loaded, step, effects, run_memory=ExpectedMemory(costs))
     out.grid(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
-        path, found = plan.parent / document.workload.path, list[Replan]()
+        path = plan.parent / document.workload.path
         with out.progress("planning again") as bar:
-            for item in replans(
+            others = replans(
                 document,
                 plan,
                 profile=loaded,
                 profile_path=profile or plan.parent / document.profile.path,
                 workload=load_workload(path),
                 workload_path=path,
-            ):
-                found.append(item)
-                bar.update(len(found), NUM_REPLANS, item.change)
-        found.sort(key=lambda item: item.place)
-        changed = [*(replan_reason(document, item) for item in found), best_batch(document, found)]
+                progress=bar.update,
+            )
+        changed = [
+            *(replan_reason(document, item) for item in others),
+            best_batch(document, others),
+        ]
         out.grid(reason_grid("with other settings", changed))
     out.data(
         {

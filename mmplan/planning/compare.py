@@ -1,47 +1,71 @@
 """Every solver's plan for the same work, on one or several numbers of devices and batches.
 
-Solvers do not depend on each other: they run in processes, one per core. What each simulates
-beyond its first plans is bounded, so that a comparison ends in seconds; ``mmplan solve``
-has more patience and may find a better plan of the same solver.
+Solvers do not depend on each other: they run in processes, one per core. The time for simulating
+is bounded, so that a comparison ends in seconds; ``mmplan solve`` takes more time and may find
+a better plan of the same solver.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from mmplan.costs.batch_override import with_batch
+from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.planning import planner
-from mmplan.planning.comparison_details import Details, details_of
 from mmplan.processes import in_processes
+from mmplan.program.trace import trace_events
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks
-from mmplan.simulation.symmetry import BestSteps
+from mmplan.simulation.symmetry import BestSteps, simulated
+from mmplan.simulation.utilisation import ModuleUse, module_uses
 from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
 
-# Seconds for each solver's search, and for solving in all before only the first plan of each kind
-# is simulated.
+# Seconds of each solver's search.
 BUDGET_S = 0.5
-# What takes longest to solve.
+# Solvers that take longest, longest first: a long one begun last would run alone.
 LONGEST = ("distmm-mt", "megatron", "distmm", "convex", "megatron-rigid", "ratio", "mpsp")
-# Budgets for simulating other plans at one setting, and where there are several settings.
-PATIENCE, SWEEP_PATIENCE = 1, 8
-# One degree of parallelism for the whole model: what people run who have no planner.
-PLAIN = ("megatron", "megatron-rigid", "deepspeed", "colocated")
-PLAIN_WORDS = "the fastest that gives every module the same degrees"
+# Search budgets for simulating plans beyond the first of each kind; chosen by hand.
+PATIENCE = 1
+# The same where several settings make curves: a point that is too low would mislead.
+SWEEP_PATIENCE = 8
+# Solvers that give the whole model the same degrees: what people run who have no planner.
+UNIFORM = ("megatron", "megatron-rigid", "deepspeed", "colocated")
+# The reason for a baseline among them.
+UNIFORM_REASON = "the fastest that gives every module the same degrees"
+# Most rows of a plan's timeline in a picture.
+SHOWN_RANKS = 12
+# Least number of rows, where a few ranks show every set of stages already.
+FEWEST_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedSetting:
-    """How many devices, and the workload's ``batch``: what each task takes goes along with it."""
+    """A number of devices, and the workload's ``batch``; tasks' batches change in proportion."""
 
     devices: int
     batch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """Data of a plan's pictures, small enough to travel between processes.
+
+    Attributes:
+        events: Chrome trace slices of some ranks of its simulated step.
+        uses: utilisation of its modules, most work first.
+    """
+
+    events: tuple[dict[str, Any], ...]
+    uses: tuple[ModuleUse, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +92,13 @@ class Comparison:
     """Every solver's plans.
 
     Attributes:
-        main: the setting that plans are compared at: the most devices, the workload's batch.
-        settings: that one, then the others as they were asked for.
-        refused: solvers without a plan.
-        omitted: sentences on solvers that were not asked and batches that the workload cannot have.
-        baseline: solver that ratios refer to; it has a plan at ``main``.
-        baseline_is: why that one, in words.
+        main: the setting of the comparison: the most devices, the workload's batch.
         tasks: samples of each task in a step of the main setting.
+        settings: the main one, then the others in the order of the options.
+        refused: solvers without a plan.
+        omitted: sentences on solvers left out and batches that the workload cannot have.
+        baseline: solver that ratios refer to; it has a plan at ``main``.
+        baseline_is: the reason for this baseline, in words.
     """
 
     name: str
@@ -98,7 +122,7 @@ class Comparison:
 
     @property
     def plans(self) -> list[Plan]:
-        """Those of the main setting, then those of the others, best first in each."""
+        """Plans of the main setting, then of the others, best first in each."""
         return [item.plan for setting in self.settings for item in self.at(setting)]
 
     def batches(self, setting: ComparedSetting) -> dict[str, int]:
@@ -109,7 +133,7 @@ class Comparison:
 
     @property
     def has_own_batches(self) -> bool:
-        """Whether tasks take other numbers of samples than the workload's batch, or are several."""
+        """Whether there are several tasks, or one with another batch than the workload's."""
         return [*self.tasks.values()] != [self.main.batch]
 
     def ratio(self, plan: Plan) -> float:
@@ -155,15 +179,15 @@ def compare(
         profile_path: its file.
         cluster: whose devices to use, default the profile's.
         devices: numbers of its first devices; default all. The largest is the main setting.
-        batches: others than the workload's, on the main setting's devices.
-        solvers: names; default all, of one task without those that are for several.
+        batches: more batches, on the main setting's devices.
+        solvers: names; default all that are for as many tasks.
         tasks: only these; default all, or those that train.tasks_from_step starts with.
-        baseline: solver that ratios refer to; default the fastest of :data:`PLAIN`, else the
+        baseline: solver that ratios refer to; default the fastest of :data:`UNIFORM`, else the
             slowest of all.
         budget_s: seconds of each solver for searching, and as many for simulating.
-        with_details: also what pictures of the main setting's plans need.
-        processes: that plan at the same time, default one per core.
-        progress: hears how many of how many plans are done, and of which solver one was.
+        with_details: add the data of pictures to the main setting's plans.
+        processes: number of planning processes, default one per core.
+        progress: called with plans done, all plans, and the solver of the last one.
 
     Raises:
         InvalidInputError: an unknown name, a count that the cluster does not have, a named
@@ -186,27 +210,26 @@ def compare(
         profile_path=profile_path,
         cluster=machine,
         budget_s=budget_s,
-        # Who asks for curves waits anyway, and a point too low would mislead.
         patience_s=budget_s * (SWEEP_PATIENCE if len({j.setting for j in jobs}) > 1 else PATIENCE),
     )
-    found: dict[tuple[str, ComparedSetting], Solved | Refused] = {}
+    results: dict[tuple[str, ComparedSetting], Solved | Refused] = {}
     for item in in_processes(solve, _longest_first(jobs), processes=processes):
         asked = item.solver in (solvers or ()) and item.setting == main
         if isinstance(item, Refused) and isinstance(item.error, InvalidInputError) and asked:
             raise item.error
-        found[item.solver, item.setting] = item
-        progress(len(found), len(jobs), item.solver)
-    ordered = [found[job.solver, job.setting] for job in jobs]
+        results[item.solver, item.setting] = item
+        progress(len(results), len(jobs), item.solver)
+    ordered = [results[job.solver, job.setting] for job in jobs]
     solved = tuple(item for item in ordered if isinstance(item, Solved))
-    without = tuple(item for item in ordered if isinstance(item, Refused))
-    chosen, reason = _baseline(main, solved, without, baseline)
+    refused = tuple(item for item in ordered if isinstance(item, Refused))
+    chosen, reason = _baseline(main, solved, refused, baseline)
     return Comparison(
         name=workload.name,
         main=main,
         tasks={name: view.batch for name, view in chosen_tasks.items()},
         settings=tuple(dict.fromkeys(job.setting for job in jobs)),
         solved=solved,
-        refused=without,
+        refused=refused,
         omitted=(*omitted, *impossible),
         baseline=chosen,
         baseline_is=reason,
@@ -216,7 +239,7 @@ def compare(
 def _names(
     num_tasks: int, solvers: Sequence[str] | None, baseline: str | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The solvers to ask, and what is to be said of others."""
+    """Solvers to run, and a sentence on those left out."""
     known = (*SOLVERS, *BASELINES)
     for option, asked in (("--solvers", solvers or ()), ("--baseline", (baseline,))):
         for name in asked:
@@ -228,9 +251,9 @@ def _names(
     fitting = (name for name in known if not (num_tasks == 1 and name in OF_SEVERAL_TASKS))
     # A ratio needs both sides.
     names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))
-    apart = [] if solvers else [name for name in known if name not in names]
+    left_out = [] if solvers else [name for name in known if name not in names]
     reason = "are left out: they are for several tasks, unless --solvers names them"
-    return names, [f"{', '.join(apart)} {reason}"] if apart else []
+    return names, [f"{', '.join(left_out)} {reason}"] if left_out else []
 
 
 def _jobs(
@@ -243,7 +266,7 @@ def _jobs(
     *,
     with_details: bool,
 ) -> tuple[list[_Job], list[str]]:
-    """The main setting's first, then other numbers of devices, then other batches."""
+    """Jobs of the main setting, then of other numbers of devices, then of other batches."""
     settings = {main: workload}
     for count in dict.fromkeys(counts):
         settings.setdefault(ComparedSetting(devices=count, batch=main.batch), workload)
@@ -269,13 +292,13 @@ def _jobs(
 
 
 def _longest_first(jobs: Sequence[_Job]) -> list[_Job]:
-    """In the order of what they take, about: a long one begun last would run alone."""
+    """Jobs by their expected time, main setting first."""
 
-    def place(job: _Job) -> tuple[bool, int]:
+    def order(job: _Job) -> tuple[bool, int]:
         known = job.solver in LONGEST
         return job.setting != jobs[0].setting, LONGEST.index(job.solver) if known else len(LONGEST)
 
-    return sorted(jobs, key=place)
+    return sorted(jobs, key=order)
 
 
 def _solved(
@@ -306,7 +329,7 @@ def _solved(
         )
     except MMPlanError as error:
         return Refused(solver=job.solver, setting=job.setting, error=error)
-    details = None if steps is None else details_of(plan, profile, steps)
+    details = None if steps is None else _details(plan, profile, steps)
     return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
 
 
@@ -325,8 +348,8 @@ def _baseline(
     if not names:
         raise _none_fits(reasons)
     if asked is None:
-        plain = [name for name in names if name in PLAIN]
-        return (plain[0], PLAIN_WORDS) if plain else (names[-1], "the slowest of these")
+        uniform = [name for name in names if name in UNIFORM]
+        return (uniform[0], UNIFORM_REASON) if uniform else (names[-1], "the slowest of these")
     if asked not in names:
         raise InvalidInputError(
             f"--baseline {asked} has no plan: {reasons[asked].message}",
@@ -337,18 +360,17 @@ def _baseline(
 
 def _none_fits(reasons: Mapping[str, MMPlanError]) -> MMPlanError:
     short = [error for error in reasons.values() if isinstance(error, InfeasibleError)]
-    alike: dict[str, list[str]] = {}
+    by_message: defaultdict[str, list[str]] = defaultdict(list)
     for solver, error in reasons.items():
-        alike.setdefault(error.message, []).append(solver)
-    # What all of them say is about none of them.
-    said = (
-        next(iter(alike))
-        if len(alike) == 1
-        else "; ".join(f"{', '.join(solvers)}: {message}" for message, solvers in alike.items())
+        by_message[error.message].append(solver)
+    # A reason of all solvers needs none of their names.
+    text = "; ".join(
+        f"{', '.join(solvers)}: {message}" if len(by_message) > 1 else message
+        for message, solvers in by_message.items()
     )
     if not short:
-        return InvalidInputError(said, hint=next(iter(reasons.values())).hint)
-    return InfeasibleError(said, hint=short[-1].hint)
+        return InvalidInputError(text, hint=next(iter(reasons.values())).hint)
+    return InfeasibleError(text, hint=short[-1].hint)
 
 
 def _best_first(items: Iterable[Solved]) -> list[Solved]:
@@ -357,3 +379,40 @@ def _best_first(items: Iterable[Solved]) -> list[Solved]:
 
 def _rate(plan: Plan) -> float:
     return plan.predicted.samples_per_s
+
+
+def _details(plan: Plan, profile: Profile, steps: BestSteps) -> Details:
+    """Details of a plan's step: of those that planning simulated, or simulated again."""
+    step = steps.of(plan)
+    if step is None:
+        step = simulated(plan, CostModel(profile, plan.cluster, plan.training))
+    simulation, representative = step
+    shown = sorted({representative[rank] for rank in _shown_ranks(plan)})
+    timed = (event for rank in shown for event in simulation.events_of(rank))
+    events = trace_events(simulation.program, timed, process_name=plan.solver.name)
+    return Details(
+        events=tuple(event for event in events if event["ph"] == "X" and event["dur"] > 0),
+        uses=tuple(module_uses(simulation, plan.cluster.device.peak_flops, representative)),
+    )
+
+
+def _shown_ranks(plan: Plan) -> list[int]:
+    """A rank of each set of stages that ranks run; where these are few, second ranks too."""
+    stages: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+    for unit in plan.units:
+        for _, p, group in unit.grid.groups():
+            stages[group[0]].append((unit.name, p))
+    by_stages: defaultdict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for rank, run in stages.items():
+        by_stages[tuple(run)].append(rank)
+    ordered = [rank for row in zip_longest(*by_stages.values()) for rank in row if rank is not None]
+    if len(by_stages) <= SHOWN_RANKS:
+        return ordered[: max(FEWEST_RANKS, len(by_stages))]
+    return evenly(ordered[: len(by_stages)], SHOWN_RANKS)
+
+
+def evenly(items: Sequence[int], most: int) -> list[int]:
+    """At most ``most`` of the items at equal distances, the first and the last among them."""
+    if len(items) <= most or most < 2:
+        return list(items[:most])
+    return [items[i * (len(items) - 1) // (most - 1)] for i in range(most)]

@@ -1,4 +1,4 @@
-"""Plans that were simulated, in order of merit, and trials that let real steps decide."""
+"""Simulated plans, their order of merit, and trials in which real steps decide."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mmplan.errors import RunFailedError
-from mmplan.planning.plan_labels import labelled
 from mmplan.schema.plan import Plan, RunnerUp
 from mmplan.solvers.problem import Candidate, Solution
 
+# End of the label of a plan that runs several modules on one device.
+SHARED = ", shared devices)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """A candidate that was simulated.
+class SimulatedPlan:
+    """A candidate with its simulated plan.
 
     Attributes:
-        is_baseline: such a plan is taken only where it is better than all others.
-        measured_s: a step's time on the devices at hand, where the plan was run.
+        is_baseline: a baseline's plan is chosen only where it is better than all others.
+        measured_s: seconds of a real step; None where the plan was not run.
     """
 
     solution: Solution
@@ -28,8 +30,8 @@ class Tried:
 
     @property
     def label(self) -> str:
-        """The plan in a few words."""
-        return f"{self.solution.solver}: {labelled(self.plan)}"
+        """Solver and degrees."""
+        return f"{self.solution.solver}: {plan_label(self.plan)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Trials:
 
     Attributes:
         count: plans to run.
-        measure: seconds of a step of a plan on the devices at hand. A plan for which it raises
+        measure: seconds of a real step of a plan; a plan for which it raises
             :class:`RunFailedError` drops out.
     """
 
@@ -46,61 +48,57 @@ class Trials:
     measure: Callable[[Plan], float]
 
 
-# A finalist and the candidate that it was made from.
-Finalist = tuple[Tried, Tried]
+# A refined plan (other micro-batch order, split backwards) and the plan that it was made from.
+Finalist = tuple[SimulatedPlan, SimulatedPlan]
 
 
 def run_trials(finalists: Sequence[Finalist], trials: Trials) -> tuple[list[Finalist], list[str]]:
-    """Run the first of the finalists; they come first then, fastest first.
+    """Run the first finalists and sort them by measured time, before all others.
 
     Returns:
-        The order, without those that failed, and what is to be said about it.
+        The new order without the failed finalists, and notes for the plan.
 
     Raises:
         RunFailedError: all that were run failed; the first one's.
     """
     ran: list[Finalist] = []
     failed: list[RunFailedError] = []
-    told: list[str] = []
+    notes: list[str] = []
     chosen = _distinct(finalists, trials.count)
     for item, origin in chosen:
         try:
             seconds = trials.measure(item.plan)
         except RunFailedError as error:
             failed.append(error)
-            told.append(f"{item.label} was run and failed: {error.message}")
+            notes.append(f"{item.label} was run and failed: {error.message}")
         else:
             ran.append((replace(item, measured_s=seconds), origin))
     if not ran:
         raise failed[0]
     ran.sort(key=lambda pair: pair[0].measured_s or 0.0)
     if ran[0][1] is not finalists[0][1]:
-        told.append(
+        notes.append(
             f"chosen by measurement; simulation alone would have chosen {finalists[0][0].label}"
         )
-    tried = {id(origin) for _, origin in chosen}
-    return [*ran, *(pair for pair in finalists if id(pair[1]) not in tried)], told
+    others = [pair for pair in finalists if not any(pair is run for run in chosen)]
+    return [*ran, *others], notes
 
 
 def _distinct(finalists: Sequence[Finalist], count: int) -> list[Finalist]:
-    """The first of them that do different things: solvers may find the same plan."""
-    found: list[Finalist] = []
+    """The first different plans: several solvers may find the same one."""
+    distinct: list[Finalist] = []
     for pair in finalists:
         plan = pair[0].plan
-        if all((plan.units, plan.waves) != (o.plan.units, o.plan.waves) for o, _ in found):
-            found.append(pair)
-        if len(found) == count:
+        if all((plan.units, plan.waves) != (o.plan.units, o.plan.waves) for o, _ in distinct):
+            distinct.append(pair)
+        if len(distinct) == count:
             break
-    return found
+    return distinct
 
 
-def rank(tried: Tried) -> tuple[float, bool, float]:
+def merit(item: SimulatedPlan) -> tuple[float, bool, float]:
     """Less is better: simulated time; then no baseline; then the formula's value."""
-    return (
-        rounded(tried.plan.predicted.iteration_s),
-        tried.is_baseline,
-        tried.candidate.objective_s,
-    )
+    return (rounded(item.plan.predicted.iteration_s), item.is_baseline, item.candidate.objective_s)
 
 
 def rounded(seconds: float) -> float:
@@ -108,11 +106,26 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.9g}")
 
 
-def runner_up(tried: Tried, remark: str = "") -> RunnerUp:
-    """What the chosen plan says of another one."""
+def runner_up(item: SimulatedPlan, remark: str = "") -> RunnerUp:
+    """The entry of another plan in the report of the chosen one."""
     return RunnerUp(
-        label=f"{tried.label}{remark}",
-        objective_s=tried.candidate.objective_s,
-        iteration_s=tried.plan.predicted.iteration_s,
-        measured_s=tried.measured_s,
+        label=f"{item.label}{remark}",
+        objective_s=item.candidate.objective_s,
+        iteration_s=item.plan.predicted.iteration_s,
+        measured_s=item.measured_s,
     )
+
+
+def plan_label(plan: Plan) -> str:
+    """Degrees and largest micro-batch of every unit, and whether units share devices."""
+    degrees = ", ".join(
+        f"{unit.name} {unit.dp}x{unit.pp}x{unit.tp}" + (f" vpp {unit.vpp}" if unit.vpp > 1 else "")
+        for unit in plan.units
+    )
+    sizes = [
+        max((max(row, default=0) for row in unit.microbatches), default=0) for unit in plan.units
+    ]
+    shown = sizes[:1] if len(set(sizes)) == 1 else sizes
+    ranks = [rank for unit in plan.units for rank in set(unit.all_ranks)]
+    end = SHARED if len(set(ranks)) < len(ranks) else ")"
+    return f"{degrees}, micro-batch {'/'.join(map(str, shown))} (dp x pp x tp{end}"

@@ -1,4 +1,4 @@
-"""The parts of a plan that do not depend on how it was found."""
+"""Parts of a plan that do not depend on the solver: files, tasks, losses, orders, notes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.agreement import planned_task
 from mmplan.schema.base import file_sha256
-from mmplan.schema.plan import (
-    FileReference,
-    Plan,
-    PlanLoss,
-    PlannedTask,
-    Unit,
-)
+from mmplan.schema.plan import FileReference, Plan, PlanLoss, PlannedTask, Prediction, Unit
 from mmplan.schema.workload import TaskView
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import Problem, Request
 from mmplan.wording import counted, missing, size
+
+# Straggler factors below it are not worth a note.
+_LEAST_STRAGGLER = 1.005
 
 
 def file_reference(path: str | Path, folder: Path) -> FileReference:
@@ -30,17 +27,17 @@ def file_reference(path: str | Path, folder: Path) -> FileReference:
 
 
 def planned_tasks(request: Request) -> dict[str, PlannedTask]:
-    """The tasks with what compiling and simulating need of the workload.
+    """The workload's tasks as the plan's file has them, for compiling and simulating.
 
     Raises:
         InvalidInputError: blocks are frozen that a module does not have.
     """
-    found: dict[str, PlannedTask] = {}
+    planned: dict[str, PlannedTask] = {}
     for name, task in request.tasks.items():
         blocks = {m: request.costs.num_blocks(task=name, module=m) for m in task.modules}
         _check_frozen(task, blocks)
-        found[name] = planned_task(request.workload, task, blocks)
-    return found
+        planned[name] = planned_task(request.workload, task, blocks)
+    return planned
 
 
 def _check_frozen(task: TaskView, blocks: Mapping[str, int]) -> None:
@@ -56,7 +53,7 @@ def _check_frozen(task: TaskView, blocks: Mapping[str, int]) -> None:
 
 
 def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
-    """Cross-sample losses on all ranks that hold their features, others on their host's."""
+    """Cross-sample losses on all ranks that have their features, others on their host module's."""
     placed: list[PlanLoss] = []
     for name, task in request.tasks.items():
         problem = Problem(request=request, task=task)
@@ -79,10 +76,10 @@ def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ..
 
 
 def other_orders(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
-    """The same units in orders that the formula does not tell apart.
+    """The same units in orders that have the same formula.
 
-    A sync hides behind one or two forwards more; and where memory holds one round only,
-    alternating without a lead may idle less than draining.
+    One or two more forwards before a batch-sync may hide it; and where memory holds one round
+    only, batch-sync order without warm-up forwards may idle less than gpipe.
     """
     for sync_lead in (1, 2):
         yield tuple(
@@ -108,27 +105,35 @@ def _reordered(unit: Unit, changes: Mapping[str, str | int]) -> Unit:
 
 
 def none_fits(
-    too_large: Sequence[float], dropped: Sequence[InvalidInputError], memory: float, told: str
+    too_large: Sequence[float],
+    dropped: Sequence[InvalidInputError],
+    memory_bytes: float,
+    notes: Sequence[str],
 ) -> InfeasibleError | InvalidInputError:
-    """What to say when no candidate can run.
+    """The error for a search without a plan.
 
     Args:
-        too_large: bytes that the candidates hold on their fullest device.
-        dropped: why others were left out.
-        memory: bytes of a device.
-        told: of the search.
+        too_large: peak memory of each candidate that does not fit, bytes.
+        dropped: errors of the candidates that cannot run.
+        memory_bytes: memory of a device.
+        notes: remarks on the search.
     """
     if not too_large:
         return dropped[0]
     return InfeasibleError(
         f"the smallest of {counted(len(too_large), 'plan')} holds {size(min(too_large))} "
-        f"on a device, {missing(min(too_large), memory)}{told}",
+        f"on a device, {'; '.join((missing(min(too_large), memory_bytes), *notes))}",
         hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
     )
 
 
+def peak_bytes(predicted: Prediction) -> float:
+    """Predicted peak memory of the device with the highest one."""
+    return max(predicted.memory_bytes, default=0.0)
+
+
 def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
-    """What this plan asks of the profile beyond the sizes that were measured."""
+    """Sizes of this plan beyond those that were measured."""
     asked = CostModel(costs.profile, costs.cluster, costs.training)
     for unit in plan.units:
         for samples in sorted({number for sizes in unit.microbatches for number in sizes}):
@@ -141,13 +146,13 @@ def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
 
 
 def straggler_note(plan: Plan, costs: CostModel) -> str | None:
-    """How much work the busiest replicas are taken to have; None where samples are alike."""
-    parts: list[str] = []
+    """The predicted work of the busiest replicas; None where all samples cost the same."""
+    factors: list[str] = []
     for unit in plan.units:
         samples = plan.tasks[unit.task].period
         factor = costs.straggler(task=unit.task, module=unit.module, dp=unit.dp, samples=samples)
-        if factor >= 1.005:
-            parts.append(f"{factor:.3g} x the mean of {unit.name}'s {unit.dp}")
-    if not parts:
+        if factor >= _LEAST_STRAGGLER:
+            factors.append(f"{factor:.3g} x the mean of {unit.name}'s {unit.dp}")
+    if not factors:
         return None
-    return f"by the profile's data the busiest replicas have {', '.join(parts)}"
+    return f"by the profile's data the busiest replicas have {', '.join(factors)}"

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InvalidInputError
-from mmplan.planning.device_limit import useful_devices
-from mmplan.planning.measured_trials import Trials, Tried, rank, rounded, run_trials, runner_up
-from mmplan.planning.plan_labels import idle_ranks, spans
+from mmplan.planning.measured_trials import (
+    SimulatedPlan,
+    Trials,
+    merit,
+    rounded,
+    run_trials,
+    runner_up,
+)
 from mmplan.planning.plan_parts import (
     extrapolations,
     file_reference,
     none_fits,
     other_orders,
+    peak_bytes,
     placed_losses,
     planned_tasks,
     straggler_note,
 )
-from mmplan.planning.split_backward import WHOLE, best_backwards, pinned_backwards, split_notes
+from mmplan.planning.split_backward import FUSED, best_backwards, pinned_backwards, split_notes
 from mmplan.processes import rare_collections
 from mmplan.program.ties import check_ties
 from mmplan.schema.agreement import check_profiled
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload, check_tasks, unused_modules
+from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
@@ -40,15 +46,25 @@ from mmplan.solvers.problem import Candidate, Request, Solution, first_of_each_k
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
 from mmplan.solvers.registry import SearchProgress, solutions_of
-from mmplan.wording import counted
+from mmplan.wording import counted, rank_ranges
 
-# Plans beyond the first of each kind are simulated for at most this many budgets.
+# Plans beyond the first of each kind are simulated for at most this many search budgets.
 SIMULATION_BUDGETS = 10
-# Instructions that a quiet core compiles and simulates in a second, and as how many each plan
-# counts beside its own. Patience is counted in them, so that a busy machine finds the same plans.
-INSTRUCTIONS_PER_S, EACH_PLAN = 100_000, 1_000
-# As many times as long while none fits the memory; and on the clock of a slow machine at most.
-NOT_YET, LAST_RESORT = 4, 5
+# Instructions that a quiet core compiles and simulates in a second. Patience is counted in
+# instructions, so that a busy machine finds the same plans.
+INSTRUCTIONS_PER_S = 100_000
+# Instructions that each plan counts beside its own: a small one takes time too.
+INSTRUCTIONS_PER_PLAN = 1_000
+# Patience is longer by this factor while no plan fits the memory; chosen by hand.
+PATIENCE_WITHOUT_PLAN = 4
+# Most seconds on the clock for each second of patience, on a slow or busy machine; by hand.
+CLOCK_FACTOR = 5
+# Up to this many devices the search looks at all of them; chosen by hand.
+ALWAYS_SEARCHED = 2_048
+# A plan's file lists the peak memory of each of its devices.
+MOST_DEVICES = 1_000_000
+# Tensor-parallel groups leave devices idle on nodes that they do not fill; chosen by hand.
+NODE_SLACK = 2
 
 
 @rare_collections()
@@ -132,16 +148,47 @@ def solve(
         budget_s=budget_s,
     )
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
-    drafts = _Drafts(request, workload_path, profile_path, plan_path, training, asked, steps)
+    candidates = _CandidatePlans(
+        request, workload_path, profile_path, plan_path, training, asked, steps
+    )
     solutions, left_out = solutions_of(request, solver, progress)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
-    tried = drafts.try_all(solutions, patience_s=patience_s, progress=progress)
+    plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
     seconds = time.monotonic() - started
-    return drafts.finish(tried, left_out, trials, devices=devices, seconds=seconds)
+    return candidates.choose(plans, left_out, trials, devices=devices, seconds=seconds)
 
 
-class _Drafts:
-    """Turns candidates into simulated plans."""
+def useful_devices(
+    tasks: Iterable[TaskView], costs: CostModel, cluster: Cluster, devices: int
+) -> int:
+    """An upper bound of the devices that a plan can use; the search looks at no more.
+
+    A device runs a shard of at least one block with at least one sample: no module can use more
+    devices than its blocks, times its task's samples, times its largest tensor-parallel group.
+
+    Raises:
+        InvalidInputError: more than a plan's file could list.
+    """
+    if devices > MOST_DEVICES:
+        raise InvalidInputError(
+            f"--devices {devices}: a plan is for at most {counted(MOST_DEVICES, 'device')}",
+            hint="ask for fewer devices, or name a smaller --cluster",
+        )
+    most = sum(
+        costs.num_blocks(task=task.name, module=module)
+        * task.batch
+        * max(costs.tp_options(task=task.name, module=module), default=1)
+        for task in tasks
+        for module in task.modules
+    )
+    node = cluster.devices_per_node
+    if cluster.nodes > 1:
+        most = -(-NODE_SLACK * most // node) * node
+    return min(devices, max(most, ALWAYS_SEARCHED))
+
+
+class _CandidatePlans:
+    """Turns candidates into simulated plans, and chooses among these."""
 
     def __init__(
         self,
@@ -164,112 +211,114 @@ class _Drafts:
         self._costs = {training.zero: request.costs}
         self._too_large: list[float] = []
         self._dropped: list[InvalidInputError] = []
-        self._notes_on_search: list[str] = []
-        # What was looked at so far, in instructions.
-        self._work = 0
+        self._search_notes: list[str] = []
+        # Effort so far, in instructions.
+        self._effort = 0
 
-    def try_all(
+    def simulate_all(
         self, solutions: Sequence[Solution], *, patience_s: float, progress: SearchProgress
-    ) -> list[Tried]:
+    ) -> list[SimulatedPlan]:
         """Simulate candidates: the best of each kind, then the others, best formula first.
 
-        Those that do not fit the memory drop out. When patience with the others ends before
-        they do (it lasts longer while nothing fits), a note says so.
+        Candidates that do not fit the memory drop out. A note counts the others for which
+        patience did not last.
 
         Raises:
             InfeasibleError: none fits.
         """
         first, others = first_of_each_kind(solutions)
-        total, tried = len(first) + len(others), list[Tried]()
+        total, plans = len(first) + len(others), list[SimulatedPlan]()
         for position, (solution, candidate) in enumerate(first):
             progress(position, total, f"simulated, now {solution.solver}")
-            tried += self._try(solution, candidate)
-        # What one takes is not begun where less is left.
-        each = self._work / max(1, len(first))
-        begun, began = self._work, time.monotonic()
+            plans += self._try(solution, candidate)
+        # No plan is begun for which too little patience is left.
+        each = self._effort / max(1, len(first))
+        effort_before, began = self._effort, time.monotonic()
         for position, (solution, candidate) in enumerate(others):
-            left_s = patience_s if tried else NOT_YET * patience_s
-            spent = self._work - begun + each
+            limit_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
+            spent = self._effort - effort_before + each
             if (
-                spent > left_s * INSTRUCTIONS_PER_S
-                or time.monotonic() - began > LAST_RESORT * left_s
+                spent > limit_s * INSTRUCTIONS_PER_S
+                or time.monotonic() - began > CLOCK_FACTOR * limit_s
             ):
-                self._notes_on_search.append(
+                self._search_notes.append(
                     f"{len(others) - position} of {counted(total, 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"
                 )
                 break
             progress(len(first) + position, total, f"simulated, now {solution.solver}")
-            tried += self._try(solution, candidate)
+            plans += self._try(solution, candidate)
         else:
             progress(total, total, "simulated")
-        if not tried:
-            told = "".join(f"; {note}" for note in self._notes_on_search)
-            memory_bytes = self._request.cluster.device.memory_bytes
-            raise none_fits(self._too_large, self._dropped, memory_bytes, told)
-        return tried
+        if not plans:
+            raise none_fits(self._too_large, self._dropped, self._memory_bytes, self._search_notes)
+        return plans
 
-    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[Tried]:
-        draft = self._plan(solution, candidate)
-        memory_bytes = self._request.cluster.device.memory_bytes
+    def _try(self, solution: Solution, candidate: Candidate) -> Iterator[SimulatedPlan]:
+        """The candidate's simulated plan, nothing where it does not fit or cannot run."""
+        plan = self._plan(solution, candidate)
         try:
-            lowered = lower_plan(draft)
+            lowered = lower_plan(plan)
             check_ties(lowered.graph.stages, self._request.costs.profile.ties)
-            self._work += EACH_PLAN + sum(
+            self._effort += INSTRUCTIONS_PER_PLAN + sum(
                 sum(stage.rounds) for stage in lowered.simulated_graph.stages
             )
-            needed = memory_lower_bound(draft, self._costs_of(draft), lowered)
-            if needed <= memory_bytes:
-                draft = self._simulated(draft, lowered)
-                needed = max(draft.predicted.memory_bytes, default=0.0)
+            needed = memory_lower_bound(plan, self._costs_of(plan), lowered)
+            if needed <= self._memory_bytes:
+                plan = self._simulated(plan, lowered)
+                needed = peak_bytes(plan.predicted)
         except InvalidInputError as error:
-            # Orders of a chain may wait for each other, tied blocks may lie under several tp
-            # degrees; the other candidates need not.
+            # Stage orders of this candidate may deadlock, or its tied blocks have several tp
+            # degrees; other candidates may still run.
             self._dropped.append(error)
             return
-        if needed > memory_bytes:
+        if needed > self._memory_bytes:
             self._too_large.append(needed)
             return
         if not (solution.closed_form and candidate.closed_form):
-            whole_s = max(candidate.objective_s, draft.predicted.iteration_s)
-            candidate = replace(candidate, objective_s=whole_s)
-        yield Tried(
+            objective_s = max(candidate.objective_s, plan.predicted.iteration_s)
+            candidate = replace(candidate, objective_s=objective_s)
+        yield SimulatedPlan(
             solution=solution,
             candidate=candidate,
-            plan=draft,
+            plan=plan,
             is_baseline=solution.solver in BASELINES,
         )
 
-    def finish(
+    def choose(
         self,
-        tried: Sequence[Tried],
+        plans: Sequence[SimulatedPlan],
         left_out: Sequence[str],
         trials: Trials | None,
         *,
         devices: int,
         seconds: float,
     ) -> Plan:
-        """The best plan with the whole report, on all devices that were asked for."""
-        ranked = sorted(tried, key=rank)
-        firsts: dict[str, Tried] = {}
+        """The best plan, refined, with its report, on all devices that were asked for."""
+        ranked = sorted(plans, key=merit)
+        best_of: dict[str, SimulatedPlan] = {}
         for item in ranked:
-            firsts.setdefault(item.solution.solver, item)
-        reordered = {solver: self._best_order(first) for solver, first in firsts.items()}
-        split = {solver: self._best_backwards(whole) for solver, whole in reordered.items()}
-        finished = {id(first): split[solver] for solver, first in firsts.items()}
-        finalists = [(finished.get(id(t), t), t) for t in ranked]
-        finalists.sort(key=lambda pair: rank(pair[0]))
+            best_of.setdefault(item.solution.solver, item)
+        reordered = {solver: self._best_order(first) for solver, first in best_of.items()}
+        split = {solver: self._best_backwards(fused) for solver, fused in reordered.items()}
+
+        def is_refined(item: SimulatedPlan) -> bool:
+            return item is best_of[item.solution.solver]
+
+        finalists = [(split[t.solution.solver] if is_refined(t) else t, t) for t in ranked]
+        finalists.sort(key=lambda pair: merit(pair[0]))
         if trials is not None:
-            finalists, told = run_trials(finalists, trials)
-            self._notes_on_search += told
+            finalists, trial_notes = run_trials(finalists, trials)
+            self._search_notes += trial_notes
         best, origin = finalists[0]
-        whole = reordered[best.solution.solver] if id(origin) in finished else best
+        fused = reordered[best.solution.solver] if is_refined(origin) else best
         objective_s = best.candidate.objective_s
-        # Of grids that a solver looks at beside its own plans it may choose those tried only.
-        own = (t.candidate.objective_s for t in tried if t.solution is best.solution)
-        bound_s = min(best.solution.formula_bound_s, *own)
+        # The solver's bound leaves out grids beside its own plans; simulated ones count.
+        simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
+        bound_s = min(best.solution.formula_bound_s, *simulated_s)
         plan = self._on(devices, best.plan)
-        idle = idle_ranks(plan)
+        used = {rank for unit in plan.units for rank in unit.all_ranks}
+        idle = tuple(rank for rank in range(plan.devices) if rank not in used)
         report = best.plan.solver.model_copy(
             update={
                 "seconds": seconds,
@@ -280,12 +329,12 @@ class _Drafts:
                 "measured_s": best.measured_s,
                 "notes": (
                     *self._notes(best, idle, devices),
-                    *split_notes(best.plan, whole.plan),
+                    *split_notes(best.plan, fused.plan),
                     *left_out,
                 ),
                 "largest_sync_batch": largest_of_all_tasks(self._request, best.plan.units),
                 "runners_up": (
-                    *([runner_up(whole, WHOLE)] if best.plan is not whole.plan else []),
+                    *([runner_up(fused, FUSED)] if best.plan is not fused.plan else []),
                     *(runner_up(t) for t, source in finalists if source is not origin),
                 ),
             }
@@ -298,25 +347,29 @@ class _Drafts:
             return plan
         return self._simulated(plan.model_copy(update={"devices": devices}))
 
-    def _best_order(self, best: Tried) -> Tried:
+    @property
+    def _memory_bytes(self) -> float:
+        """Memory of a device."""
+        return self._request.cluster.device.memory_bytes
+
+    def _best_order(self, best: SimulatedPlan) -> SimulatedPlan:
         """The chosen plan in the fastest order of its micro-batches that fits the memory."""
-        memory_bytes = self._request.cluster.device.memory_bytes
         plans = [best.plan]
         for units in other_orders(best.plan.units):
             if units != best.plan.units:
                 with suppress(InvalidInputError):
                     plans.append(self._simulated(best.plan.model_copy(update={"units": units})))
-        fitting = [p for p in plans if max(p.predicted.memory_bytes, default=0) <= memory_bytes]
-        # The first of equals: a lead that hides nothing only holds memory.
+        fitting = [p for p in plans if peak_bytes(p.predicted) <= self._memory_bytes]
+        # The first of equals: forwards issued early that hide nothing only take memory.
         return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
 
-    def _best_backwards(self, whole: Tried) -> Tried:
+    def _best_backwards(self, fused: SimulatedPlan) -> SimulatedPlan:
         """Split backwards where they gain; the formula's optimum and baselines stay as they are."""
         request = self._request
-        if request.top == 1 or whole.is_baseline:
-            return whole
-        plan = best_backwards(whole.plan, request.workload, request.cluster, self._simulated)
-        return replace(whole, plan=plan)
+        if request.top == 1 or fused.is_baseline:
+            return fused
+        plan = best_backwards(fused.plan, request.workload, request.cluster, self._simulated)
+        return replace(fused, plan=plan)
 
     def _plan(self, solution: Solution, candidate: Candidate) -> Plan:
         request, training = self._request, self._training
@@ -348,22 +401,21 @@ class _Drafts:
         )
 
     def _simulated(self, plan: Plan, lowered: LoweredPlan | None = None) -> Plan:
-        found = simulated(plan, self._costs_of(plan), lowered)
-        self._work += sum(map(len, found[0].program.instructions))
-        predicted = prediction(found[0], plan)
-        memory_bytes = self._request.cluster.device.memory_bytes
-        if self._steps is not None and max(predicted.memory_bytes, default=0.0) <= memory_bytes:
-            self._steps.keep(predicted, found)
+        step = simulated(plan, self._costs_of(plan), lowered)
+        self._effort += sum(map(len, step[0].program.instructions))
+        predicted = prediction(step[0], plan)
+        if self._steps is not None and peak_bytes(predicted) <= self._memory_bytes:
+            self._steps.keep(predicted, step)
         return plan.model_copy(update={"predicted": predicted})
 
     def _costs_of(self, plan: Plan) -> CostModel:
-        """The costs under a plan's own training."""
-        zero, given = plan.training.zero, self._request.costs
+        """The costs under the plan's training settings."""
+        zero, costs = plan.training.zero, self._request.costs
         if zero not in self._costs:
-            self._costs[zero] = CostModel(given.profile, given.cluster, plan.training)
+            self._costs[zero] = CostModel(costs.profile, costs.cluster, plan.training)
         return self._costs[zero]
 
-    def _notes(self, best: Tried, idle: tuple[int, ...], devices: int) -> list[str]:
+    def _notes(self, best: SimulatedPlan, idle: tuple[int, ...], devices: int) -> list[str]:
         request = self._request
         notes = [*best.solution.notes, *best.candidate.notes]
         notes += [
@@ -373,7 +425,7 @@ class _Drafts:
         if idle:
             notes.append(
                 f"{len(idle)} of {counted(devices, 'device')} stay idle "
-                f"({'rank' if len(idle) == 1 else 'ranks'} {spans(idle)}): "
+                f"({'rank' if len(idle) == 1 else 'ranks'} {rank_ranges(idle, ', ')}): "
                 f"{best.solution.idle_because}"
             )
         gpipe = [unit.name for unit in best.plan.units if unit.schedule.kind == "gpipe"]
@@ -384,17 +436,17 @@ class _Drafts:
             )
         if request.costs.profile.source == "analytic":
             notes.append("the profile is analytic: no time in this plan was measured")
-        uneven = straggler_note(best.plan, request.costs)
-        if uneven:
-            notes.append(uneven)
+        stragglers = straggler_note(best.plan, request.costs)
+        if stragglers:
+            notes.append(stragglers)
         beyond = extrapolations(best.plan, request.costs)
         if beyond:
             notes.append(f"beyond what was measured: {'; '.join(beyond)}")
         if self._dropped:
-            count = len(self._dropped)
-            notes.append(f"{counted(count, 'plan')} dropped out: {self._dropped[0].message}")
+            reason = self._dropped[0].message
+            notes.append(f"{counted(len(self._dropped), 'plan')} dropped out: {reason}")
         if self._too_large:
             notes.append(
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
-        return [*notes, *self._notes_on_search]
+        return [*notes, *self._search_notes]

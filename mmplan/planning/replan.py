@@ -1,4 +1,4 @@
-"""Plan again for other tasks: same workload, profile, devices and solver, as a plan names them."""
+"""Plan again for other tasks, with a plan's workload, profile, devices and solver."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def replan(
     tasks: Sequence[str],
     output: Path,
 ) -> Plan:
-    """A plan for other tasks, which asks of the solver what the given plan asked.
+    """A plan for other tasks, with the plan's cluster, devices, solver and options.
 
     Args:
-        plan: says which devices, and what the solver was asked.
+        plan: the present plan.
         plan_path: its file; the profile's path is relative to it.
         workload: of the plan.
         workload_path: its file.
-        tasks: names of the workload's.
-        output: where the new plan will be written.
+        tasks: names of tasks of the workload.
+        output: file of the new plan.
 
     Raises:
         InvalidInputError: an unknown task, or the profile is gone or has changed.
@@ -62,14 +62,14 @@ def replan(
 
 
 def solve_again(plan: Plan, *, workload: Workload, **setting: Any) -> Plan:
-    """What the solver finds that is asked what the plan's own solving asked.
+    """A new plan by the solver and the options of a plan.
 
     Args:
-        plan: says what that was.
-        workload: perhaps another one.
+        plan: has the solver and its options.
+        workload: may be another one.
         setting: files, cluster, devices and tasks; see :func:`mmplan.planning.planner.solve`.
     """
-    asked = plan.solver.asked or _asked_of(plan)
+    asked = plan.solver.asked or _default_options(plan)
     return planner.solve(
         workload,
         solver=asked.solver,
@@ -80,8 +80,8 @@ def solve_again(plan: Plan, *, workload: Workload, **setting: Any) -> Plan:
     )
 
 
-def _asked_of(plan: Plan) -> Asked:
-    """What to ask where a plan does not say: its own solver, or any for a plan made by hand."""
+def _default_options(plan: Plan) -> Asked:
+    """Options for a plan without recorded ones: its solver, or any for a plan made by hand."""
     if plan.solver.name in planner.SOLVERS | planner.BASELINES:
         return Asked(solver=plan.solver.name, method=plan.solver.method)
     return Asked(solver="auto")

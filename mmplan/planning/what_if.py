@@ -1,14 +1,14 @@
-"""What would change the step's time: parts of the plan made faster, or another cluster or batch.
+"""The step's time with a faster part of the plan, and with another cluster or batch.
 
-Two kinds of question. :func:`part_effects` keeps the plan and simulates its program with one part
-made faster: what binds a plan is what shortens the step when it gets cheaper. :func:`replans` asks
-the planner again, with one node more, links of twice the speed, or another batch.
+:func:`part_effects` keeps the plan and simulates its program with one part made faster: the
+bottleneck is the part that shortens the step most. :func:`replans` plans again with a node more
+or less, links of twice the speed, or another batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,19 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
 from mmplan.simulation.symmetry import predict
 
+# Other batches over the plan's.
 BATCHES = {
     "four times": Fraction(4),
     "twice": Fraction(2),
     "half": Fraction(1, 2),
     "a quarter of": Fraction(1, 4),
 }
-# Settings that :func:`replans` asks about.
+# Settings of :func:`replans`.
 NUM_REPLANS = 3 + len(BATCHES)
-MESSAGES, LOSSES, REDUCTIONS = "messages", "losses", "gradient reductions"
+# Parts of the step that are not computes.
+MESSAGES = "messages"
+LOSSES = "losses"
+REDUCTIONS = "gradient reductions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +46,11 @@ class Effect:
     """The step with one part made faster.
 
     Attributes:
-        part: a module, whose computes take half the time, or what is free: ``messages``,
-            ``losses`` (gathers included) or ``gradient reductions``.
-        is_module: which of the two.
-        iteration_s: of the step then.
-        gain: share of the step that this saves.
+        part: a module whose computes take half the time, or one of the free parts: ``messages``,
+            ``losses`` (gathers included), ``gradient reductions``.
+        is_module: whether the part is a module.
+        iteration_s: seconds of that step.
+        gain: saved share of the step.
     """
 
     part: str
@@ -60,30 +64,29 @@ class Replan:
     """The best plan of a changed setting.
 
     Attributes:
-        place: among those that :func:`replans` asks about.
-        change: what is other: ``one node more``.
-        times: the batch is so many times the plan's.
-        plan: None where there is none; ``why`` then says why.
+        change: difference to the plan's setting: ``one node more``.
+        times: batch of the setting over the plan's.
+        plan: None where the setting has none.
+        why: the reason for that.
     """
 
-    place: int = 0
     change: str
     times: Fraction = Fraction(1)
-    plan: Plan | None
+    plan: Plan | None = None
     why: str = ""
 
 
 def part_effects(plan: Plan, profile: Profile) -> list[Effect]:
-    """What each part of the plan would save if it were faster, most first.
+    """The step with each part of the plan made faster, largest gain first.
 
     Raises:
         InvalidInputError: the profile lacks a module or a degree of the plan.
     """
     now_s = predict(plan, CostModel(profile, plan.cluster, plan.training)).iteration_s
-    modules = dict.fromkeys(unit.module for unit in plan.units)
-    parts = [(module, True) for module in modules]
+    parts = [(module, True) for module in dict.fromkeys(unit.module for unit in plan.units)]
+    parts += [(MESSAGES, False), (LOSSES, False), (REDUCTIONS, False)]
     effects: list[Effect] = []
-    for part, is_module in [*parts, (MESSAGES, False), (LOSSES, False), (REDUCTIONS, False)]:
+    for part, is_module in parts:
         costs = _Faster(profile, plan, part, is_module=is_module)
         then_s = predict(plan, costs).iteration_s
         effects.append(
@@ -98,42 +101,42 @@ def part_effects(plan: Plan, profile: Profile) -> list[Effect]:
 
 
 class _Faster(CostModel):
-    """The costs of a profile, one part of them halved (a module's) or gone."""
+    """The costs of a profile, a module's halved or those of another part zero."""
 
     def __init__(self, profile: Profile, plan: Plan, part: str, *, is_module: bool) -> None:
         super().__init__(profile, plan.cluster, plan.training)
         self._part, self._is_module = part, is_module
 
     def forward_s(self, *, module: str, **given: Any) -> float:
-        return super().forward_s(module=module, **given) * self._of(module)
+        return super().forward_s(module=module, **given) * self._module_factor(module)
 
     def backward_s(self, *, module: str, **given: Any) -> float:
-        return super().backward_s(module=module, **given) * self._of(module)
+        return super().backward_s(module=module, **given) * self._module_factor(module)
 
     def message(self, *, source: int, target: int, num_bytes: float) -> Transfer:
-        whole = super().message(source=source, target=target, num_bytes=num_bytes)
-        return whole.times(self._left(MESSAGES))
+        transfer = super().message(source=source, target=target, num_bytes=num_bytes)
+        return transfer.times(self._factor(MESSAGES))
 
     def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
-        return super().gather_shares_s(ranks=ranks, num_bytes=num_bytes) * self._left(MESSAGES)
+        return super().gather_shares_s(ranks=ranks, num_bytes=num_bytes) * self._factor(MESSAGES)
 
     def all_gather(self, *, ranks: Sequence[int], num_bytes: float) -> Transfer:
-        whole = super().all_gather(ranks=ranks, num_bytes=num_bytes)
-        return whole.times(self._left(LOSSES))
+        transfer = super().all_gather(ranks=ranks, num_bytes=num_bytes)
+        return transfer.times(self._factor(LOSSES))
 
     def all_reduce(self, *, ranks: Sequence[int], num_bytes: float, sharers: int = 1) -> Transfer:
-        whole = super().all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
-        return whole.times(self._left(REDUCTIONS))
+        transfer = super().all_reduce(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
+        return transfer.times(self._factor(REDUCTIONS))
 
     def loss_s(self, *, loss: str, samples: int, shards: int = 1) -> tuple[float, float]:
         forward_s, backward_s = super().loss_s(loss=loss, samples=samples, shards=shards)
-        left = self._left(LOSSES)
-        return forward_s * left, backward_s * left
+        factor = self._factor(LOSSES)
+        return forward_s * factor, backward_s * factor
 
-    def _of(self, module: str) -> float:
+    def _module_factor(self, module: str) -> float:
         return 0.5 if self._is_module and module == self._part else 1.0
 
-    def _left(self, part: str) -> float:
+    def _factor(self, part: str) -> float:
         return 0.0 if part == self._part and not self._is_module else 1.0
 
 
@@ -146,9 +149,8 @@ def faster_links_s(plan: Plan, profile: Profile) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Setting:
-    """Another cluster or batch, with its place among the others."""
+    """Another cluster or batch."""
 
-    place: int
     change: str
     cluster: Cluster
     devices: int
@@ -163,11 +165,11 @@ def replans(
     profile_path: Path,
     workload: Workload,
     workload_path: Path,
-    processes: int | None = None,
-) -> Iterator[Replan]:
-    """The best plans of a node more or less, faster links, and other batches, as they are found.
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> list[Replan]:
+    """The best plans of a node more or less, faster links, and other batches.
 
-    Each asks the solver what the plan's own solving asked. The new plans are not written.
+    The solver and its options are the plan's. The new plans are not written.
 
     Args:
         plan: to compare with.
@@ -176,9 +178,9 @@ def replans(
         profile_path: its file.
         workload: of the plan.
         workload_path: its file.
-        processes: that plan at the same time, default one per core.
+        progress: called with settings done, all settings, and the last change.
     """
-    ask = partial(
+    replan = partial(
         _replanned,
         plan=plan,
         plan_path=plan_path,
@@ -187,23 +189,28 @@ def replans(
         workload=workload,
         workload_path=workload_path,
     )
-    yield from in_processes(ask, _settings(plan), processes=processes)
+    settings, replanned = _settings(plan), dict[str, Replan]()
+    for item in in_processes(replan, settings):
+        replanned[item.change] = item
+        progress(len(replanned), len(settings), item.change)
+    return [replanned[setting.change] for setting in settings]
 
 
 def _settings(plan: Plan) -> list[_Setting]:
     cluster, devices = plan.cluster, plan.devices
     step = 1 if cluster.device.is_cpu else cluster.devices_per_node
     node = "process" if cluster.device.is_cpu else "node"
-    changes: list[tuple[str, Cluster, int, Fraction]] = [
-        (f"one {node} more", _one_more(cluster), devices + step, Fraction(1)),
-        (f"one {node} less", cluster, devices - step, Fraction(1)),
-        ("links of twice the speed", _faster_links(cluster), devices, Fraction(1)),
-        *((f"{words} the batch", cluster, devices, times) for words, times in BATCHES.items()),
+    settings = [
+        _Setting(change=f"one {node} more", cluster=_one_more(cluster), devices=devices + step),
+        _Setting(change=f"one {node} less", cluster=cluster, devices=devices - step),
+        _Setting(
+            change="links of twice the speed", cluster=_faster_links(cluster), devices=devices
+        ),
     ]
-    return [
-        _Setting(place=i, change=change, cluster=machine, devices=count, times=times)
-        for i, (change, machine, count, times) in enumerate(changes)
-    ]
+    for words, times in BATCHES.items():
+        change = f"{words} the batch"
+        settings.append(_Setting(change=change, cluster=cluster, devices=devices, times=times))
+    return settings
 
 
 def _replanned(
@@ -216,7 +223,6 @@ def _replanned(
     workload: Workload,
     workload_path: Path,
 ) -> Replan:
-    found = Replan(place=setting.place, change=setting.change, times=setting.times, plan=None)
     try:
         solved = solve_again(
             plan,
@@ -230,8 +236,8 @@ def _replanned(
             tasks=tuple(plan.tasks),
         )
     except MMPlanError as error:
-        return replace(found, why=error.message)
-    return replace(found, plan=solved)
+        return Replan(change=setting.change, times=setting.times, why=error.message)
+    return Replan(change=setting.change, times=setting.times, plan=solved)
 
 
 def _of_batch(workload: Workload, times: Fraction) -> Workload:

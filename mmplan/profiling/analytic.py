@@ -1,7 +1,7 @@
 """A profile without devices: modules counted on the meta device, timed by a roofline.
 
-Its numbers are as good as the stated efficiencies (see :mod:`mmplan.profiling.roofline`):
-fit for choosing between plans and for sizes that no one has at hand, not for promises.
+Its times are as good as the stated efficiencies (see :mod:`mmplan.profiling.roofline`): good
+enough to choose between plans, and for clusters that are not at hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmplan.costs.fit import fit_profile
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.counting import FLOPS, BlockCount, block_parameters
 from mmplan.profiling.flow import BASE, TaskFlow
-from mmplan.profiling.grid import microbatch_sizes
+from mmplan.profiling.grid import microbatch_sizes, task_difference
 from mmplan.profiling.roofline import Roofline
 from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
@@ -25,6 +25,7 @@ from mmplan.schema.factories import tied_blocks
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.workload import Workload, resolve_tasks
 
+# Degrees of tensor parallelism that are counted: groups fit the nodes of common clusters.
 TP_DEGREES = (1, 2, 4, 8)
 PHASES = ("forward", "backward", "backward_input")
 
@@ -33,10 +34,10 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
     """Profile a workload for a cluster that need not exist.
 
     Args:
-        workload: the job; its factories are called on the meta device, its data set is
-            built for the shapes of its first sample.
+        workload: its factories are called on the meta device; its data set is built for the
+            shapes of its first sample.
         folder: the workload file's folder.
-        cluster: whose device and links the times are for.
+        cluster: device and links of the times.
 
     Returns:
         A profile with source "analytic", fitted, constants in its provenance.
@@ -52,8 +53,8 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
     for name, task in resolve_tasks(workload).items():
         flow = TaskFlow(workload, folder, task)
         for module in task.modules:
-            own = _module_profile(flow, module, cluster, roofline, left_out)
-            changed = _difference(own, modules.setdefault(module, own))
+            profiled = _module_profile(flow, module, cluster, roofline, left_out)
+            changed = task_difference(profiled, modules.setdefault(module, profiled))
             if changed:
                 tasks.setdefault(name, {})[module] = changed
         for loss in task.loss_inputs:
@@ -128,13 +129,16 @@ def _points(
 ) -> list[Point]:
     small = flow.count_module(module, tp=tp, samples=BASE)
     large = flow.count_module(module, tp=tp, samples=2 * BASE)
-    grown = _Growth(small, large) if _same_kernels(small, large) else None
+    affine = _Growth(small, large) if _same_kernels(small, large) else None
 
     def point(samples: int) -> Point:
-        exact = grown or _Growth.exactly(flow.count_module(module, tp=tp, samples=samples))
+        growth = affine
+        if growth is None:
+            counts = flow.count_module(module, tp=tp, samples=samples)
+            growth = _Growth(counts, counts)
 
         def seconds(phase: str) -> float:
-            return sum(roofline.seconds(t, tp=tp) for t in exact.tables(phase, samples))
+            return sum(roofline.seconds(t, tp=tp) for t in growth.tables(phase, samples))
 
         return Point(
             tp=tp,
@@ -142,7 +146,7 @@ def _points(
             forward_s=seconds("forward"),
             backward_s=seconds("backward"),
             backward_input_s=seconds("backward_input"),
-            activation_bytes=exact.saved_bytes(samples),
+            activation_bytes=growth.saved_bytes(samples),
         )
 
     return [point(samples) for samples in sizes]
@@ -161,11 +165,6 @@ class _Growth:
 
     def __init__(self, small: list[BlockCount], large: list[BlockCount]) -> None:
         self._small, self._large = small, large
-
-    @classmethod
-    def exactly(cls, counts: list[BlockCount]) -> _Growth:
-        """Blocks that were counted at the very size that will be asked for."""
-        return cls(counts, counts)
 
     def tables(self, phase: str, samples: int) -> list[Floats]:
         """One table of kernels a block."""
@@ -200,12 +199,6 @@ def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
         )
         for n, count in counted
     )
-    # The runtime shards a loss that says how, when all it takes are features.
+    # The runtime shards a loss with a sharded form, if its inputs are features only.
     sharded = from_modules and hasattr(flow.build_loss(loss), "sharded")
     return LossProfile(sharded=sharded, points=points)
-
-
-def _difference(own: ModuleProfile, base: ModuleProfile) -> dict[str, Any]:
-    """Fields in which a task's use of a module differs from the first task's."""
-    ours, theirs = own.model_dump(mode="json"), base.model_dump(mode="json")
-    return {key: value for key, value in ours.items() if value != theirs[key] and value is not None}

@@ -1,4 +1,4 @@
-"""What a block computes, moves and keeps, counted on the meta device: no memory, no devices.
+"""FLOPs, bytes moved and bytes saved of a block, counted on the meta device.
 
 Every kernel of a block's forward and backward is recorded with its FLOPs (torch's own
 formulas), the bytes of its arguments and results, and the bytes that tensor parallelism
@@ -30,10 +30,18 @@ FLOPS, MOVED, SUMMED, M, N, K, BATCH = range(COLUMNS)
 
 # No kernel runs for these: they make a name, or memory that another kernel fills.
 _FREE = frozenset(
-    {
-        *("detach", "alias", "lift_fresh", "_unsafe_view", "_reshape_alias"),
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-    }
+    [
+        "detach",
+        "alias",
+        "lift_fresh",
+        "_unsafe_view",
+        "_reshape_alias",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    ]
 )
 # Five matrix products (one of them repeats the forward's) against the forward's two.
 _ATTENTION_BACKWARD = 2.5

@@ -1,4 +1,4 @@
-"""The work of samples in a profile: a random subset of every task's data is asked for it.
+"""The work of samples in a profile, from a random subset of every task's data.
 
 The subset is the start of the first epoch's order, so the samples on which points are measured
 are its first ones.
@@ -16,9 +16,11 @@ from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, Progress
 from mmplan.schema.profile import DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
 
+# Samples of the subset by default; chosen by hand.
 SAMPLES = 512
-# Of one message of the worker: what an interruption loses at most.
-_PIECE = 64
+# Samples of one message of the worker: an interruption loses no more.
+_CHUNK = 64
+# Digits of a sample's work in the file.
 _DIGITS = 6
 
 
@@ -33,21 +35,20 @@ def profile_data(
 ) -> Profile:
     """A profile with the work of its data.
 
-    A dataset's ``work(index)`` tells it; without one the lengths of the ragged fields that a
-    module takes do. Modules of which the data say nothing are left out: their samples are
-    taken to cost the same.
+    The work is the dataset's ``work(index)``; without one, the lengths of the ragged fields that
+    a module takes. Modules without either are left out: their samples count alike.
 
     Args:
         profile: of the workload.
-        workload: the job.
+        workload: of the profile.
         folder: the workload file's folder.
         samples: of the subset; the data set where that has less.
-        state_path: where finished pieces are kept until the profile is done.
-        progress: called after every piece.
+        state_path: file of finished points, until the profile is done.
+        progress: called after every point.
 
     Raises:
         InvalidInputError: less than one sample, no data, or work that is no number from 0 on.
-        RunFailedError: the data set raised; finished pieces stay in the state.
+        RunFailedError: the data set raised; finished points stay in the state.
     """
     if samples < 1:
         raise InvalidInputError(f"--data-samples {samples}", hint="at least one sample")
@@ -66,10 +67,10 @@ def profile_data(
     spread = profile.source == "analytic"
     points = [p for task in tasks.values() for p in _points(task, samples, spread)]
     results = measure_points(setting, points, ProfileState(state_path), progress=progress)
-    found = list(zip(points, results, strict=True))
+    measured = list(zip(points, results, strict=True))
     data: dict[str, DataWork] = {}
     for name, task in tasks.items():
-        own = [(point, result) for point, result in found if point["task"] == name]
+        own = [(point, result) for point, result in measured if point["task"] == name]
         work = _joined([r for p, r in own if p["order"] == "random"], samples)
         at = _joined([r for p, r in own if p["order"] == "spread"], samples) if spread else work
         pool = RAGGED_SAMPLES if spread else min(MOST_SAMPLES, task.batch)
@@ -87,15 +88,15 @@ def profile_data(
 
 def _points(task: TaskView, samples: int, spread: bool) -> Iterator[Json]:
     base: Json = {"kind": "work", "task": task.name}
-    size = min(_PIECE, samples, task.batch)
-    for piece in range(-(-samples // size)):
-        yield base | {"order": "random", "samples": size, "piece": piece}
+    size = min(_CHUNK, samples, task.batch)
+    for chunk in range(-(-samples // size)):
+        yield base | {"order": "random", "samples": size, "piece": chunk}
     if spread:
         yield base | {"order": "spread", "samples": RAGGED_SAMPLES}
 
 
 def _joined(results: Sequence[Json], samples: int) -> dict[str, tuple[float, ...]]:
-    """One column a module; modules without any work are like those that are absent."""
+    """One column a module; modules without any work are left out."""
     columns: dict[str, list[float]] = {m: [] for result in results for m in result["work"]}
     for result in results:
         for module, values in columns.items():

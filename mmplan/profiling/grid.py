@@ -1,25 +1,21 @@
-"""Which points to measure: the design decides how good the fit is, not the fitter."""
+"""Points of a profile, and the differences between tasks: shared by both kinds of profile.
+
+The points decide how good a fit is, more than the fitter does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-# Samples, spread over the data, whose ragged rows are counted for their mean.
+from mmplan.schema.profile import ModuleProfile
+
+# Samples, spread over the data, for the mean number of ragged rows.
 RAGGED_SAMPLES = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PointRequest:
-    """One point to measure; ``blocks`` is how many of the module's first blocks."""
-
-    tp: int
-    microbatch: int
-    blocks: int
-
-
 def microbatch_sizes(largest: int, *, quick: bool = False) -> tuple[int, ...]:
-    """Powers of two up to the largest micro-batch that can be asked for, both ends included.
+    """Powers of two up to the largest micro-batch, both ends included.
 
     ``quick`` keeps the ends and every second power: four sizes or more still show a bend.
     """
@@ -31,29 +27,31 @@ def microbatch_sizes(largest: int, *, quick: bool = False) -> tuple[int, ...]:
 
 def design(
     module_blocks: int, batch: int, tps: Sequence[int], *, quick: bool = False
-) -> list[PointRequest]:
-    """The grid of a module: every tp and micro-batch, at two numbers of blocks.
+) -> list[tuple[int, int, int]]:
+    """The points of a module as (tp, micro-batch, number of its first blocks).
 
-    Whole-module points decide the fit. Points of half the blocks show how much of a
-    stage's time is not shared out by work: at the ends and the middle of the sizes only,
-    and not at all when quick. Small ones come first: what a module is too big for is met
-    last.
+    Points of all blocks decide the fit. Points of half the blocks show the part of a stage's
+    time that does not follow its work: at the ends and the middle of the sizes only, and not
+    at all when quick. Small points come first, so that too large ones are met last.
 
     Args:
         module_blocks: blocks of the module.
-        batch: the largest micro-batch that the workload can ask for.
+        batch: the largest micro-batch of the workload.
         tps: tensor-parallel degrees.
         quick: fewer points.
     """
     sizes = microbatch_sizes(batch, quick=quick)
-    some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
     half = module_blocks // 2
-    return [
-        PointRequest(tp=tp, microbatch=size, blocks=blocks)
-        for tp in sorted(set(tps))
-        for blocks, chosen in (
-            (module_blocks, sizes),
-            (half, some if half and not quick else ()),
-        )
-        for size in chosen
-    ]
+    points: list[tuple[int, int, int]] = []
+    for tp in sorted(set(tps)):
+        points += [(tp, size, module_blocks) for size in sizes]
+        if half and not quick:
+            some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+            points += [(tp, size, half) for size in some]
+    return points
+
+
+def task_difference(profile: ModuleProfile, first: ModuleProfile) -> dict[str, Any]:
+    """Fields in which a task's use of a module differs from the first task's."""
+    own, base = profile.model_dump(mode="json"), first.model_dump(mode="json")
+    return {key: value for key, value in own.items() if value != base[key] and value is not None}

@@ -1,4 +1,4 @@
-"""This machine as a cluster of one node, and what is written down about measuring on it."""
+"""This machine as a cluster of one node, and the provenance of its measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mmplan.profiling.worker import Json, MeasuredPoints, ProfileSetting
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Device, Link, Links
 
 
-def measured_cluster(setting: ProfileSetting, machine: Json, found: MeasuredPoints) -> Cluster:
+def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredPoints) -> Cluster:
     """This machine as a cluster of one node."""
     cpu = setting.device == "cpu"
-    lone = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in found)
+    is_lone_gpu = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in measured)
     world = max(2, setting.processes)
     ring = {"all_reduce": 2 * (world - 1) / world, "all_gather": (world - 1) / world}
     collectives = CollectiveLinks(
-        **{name: _link(found, name, share) for name, share in ring.items() if not lone}
+        **{name: _link(measured, name, share) for name, share in ring.items() if not is_lone_gpu}
     )
     return Cluster(
         name=f"cpu-{machine['cores']}" if cpu else f"this-machine-{setting.processes}",
@@ -31,17 +31,17 @@ def measured_cluster(setting: ProfileSetting, machine: Json, found: MeasuredPoin
             type="cpu" if cpu else "cuda",
         ),
         links=Links(
-            intra_node=_link(found, "copy" if lone else "p2p", 1.0),
-            intra_node_collectives=None if lone else collectives,
+            intra_node=_link(measured, "copy" if is_lone_gpu else "p2p", 1.0),
+            intra_node_collectives=None if is_lone_gpu else collectives,
         ),
     )
 
 
-def _link(found: MeasuredPoints, operation: str, share: float) -> Link:
+def _link(measured: MeasuredPoints, operation: str, share: float) -> Link:
     """Latency and bandwidth through the sizes; ``share`` of the bytes crosses each link."""
     sizes = [
         (p["bytes"] * share, r["seconds"])
-        for p, r in found
+        for p, r in measured
         if p["kind"] == "link" and p["operation"] == operation
     ]
     curve = fit_curve([b for b, _ in sizes], [s for _, s in sizes], knots_max=0)
@@ -55,11 +55,11 @@ def provenance(
     setting: ProfileSetting,
     machine: Json,
     described: Mapping[str, Json],
-    found: MeasuredPoints,
+    measured: MeasuredPoints,
 ) -> dict[str, Any]:
-    """Where, how and with what the numbers were measured, and what was left out."""
-    crowded = setting.device == "cpu" and setting.processes > machine["cores"]
-    busy = "more processes than cores" if crowded else "every process with a core of its own"
+    """Place, conditions and versions of the measurements, and the points left out."""
+    oversubscribed = setting.device == "cpu" and setting.processes > machine["cores"]
+    busy = "more processes than cores" if oversubscribed else "every process with a core of its own"
     return {
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": setting.device,
@@ -80,7 +80,7 @@ def provenance(
         },
         "points_left_out": [
             {key: value for key, value in point.items() if key != "kind"} | result
-            for point, result in found
+            for point, result in measured
             if "skipped" in result
         ],
     }

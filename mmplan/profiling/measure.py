@@ -1,4 +1,4 @@
-"""A profile from measurements on this machine: which points, and what is made of them."""
+"""A profile from measurements on this machine: its points, and the profile made of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mmplan.costs.fit import fit_profile
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.processes import num_cores
-from mmplan.profiling.grid import design, microbatch_sizes
+from mmplan.profiling.grid import design, microbatch_sizes, task_difference
 from mmplan.profiling.machine import measured_cluster, provenance
 from mmplan.profiling.rounds import ROUNDS, in_rounds
 from mmplan.profiling.worker import (
@@ -29,8 +29,9 @@ from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_ta
 
 DeviceType = Literal["cpu", "cuda"]
 
+# Sizes of messages: latency decides the time of the first ones, bandwidth that of the last.
 LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 24)
-# More samples than this only repeat what the first ones show.
+# Most samples that are loaded for measuring; chosen by hand.
 MOST_SAMPLES = 256
 # Blocks are timed at a small micro-batch: their shares hardly depend on it.
 _SHAPE_MICROBATCH = 8
@@ -40,7 +41,7 @@ _NOISY = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """One task's use of a module that differs from those before it."""
+    """A task's use of a module, unless an earlier task uses it the same way."""
 
     task: str
     module: str
@@ -97,8 +98,9 @@ def measure_profile(
     points = _design(workload, uses, described, setting, cluster is None, quick)
     rounds = 1 if quick else ROUNDS
     results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
-    found = list(zip(points, results, strict=True))
-    profile = fingerprinted(_assemble(workload, uses, described, setting, found, cluster), workload)
+    measured = list(zip(points, results, strict=True))
+    assembled = _assemble(workload, uses, described, setting, measured, cluster)
+    profile = fingerprinted(assembled, workload)
     return profile.model_copy(update={"fits": fit_profile(profile)})
 
 
@@ -129,7 +131,7 @@ def _check_cluster(cluster: Cluster | None, device: DeviceType) -> None:
         )
 
 
-# --- what to measure -------------------------------------------------------------------
+# --- points to measure -------------------------------------------------------------------
 
 
 def _uses(workload: Workload) -> Iterator[_Use]:
@@ -145,7 +147,7 @@ def _uses(workload: Workload) -> Iterator[_Use]:
 
 
 def _signature(task: TaskView, module: str) -> Any:
-    """Equal for tasks that feed a module alike: same batch, data, and ways to it."""
+    """Equal for tasks with the same batch, data and modules in front of a module."""
     inputs = [
         (source.field, source.element, source.module and _signature(task, source.module))
         for source in task.inputs[module]
@@ -194,13 +196,8 @@ def _module_points(workload: Workload, use: _Use, module: Json, quick: bool) -> 
         batch = min(batch, max((pinned,) if isinstance(pinned, int) else pinned))
     base: Json = {"task": use.task, "module": use.module}
     yield base | {"kind": "shape", "microbatch": min(_SHAPE_MICROBATCH, batch)}
-    for request in design(module["blocks"], batch, module["tps"], quick=quick):
-        yield base | {
-            "kind": "module",
-            "tp": request.tp,
-            "microbatch": request.microbatch,
-            "blocks": request.blocks,
-        }
+    for tp, size, blocks in design(module["blocks"], batch, module["tps"], quick=quick):
+        yield base | {"kind": "module", "tp": tp, "microbatch": size, "blocks": blocks}
 
 
 def _loss_points(task: TaskView, loss: str) -> list[Json]:
@@ -221,7 +218,7 @@ def _link_points(setting: ProfileSetting) -> list[Json]:
     ]
 
 
-# --- what is made of it ----------------------------------------------------------------
+# --- the profile of the results ----------------------------------------------------------------
 
 
 def _assemble(
@@ -229,44 +226,46 @@ def _assemble(
     uses: Sequence[_Use],
     described: Mapping[str, Json],
     setting: ProfileSetting,
-    found: MeasuredPoints,
+    measured: MeasuredPoints,
     cluster: Cluster | None,
 ) -> Profile:
     modules: dict[str, ModuleProfile] = {}
     tasks: dict[str, dict[str, dict[str, Any]]] = {}
     for use in uses:
-        own = _module_profile(use, described[use.module], found)
+        profiled = _module_profile(use, described[use.module], measured)
         if use.first:
-            modules[use.module] = own
+            modules[use.module] = profiled
         else:
-            changed = _difference(own, modules[use.module])
+            changed = task_difference(profiled, modules[use.module])
             tasks.setdefault(use.task, {})[use.module] = changed
-    machine = next(result for point, result in found if point["kind"] == "machine")
+    machine = next(result for point, result in measured if point["kind"] == "machine")
     return Profile(
         name=workload.name,
         source="measured",
-        cluster=cluster or measured_cluster(setting, machine, found),
+        cluster=cluster or measured_cluster(setting, machine, measured),
         modules=modules,
         tasks=tasks,
-        losses=dict(_loss_profiles(found)),
-        provenance=provenance(setting, machine, described, found),
+        losses=dict(_loss_profiles(measured)),
+        provenance=provenance(setting, machine, described, measured),
     )
 
 
-def _module_profile(use: _Use, described: Json, found: MeasuredPoints) -> ModuleProfile:
-    mine = [(p, r) for p, r in found if (p.get("task"), p.get("module")) == (use.task, use.module)]
-    shape = next(result for point, result in mine if point["kind"] == "shape")
+def _module_profile(use: _Use, described: Json, measured: MeasuredPoints) -> ModuleProfile:
+    own = [
+        (p, r) for p, r in measured if (p.get("task"), p.get("module")) == (use.task, use.module)
+    ]
+    shape = next(result for point, result in own if point["kind"] == "shape")
     if "skipped" in shape:
         raise _unable(use.module, shape)
     blocks: list[Json] = shape["blocks"]
     work = _block_work(blocks)
     points = [
         _point(point, result, work)
-        for point, result in mine
+        for point, result in own
         if point["kind"] == "module" and "skipped" not in result
     ]
     if not points:
-        raise _unable(use.module, next(r for p, r in mine if p["kind"] == "module"))
+        raise _unable(use.module, next(r for p, r in own if p["kind"] == "module"))
     outputs = [block["output_bytes"] for block in blocks]
     activations = [block["activation_bytes"] for block in blocks]
     return ModuleProfile(
@@ -296,10 +295,10 @@ def _block_work(blocks: Sequence[Json]) -> list[float]:
     noise = sorted(block["spread_s"] / max(block["seconds"], 1e-12) for block in blocks)
     if noise[len(noise) // 2] > _NOISY and all(block["flops"] > 0 for block in blocks):
         return [float(block["flops"]) for block in blocks]
-    alike: dict[tuple[int, float], list[float]] = {}
+    times_of: dict[tuple[int, float], list[float]] = {}
     for block in blocks:
-        alike.setdefault((block["same_as"], block["flops"]), []).append(block["seconds"])
-    means = {kind: math.fsum(times) / len(times) for kind, times in alike.items()}
+        times_of.setdefault((block["same_as"], block["flops"]), []).append(block["seconds"])
+    means = {kind: math.fsum(times) / len(times) for kind, times in times_of.items()}
     return [means[block["same_as"], block["flops"]] for block in blocks]
 
 
@@ -328,16 +327,10 @@ def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
     )
 
 
-def _difference(own: ModuleProfile, base: ModuleProfile) -> dict[str, Any]:
-    """Fields in which a task's use of a module differs from the first task's."""
-    ours, theirs = own.model_dump(mode="json"), base.model_dump(mode="json")
-    return {key: value for key, value in ours.items() if value != theirs[key] and value is not None}
-
-
-def _loss_profiles(found: MeasuredPoints) -> Iterator[tuple[str, LossProfile]]:
-    measured = [(p, r) for p, r in found if p["kind"] == "loss" and "skipped" not in r]
-    for name in dict.fromkeys(point["loss"] for point, _ in measured):
-        results = [(p, r) for p, r in measured if p["loss"] == name]
+def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]]:
+    losses = [(p, r) for p, r in measured if p["kind"] == "loss" and "skipped" not in r]
+    for name in dict.fromkeys(point["loss"] for point, _ in losses):
+        results = [(p, r) for p, r in losses if p["loss"] == name]
         points = tuple(
             LossPoint(
                 samples=point["samples"],

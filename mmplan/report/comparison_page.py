@@ -7,17 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.planning.compare import ComparedSetting, Comparison, Solved
-from mmplan.planning.comparison_details import evenly
+from mmplan.planning.compare import ComparedSetting, Comparison, Solved, evenly
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
-from mmplan.report.html.document import PageSection, document
+from mmplan.report.html.document import Section, document
 from mmplan.report.html.markup import Amount, bars
 from mmplan.report.sections.memory import in_sight, memory_plot
-from mmplan.report.sections.timeline_rows import MOST_BARS, StepTimeline, timeline
 from mmplan.report.sections.timelines import (
     LABEL_LENGTH,
+    MOST_BARS,
+    StepTimeline,
     rank_labels,
+    timeline,
     timeline_legend,
     timeline_picture,
 )
@@ -37,8 +38,9 @@ from mmplan.report.terminal.comparison_tables import (
 from mmplan.schema.base import write_text
 from mmplan.wording import counted
 
-# Rates that differ by less have ticks between powers of two.
+# Rates within this factor have ticks between powers of two, which would be one or two.
 FEW_POWERS = 8
+# Instructions of all timelines: one page has one picture of them.
 _BARS = 2 * MOST_BARS
 # Lines differ in marker and dash too, not in colour alone.
 _COLOURS = (plots.BLUE, plots.RED, plots.GREEN, plots.INK, plots.GREY)
@@ -46,81 +48,70 @@ _MARKERS = "osD^vPX*<>ph"
 _DASHES = ("-", "--", "-.", ":")
 
 
-def write_comparison(found: Comparison, output: Path) -> None:
-    """Write the page.
-
-    Args:
-        found: with details of the main setting's plans.
-        output: its file.
+def write_comparison(comparison: Comparison, output: Path) -> None:
+    """Write the page of a comparison with details.
 
     Raises:
-        UnfitEnvironmentError: it cannot be written.
+        UnfitEnvironmentError: the file cannot be written.
     """
-    write_text(output, render_comparison(found))
+    write_text(output, render_comparison(comparison))
 
 
-def render_comparison(found: Comparison) -> str:
-    """The whole page."""
-    makers: list[tuple[str, str, Callable[[Comparison], str]]] = [
-        ("plans", "Plans, best first", _plans),
-        ("timelines", "One step of each, on one time scale", _timelines),
-        ("memory", "Memory per device, predicted", _memory),
-        ("modules", "What each module makes of its devices", _modules),
-        ("devices", "More and fewer devices", _devices),
-        ("batches", "Other batches", _batches),
-    ]
-    parts = [
-        PageSection(anchor=anchor, title=title, content=content)
-        for anchor, title, maker in makers
-        if (content := maker(found))
-    ]
-    return document(found.name, "mmplan comparison of plans", parts)
-
-
-def _plans(found: Comparison) -> str:
-    best = found.best_first[0]
-    cluster = best.plan.cluster
-    lead = (
-        f"On {setting_words(found, found.main)}, cluster {cluster.name} ({cluster.device.name}): "
-        f"{best.solver} has the most samples/s, {found.ratio(best.plan):.2f} times those of "
-        f"{found.baseline}. All figures are of simulated steps, without the update."
+def render_comparison(comparison: Comparison) -> str:
+    """The page as HTML."""
+    sections = (
+        Section("plans", "Plans, best first", _plans(comparison)),
+        Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
+        Section("memory", "Memory per device, predicted", _memory(comparison)),
+        Section("modules", "What each module makes of its devices", _modules(comparison)),
+        Section("devices", "More and fewer devices", _devices(comparison)),
+        Section("batches", "Other batches", _batches(comparison)),
     )
-    columns = ("solver", ">samples/s", f">× {found.baseline}", *(f">{c}" for c in COLUMNS))
-    rows = [comparison_row(found, item.solver, item.plan) for item in found.best_first]
-    notes = "".join(markup.text("li", line) for line in left_out_lines(found))
+    shown = [section for section in sections if section.content]
+    return document(comparison.name, "mmplan comparison of plans", shown)
+
+
+def _plans(comparison: Comparison) -> str:
+    best = comparison.best_first[0]
+    cluster = best.plan.cluster
+    summary = (
+        f"On {setting_words(comparison, comparison.main)}, cluster {cluster.name} "
+        f"({cluster.device.name}): {best.solver} has the most samples/s, "
+        f"{comparison.ratio(best.plan):.2f} times those of {comparison.baseline}. "
+        "All figures are of simulated steps, without the update."
+    )
+    columns = ("solver", ">samples/s", f">× {comparison.baseline}", *(f">{c}" for c in COLUMNS))
+    rows = [comparison_row(comparison, item.solver, item.plan) for item in comparison.best_first]
+    notes = left_out_lines(comparison)
     return (
-        markup.text("p", lead)
-        + _rate_bars(found)
+        markup.text("p", summary)
+        + _rate_bars(comparison)
         + markup.table(columns, rows, label="Plans of all solvers")
         + markup.note(
-            f"{baseline_words(found, '×')}. Gap: how far a plan may be from the best of its "
+            f"{baseline_words(comparison, '×')}. Gap: how far a plan may be from the best of its "
             "solver's own formula. Idle and communication: shares of the devices used."
         )
-        + (
-            markup.text("h3", "Left out") + markup.element("ul", notes, class_="notes")
-            if notes
-            else ""
-        )
+        + (markup.text("h3", "Left out") + markup.bullets(notes) if notes else "")
     )
 
 
-def _rate_bars(found: Comparison) -> str:
+def _rate_bars(comparison: Comparison) -> str:
     """Samples per second; the baseline's bar is grey."""
     amounts = [
         Amount(
             name=item.solver,
             value=item.plan.predicted.samples_per_s,
             words=f"{fmt.count(item.plan.predicted.samples_per_s)}/s, "
-            f"× {found.ratio(item.plan):.2f}",
-            marked=item.solver == found.baseline,
+            f"× {comparison.ratio(item.plan):.2f}",
+            marked=item.solver == comparison.baseline,
         )
-        for item in found.best_first
+        for item in comparison.best_first
     ]
     return bars(amounts, label="Samples per second of every solver")
 
 
-def _timelines(found: Comparison) -> str:
-    lines = [line for line in _lines(found) if line.rows and line.end_s > 0]
+def _timelines(comparison: Comparison) -> str:
+    lines = [line for line in _lines(comparison) if line.rows and line.end_s > 0]
     if not lines:
         return ""
     hidden = [f"{line.name} {line.hidden:,}" for line in lines if line.hidden]
@@ -136,8 +127,8 @@ def _timelines(found: Comparison) -> str:
     )
 
 
-def _lines(found: Comparison) -> Iterator[StepTimeline]:
-    shown = [(item, item.details) for item in found.best_first if item.details is not None]
+def _lines(comparison: Comparison) -> Iterator[StepTimeline]:
+    shown = [(item, item.details) for item in comparison.best_first if item.details is not None]
     for item, details in shown:
         most = _BARS // len(shown)
         events, ranks = _fitting(details.events, most)
@@ -151,7 +142,7 @@ def _lines(found: Comparison) -> Iterator[StepTimeline]:
 
 
 def _fitting(events: Sequence[Event], most: int) -> tuple[Sequence[Event], list[int]]:
-    """Events of whole rows, as many as fit: first messages go, then ranks."""
+    """Events of complete rows, at most ``most``: without messages, then of fewer ranks."""
     if len(events) > most:
         events = [event for event in events if event["cat"] not in ("SEND", "RECV")]
     ranks = sorted({event["tid"] for event in events})
@@ -160,8 +151,8 @@ def _fitting(events: Sequence[Event], most: int) -> tuple[Sequence[Event], list[
     return events, ranks
 
 
-def _memory(found: Comparison) -> str:
-    shown = [item for item in found.best_first if item.plan.predicted.memory_bytes]
+def _memory(comparison: Comparison) -> str:
+    shown = [item for item in comparison.best_first if item.plan.predicted.memory_bytes]
     if not shown:
         return ""
     capacity = shown[0].plan.cluster.device.memory_bytes
@@ -175,29 +166,29 @@ def _memory(found: Comparison) -> str:
 
 
 def _memory_panel(item: Solved, index: int, *, capacity: float, most: float) -> str:
-    held = sorted(item.plan.predicted.memory_bytes, reverse=True)
+    bytes_held = sorted(item.plan.predicted.memory_bytes, reverse=True)
     picture = memory_plot(
-        held,
+        bytes_held,
         capacity,
         prefix=f"memory{index}",
         xlabel="devices, fullest first",
         width=3.6,
         most=most,
     )
-    beside = markup.text("span", f" {fmt.size(held[0])} to {fmt.size(held[-1])}")
+    beside = markup.text("span", f" {fmt.size(bytes_held[0])} to {fmt.size(bytes_held[-1])}")
     return markup.panel(picture, label=f"Memory, {item.solver}", title=item.solver, beside=beside)
 
 
-def _modules(found: Comparison) -> str:
-    plans = {i.solver: i.details.uses for i in found.best_first if i.details is not None}
+def _modules(comparison: Comparison) -> str:
+    plans = {i.solver: i.details.uses for i in comparison.best_first if i.details is not None}
     return utilisation_matrix(plans) if plans else ""
 
 
-def _devices(found: Comparison) -> str:
-    settings = device_sweep(found)
+def _devices(comparison: Comparison) -> str:
+    settings = device_sweep(comparison)
     if not settings:
         return ""
-    rates = _rates(found, settings, lambda setting: setting.devices)
+    rates = _rates(comparison, settings, lambda setting: setting.devices)
     efficiency = {
         solver: [(n, rate / n / (row[0][1] / row[0][0])) for n, rate in row]
         for solver, row in rates.items()
@@ -210,27 +201,27 @@ def _devices(found: Comparison) -> str:
         markup.text(
             "p",
             "Every solver plans anew for every number of devices, "
-            f"{batch_words(found, found.main)}. The second picture divides by the number of "
-            "devices "
-            "and by the solver's own first point: 1 is linear scaling.",
+            f"{batch_words(comparison, comparison.main)}. The second picture divides by the "
+            "number of devices and by the solver's own first point: 1 is linear scaling.",
         )
         + markup.element("div", pictures, class_="grid wide")
         + _sweep_table(rates, [s.devices for s in settings], "devices")
     )
 
 
-def _batches(found: Comparison) -> str:
-    settings = batch_sweep(found)
+def _batches(comparison: Comparison) -> str:
+    settings = batch_sweep(comparison)
     if not settings:
         return ""
-    rates = _rates(found, settings, lambda setting: setting.batch)
-    told = batch_axis(found)
+    rates = _rates(comparison, settings, lambda setting: setting.batch)
+    axis = batch_axis(comparison)
     return (
         markup.text(
             "p",
-            f"Every solver plans anew for every batch, on {counted(found.main.devices, 'device')}. "
+            "Every solver plans anew for every batch, on "
+            f"{counted(comparison.main.devices, 'device')}. "
             "Larger batches fill pipelines and hide reductions; what they do to learning is not "
-            f"said{f' ({told})' if told else ''}.",
+            f"said{f' ({axis})' if axis else ''}.",
         )
         + markup.element(
             "div",
@@ -245,13 +236,15 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def _rates(
-    found: Comparison, settings: Sequence[ComparedSetting], axis: Callable[[ComparedSetting], int]
+    comparison: Comparison,
+    settings: Sequence[ComparedSetting],
+    axis: Callable[[ComparedSetting], int],
 ) -> Curves:
-    """Solver to its points, in order of the settings; those that the main setting ranks first."""
-    order = [item.solver for item in found.best_first]
+    """Solver to its points, in order of the settings; best solvers of the main setting first."""
+    order = [item.solver for item in comparison.best_first]
     rates: Curves = {solver: [] for solver in order}
     for setting in settings:
-        for item in found.at(setting):
+        for item in comparison.at(setting):
             point = axis(setting), item.plan.predicted.samples_per_s
             rates.setdefault(item.solver, []).append(point)
     return rates
@@ -282,18 +275,15 @@ def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: boo
             label=solver,
         )
     ticks = sorted({x for row in curves.values() for x, _ in row})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
-    axes.minorticks_off()
+    plots.powers_of_two(axes, ticks)
     if log:
         from matplotlib.ticker import MaxNLocator
 
         axes.set_yscale("log", base=2)
         rates = [y for row in curves.values() for _, y in row]
         if max(rates) < FEW_POWERS * min(rates):
-            # Powers of two would leave such an axis with a tick or two.
             axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(lambda value, _: fmt.count(value))
+        plots.count_ticks(axes.yaxis)
     else:
         axes.set_ylim(bottom=0)
     axes.set(xlabel=xlabel, ylabel=ylabel)

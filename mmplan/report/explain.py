@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in sentences: what binds it, what waits, what it was chosen over."""
+"""Reasons for a plan, in sentences: its bottleneck, its idle times, its alternatives."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmplan.wording import counted
 
 # Modules that get a line each; the rest share one.
 _MOST_MODULES = 5
-# Gains below this share of the step are not worth a word.
-_WORTH = 0.005
+# Smaller gains, as shares of the step, are not listed.
+_LEAST_GAIN = 0.005
 # Characters of another plan's degrees: with many units they fill a page.
 _LABEL = 200
-# A device this full leaves nothing to choose.
+# Share of a device's memory above which the memory limits the choice of plans; by hand.
 _FULL = 0.9
 
 
@@ -43,16 +43,17 @@ def explain(
     simulation: Simulation,
     effects: Sequence[Effect],
     *,
-    held: ExpectedMemory | None = None,
+    run_memory: ExpectedMemory | None = None,
 ) -> list[Reason]:
     """The lines, most important first.
 
     Args:
-        plan: what to explain.
-        profile: that it was made from.
+        plan: the plan to explain.
+        profile: its profile.
         simulation: of its program under that profile.
-        effects: of its parts, most first; see :func:`mmplan.planning.what_if.part_effects`.
-        held: what a run's ranks are expected to hold, where that is known.
+        effects: of its parts, largest gain first; see
+            :func:`mmplan.planning.what_if.part_effects`.
+        run_memory: expected memory of a run's ranks, where it is known.
     """
     return [
         Reason(topic="plan", text=_headline(plan, profile, simulation)),
@@ -60,30 +61,30 @@ def explain(
         Reason(topic="binds", text=_binding(plan, effects)),
         Reason(topic="waits", text=_waiting(simulation)),
         Reason(topic="memory", text=_memory(plan, simulation)),
-        *_expected_memory(plan, simulation, held),
+        *_expected_memory(plan, simulation, run_memory),
         Reason(topic="bound", text=_bound(plan)),
         Reason(topic="instead", text=_instead(plan)),
         *_left_over(plan),
     ]
 
 
-def replan_reason(plan: Plan, found: Replan) -> Reason:
-    """What the best plan of another setting would give."""
-    if found.plan is None:
-        return Reason(topic=found.change, text=f"no plan: {found.why}")
-    now, then = plan.predicted, found.plan.predicted
+def replan_reason(plan: Plan, replan: Replan) -> Reason:
+    """Throughput of the best plan of another setting."""
+    if replan.plan is None:
+        return Reason(topic=replan.change, text=f"no plan: {replan.why}")
+    now, then = plan.predicted, replan.plan.predicted
     faster = f" ({then.samples_per_s / now.samples_per_s - 1:+.1%})" if now.samples_per_s else ""
     return Reason(
-        topic=found.change,
+        topic=replan.change,
         text=f"{fmt.count(then.samples_per_s)} samples/s{faster}, "
-        f"{fmt.seconds(then.iteration_s)} a step on {counted(found.plan.devices, 'device')}",
+        f"{fmt.seconds(then.iteration_s)} a step on {counted(replan.plan.devices, 'device')}",
     )
 
 
-def best_batch(plan: Plan, found: Sequence[Replan]) -> Reason:
-    """Which of the batches that were tried gives the most samples per second."""
+def best_batch(plan: Plan, replans: Sequence[Replan]) -> Reason:
+    """The batch with the most samples per second."""
     tried = [("the plan's own batch", plan.predicted)]
-    tried += [(r.change, r.plan.predicted) for r in found if r.plan is not None and r.times != 1]
+    tried += [(r.change, r.plan.predicted) for r in replans if r.plan is not None and r.times != 1]
     change, best = max(tried, key=lambda pair: pair[1].samples_per_s)
     return Reason(
         topic="best batch",
@@ -106,7 +107,7 @@ def _headline(plan: Plan, profile: Profile, simulation: Simulation) -> str:
 
 
 def _module_reasons(simulation: Simulation) -> Iterator[Reason]:
-    """What each module gets and does, most work first."""
+    """Devices and share of the work of each module, most work first."""
     work_s: defaultdict[str, float] = defaultdict(float)
     ranks: defaultdict[str, set[int]] = defaultdict(set)
     stages = simulation.program.stages
@@ -121,12 +122,12 @@ def _module_reasons(simulation: Simulation) -> Iterator[Reason]:
     ordered = sorted(work_s, key=lambda module: -work_s[module])
     for module in ordered[:_MOST_MODULES]:
         count = len(ranks[module])
-        room_s = count * simulation.iteration_s or 1.0
+        device_s = count * simulation.iteration_s or 1.0
         yield Reason(
             topic=module,
             text=f"{counted(count, 'device')} ({fmt.ranks(sorted(ranks[module]))}) for "
             f"{fmt.percent(work_s[module] / total_s)} of the work, busy with it "
-            f"{fmt.percent(work_s[module] / room_s)} of the step",
+            f"{fmt.percent(work_s[module] / device_s)} of the step",
         )
     rest = ordered[_MOST_MODULES:]
     if rest:
@@ -139,7 +140,7 @@ def _binding(plan: Plan, effects: Sequence[Effect]) -> str:
         f"{fmt.percent(effect.gain)} "
         + (f"if {effect.part} took half the time" if effect.is_module else f"without {effect.part}")
         for effect in effects
-        if effect.gain >= _WORTH
+        if effect.gain >= _LEAST_GAIN
     ]
     full = max(plan.predicted.memory_bytes, default=0.0) / plan.cluster.device.memory_bytes
     memory = "; memory binds as well" if full >= _FULL else ""
@@ -168,24 +169,24 @@ def _waiting(simulation: Simulation) -> str:
 
 
 def _memory(plan: Plan, simulation: Simulation) -> str:
-    held, rank = max((held, -rank) for rank, held in enumerate(simulation.peak_bytes))
+    peak, rank = max((peak, -rank) for rank, peak in enumerate(simulation.peak_bytes))
     capacity = plan.cluster.device.memory_bytes
     return (
-        f"rank {-rank} holds most, {fmt.size(held)} of {fmt.size(capacity)} "
-        f"({fmt.percent(held / capacity)})"
+        f"rank {-rank} holds most, {fmt.size(peak)} of {fmt.size(capacity)} "
+        f"({fmt.percent(peak / capacity)})"
     )
 
 
 def _expected_memory(
-    plan: Plan, simulation: Simulation, held: ExpectedMemory | None
+    plan: Plan, simulation: Simulation, run_memory: ExpectedMemory | None
 ) -> Iterator[Reason]:
-    """What a run will hold, and whether a plan that fits may still run out of memory."""
-    if held is None:
+    """Expected memory of a run; a plan that fits by its own count may still run out of memory."""
+    if run_memory is None:
         return
-    peaks = [peak.total for peak in held.peaks()]
+    peaks = [peak.total for peak in run_memory.peaks()]
     most, rank = max((value, -rank) for rank, value in enumerate(peaks))
     text = f"a run is expected to hold {fmt.size(most)} on rank {-rank}"
-    if not held.knows_workspace:
+    if not run_memory.knows_workspace:
         text += (
             " and, which its profile does not say, what forwards and backwards take for the moment"
         )
@@ -231,10 +232,10 @@ def _left_over(plan: Plan) -> Iterator[Reason]:
 
 
 def why_section(data: ReportData) -> str:
-    """What binds the plan, what waits, what it was chosen over."""
+    """The reasons as a table."""
     plan, profile = data.plan, data.profile
     if profile is None or data.simulation is None:
         return markup.note(f"Not explained: {data.profile_note or data.simulation_note}")
-    reasons = explain(plan, profile, data.simulation, data.effects, held=data.held)
+    reasons = explain(plan, profile, data.simulation, data.effects, run_memory=data.run_memory)
     rows = [(reason.topic, reason.text) for reason in reasons]
     return markup.table(("", ""), rows, label="Why this plan", head=False)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
+from mmplan.schema.plan import Unit
 from mmplan.wording import SIZE_UNITS as SIZE_UNITS
+from mmplan.wording import rank_ranges
 from mmplan.wording import size as size
 
-# Far below what anything takes.
+# Rounding errors of a fit are below it, real times are far above.
 _LEAST_S = 1e-11
 
 
 def seconds(value: float) -> str:
-    """Seconds with the unit that fits: ``12.3 ms``; what a fit leaves by rounding is 0."""
+    """Seconds with the unit that fits: ``12.3 ms``; rounding errors are 0."""
     value = 0.0 if abs(value) < _LEAST_S else value
     for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(value) < limit:
@@ -49,15 +52,8 @@ def percent(value: float) -> str:
 
 
 def ranks(values: Sequence[int]) -> str:
-    """Ranks with runs joined: ``0-3,8``."""
-    ordered = sorted(set(values))
-    runs: list[tuple[int, int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1] = runs[-1][0], rank
-        else:
-            runs.append((rank, rank))
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    """Ranks with runs joined: ``0-3,8``; "none" without any."""
+    return rank_ranges(values) or "none"
 
 
 def ranks_words(values: Sequence[int]) -> str:
@@ -65,12 +61,22 @@ def ranks_words(values: Sequence[int]) -> str:
     return f"{'rank' if len(set(values)) == 1 else 'ranks'} {ranks(values)}"
 
 
+def shortened(name: str, most: int) -> str:
+    """At most ``most`` characters of a name; an ellipsis ends one that is cut."""
+    return name if len(name) <= most else name[: max(1, most - 1)] + "…"
+
+
+def first_of(names: Sequence[str], most: int, *, separator: str, rest: str) -> str:
+    """The first names joined; ``rest`` stands for those beyond ``most``."""
+    return separator.join([*names[:most], rest] if len(names) > most else names)
+
+
+def microbatch_sizes(unit: Unit) -> list[str]:
+    """The different rows of micro-batches that replicas of a unit have."""
+    return list(dict.fromkeys(repeated(row) for row in unit.microbatches))
+
+
 def repeated(values: Sequence[int]) -> str:
     """Sizes with repeats joined: ``4x16+2``."""
-    parts: list[tuple[int, int]] = []
-    for value in values:
-        if parts and parts[-1][1] == value:
-            parts[-1] = parts[-1][0] + 1, value
-        else:
-            parts.append((1, value))
-    return "+".join(str(v) if n == 1 else f"{n}x{v}" for n, v in parts)
+    counts = [(len(list(run)), value) for value, run in groupby(values)]
+    return "+".join(str(value) if n == 1 else f"{n}x{value}" for n, value in counts)

@@ -8,11 +8,10 @@ forbids the rest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from mmplan.report.explain import why_section
-from mmplan.report.html.document import PageSection, document
+from mmplan.report.html.document import Section, document
 from mmplan.report.sections.data import work_section
 from mmplan.report.sections.memory import memory_section
 from mmplan.report.sections.overview import overview_section
@@ -32,42 +31,28 @@ from mmplan.report.source import ReportData, load_source
 from mmplan.schema.base import write_text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A part of the page.
-
-    Attributes:
-        anchor: its id, for links.
-        build: makes the fragment below the heading.
-    """
-
-    anchor: str
-    title: str
-    build: Callable[[ReportData], str]
+def _solver_section(data: ReportData) -> str:
+    return solver_section(data) + scaling_pictures(data)
 
 
-SECTIONS = (
-    Section(anchor="overview", title="Overview", build=overview_section),
-    Section(anchor="cluster", title="The plan on the cluster", build=topology_section),
-    Section(anchor="units", title="Units", build=units_section),
-    Section(anchor="why", title="Why this plan", build=why_section),
-    Section(anchor="modules", title="What each module makes of its devices", build=modules_section),
-    Section(anchor="sensitivity", title="What would change it", build=sensitivity_section),
-    Section(
-        anchor="solver",
-        title="How the plan was found",
-        build=lambda data: solver_section(data) + scaling_pictures(data),
-    ),
-    Section(anchor="timelines", title="One step, predicted above measured", build=timeline_section),
-    Section(anchor="training", title="Loss and iteration time", build=training_section),
-    Section(anchor="memory", title="Memory per rank", build=memory_section),
-    Section(anchor="profile", title="Profile and its fits", build=profile_section),
-    Section(anchor="work", title="Work of the data", build=work_section),
-    Section(anchor="provenance", title="Where this is from", build=provenance_section),
-)
-
-# Sections that a plan alone has nothing for.
-OF_RUNS = frozenset({"training"})
+# Anchor to the heading and the markup below it, in the order of the page.
+SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
+    "overview": ("Overview", overview_section),
+    "cluster": ("The plan on the cluster", topology_section),
+    "units": ("Units", units_section),
+    "why": ("Why this plan", why_section),
+    "modules": ("What each module makes of its devices", modules_section),
+    "sensitivity": ("What would change it", sensitivity_section),
+    "solver": ("How the plan was found", _solver_section),
+    "timelines": ("One step, predicted above measured", timeline_section),
+    "training": ("Loss and iteration time", training_section),
+    "memory": ("Memory per rank", memory_section),
+    "profile": ("Profile and its fits", profile_section),
+    "work": ("Work of the data", work_section),
+    "provenance": ("Where this is from", provenance_section),
+}
+# Sections about runs; the page of a plan leaves them out.
+_OF_RUNS = frozenset({"training"})
 
 
 def write_report(
@@ -76,9 +61,9 @@ def write_report(
     """Write the page of a plan file or of a run's folder.
 
     Args:
-        source: the one or the other.
-        output: its file.
-        progress: if given, other settings are planned too, and it hears how many of how many are.
+        source: plan file or run folder.
+        output: the page's file.
+        progress: if given, other settings are planned too; see :func:`with_replans`.
 
     Raises:
         InvalidInputError: ``source`` is neither of the two, or its plan is faulty; or the workload
@@ -92,11 +77,11 @@ def write_report(
 
 
 def render(data: ReportData) -> str:
-    """The whole page."""
-    parts = [
-        PageSection(anchor=section.anchor, title=section.title, content=section.build(data))
-        for section in SECTIONS
-        if data.run is not None or section.anchor not in OF_RUNS
+    """The page as HTML."""
+    sections = [
+        Section(anchor, title, content(data))
+        for anchor, (title, content) in SECTIONS.items()
+        if data.run is not None or anchor not in _OF_RUNS
     ]
     kind = "plan" if data.run is None else "run"
-    return document(data.plan.name, f"mmplan report of a {kind}", parts)
+    return document(data.plan.name, f"mmplan report of a {kind}", sections)

@@ -1,4 +1,4 @@
-"""What the report page is made from: a plan, or a run's folder, read with all that is missing."""
+"""Data of the report page, from a plan's file or a run's folder; missing files become notes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from mmplan.simulation.step import Simulation, simulate
 
 Event = dict[str, Any]
 
-# A trace of a thousand devices.
+# The trace of a thousand devices has about as much.
 _MOST_BYTES = 1 << 30
-# Beyond it is no step, second or loss.
+# No step, second or loss is larger; sums of numbers below it stay finite.
 _LARGEST = 1e150
-
 # Steps left out of the median: allocators, caches and connections warm up in them.
 WARM_UP_STEPS = 5
 
@@ -56,14 +55,14 @@ class RunSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run left behind.
+    """A run's folder.
 
     Attributes:
         folder: the run directory.
         record: ``run.json``; empty when there is none.
         steps: in order of the file.
         segments: plans in the order in which they trained; none where the record has none.
-        faults: what could not be read, as sentences.
+        faults: sentences on unreadable files.
     """
 
     folder: Path
@@ -74,7 +73,7 @@ class Run:
 
     @property
     def current(self) -> tuple[StepMetrics, ...]:
-        """The steps of the plan that ran last, which is the one of the page."""
+        """Steps of the last plan, the one that the page shows."""
         first = self.segments[-1].from_step if self.segments else 0
         return tuple(step for step in self.steps if step.step >= first)
 
@@ -95,16 +94,16 @@ class Run:
         return self.record.get("emulated") is True
 
     @property
-    def found_by(self) -> str:
-        """How its times came about."""
+    def time_source(self) -> str:
+        """``measured`` or ``emulated``."""
         return "emulated" if self.is_emulated else "measured"
 
     @property
     def memory_bytes(self) -> dict[int, float]:
-        """Most bytes that each rank's steps held; no ranks where none was measured."""
-        found = self.record.get("memory_bytes")
-        held = found.items() if isinstance(found, dict) else ()
-        sizes = {rank: _finite(value) for rank, value in held}
+        """Measured peak memory of each rank's steps; no ranks where none was measured."""
+        recorded = self.record.get("memory_bytes")
+        items = recorded.items() if isinstance(recorded, dict) else ()
+        sizes = {rank: _finite(value) for rank, value in items}
         return {int(r): v for r, v in sizes.items() if str(r).isdecimal() and v is not None}
 
     @property
@@ -116,22 +115,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Everything that the sections show.
+    """Data of all sections.
 
     Attributes:
         plan_file: the file that was read.
-        profile: None when it cannot be read; ``profile_note`` then says why.
-        profile_note: also says when the profile is not the one the plan was made from.
+        profile: None where it cannot be read.
+        profile_note: the reason for that, or that the profile has changed since planning.
         simulation: of the plan's step; None where it cannot be simulated.
-        simulation_note: says why not.
-        held: what its ranks are expected to hold; None likewise.
-        effects: of its parts; none where it cannot be simulated.
+        simulation_note: the reason for that.
+        run_memory: expected memory of a run's ranks; None without a simulation.
+        effects: of the plan's parts; none without a simulation.
         predicted: Chrome trace events of the simulated step.
-        measured: of the last measured step.
-        timeline_notes: why one of the two is missing.
-        hashes: (what, path as the plan names it, SHA-256 recorded, SHA-256 found or None).
-        original: the plan's file where it was solved: its paths are relative to that.
-        replans: plans of other settings, where they were asked for.
+        measured: events of the last measured step.
+        timeline_notes: reasons for missing events.
+        hashes: (kind of file, path in the plan, SHA-256 in the plan, SHA-256 now or None).
+        original: file that the plan was written to; the plan's paths are relative to it.
+        replans: plans of other settings, with ``--replan`` only.
     """
 
     plan: Plan
@@ -140,7 +139,7 @@ class ReportData:
     profile_note: str
     simulation: Simulation | None
     simulation_note: str
-    held: ExpectedMemory | None
+    run_memory: ExpectedMemory | None
     effects: tuple[Effect, ...]
     run: Run | None
     predicted: tuple[Event, ...]
@@ -151,13 +150,13 @@ class ReportData:
     replans: tuple[Replan, ...] = ()
 
     @property
-    def found_by(self) -> str:
-        """How the run's times came about: ``measured``, or ``emulated``."""
-        return "measured" if self.run is None else self.run.found_by
+    def time_source(self) -> str:
+        """``measured`` or ``emulated``."""
+        return "measured" if self.run is None else self.run.time_source
 
     @property
     def source_label(self) -> str:
-        """What predictions stand on: a measured, an analytic or a given profile."""
+        """The profile of the predictions: a measured, an analytic or a given one."""
         if self.profile is None:
             return "a profile that was not found"
         return f"{'an' if self.profile.source == 'analytic' else 'a'} {self.profile.source} profile"
@@ -182,7 +181,7 @@ def load_source(source: Path) -> ReportData:
         plan, run, plan_file = load_plan(source), None, source
         original = source
     profile, note = _load_profile(plan, original)
-    simulation, held, fault = _simulated(plan, profile)
+    simulation, run_memory, fault = _simulated(plan, profile)
     predicted, measured, notes = _timelines(simulation, fault, run)
     return ReportData(
         plan=plan,
@@ -191,7 +190,7 @@ def load_source(source: Path) -> ReportData:
         profile_note=note,
         simulation=simulation,
         simulation_note=fault,
-        held=held,
+        run_memory=run_memory,
         effects=tuple(part_effects(plan, profile)) if profile and simulation else (),
         run=run,
         predicted=predicted,
@@ -203,7 +202,7 @@ def load_source(source: Path) -> ReportData:
 
 
 def _original_plan(folder: Path, run: Run) -> Path:
-    """The plan that the run was started with: its paths are relative to where it lay."""
+    """File of the plan that the run was started with."""
     named = run.record.get("plan")
     return folder / named if isinstance(named, str) else folder / "plan.json"
 
@@ -221,7 +220,7 @@ def _load_run(folder: Path) -> Run:
 
 
 def _segments(record: Any) -> tuple[RunSegment, ...]:
-    """What ``run.json`` says of the plans that trained; nothing where it is not understood."""
+    """Plans that trained, by ``run.json``; none where it cannot be understood."""
     try:
         return tuple(
             RunSegment(
@@ -252,27 +251,19 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
     if not path.is_file():
         faults.append("metrics.jsonl is missing: no step was finished")
         return ()
-    steps: list[StepMetrics] = []
-    broken = 0
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         faults.append(f"metrics.jsonl cannot be read: {error.strerror}")
         return ()
-    for line in text.splitlines():
-        step = _step(line)
-        if step is not None:
-            steps.append(step)
-        broken += step is None and bool(line.strip())
+    steps = [_step(line) for line in text.splitlines() if line.strip()]
+    broken = steps.count(None)
     if broken:
         # A killed run may leave its last line cut off.
-        what = (
-            "1 line cannot be read and is"
-            if broken == 1
-            else f"{broken} lines cannot be read and are"
-        )
-        faults.append(f"metrics.jsonl: {what} left out")
-    return tuple(steps)
+        is_one = broken == 1
+        lines = f"{broken} {'line' if is_one else 'lines'} cannot be read"
+        faults.append(f"metrics.jsonl: {lines} and {'is' if is_one else 'are'} left out")
+    return tuple(step for step in steps if step is not None)
 
 
 def _step(line: str) -> StepMetrics | None:
@@ -297,7 +288,7 @@ def _count(value: Any) -> int:
 
 
 def _finite(value: Any) -> float | None:
-    """A number that can be drawn."""
+    """The value where it is a number that can be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
@@ -340,7 +331,7 @@ def _timelines(
 def _simulated(
     plan: Plan, profile: Profile | None
 ) -> tuple[Simulation | None, ExpectedMemory | None, str]:
-    """One step, or why there is none."""
+    """One step, and the expected memory of a run; or the reason why there is none."""
     if profile is None:
         return None, None, "it needs the profile, which is missing"
     try:
@@ -363,9 +354,9 @@ def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
         for e in events
         if e.get("name") == "process_name" and e.get("args") == {"name": name}
     ]
-    found = [e for e in events if e.get("ph") == "X" and e.get("pid") in numbers and _is_slice(e)]
-    first = min((e["ts"] for e in found), default=0.0)
-    return tuple(e | {"ts": e["ts"] - first} for e in found)
+    slices = [e for e in events if e.get("ph") == "X" and e.get("pid") in numbers and _is_slice(e)]
+    first = min((e["ts"] for e in slices), default=0.0)
+    return tuple(e | {"ts": e["ts"] - first} for e in slices)
 
 
 def _is_slice(event: Event) -> bool:
@@ -391,18 +382,11 @@ def _hashes(
     recorded = (run.record.get("plan_sha256") if run else None) or file_sha256(plan_file)
     return (
         ("plan", plan_file.name, str(recorded), _sha256(plan_file)),
-        (
-            "workload",
-            plan.workload.path,
-            plan.workload.sha256,
-            _found(plan.workload.path, original),
+        *(
+            (kind, file.path, file.sha256, _sha256(original.parent / file.path))
+            for kind, file in (("workload", plan.workload), ("profile", plan.profile))
         ),
-        ("profile", plan.profile.path, plan.profile.sha256, _found(plan.profile.path, original)),
     )
-
-
-def _found(relative: str, original: Path) -> str | None:
-    return _sha256(original.parent / relative)
 
 
 def _sha256(path: Path) -> str | None:

@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
+from typing import NamedTuple
 
 from mmplan.report.html import markup
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageSection:
-    """A section as it stands on the page.
-
-    Attributes:
-        anchor: its id, for links.
-        content: markup below the heading.
-    """
+class Section(NamedTuple):
+    """A section of a page: its id for links, its heading, the markup below."""
 
     anchor: str
     title: str
     content: str
 
 
-def document(name: str, kind: str, parts: Sequence[PageSection]) -> str:
-    """The whole page.
+def document(name: str, kind: str, sections: Sequence[Section]) -> str:
+    """The page.
 
     Args:
         name: its heading.
         kind: of page, below the heading.
-        parts: in order.
+        sections: in order.
     """
-    main = markup.element("main", "".join(map(_section, parts)), id="main", tabindex=-1)
+    main = markup.element("main", "".join(map(_section, sections)), id="main", tabindex=-1)
     skip = markup.text("a", "Skip to the content", href="#main", class_="skip")
     script = f"<script>{_asset('timeline.js')}</script>"
     return (
@@ -43,24 +37,20 @@ def document(name: str, kind: str, parts: Sequence[PageSection]) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"{markup.text('title', f'{name}: {kind}')}"
         f"<style>{_asset('page.css')}</style></head>"
-        f"<body>{skip}{_header(name, kind, parts)}{main}{script}</body></html>\n"
+        f"<body>{skip}{_header(name, kind, sections)}{main}{script}</body></html>\n"
     )
 
 
-def _section(part: PageSection) -> str:
-    heading = markup.text("h2", part.title, id=f"{part.anchor}-title")
-    return markup.element(
-        "section",
-        heading + part.content,
-        id=part.anchor,
-        aria_labelledby=f"{part.anchor}-title",
-    )
+def _section(section: Section) -> str:
+    title_id = f"{section.anchor}-title"
+    content = markup.text("h2", section.title, id=title_id) + section.content
+    return markup.element("section", content, id=section.anchor, aria_labelledby=title_id)
 
 
-def _header(name: str, kind: str, parts: Sequence[PageSection]) -> str:
+def _header(name: str, kind: str, sections: Sequence[Section]) -> str:
     links = "".join(
         markup.element("li", markup.text("a", p.title.partition(",")[0], href=f"#{p.anchor}"))
-        for p in parts
+        for p in sections
     )
     return markup.element(
         "header",

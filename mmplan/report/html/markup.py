@@ -1,4 +1,4 @@
-"""Pieces of HTML and SVG; every text that comes from a file passes through :func:`esc`."""
+"""HTML and SVG elements; every text that comes from a file passes through :func:`esc`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
-
-from mmplan.report.html import markup
 
 
 def esc(value: object) -> str:
@@ -36,8 +34,24 @@ def text(tag: str, content: object, **attributes: object) -> str:
 
 
 def note(content: object) -> str:
-    """A sentence that explains or excuses."""
+    """A sentence of explanation."""
     return text("p", content, class_="note")
+
+
+def warning(title: str, content: object) -> str:
+    """A paragraph that qualifies the figures around it."""
+    heading = text("strong", f"{title}. ")
+    return element("p", heading + esc(content), class_="warning", role="note")
+
+
+def bullets(lines: Iterable[object], class_: str = "notes") -> str:
+    """A list of sentences."""
+    return element("ul", "".join(text("li", line) for line in lines), class_=class_)
+
+
+def details(summary: str, content: str, class_: str | None = None) -> str:
+    """Markup that a click on the summary shows."""
+    return element("details", text("summary", summary) + content, class_=class_)
 
 
 def table(
@@ -48,7 +62,7 @@ def table(
     Args:
         columns: headings; one that starts with ``>`` is right-aligned.
         rows: cells; a cell that is :class:`Markup` is taken as it is.
-        label: what assistive technology calls it.
+        label: name for assistive technology.
         head: without it the headings are only for assistive technology.
     """
     right = [column.startswith(">") for column in columns]
@@ -58,8 +72,8 @@ def table(
     )
     body = "".join(element("tr", _cells(row, right)) for row in rows)
     header = element("thead", element("tr", cells), class_=None if head else "unseen")
-    whole = element("table", header + element("tbody", body), class_=None if head else "facts")
-    return scroller(whole, label=label, class_="table")
+    content = element("table", header + element("tbody", body), class_=None if head else "facts")
+    return scroller(content, label=label, class_="table")
 
 
 class Markup(str):
@@ -130,8 +144,8 @@ class Amount:
     """One bar.
 
     Attributes:
-        words: behind it; they say the value.
-        marked: drawn in grey: what the others are held against.
+        words: text behind the bar, with the value.
+        marked: drawn in grey, as the reference of the others.
     """
 
     name: str
@@ -144,20 +158,20 @@ def bars(amounts: Sequence[Amount], *, label: str) -> str:
     """Bars from 0 on one scale, as a list that reads well without them.
 
     Args:
-        amounts: in order; none of them below 0.
-        label: what assistive technology calls them.
+        amounts: values of 0 or more, in order.
+        label: name for assistive technology.
     """
     most = max(amount.value for amount in amounts) or 1.0
     items = "".join(_bar(amount, most) for amount in amounts)
-    return markup.element("ul", items, class_="bars", aria_label=label)
+    return element("ul", items, class_="bars", aria_label=label)
 
 
 def _bar(amount: Amount, most: float) -> str:
-    length = markup.element("span", "", style=f"width:{100 * amount.value / most:.1f}%")
-    return markup.element(
+    length = element("span", "", style=f"width:{100 * amount.value / most:.1f}%")
+    return element(
         "li",
-        markup.text("span", amount.name, class_="name")
-        + markup.element("span", length, class_="track")
-        + markup.text("span", amount.words, class_="words"),
+        text("span", amount.name, class_="name")
+        + element("span", length, class_="track")
+        + text("span", amount.words, class_="words"),
         class_="marked" if amount.marked else None,
     )

@@ -8,10 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmplan.report import numbers as fmt
+from mmplan.report.html.markup import esc
 
 # matplotlib draws with these colours; the page's style then decides what they look like.
-INK, DIM, GRID, GROUND = "#010203", "#040506", "#070809", "#0a0b0c"
-BLUE, RED, GREEN, GREY = "#0d0e0f", "#101112", "#131415", "#161718"
+INK = "#010203"
+DIM = "#040506"
+GRID = "#070809"
+GROUND = "#0a0b0c"
+BLUE = "#0d0e0f"
+RED = "#101112"
+GREEN = "#131415"
+GREY = "#161718"
 _VARIABLES = {
     INK: "--ink",
     DIM: "--dim",
@@ -75,8 +82,6 @@ def plot(
 
 
 def _inline(document: str, *, label: str, prefix: str) -> str:
-    from mmplan.report.html.markup import esc
-
     body = document[document.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->", "", body, flags=re.DOTALL)
@@ -89,6 +94,22 @@ def _inline(document: str, *, label: str, prefix: str) -> str:
         body = body.replace(colour, f"var({variable})")
     body = re.sub(r"\s*\n\s*", "\n", body)
     return body.replace("<svg", f'<svg class="plot" role="img" aria-label="{esc(label)}"', 1)
+
+
+def powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
+    """A logarithmic x axis with ticks at exactly these numbers."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{x:,}" for x in ticks])
+    axes.minorticks_off()
+
+
+def plain_numbers(*both: Any) -> None:
+    """Plain numbers at the major ticks of logarithmic axes, no minor ticks."""
+    from matplotlib.ticker import NullLocator
+
+    for axis in both:
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_locator(NullLocator())
 
 
 def whole_ticks(axis: Any) -> None:
@@ -112,14 +133,14 @@ def time_unit(values: Sequence[float]) -> tuple[float, str]:
 
 
 def thinned(
-    xs: Sequence[float], ys: Sequence[float], *, most: int = 1500
+    points: Sequence[tuple[float, float]], *, most: int = 1500
 ) -> tuple[list[float], list[float]]:
-    """At most ``most`` points: of each run of points its lowest and its highest."""
-    if len(xs) <= most:
-        return list(xs), list(ys)
-    size = -(-len(xs) // (most // 2))
-    kept: list[int] = []
-    for start in range(0, len(xs), size):
-        run = range(start, min(start + size, len(xs)))
-        kept += sorted({min(run, key=ys.__getitem__), max(run, key=ys.__getitem__)})
-    return [xs[i] for i in kept], [ys[i] for i in kept]
+    """Coordinates of at most ``most`` points: the lowest and the highest of each interval."""
+    kept = list(points)
+    if len(points) > most:
+        size, kept = -(-len(points) // (most // 2)), []
+        for start in range(0, len(points), size):
+            part = points[start : start + size]
+            ends = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+            kept += sorted(ends, key=part.index)
+    return [float(x) for x, _ in kept], [y for _, y in kept]

@@ -18,8 +18,11 @@ from mmplan.wording import counted
 
 # Each picture weighs some 10 kB.
 MOST_PICTURES = 40
+# More different values share even bins.
 _BINS = 24
-_WIDTH, _HEIGHT = 3.6, 2.4
+# Inches: three pictures fit beside each other.
+_WIDTH = 3.6
+_HEIGHT = 2.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +70,22 @@ def work_section(data: ReportData) -> str:
             "The profile does not know how the work of samples differs: all count alike. "
             "mmplan profile --data looks."
         )
-    found = list(histograms(data))
-    pictures = "".join(_picture(item, index) for index, item in enumerate(found[:MOST_PICTURES]))
-    left_out = len(found) - MOST_PICTURES
+    items = list(histograms(data))
+    pictures = "".join(_picture(item, index) for index, item in enumerate(items[:MOST_PICTURES]))
+    left_out = len(items) - MOST_PICTURES
     note = (
         markup.note(f"{counted(left_out, 'more module is', 'more modules are')} left out.")
         if left_out > 0
         else ""
     )
     return (
-        "".join(markup.text("p", line) for line in _facts(profile, data))
+        "".join(markup.text("p", line) for line in _sentences(profile, data))
         + note
         + markup.element("div", pictures, class_="grid")
     )
 
 
-def _facts(profile: Profile, data: ReportData) -> Iterator[str]:
+def _sentences(profile: Profile, data: ReportData) -> Iterator[str]:
     for task, work in profile.data.items():
         of_task = f"Task {task}: " if len(profile.data) > 1 else ""
         yield f"{of_task}{subset(work)}. Modules without a picture cost the same for all samples."
@@ -139,10 +142,8 @@ def _picture(item: Histogram, index: int) -> str:
         prefix=f"work{index}",
     )
     caption = markup.text("strong", item.title) + markup.text("div", item.caption)
-    return markup.element(
-        "figure",
-        markup.element("figcaption", caption) + markup.scroller(picture, label=label),
-    )
+    figcaption = markup.element("figcaption", caption)
+    return markup.element("figure", figcaption + markup.scroller(picture, label=label))
 
 
 def _draw(figure: Any, item: Histogram) -> None:

@@ -1,4 +1,4 @@
-"""What ranks hold: as the plan counts it, as a run of it is expected to, as one did."""
+"""Memory of ranks: counted by the plan, expected of a run, measured in a run."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
 from mmplan.simulation.peak_memory import MemoryUse
 
-_MOST_BARS, _SHOWN_BARS = 24, 8
+# Up to this many ranks have a bar each.
+_MOST_BARS = 24
+# Bars of the fullest ranks where there are more.
+_SHOWN_BARS = 8
+# Times the longest bar: a capacity beyond would make every bar a hair.
+_IN_SIGHT = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankPeaks:
-    """One rank's peaks, bytes; None where there is none.
+    """Peak memory of one rank, bytes; None where it is not known.
 
     Attributes:
-        planned: what the plan counts.
+        planned: counted by the plan.
         expected: of a run (:mod:`mmplan.simulation.peak_memory`).
-        measured: of the run that the page is of.
+        measured: in the page's run.
     """
 
     rank: int
@@ -31,16 +36,16 @@ class _RankPeaks:
 
     @property
     def most(self) -> float:
-        """The largest of them."""
+        """The largest of the three."""
         return max(self.planned, self.expected or 0.0, self.measured or 0.0)
 
 
 def memory_section(data: ReportData) -> str:
-    """Most bytes that each rank holds, against a device's memory, and the fullest over time."""
+    """Peak memory of each rank and a device's memory; the fullest rank over time."""
     planned = data.plan.predicted.memory_bytes
     if not planned:
         return markup.note("The plan holds no prediction of memory.")
-    peaks = data.held.peaks() if data.held is not None else []
+    peaks = data.run_memory.peaks() if data.run_memory is not None else []
     measured = data.run.memory_bytes if data.run else {}
     rows = [
         _RankPeaks(
@@ -53,8 +58,8 @@ def memory_section(data: ReportData) -> str:
     ]
     capacity = data.plan.cluster.device.memory_bytes
     caption = _planned_words(planned, capacity)
-    if data.held is not None:
-        caption += _expected_words(peaks, knows_workspace=data.held.knows_workspace)
+    if data.run_memory is not None:
+        caption += _expected_words(peaks, knows_workspace=data.run_memory.knows_workspace)
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
@@ -64,13 +69,13 @@ def _pictures(rows: Sequence[_RankPeaks], capacity: float, caption: str) -> str:
         picture = _memory_bars(rows, capacity=capacity)
         return markup.figure(picture, label="Memory per rank", caption=markup.esc(caption))
     fullest = sorted(sorted(rows, key=lambda row: -row.most)[:_SHOWN_BARS], key=lambda r: r.rank)
-    held = [row.planned for row in rows]
-    whole = memory_plot(held, capacity, prefix="memory-all", xlabel="rank", width=8.0)
+    planned = [row.planned for row in rows]
+    overview = memory_plot(planned, capacity, prefix="memory-all", xlabel="rank", width=8.0)
     caption += (
         f" Above what the plan counts, below the {len(fullest)} fullest of {len(rows):,} ranks."
     )
     return markup.figure(
-        whole, label="Memory of all ranks", caption=markup.esc(caption)
+        overview, label="Memory of all ranks", caption=markup.esc(caption)
     ) + markup.figure(_memory_bars(fullest, capacity=capacity), label="Memory of the fullest ranks")
 
 
@@ -85,8 +90,8 @@ def _planned_words(planned: Sequence[float], capacity: float) -> str:
 
 
 def _expected_words(peaks: Sequence[MemoryUse], *, knows_workspace: bool) -> str:
-    """What a run's fullest rank holds when it holds most, in two sentences."""
-    most = max(peaks, key=lambda held: held.total)
+    """Expected peak memory of a run's fullest rank and its parts, in two sentences."""
+    most = max(peaks, key=lambda peak: peak.total)
     parts = {
         "weights and state": most.fixed,
         "activations": most.activations,
@@ -105,18 +110,15 @@ def _expected_words(peaks: Sequence[MemoryUse], *, knows_workspace: bool) -> str
 
 
 def _measured_words(rows: Sequence[_RankPeaks], *, is_cpu: bool) -> str:
-    """What the run's ranks held, in a few sentences; nothing where none was measured."""
-    found = [row for row in rows if row.measured]
-    if not found:
+    """Measured peak memory in a few sentences; nothing where none was measured."""
+    measured = [row.measured for row in rows if row.measured]
+    if not measured:
         return ""
-    text = (
-        f" The run's steps held {fmt.size(max(row.measured or 0.0 for row in found))} on their "
-        "fullest rank (short lines)"
-    )
-    expected = [row.expected / row.measured for row in found if row.expected and row.measured]
+    text = f" The run's steps held {fmt.size(max(measured))} on their fullest rank (short lines)"
+    expected = [row.expected / row.measured for row in rows if row.expected and row.measured]
     if expected:
         text += f"; expected / measured is {min(expected):.2f} to {max(expected):.2f}"
-    planned = [row.planned / row.measured for row in found if row.measured]
+    planned = [row.planned / row.measured for row in rows if row.measured]
     text += f"; planned / measured is {min(planned):.2f} to {max(planned):.2f}."
     if is_cpu:
         text += (
@@ -126,8 +128,14 @@ def _measured_words(rows: Sequence[_RankPeaks], *, is_cpu: bool) -> str:
     return text
 
 
+def _unit(num_bytes: float) -> tuple[str, float]:
+    """Name and bytes of the unit in which a size reads well."""
+    unit = fmt.size(num_bytes).split()[1]
+    return unit, 1000 ** fmt.SIZE_UNITS.index(unit)
+
+
 def memory_plot(
-    held: Sequence[float],
+    sizes: Sequence[float],
     capacity: float,
     *,
     prefix: str,
@@ -135,46 +143,44 @@ def memory_plot(
     width: float,
     most: float | None = None,
 ) -> str:
-    """Bytes of each device as steps, with the capacity where it is in sight.
+    """Memory of each device as steps, with the capacity where it is in sight.
 
     Args:
-        held: bytes, in the order of the axis.
+        sizes: bytes, in the order of the axis.
         capacity: of a device, bytes.
         prefix: of the picture's ids.
-        xlabel: what the axis counts.
+        xlabel: name of the axis of devices.
         width: inches.
-        most: upper end of the scale, bytes; default the most of these.
+        most: upper end of the scale, bytes; default the largest size.
     """
-    top = most or max(held) or 1.0
-    unit = fmt.size(top).split()[1]
-    scale = 1000 ** fmt.SIZE_UNITS.index(unit)
+    top = most or max(sizes) or 1.0
+    unit, scale = _unit(top)
     label = (
-        f"{unit} by {xlabel}: most {fmt.size(max(held))}, least {fmt.size(min(held))}, "
-        f"mean {fmt.size(sum(held) / len(held))}"
+        f"{unit} by {xlabel}: most {fmt.size(max(sizes))}, least {fmt.size(min(sizes))}, "
+        f"mean {fmt.size(sum(sizes) / len(sizes))}"
     )
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.stairs([value / scale for value in held], fill=True, color=plots.BLUE)
+        axes.stairs([value / scale for value in sizes], fill=True, color=plots.BLUE)
         shown = top
         if in_sight(capacity, top):
             axes.axhline(capacity / scale, color=plots.INK, linestyle="--", linewidth=1)
             shown = max(capacity, top)
-        axes.set(xlabel=xlabel, ylabel=unit, xlim=(0, len(held)), ylim=(0, 1.08 * shown / scale))
+        axes.set(xlabel=xlabel, ylabel=unit, xlim=(0, len(sizes)), ylim=(0, 1.08 * shown / scale))
 
     return plots.plot(draw, width=width, height=1.9, label=label, prefix=prefix)
 
 
 def in_sight(capacity: float, most: float) -> bool:
-    """Whether a capacity is drawn: far off the scale it would make everything else a hair."""
-    return capacity <= 20 * most
+    """Whether a capacity is drawn on the scale of a picture."""
+    return capacity <= _IN_SIGHT * most
 
 
 def _memory_bars(rows: Sequence[_RankPeaks], *, capacity: float) -> str:
     width, left, height = 720.0, 70.0, 22
     most = max(row.most for row in rows)
-    # A capacity far off the scale would make every bar a hair.
-    on_scale = most >= 0.05 * capacity
+    on_scale = in_sight(capacity, most)
     scale = (width - left - 220) / (max(capacity, most) if on_scale else most or 1.0)
     drawn = [
         _bar(row, y=22 + i * height, left=left, scale=scale, height=height, capacity=capacity)
@@ -202,7 +208,7 @@ def _memory_bars(rows: Sequence[_RankPeaks], *, capacity: float) -> str:
 def _bar(
     row: _RankPeaks, *, y: float, left: float, scale: float, height: int, capacity: float
 ) -> str:
-    """One rank: a bar as planned, lines where a run is expected and was found to be."""
+    """One rank: a bar for the plan's count, lines for expected and measured memory."""
     drawn = markup.text("text", f"rank {row.rank}", x=0, y=y + 14) + markup.element(
         "rect",
         x=left,
@@ -225,14 +231,13 @@ def _bar(
 
 
 def _over_time(data: ReportData, peaks: Sequence[MemoryUse], capacity: float) -> str:
-    """The rank that is expected to be fullest, through a step."""
-    if data.held is None or data.simulation is None:
+    """Expected memory of the fullest rank through a step."""
+    if data.run_memory is None or data.simulation is None:
         return ""
     rank = max(range(len(peaks)), key=lambda r: (peaks[r].total, -r))
-    points = data.held.over_time(data.simulation, rank)
+    points = data.run_memory.over_time(data.simulation, rank)
     planned = data.plan.predicted.memory_bytes[rank]
-    unit = fmt.size(max(planned, peaks[rank].total)).split()[1]
-    scale = 1000 ** fmt.SIZE_UNITS.index(unit)
+    unit, scale = _unit(max(planned, peaks[rank].total))
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()

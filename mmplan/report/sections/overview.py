@@ -1,4 +1,4 @@
-"""The page's first section: what runs where, and how good the prediction is, in plain words."""
+"""The page's first section: the plan and the quality of its prediction, in plain words."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, Unit
 from mmplan.wording import counted
 
+# Units with a sentence each; the table of units has all.
+_MOST_UNITS = 12
+# Characters of a sentence's ranks.
+_MOST_RANKS = 60
+
 
 def overview_section(data: ReportData) -> str:
     """Tiles with the main figures, then sentences."""
-    who = "".join(markup.text("li", sentence) for sentence in _who_runs_what(data.plan))
     return (
         markup.element("div", _tiles(data), class_="tiles")
         + markup.text("p", _what_is_planned(data.plan))
-        + markup.element("ul", who, class_="facts")
+        + markup.bullets(_who_runs_what(data.plan), class_="facts")
         + markup.text("p", _times(data))
         + (_emulation_note() if data.run and data.run.is_emulated else sharing_note(data))
     )
@@ -32,9 +36,9 @@ def _tiles(data: ReportData) -> str:
     measured_s = data.run.iteration_s if data.run else None
     if measured_s:
         tiles += [
-            (f"{data.found_by} iteration", fmt.seconds(measured_s), "median of the run"),
+            (f"{data.time_source} iteration", fmt.seconds(measured_s), "median of the run"),
             (
-                f"predicted / {data.found_by}",
+                f"predicted / {data.time_source}",
                 f"{predicted.iteration_s / measured_s:.3g}",
                 "1 is a perfect prediction",
             ),
@@ -75,10 +79,9 @@ def _what_is_planned(plan: Plan) -> str:
 
 
 def _who_runs_what(plan: Plan) -> Iterator[str]:
-    for unit in plan.units[:12]:
-        yield _unit_sentence(unit)
-    if len(plan.units) > 12:
-        more = counted(len(plan.units) - 12, "more unit is", "more units are")
+    yield from map(_unit_sentence, plan.units[:_MOST_UNITS])
+    if len(plan.units) > _MOST_UNITS:
+        more = counted(len(plan.units) - _MOST_UNITS, "more unit is", "more units are")
         yield f"{more} in the table below."
     for name, task in plan.tasks.items():
         prefix = f"{name}: " if len(plan.tasks) > 1 else ""
@@ -120,13 +123,12 @@ def _shares(unit: Unit) -> str:
 
 
 def _sizes(unit: Unit) -> str:
-    different = list(dict.fromkeys(fmt.repeated(row) for row in unit.microbatches))
-    return " or ".join(different[:4]) + (" or others" if len(different) > 4 else "")
+    return fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" or ", rest="others")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     shown = fmt.ranks(ranks)
-    if len(shown) > 60:
+    if len(shown) > _MOST_RANKS:
         return f"{len(set(ranks))} ranks from {min(ranks)} to {max(ranks)}"
     return fmt.ranks_words(ranks)
 
@@ -148,10 +150,10 @@ def _times(data: ReportData) -> str:
     left_out = f" after the first {run.warm_up}" if run.warm_up else ""
     samples = sum(task.batch for task in data.plan.tasks.values())
     return (
-        f"{text} {data.found_by.capitalize()}: {fmt.seconds(measured_s)}, "
+        f"{text} {data.time_source.capitalize()}: {fmt.seconds(measured_s)}, "
         f"{fmt.count(samples / measured_s)} samples/s, "
         f"the median of {counted(len(run.current) - run.warm_up, 'step')}{left_out}. "
-        f"Predicted / {data.found_by} = {ratio:.3f}: {_verdict(ratio)}."
+        f"Predicted / {data.time_source} = {ratio:.3f}: {_verdict(ratio)}."
     )
 
 
@@ -173,19 +175,18 @@ def _emulation_note() -> str:
         "reductions real. Its times test the prediction of everything but the computes; nothing "
         "was trained."
     )
-    label = markup.text("strong", "Emulated devices. ")
-    return markup.element("p", label + markup.esc(text), class_="warning", role="note")
+    return markup.warning("Emulated devices", text)
 
 
 def sharing_note(data: ReportData) -> str:
-    """What it does to the prediction that ranks outnumber the machine's cores; else nothing."""
+    """The effect on the prediction where ranks outnumber the machine's cores; else nothing."""
     run, plan = data.run, data.plan
     used = len({rank for unit in plan.units for rank in unit.all_ranks})
     if run is None or run.cores is None or not plan.cluster.device.is_cpu or used <= run.cores:
         return ""
     cores = counted(run.cores, "core")
-    crowd = _crowd(data)
-    if crowd is None:
+    shared = _cores_shared_by_profile(data)
+    if shared is None:
         text = (
             f"{counted(used, 'rank')} share {cores}. The prediction assumes a core for each "
             f"rank, so measured times may be up to {used}/{run.cores} = {used / run.cores:.3g} "
@@ -195,24 +196,23 @@ def sharing_note(data: ReportData) -> str:
     else:
         text = (
             f"{counted(used, 'rank')} share {cores}. The profile was measured with "
-            f"{counted(crowd[0], 'process', 'processes')} busy "
-            f"at once on {counted(crowd[1], 'core')}, so its times already contain sharing a core "
-            f"{crowd[0]}/{crowd[1]} = {crowd[0] / crowd[1]:.3g} ways: where all ranks compute at "
-            "once the prediction holds, where some of them wait the others run faster than "
+            f"{counted(shared[0], 'process', 'processes')} busy "
+            f"at once on {counted(shared[1], 'core')}, so its times already contain sharing a core "
+            f"{shared[0]}/{shared[1]} = {shared[0] / shared[1]:.3g} ways: where all ranks compute "
+            "at once the prediction holds, where some of them wait the others run faster than "
             "predicted, and the order in which ranks get a core is chance."
         )
     measured_s = run.iteration_s
     if measured_s and plan.predicted.iteration_s:
         ratio = measured_s / plan.predicted.iteration_s
         text += f" In this run measured is {ratio:.3g} times predicted."
-        if crowd is None and ratio > 1.1 * used / run.cores:
+        if shared is None and ratio > 1.1 * used / run.cores:
             text += " That is more than sharing explains: other programs may have been running."
-    label = markup.text("strong", "More ranks than cores. ")
-    return markup.element("p", label + markup.esc(text), class_="warning", role="note")
+    return markup.warning("More ranks than cores", text)
 
 
-def _crowd(data: ReportData) -> tuple[int, int] | None:
-    """(processes, cores) of measuring the profile, where sharing cores is in its times.
+def _cores_shared_by_profile(data: ReportData) -> tuple[int, int] | None:
+    """(processes, cores) at the profile's measurement, where its times contain sharing cores.
 
     None with fewer processes than cores, and where processor time was measured: it stands
     still while a process waits for a core.

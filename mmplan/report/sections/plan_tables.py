@@ -1,4 +1,4 @@
-"""Sections that are tables: units, how the plan was found, where everything is from."""
+"""Sections that are tables: units, the solver's report, provenance."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from mmplan.report.sections.topology import unit_colour, unit_letter
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, Unit
 
+# Rows of a table: a page of thousands is slow to open.
 _MOST_UNITS = 400
-_MOST_RUNNERS_UP, _FIRST_RUNNERS_UP = 50, 8
-# Characters of another plan's degrees.
+_MOST_RUNNERS_UP = 50
+# Runners-up that are shown without a click.
+_FIRST_RUNNERS_UP = 8
+# Characters of another plan's degrees: with many units they fill a page.
 _LABEL = 300
+# Entries of the profile's provenance, and characters of each.
+_MOST_PROVENANCE = 60
+_MOST_CHARACTERS = 300
 
 
 def units_section(data: ReportData) -> str:
-    """Every unit's degrees, ranks and shares."""
+    """Every unit's degrees, ranks and samples."""
     units = data.plan.units
     columns = ("unit", "module", "blocks", ">dp × pp × tp", "ranks", "samples", "micro-batches")
     rows = [_unit_row(unit, i) for i, unit in enumerate(units[:_MOST_UNITS])]
@@ -42,20 +48,15 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
         f"{unit.dp} × {unit.pp} × {unit.tp}" + (f", vpp {unit.vpp}" if unit.vpp > 1 else ""),
         fmt.ranks(unit.all_ranks),
         fmt.repeated(unit.samples),
-        _microbatches(unit),
+        fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" | ", rest="…"),
         unit.schedule.kind,
     )
-
-
-def _microbatches(unit: Unit) -> str:
-    different = list(dict.fromkeys(fmt.repeated(row) for row in unit.microbatches))
-    return " | ".join(different[:4]) + (" | …" if len(different) > 4 else "")
 
 
 def solver_section(data: ReportData) -> str:
     """Objective, bound, gap, what the solver notes, and the runners-up."""
     plan, solver = data.plan, data.plan.solver
-    facts = [
+    rows = [
         ("solver", f"{solver.name} ({solver.method}), {fmt.seconds(solver.seconds)}"),
         ("objective", f"{fmt.seconds(solver.objective_s)} (the solver's own formula)"),
         (
@@ -65,29 +66,27 @@ def solver_section(data: ReportData) -> str:
             "shorter than both",
         ),
         ("simulated", f"{fmt.seconds(plan.predicted.iteration_s)} (the plan's program)"),
-        *(
-            (("measured", f"{fmt.seconds(solver.measured_s)} in the trial that chose it"),)
-            if solver.measured_s is not None
-            else ()
-        ),
+    ]
+    if solver.measured_s is not None:
+        rows.append(("measured", f"{fmt.seconds(solver.measured_s)} in the trial that chose it"))
+    rows += [
         ("MFU", fmt.percent(plan.predicted.mfu)),
         ("communication", f"{fmt.percent(plan.predicted.communication_fraction)} not hidden"),
     ]
-    facts += [
+    rows += [
         (f"largest sync batch, {loss}", f"{samples:,} samples fit the memory")
         for loss, samples in solver.largest_sync_batch.items()
     ]
-    notes = "".join(markup.text("li", text) for text in solver.notes)
     return (
-        markup.table(("", ""), facts, label="How the plan was found", head=False)
-        + (markup.element("ul", notes, class_="notes") if notes else "")
+        markup.table(("", ""), rows, label="How the plan was found", head=False)
+        + (markup.bullets(solver.notes) if solver.notes else "")
         + _other_solvers(plan)
         + _runners_up(plan)
     )
 
 
 def _other_solvers(plan: Plan) -> str:
-    """The best plan of each solver that was asked, where there are several."""
+    """The best plan of each solver, where several were run."""
     best_s: dict[str, float] = {plan.solver.name: plan.predicted.iteration_s}
     for runner in plan.solver.runners_up:
         name = runner.label.partition(":")[0]
@@ -97,12 +96,12 @@ def _other_solvers(plan: Plan) -> str:
             "mmplan solve with --solver auto also looks at the plans of other solvers, and "
             "mmplan compare shows them side by side."
         )
-    own_s = best_s[plan.solver.name]
+    chosen_s = best_s[plan.solver.name]
     amounts = [
         Amount(
             name=name,
             value=seconds,
-            words=f"{fmt.seconds(seconds)}, {seconds / own_s - 1:+.1%}" if own_s else "",
+            words=f"{fmt.seconds(seconds)}, {seconds / chosen_s - 1:+.1%}" if chosen_s else "",
             marked=name == plan.solver.name,
         )
         for name, seconds in sorted(best_s.items(), key=lambda pair: pair[1])
@@ -135,8 +134,7 @@ def _runners_up(plan: Plan) -> str:
     )
     if others:
         rest = markup.table(columns, others, label="More runners-up")
-        summary = markup.text("summary", f"{len(others)} more")
-        shown += markup.element("details", summary + rest, class_="first-wide")
+        shown += markup.details(f"{len(others)} more", rest, class_="first-wide")
     return markup.text("h3", "Runners-up") + shown
 
 
@@ -152,7 +150,7 @@ def provenance_section(data: ReportData) -> str:
         rows.append(("profile", f"{data.profile.name} ({data.profile.source})"))
         rows += [
             (f"profile: {name}", value)
-            for name, value in islice(_flat(data.profile.provenance), 60)
+            for name, value in islice(_flat(data.profile.provenance), _MOST_PROVENANCE)
         ]
     made = markup.table(("", ""), rows, label="Versions and machine", head=False)
     files = markup.table(
@@ -177,7 +175,7 @@ def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
     elif values not in ([], "", None):
         shown = f"{values:.6g}" if isinstance(values, float) else str(values)
-        yield prefix, shown if len(shown) <= 300 else shown[:299] + "…"
+        yield prefix, fmt.shortened(shown, _MOST_CHARACTERS)
 
 
 def _state(recorded: str, found: str | None) -> str:

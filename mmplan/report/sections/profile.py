@@ -16,8 +16,11 @@ from mmplan.schema.profile import Curve, Fits, ModuleProfile, Point, Profile
 
 # Each picture weighs some 20 kB.
 MOST_PICTURES = 60
+# Points of a picture: a profile written by hand may have more.
 _MOST_POINTS = 400
-_WIDTH, _HEIGHT = 3.6, 3.1
+# Inches: three pictures fit beside each other.
+_WIDTH = 3.6
+_HEIGHT = 3.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +92,13 @@ def fit_panels(profile: Profile) -> Iterator[Panel]:
             )
     for name, fit in fits.losses.items():
         loss = profile.losses[name].points if name in profile.losses else ()
+        forward = tuple(Sample(size=p.samples, value_s=p.forward_s) for p in loss)
+        backward = tuple(Sample(size=p.samples, value_s=p.backward_s) for p in loss)
         yield Panel(
             title=f"loss {name}",
             axis="samples",
-            forward=(
-                fit.forward,
-                tuple(Sample(size=p.samples, value_s=p.forward_s) for p in loss),
-            ),
-            backward=(
-                fit.backward,
-                tuple(Sample(size=p.samples, value_s=p.backward_s) for p in loss),
-            ),
+            forward=(fit.forward, forward),
+            backward=(fit.backward, backward),
         )
 
 
@@ -118,12 +117,12 @@ def _samples(module: ModuleProfile, points: Sequence[Point], direction: str) -> 
 
 def _sample(module: ModuleProfile, point: Point, direction: str, shares: Sequence[float]) -> Sample:
     blocks = point.blocks or module.blocks
-    part = shares[blocks] or 1.0
+    work_share = shares[blocks] or 1.0
     spread: float | None = getattr(point, f"{direction}_spread_s")
     return Sample(
         size=point.microbatch,
-        value_s=getattr(point, f"{direction}_s") / part,
-        spread_s=None if spread is None else spread / part,
+        value_s=getattr(point, f"{direction}_s") / work_share,
+        spread_s=None if spread is None else spread / work_share,
         scaled=blocks != module.blocks,
     )
 
@@ -159,7 +158,7 @@ def _panel_picture(panel: Panel, source: str, index: int) -> str:
 
 
 def _draw(figure: Any, panel: Panel) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     pairs = (panel.forward, panel.backward)
@@ -180,9 +179,7 @@ def _draw(figure: Any, panel: Panel) -> None:
         upper.set_yscale("log")
         upper.set_ylim(min(values) * factor / 1.6, max(values) * factor * 1.6)
         upper.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for axis in (upper.yaxis, lower.xaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_locator(NullLocator())
+        plots.plain_numbers(upper.yaxis, lower.xaxis)
     else:
         upper.set_ylim(bottom=0)
     upper.set_ylabel(f"time ({unit})")
@@ -272,12 +269,12 @@ def _fit_table(panels: Sequence[Panel], source: str) -> str:
         ">90th percentile",
     )
     grid = markup.table(columns, rows, label="Fitted curves")
-    return markup.element("details", markup.text("summary", "Fitted curves, as a table") + grid)
+    return markup.details("Fitted curves, as a table", grid)
 
 
 def _links(profile: Profile) -> str:
     links = profile.cluster.links
-    found: list[tuple[str, Link | None]] = [
+    named: list[tuple[str, Link | None]] = [
         ("inside a node, point to point", links.intra_node),
         *_collective_links("inside a node", links.intra_node_collectives),
         ("between nodes (a node's), point to point", links.inter_node),
@@ -290,7 +287,7 @@ def _links(profile: Profile) -> str:
             f"{fmt.size(link.bandwidth_bytes_per_s)}/s",
             profile.source,
         )
-        for name, link in found
+        for name, link in named
         if link is not None
     ]
     grid = markup.table(

@@ -1,4 +1,4 @@
-"""How a task's use of each module gets faster with devices: T(n), its envelope, its breaks."""
+"""Scaling curves of MetaOps: seconds on n devices, their concave envelope, its breaks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ from typing import Any
 
 import numpy as np
 
+from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, ScalingCurve
-from mmplan.solvers.mpsp.bounds import curve
+from mmplan.solvers.mpsp.bounds import curve as convex_curve
 from mmplan.solvers.mpsp.instance import parts
 from mmplan.wording import counted
 
 # Each picture weighs some 15 kB.
 _MOST_PICTURES = 40
-_WIDTH, _HEIGHT = 3.6, 2.6
+# Inches: three pictures fit beside each other.
+_WIDTH = 3.6
+_HEIGHT = 2.6
+# Points of the drawn line between its corners.
 _STEPS = 80
+# A corner lies above the line between its neighbours by more than this factor.
 _CORNER = 1.001
+# Breaks of the envelope that a caption lists.
+_MOST_BREAKS = 8
 
 
 def scaling_pictures(data: ReportData) -> str:
@@ -28,7 +35,8 @@ def scaling_pictures(data: ReportData) -> str:
         return ""
     used = _counts_used(data.plan)
     pictures = "".join(
-        _picture(own, used.get(own.name, ()), i) for i, own in enumerate(curves[:_MOST_PICTURES])
+        _picture(curve, used.get(curve.name, ()), i)
+        for i, curve in enumerate(curves[:_MOST_PICTURES])
     )
     more = len(curves) - _MOST_PICTURES
     return (
@@ -50,15 +58,15 @@ def scaling_pictures(data: ReportData) -> str:
     )
 
 
-def envelope(own: ScalingCurve) -> tuple[list[float], list[float]]:
+def envelope(curve: ScalingCurve) -> tuple[list[float], list[float]]:
     """Corners of the envelope: numbers of devices, ascending, and seconds.
 
-    A corner that the line between its neighbours misses by less than a thousandth is none.
+    A corner less than a thousandth above the line between its neighbours is left out.
     """
-    table = np.array(own.seconds, dtype=np.float64)[:, None]
-    found = curve(own.devices, parts(table))
-    counts = [float(round(n)) for n in (found.area_s / found.time_s)[::-1]]
-    seconds = found.time_s[::-1].tolist()
+    table = np.array(curve.seconds, dtype=np.float64)[:, None]
+    hull = convex_curve(curve.devices, parts(table))
+    counts = [float(round(n)) for n in (hull.area_s / hull.time_s)[::-1]]
+    seconds = hull.time_s[::-1].tolist()
     kept = [0.0, *counts], [0.0, *(1 / s for s in seconds)]
     k = 1
     while k < len(kept[0]) - 1:
@@ -72,9 +80,9 @@ def envelope(own: ScalingCurve) -> tuple[list[float], list[float]]:
     return kept[0][1:], [1 / v for v in kept[1][1:]]
 
 
-def envelope_s(own: ScalingCurve, devices: float) -> float:
+def envelope_s(curve: ScalingCurve, devices: float) -> float:
     """Seconds on a number of devices, by time-sharing between allowed ones."""
-    counts, seconds = envelope(own)
+    counts, seconds = envelope(curve)
     speed = np.interp(devices, [0.0, *counts], [0.0, *(1 / s for s in seconds)])
     return 1 / float(speed)
 
@@ -97,41 +105,43 @@ def _legend() -> str:
     )
 
 
-def _picture(own: ScalingCurve, used: Sequence[int], index: int) -> str:
-    breaks = [f"{n:g}" for n in envelope(own)[0]]
-    shown = ", ".join(breaks[:8]) + (", ..." if len(breaks) > 8 else "")
-    label = f"{own.name}: seconds on each number of devices; breaks at {shown}"
+def _picture(curve: ScalingCurve, used: Sequence[int], index: int) -> str:
+    breaks = [f"{n:g}" for n in envelope(curve)[0]]
+    shown = fmt.first_of(breaks, _MOST_BREAKS, separator=", ", rest="...")
+    label = f"{curve.name}: seconds on each number of devices; breaks at {shown}"
     picture = plots.plot(
-        lambda figure: _draw(figure, own, used),
+        lambda figure: _draw(figure, curve, used),
         width=_WIDTH,
         height=_HEIGHT,
         label=label,
         prefix=f"scaling{index}",
     )
     beside = markup.text("span", f" breaks at {shown}")
-    return markup.panel(picture, label=label, title=own.name, beside=beside)
+    return markup.panel(picture, label=label, title=curve.name, beside=beside)
 
 
-def _draw(figure: Any, own: ScalingCurve, used: Sequence[int]) -> None:
+def _draw(figure: Any, curve: ScalingCurve, used: Sequence[int]) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     axes = figure.subplots()
-    factor, unit = plots.time_unit(own.seconds)
-    low, high = own.devices[0], own.devices[-1]
-    corners, _ = envelope(own)
+    factor, unit = plots.time_unit(curve.seconds)
+    low, high = curve.devices[0], curve.devices[-1]
+    corners, _ = envelope(curve)
     # Equal steps of the logarithm, and the corners themselves.
     steps = {low * (high / low) ** (i / _STEPS) for i in range(_STEPS + 1)}
     xs = sorted(steps | {n for n in corners if low <= n <= high})
-    axes.plot(xs, [envelope_s(own, n) * factor for n in xs], color=plots.GREEN)
+    axes.plot(xs, [envelope_s(curve, n) * factor for n in xs], color=plots.GREEN)
     for n in corners:
         axes.axvline(n, color=plots.GREEN, linestyle=":", linewidth=0.8)
-    axes.plot(own.devices, [s * factor for s in own.seconds], "o", color=plots.BLUE, markersize=3.5)
-    seconds = dict(zip(own.devices, own.seconds, strict=True))
+    axes.plot(
+        curve.devices, [s * factor for s in curve.seconds], "o", color=plots.BLUE, markersize=3.5
+    )
+    seconds = dict(zip(curve.devices, curve.seconds, strict=True))
     chosen = [n for n in used if n in seconds]
     axes.plot(chosen, [seconds[n] * factor for n in chosen], "s", color=plots.RED, markersize=6)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ends = min(own.seconds) * factor, max(own.seconds) * factor
+    ends = min(curve.seconds) * factor, max(curve.seconds) * factor
     axes.set_ylim(ends[0] / 1.3, ends[1] * 1.3)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,35 +1,56 @@
-"""The predicted timeline above the measured one: a static picture, and the data to zoom in it."""
+"""The predicted timeline above the measured one: a static picture, and data to zoom in it.
+
+Rows are Chrome trace events of a program; a page has the longest instructions of some ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from mmplan.planning.plan_labels import representatives
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup
-from mmplan.report.sections.timeline_rows import (
-    KINDS,
-    MOST_BARS,
-    MOST_ROWS,
-    Bar,
-    Row,
-    StepTimeline,
-    chosen_ranks,
-    seconds_by_kind,
-    timeline,
-)
-from mmplan.report.source import ReportData
+from mmplan.report.source import Event, ReportData
 from mmplan.schema.plan import Plan
 
-# User units of the picture; the script draws with the same ones.
+# Kinds in drawing order; keys are the letters that bars carry.
+KINDS: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradients of a split backward",
+    "S": "batch-sync and loss",
+    "R": "gradient reduction",
+    "M": "message: sending, or waiting for one",
+    "O": "other: counts, update",
+}
+_CATEGORY = {
+    "F": "F",
+    "B": "B",
+    "I": "B",
+    "W": "W",
+    "SYNC": "S",
+    "REDUCE": "R",
+    "SEND": "M",
+    "RECV": "M",
+}
+# Most instructions and most ranks of a page's timelines: they bound its size; chosen by hand.
+MOST_BARS = 20_000
+MOST_ROWS = 64
+# Ranks of a page where there are more instructions than that.
+_FEW_ROWS = 16
+# Width of the picture in its user units; the script draws with the same ones.
 WIDTH = 1120
+# Space for the labels of rows.
 LEFT = 164
 _RIGHT = 12
+# Space for the axis.
 _TOP = 22
+# Height of a timeline's heading.
 _HEADING = 24
-# Ticks of the script's clock from the left to the right end of the whole picture.
+# Ticks of the script's clock from the left to the right end of the picture.
 _TICKS = 2_000_000
 # (top, height) of a kind's bar as shares of its row: kinds differ in shape, not in colour alone.
 SHAPES: dict[str, tuple[float, float]] = {
@@ -41,12 +62,151 @@ SHAPES: dict[str, tuple[float, float]] = {
     "M": (0.46, 0.12),
     "O": (0.46, 0.12),
 }
+# Kinds whose bars have a label.
 _LABELLED = "FBWSR"
+# Bars narrower than it have no room for a label.
 _LABEL_WIDTH = 17.0
-# Between two bars that follow each other at once.
+# Space between two bars without idle time between them.
 _GAP = 0.8
-# Characters of what a rank runs, beside its row.
+# Characters of a rank's units, beside its row.
 LABEL_LENGTH = 16
+
+
+class Bar(NamedTuple):
+    """One instruction; seconds from the step's start."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    name: str
+    what: str
+    microbatch: int | None
+    samples: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One rank's bars in one of the two timelines, in order of their start."""
+
+    rank: int
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeline:
+    """One step of the ranks shown.
+
+    Attributes:
+        title: heading of the rows.
+        name: short title, for single bars.
+        labels: rank to its units.
+        hidden: instructions of these rows that are not drawn.
+        num_ranks: ranks that had instructions, shown or not.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    hidden: int
+    num_ranks: int
+    name: str = ""
+    labels: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    @property
+    def end_s(self) -> float:
+        """End of the last bar."""
+        return max((row.bars[-1].end_s for row in self.rows if row.bars), default=0.0)
+
+
+def timeline(
+    title: str,
+    events: Sequence[Event],
+    *,
+    ranks: Sequence[int],
+    most_bars: int = MOST_BARS,
+    name: str = "",
+    labels: Mapping[int, str] | None = None,
+) -> StepTimeline:
+    """Rows of the given ranks, without their shortest bars where there are too many.
+
+    Args:
+        title: heading of the rows.
+        events: complete slices, microseconds.
+        ranks: rows in this order.
+        most_bars: over all rows.
+        name: short title, for single bars; default the title.
+        labels: rank to its units.
+    """
+    by_rank: defaultdict[int, list[Bar]] = defaultdict(list)
+    for event in events:
+        by_rank[event["tid"]].append(_bar(event))
+    shown = [bar for rank in ranks for bar in by_rank.get(rank, [])]
+    least_s = _least_length_s(shown, most_bars)
+    rows = tuple(
+        Row(
+            rank=rank,
+            bars=tuple(sorted(b for b in by_rank.get(rank, []) if b.end_s - b.start_s > least_s)),
+        )
+        for rank in ranks
+    )
+    return StepTimeline(
+        title=title,
+        rows=rows,
+        hidden=sum(b.end_s > b.start_s for b in shown) - sum(len(row.bars) for row in rows),
+        num_ranks=len(by_rank),
+        name=name or title,
+        labels=labels or {},
+    )
+
+
+def chosen_ranks(ranks: Sequence[int], first: Sequence[int], *, most: int) -> tuple[int, ...]:
+    """At most ``most`` ranks in ascending order; those of ``first`` are preferred."""
+    known = set(ranks)
+    order = dict.fromkeys([r for r in first if r in known] + sorted(known))
+    return tuple(sorted(list(order)[:most]))
+
+
+def seconds_by_kind(row: Row) -> dict[str, float]:
+    """Seconds of each kind in a rank's step."""
+    totals = dict.fromkeys(KINDS, 0.0)
+    for bar in row.bars:
+        totals[bar.kind] += bar.end_s - bar.start_s
+    return totals
+
+
+def _least_length_s(bars: Sequence[Bar], most_bars: int) -> float:
+    """Length that at most ``most_bars`` bars exceed; 0 where no bar is left out."""
+    lengths = sorted((bar.end_s - bar.start_s for bar in bars), reverse=True)
+    return max(0.0, lengths[most_bars]) if len(lengths) > most_bars else 0.0
+
+
+def _bar(event: Event) -> Bar:
+    arguments: dict[str, Any] = event.get("args") or {}
+    start_s = float(event["ts"]) * 1e-6
+    samples, microbatch = arguments.get("samples"), arguments.get("microbatch")
+    return Bar(
+        start_s=start_s,
+        end_s=start_s + max(0.0, float(event["dur"])) * 1e-6,
+        kind=_CATEGORY.get(str(event.get("cat")), "O"),
+        name=str(event.get("name", "")),
+        what=_what(arguments),
+        microbatch=microbatch if isinstance(microbatch, int) else None,
+        samples=(int(samples[0]), int(samples[1])) if samples else None,
+    )
+
+
+def _what(arguments: dict[str, Any]) -> str:
+    if "unit" in arguments:
+        return str(arguments["unit"]) + _blocks(arguments)
+    if "loss" in arguments:
+        return f"loss {arguments['loss']}"
+    if "owner" in arguments:
+        return f"gradients of {arguments['owner']}" + _blocks(arguments)
+    return ""
+
+
+def _blocks(arguments: dict[str, Any]) -> str:
+    blocks = arguments.get("blocks")
+    return f", blocks {blocks[0]}-{blocks[1]}" if blocks and blocks[1] > blocks[0] else ""
 
 
 def timeline_section(data: ReportData) -> str:
@@ -68,11 +228,11 @@ def timeline_section(data: ReportData) -> str:
 
 
 def _typical(data: ReportData, lines: Sequence[StepTimeline]) -> Iterator[str]:
-    """How the step shown compares with the others of the run."""
+    """The shown step beside the median of the run."""
     median_s = data.run.iteration_s if data.run else None
     if median_s and data.measured:
         yield (
-            f"The {data.found_by} step shown took {fmt.seconds(lines[-1].end_s)}; "
+            f"The {data.time_source} step shown took {fmt.seconds(lines[-1].end_s)}; "
             f"the median of the run is {fmt.seconds(median_s)}."
         )
 
@@ -80,12 +240,12 @@ def _typical(data: ReportData, lines: Sequence[StepTimeline]) -> Iterator[str]:
 def _timelines(data: ReportData) -> list[StepTimeline]:
     pairs = (
         ("predicted", f"Predicted from {data.source_label}", data.predicted),
-        (data.found_by, f"{data.found_by.capitalize()}, last step", data.measured),
+        (data.time_source, f"{data.time_source.capitalize()}, last step", data.measured),
     )
     ranks = sorted({event["tid"] for _, _, events in pairs for event in events})
     num_events = sum(len(events) for *_, events in pairs)
-    # Fewer rows first: a whole row says more than every row without its short bars.
-    most = MOST_ROWS if num_events <= MOST_BARS else 16
+    # A complete row says more than many rows without their short bars.
+    most = MOST_ROWS if num_events <= MOST_BARS else _FEW_ROWS
     chosen = chosen_ranks(ranks, representatives(data.plan), most=most)
     share = MOST_BARS // max(1, sum(bool(events) for *_, events in pairs))
     return [
@@ -102,8 +262,20 @@ def _timelines(data: ReportData) -> list[StepTimeline]:
     ]
 
 
+def representatives(plan: Plan) -> list[int]:
+    """A rank of each stage's replicas: every unit's first replica, then every unit's second, ..."""
+    ranks = (
+        group[0]
+        for d in range(max(unit.dp for unit in plan.units))
+        for unit in plan.units
+        if d < unit.dp
+        for group in unit.ranks[d]
+    )
+    return list(dict.fromkeys(ranks))
+
+
 def timeline_legend() -> str:
-    """What the bars of a timeline are."""
+    """Keys of a timeline's bars."""
     return markup.legend(
         (markup.text("span", kind if kind in _LABELLED else "", class_=f"key k{kind}"), meaning)
         for kind, meaning in KINDS.items()
@@ -111,11 +283,11 @@ def timeline_legend() -> str:
 
 
 def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
-    """Timelines on one time axis, a row per rank, and what the script needs to zoom in them.
+    """Timelines on one time axis, a row per rank, with the data for the script that zooms.
 
     Args:
         lines: with rows and a length; there is one such picture on a page.
-        label: what assistive technology calls it.
+        label: name for assistive technology.
     """
     end_s = max(line.end_s for line in lines)
     height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17
@@ -127,8 +299,8 @@ def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
         heading = _heading(line, end_s, y, height)
         y += _HEADING
         for row in line.rows:
-            place = line.labels.get(row.rank, "")
-            drawn.append(_row(row, place, y, height, end_s, banded=len(rows) % 2 == 0))
+            units = line.labels.get(row.rank, "")
+            drawn.append(_row(row, units, y, height, end_s, banded=len(rows) % 2 == 0))
             rows.append(_row_data(line, row, y, end_s, strings))
             y += height
         # After the rows: the line that ends the step lies on top of them.
@@ -149,7 +321,7 @@ def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
     )
 
 
-# What the script needs to draw with the same units and shapes.
+# The script draws with the same units and shapes.
 _SCRIPT_CONSTANTS: dict[str, object] = {
     "ticks": _TICKS,
     "left": LEFT,
@@ -220,25 +392,23 @@ def _heading(line: StepTimeline, end_s: float, y: float, height: float) -> str:
 
 
 def rank_labels(plan: Plan, most: int | None = None) -> dict[int, str]:
-    """Rank to its units with replica and stage; cut to some ``most`` characters when given."""
+    """Rank to its units with replica and stage; ``most`` letters of the first unit."""
     labels: defaultdict[int, list[str]] = defaultdict(list)
     for unit in plan.units:
         for d, p, group in unit.grid.groups():
-            place = f" r{d + 1}" if unit.dp > 1 else ""
-            place += f" s{p + 1}" if unit.pp > 1 else ""
-            room = None if most is None else most - len(place)
+            position = f" r{d + 1}" if unit.dp > 1 else ""
+            position += f" s{p + 1}" if unit.pp > 1 else ""
+            name = unit.name
+            if most is not None:
+                name = fmt.shortened(name, most - len(position))
             for rank in group:
-                labels[rank].append(_shortened(unit.name, room) + place)
+                labels[rank].append(name + position)
     if most is None:
-        return {rank: ", ".join(parts) for rank, parts in labels.items()}
+        return {rank: ", ".join(names) for rank, names in labels.items()}
     return {
-        rank: parts[0] + (f" +{len(parts) - 1}" if len(parts) > 1 else "")
-        for rank, parts in labels.items()
+        rank: names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "")
+        for rank, names in labels.items()
     }
-
-
-def _shortened(name: str, most: int | None) -> str:
-    return name if most is None or len(name) <= most else name[: max(1, most - 1)] + "…"
 
 
 def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded: bool) -> str:
@@ -261,8 +431,8 @@ def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded:
         "rect", x=0, y=y, width=WIDTH, height=height, class_="band" if banded else "no-band"
     )
     title = f"rank {row.rank}"
-    place = markup.text("tspan", f" {_shortened(label, 23 - len(title))}", class_="dim")
-    name = markup.element("text", title + place, x=2, y=y + height / 2 + 4)
+    units = markup.text("tspan", f" {fmt.shortened(label, 23 - len(title))}", class_="dim")
+    name = markup.element("text", title + units, x=2, y=y + height / 2 + 4)
     paths = "".join(
         f'<path class="k{kind}" d="{"".join(by_kind.get(kind, []))}"/>' for kind in KINDS
     )
@@ -336,6 +506,4 @@ def _totals(lines: Sequence[StepTimeline], plan: Plan) -> str:
             rows.append([where, name, *cells, fmt.seconds(idle_s)])
     columns = ["rank", "timeline", *(f">{KINDS[kind].partition(':')[0]}" for kind in kinds)]
     grid = markup.table([*columns, ">nothing"], rows, label="Seconds of each rank by kind")
-    return markup.element(
-        "details", markup.text("summary", "Where each rank's time goes, as a table") + grid
-    )
+    return markup.details("Where each rank's time goes, as a table", grid)

@@ -1,4 +1,4 @@
-"""The plan on the cluster: nodes as boxes, devices as cells, units as coloured labels in them."""
+"""The plan on the cluster: nodes, their devices, the units on each, and the traffic between."""
 
 from __future__ import annotations
 
@@ -15,20 +15,30 @@ from mmplan.schema.plan import Plan, Unit
 from mmplan.simulation.step import Simulation
 from mmplan.wording import counted
 
+# Colours that the style has for units.
 NUM_COLOURS = 7
-# Above this many devices a cell shows letters instead of names, above the next none is added.
+# Above this many devices cells have letters instead of names.
 _DETAILED_DEVICES = 64
+# No more devices are drawn.
 _MOST_DEVICES = 1024
+# CSS pixels.
 _PAGE_WIDTH = 1100.0
+# CSS pixels around nodes and their devices.
 _MARGIN = 10.0
+# Rows of the table of traffic.
+_MOST_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """What a device does for one unit, which may have some blocks of its module only."""
+class _Assignment:
+    """A device's position in one unit.
+
+    Attributes:
+        is_complete: the unit has all blocks of its module.
+    """
 
     unit: Unit
-    whole: bool
+    is_complete: bool
     index: int
     replica: int
     stage: int
@@ -42,8 +52,8 @@ class _Place:
             parts.append(f"stage {self.stage + 1}/{self.unit.pp}")
         if self.unit.tp > 1:
             parts.append(f"tp {self.tp_index}")
-        own = "whole module" if self.whole else f"blocks {self._blocks}"
-        return self.unit.name, " · ".join(parts) or own
+        blocks = "whole module" if self.is_complete else f"blocks {self._blocks}"
+        return self.unit.name, " · ".join(parts) or blocks
 
     @property
     def _blocks(self) -> str:
@@ -51,10 +61,10 @@ class _Place:
 
     @property
     def sentence(self) -> str:
-        """The same, complete."""
-        part = "" if self.whole else f" (blocks {self._blocks})"
+        """Name and position in words."""
+        blocks = "" if self.is_complete else f" (blocks {self._blocks})"
         return (
-            f"{self.unit.name}{part}, replica {self.replica + 1} of {self.unit.dp}, "
+            f"{self.unit.name}{blocks}, replica {self.replica + 1} of {self.unit.dp}, "
             f"stage {self.stage + 1} of {self.unit.pp}, tp index {self.tp_index} of {self.unit.tp}"
         )
 
@@ -93,32 +103,39 @@ def unit_colour(index: int) -> str:
 
 
 def topology_section(data: ReportData) -> str:
-    """Who sits where."""
+    """The drawing of nodes and devices, and the table of messages."""
     plan = data.plan
     shown = min(plan.devices, _MOST_DEVICES)
-    places = _places(plan)
-    drawn = _drawing(plan, places, shown)
+    assignments = _assignments(plan)
+    drawn = _drawing(plan, assignments, shown)
     caption = markup.esc(_links(plan))
     if shown < plan.devices:
         caption += markup.esc(f" The first {shown:,} of {plan.devices:,} devices are drawn.")
     figure = markup.figure(drawn, label="Plan on the cluster, device by device", caption=caption)
-    return _unit_legend(plan, places) + figure + traffic_table(data)
+    return _unit_legend(plan, assignments) + figure + traffic_table(data)
 
 
-def _places(plan: Plan) -> dict[int, list[_Place]]:
-    places: defaultdict[int, list[_Place]] = defaultdict(list)
+def _assignments(plan: Plan) -> dict[int, list[_Assignment]]:
+    assignments: defaultdict[int, list[_Assignment]] = defaultdict(list)
     for index, unit in enumerate(plan.units):
         blocks = plan.tasks[unit.task].modules[unit.module].blocks
-        whole = sum(b - a for a, b in unit.blocks) == blocks
+        is_complete = sum(b - a for a, b in unit.blocks) == blocks
         for d, p, group in unit.grid.groups():
             for t, rank in enumerate(group):
-                places[rank].append(
-                    _Place(unit=unit, whole=whole, index=index, replica=d, stage=p, tp_index=t)
+                assignments[rank].append(
+                    _Assignment(
+                        unit=unit,
+                        is_complete=is_complete,
+                        index=index,
+                        replica=d,
+                        stage=p,
+                        tp_index=t,
+                    )
                 )
-    return places
+    return assignments
 
 
-def _unit_legend(plan: Plan, places: dict[int, list[_Place]]) -> str:
+def _unit_legend(plan: Plan, assignments: dict[int, list[_Assignment]]) -> str:
     compact = plan.devices > _DETAILED_DEVICES
     entries = [
         (
@@ -127,7 +144,7 @@ def _unit_legend(plan: Plan, places: dict[int, list[_Place]]) -> str:
         )
         for i, unit in enumerate(plan.units)
     ]
-    if any(rank not in places for rank in range(plan.devices)):
+    if any(rank not in assignments for rank in range(plan.devices)):
         entries.append((markup.text("span", "", class_="key idle"), "idle"))
     return markup.legend(entries)
 
@@ -150,16 +167,16 @@ def _links(plan: Plan) -> str:
     return " ".join(parts)
 
 
-def _drawing(plan: Plan, places: dict[int, list[_Place]], shown: int) -> str:
+def _drawing(plan: Plan, assignments: dict[int, list[_Assignment]], shown: int) -> str:
     per_node = plan.cluster.devices_per_node
     nodes = [range(a, min(a + per_node, shown)) for a in range(0, shown, per_node)]
-    layout = _layout(plan, places, max(map(len, nodes)))
+    layout = _layout(plan, assignments, max(map(len, nodes)))
     across = max(1, int((_PAGE_WIDTH + _MARGIN) // (layout.node_width + _MARGIN)))
     drawn: list[str] = []
     for i, ranks in enumerate(nodes):
         x = (i % across) * (layout.node_width + _MARGIN) + 1
         y = (i // across) * (layout.node_height + _MARGIN) + 1
-        drawn.append(_node(plan, places, layout, (i, ranks), x, y))
+        drawn.append(_node(plan, assignments, layout, (i, ranks), x, y))
     num_rows = -(-len(nodes) // across)
     return markup.svg(
         _HATCH + "".join(drawn),
@@ -178,8 +195,8 @@ _HATCH = (
 )
 
 
-def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _Layout:
-    most_units = max(map(len, places.values()))
+def _layout(plan: Plan, assignments: dict[int, list[_Assignment]], most_on_node: int) -> _Layout:
+    most_units = max(map(len, assignments.values()))
     if plan.devices > _DETAILED_DEVICES:
         columns = min(most_on_node, 16)
         return _Layout(
@@ -189,7 +206,9 @@ def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _
             rows=-(-most_on_node // columns),
         )
     columns = min(most_on_node, 7 if most_on_node % 7 == 0 else 8 if most_on_node > 6 else 6)
-    longest = max(max(map(len, place.lines)) for row in places.values() for place in row)
+    longest = max(
+        max(map(len, assignment.lines)) for row in assignments.values() for assignment in row
+    )
     widest = (_PAGE_WIDTH - 2 * _MARGIN) / columns
     return _Layout(
         cell_width=max(96.0, min(widest, 7.0 * longest + 26, 190.0)),
@@ -201,7 +220,7 @@ def _layout(plan: Plan, places: dict[int, list[_Place]], most_on_node: int) -> _
 
 def _node(
     plan: Plan,
-    places: dict[int, list[_Place]],
+    assignments: dict[int, list[_Assignment]],
     layout: _Layout,
     node: tuple[int, range],
     x: float,
@@ -219,15 +238,15 @@ def _node(
     for i, rank in enumerate(ranks):
         left = _MARGIN + (i % layout.columns) * layout.cell_width
         top = _MARGIN + 16 + (i // layout.columns) * layout.cell_height
-        cell = _cell(rank, places.get(rank, []), layout, detailed=detailed)
+        cell = _cell(rank, assignments.get(rank, []), layout, detailed=detailed)
         drawn.append(markup.element("g", cell, transform=f"translate({left:g} {top:g})"))
     return markup.element("g", "".join(drawn), transform=f"translate({x:g} {y:g})")
 
 
-def _cell(rank: int, places: Sequence[_Place], layout: _Layout, *, detailed: bool) -> str:
+def _cell(rank: int, assignments: Sequence[_Assignment], layout: _Layout, *, detailed: bool) -> str:
     width, height = layout.cell_width - 4, layout.cell_height - 4
-    sentence = "; ".join(place.sentence for place in places) or "idle: in no unit"
-    ground = "device" if places else "device unused"
+    sentence = "; ".join(assignment.sentence for assignment in assignments) or "idle: in no unit"
+    ground = "device" if assignments else "device unused"
     drawn = [
         markup.text("title", f"rank {rank}: {sentence}"),
         markup.element("rect", width=f"{width:g}", height=f"{height:g}", rx=4, class_=ground),
@@ -239,21 +258,21 @@ def _cell(rank: int, places: Sequence[_Place], layout: _Layout, *, detailed: boo
             class_="small" if detailed else "tiny dim",
         ),
     ]
-    if not places:
+    if not assignments:
         x, kind = (6, "small") if detailed else (4, "tiny")
         drawn.append(markup.text("text", "idle", x=x, y=f"{height - 5:g}", class_=kind))
-    room = 6 if detailed else 4
+    most = 6 if detailed else 4
     draw = _unit_label if detailed else _unit_letter_label
-    drawn += [draw(place, i, width) for i, place in enumerate(places[:room])]
-    if len(places) > room:
-        more = f"+{len(places) - room}"
+    drawn += [draw(assignment, i, width) for i, assignment in enumerate(assignments[:most])]
+    if len(assignments) > most:
+        more = f"+{len(assignments) - most}"
         drawn.append(markup.text("text", more, x=width - 22, y=10, class_="small"))
     return "".join(drawn)
 
 
-def _unit_label(place: _Place, index: int, width: float) -> str:
+def _unit_label(assignment: _Assignment, index: int, width: float) -> str:
     top = 20 + 38 * index
-    name, position = place.lines
+    name, position = assignment.lines
     most = int((width - 16) / 6.6)
     return (
         markup.element(
@@ -263,27 +282,34 @@ def _unit_label(place: _Place, index: int, width: float) -> str:
             width=f"{width - 6:g}",
             height=35,
             rx=3,
-            class_=unit_colour(place.index),
+            class_=unit_colour(assignment.index),
         )
-        + markup.text("text", _cut(name, most), x=8, y=top + 15, class_="on-colour strong")
-        + markup.text("text", _cut(position, most + 2), x=8, y=top + 29, class_="on-colour tiny")
+        + markup.text("text", fmt.shortened(name, most), x=8, y=top + 15, class_="on-colour strong")
+        + markup.text(
+            "text", fmt.shortened(position, most + 2), x=8, y=top + 29, class_="on-colour tiny"
+        )
     )
 
 
-def _unit_letter_label(place: _Place, index: int, width: float) -> str:
+def _unit_letter_label(assignment: _Assignment, index: int, width: float) -> str:
     top = 13 + 15 * index
-    short = f"{place.letter}{place.stage + 1}" if place.unit.pp > 1 else place.letter
+    short = (
+        f"{assignment.letter}{assignment.stage + 1}"
+        if assignment.unit.pp > 1
+        else assignment.letter
+    )
     return markup.element(
-        "rect", x=2, y=top, width=f"{width - 4:g}", height=13, rx=2, class_=unit_colour(place.index)
+        "rect",
+        x=2,
+        y=top,
+        width=f"{width - 4:g}",
+        height=13,
+        rx=2,
+        class_=unit_colour(assignment.index),
     ) + markup.text("text", short, x=5, y=top + 10, class_="on-colour tiny")
 
 
-def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else name[: max(1, most - 1)] + "…"
-
-
-_MOST_ROWS = 30
-# What, bytes inside nodes, bytes between nodes.
+# Content of the messages, bytes inside nodes, bytes between nodes.
 TrafficRow = tuple[str, float, float]
 
 
@@ -293,8 +319,8 @@ def traffic_table(data: ReportData) -> str:
     if simulation is None or not isinstance(simulation.costs, ProgramCosts):
         return ""
     kinds = _messages, _gathers, _reductions
-    found = [row for kind in kinds for row in kind(simulation, simulation.costs)]
-    rows = sorted(found, key=lambda row: -row[1] - row[2])
+    traffic = (row for kind in kinds for row in kind(simulation, simulation.costs))
+    rows = sorted(traffic, key=lambda row: -row[1] - row[2])
     if not rows:
         return markup.note("Nothing travels between devices.")
     more = len(rows) - _MOST_ROWS
@@ -322,39 +348,42 @@ def _messages(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRo
     for rank, row in enumerate(program.instructions):
         for item in row:
             if isinstance(item, Message) and item.is_send and item.peer != rank:
-                found = inside if node_of(rank) == node_of(item.peer) else between
-                found[item.edge, item.op is Op.SEND_B] += item.stop - item.start
+                counts = inside if node_of(rank) == node_of(item.peer) else between
+                counts[item.edge, item.op is Op.SEND_B] += item.stop - item.start
     rows: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for edge in program.edges:
         ends = program.stages[edge.producer].unit, program.stages[edge.consumer].unit
         name = f"{ends[0]}, from stage to stage" if edge.internal else " to ".join(ends)
-        for i, found in enumerate((inside, between)):
+        for i, counts in enumerate((inside, between)):
             for backward in (False, True):
-                size = costs.message_bytes(edge, found[edge.index, backward], backward)
+                size = costs.message_bytes(edge, counts[edge.index, backward], backward)
                 rows[name][i] += size
-                # A group hands each share on to its other ranks, inside its node.
+                # Ranks of a TP group gather the shares of the others, inside their node.
                 rows[name][0] += size * (program.shares(edge, backward=backward) - 1)
-    yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
+    yield from ((name, sent[0], sent[1]) for name, sent in rows.items() if any(sent))
 
 
 def _gathers(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow]:
-    """Features that the ranks of a loss across samples get of each other."""
+    """Features that the ranks of a cross-sample loss gather."""
     node_of = costs.costs.cluster.node_of
     for loss in simulation.program.cross_sample_losses:
         if len(loss.ranks) > 1:
             samples = simulation.program.batches[loss.task]
             size = samples * costs.feature_bytes(loss) * (len(loss.ranks) - 1)
             spread = len({node_of(rank) for rank in loss.ranks}) > 1
-            yield f"features for {loss.name}, gathered", size * (not spread), size * spread
+            inside, between = (0.0, size) if spread else (size, 0.0)
+            yield f"features for {loss.name}, gathered", inside, between
 
 
 def _reductions(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow]:
-    """Gradients of each module, as much as all ranks bring to their sums."""
+    """Gradients of each module, over all ranks that contribute to their reductions."""
     node_of = costs.costs.cluster.node_of
     rows: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for item in simulation.program.reductions:
         if len(item.ranks) > 1:
             spread = len({node_of(rank) for rank in item.ranks}) > 1
-            whole = costs.reduced_bytes(item) * len(item.ranks)
-            rows[f"gradients of {item.owner}, summed"][spread] += whole
-    yield from ((name, own[0], own[1]) for name, own in rows.items() if any(own))
+            size = costs.reduced_bytes(item) * len(item.ranks)
+            rows[f"gradients of {item.owner}, summed"][spread] += size
+    yield from (
+        (name, inside, between) for name, (inside, between) in rows.items() if inside + between
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmplan.report import numbers as fmt
@@ -9,7 +10,9 @@ from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData, Run, RunSegment
 from mmplan.wording import counted
 
-_WIDTH, _HEIGHT = 5.4, 2.9
+# Inches: two pictures fit beside each other.
+_WIDTH = 5.4
+_HEIGHT = 2.9
 
 
 def training_section(data: ReportData) -> str:
@@ -51,13 +54,8 @@ def _segments(data: ReportData, run: Run) -> tuple[RunSegment, ...]:
     return run.segments or (alone,)
 
 
-def _draw_changes(axes: Any, segments: tuple[RunSegment, ...]) -> None:
-    for segment in segments[1:]:
-        axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
-
-
 def _draw_predicted(
-    axes: Any, run: Run, segments: tuple[RunSegment, ...], values: list[float | None]
+    axes: Any, run: Run, segments: Sequence[RunSegment], values: list[float | None]
 ) -> None:
     """One dashed level for each segment."""
     ends = [s.from_step for s in segments[1:]] + [run.steps[-1].step + 1]
@@ -69,8 +67,8 @@ def _draw_predicted(
             label = None
 
 
-def _changes(segments: tuple[RunSegment, ...]) -> str:
-    """What the dotted lines are, in words."""
+def _changes(segments: Sequence[RunSegment]) -> str:
+    """A sentence on the dotted lines."""
     if len(segments) < 2:
         return ""
     changes = "; ".join(
@@ -80,91 +78,106 @@ def _changes(segments: tuple[RunSegment, ...]) -> str:
     return f" Dotted: {changes}."
 
 
-def _loss_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
-    pairs = [(step.step, step.loss) for step in run.steps if step.loss is not None]
-    if not pairs:
-        return ""
-    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+def _picture(
+    draw: Callable[[Any], None],
+    segments: Sequence[RunSegment],
+    *,
+    label: str,
+    prefix: str,
+    caption: str,
+) -> str:
+    """A picture over the run's steps; ``draw`` gets its axes."""
 
-    def draw(figure: Any) -> None:
+    def draw_all(figure: Any) -> None:
         axes = figure.subplots()
-        axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
-        _draw_changes(axes, segments)
-        axes.set(xlabel="step", ylabel="loss")
+        draw(axes)
+        for segment in segments[1:]:
+            axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
         plots.whole_ticks(axes.xaxis)
 
-    label = f"Loss by step: {pairs[0][1]:.4g} at first, {pairs[-1][1]:.4g} at last"
-    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="loss")
-    caption = f"Loss: {pairs[0][1]:.4g} at step {pairs[0][0]}, {pairs[-1][1]:.4g} at step "
-    caption += f"{pairs[-1][0]}.{_changes(segments)}"
+    picture = plots.plot(draw_all, width=_WIDTH, height=_HEIGHT, label=label, prefix=prefix)
     return markup.figure(picture, label=label, caption=markup.esc(caption))
 
 
-def _time_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
+def _draw_measured(axes: Any, run: Run, xs: Sequence[float], ys: Sequence[float]) -> None:
+    axes.plot(xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.time_source)
+
+
+def _loss_picture(run: Run, segments: Sequence[RunSegment]) -> str:
+    pairs = [(step.step, step.loss) for step in run.steps if step.loss is not None]
+    if not pairs:
+        return ""
+    xs, ys = plots.thinned(pairs)
+
+    def draw(axes: Any) -> None:
+        axes.plot(xs, ys, color=plots.BLUE, marker="o" if len(xs) == 1 else None)
+        axes.set(xlabel="step", ylabel="loss")
+
+    (first, first_loss), (last, last_loss) = pairs[0], pairs[-1]
+    return _picture(
+        draw,
+        segments,
+        label=f"Loss by step: {first_loss:.4g} at first, {last_loss:.4g} at last",
+        prefix="loss",
+        caption=f"Loss: {first_loss:.4g} at step {first}, {last_loss:.4g} at step {last}."
+        f"{_changes(segments)}",
+    )
+
+
+def _time_picture(run: Run, segments: Sequence[RunSegment]) -> str:
     pairs = [(step.step, step.iteration_s) for step in run.steps if step.iteration_s is not None]
     if not pairs:
         return ""
     predicted_s = max((s.iteration_s or 0.0 for s in segments), default=0.0)
     factor, unit = plots.time_unit([predicted_s, sorted(t for _, t in pairs)[len(pairs) // 2]])
-    xs, ys = plots.thinned([float(x) for x, _ in pairs], [t * factor for _, t in pairs])
+    xs, ys = plots.thinned([(step, t * factor) for step, t in pairs])
+    top = _top(ys, predicted_s * factor)
     warm_up = [step.step for step in run.current[: run.warm_up]]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot(
-            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
-        )
+    def draw(axes: Any) -> None:
+        _draw_measured(axes, run, xs, ys)
         levels = [None if s.iteration_s is None else s.iteration_s * factor for s in segments]
         _draw_predicted(axes, run, segments, levels)
-        _draw_changes(axes, segments)
         if warm_up and len(pairs) > 1:
             axes.axvspan(warm_up[0], warm_up[-1] + 0.5, color=plots.GREY, alpha=0.25, linewidth=0)
         axes.set(xlabel="step", ylabel=f"iteration ({unit})")
-        plots.whole_ticks(axes.xaxis)
-        axes.set_ylim(bottom=0, top=_top(ys, predicted_s * factor))
+        axes.set_ylim(bottom=0, top=top)
         axes.legend(loc="best")
 
-    label = f"Iteration time by step, {run.found_by} and predicted"
-    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="iteration")
     caption = "Forward, backward, communication and losses, without the update."
     if warm_up:
         since = " of the last plan" if len(segments) > 1 else ""
         caption += (
             f" Grey: the first {counted(len(warm_up), 'step')}{since}, left out of the median."
         )
-    clipped = sum(y > _top(ys, predicted_s * factor) for y in ys)
+    clipped = sum(y > top for y in ys)
     if clipped:
         caption += f" Above the picture: {clipped} of the points."
-    return markup.figure(picture, label=label, caption=markup.esc(caption))
+    label = f"Iteration time by step, {run.time_source} and predicted"
+    return _picture(draw, segments, label=label, prefix="iteration", caption=caption)
 
 
-def _throughput_picture(run: Run, segments: tuple[RunSegment, ...]) -> str:
+def _throughput_picture(run: Run, segments: Sequence[RunSegment]) -> str:
     pairs = [(s.step, s.samples_per_s) for s in run.steps if s.samples_per_s is not None]
     if not pairs:
         return ""
-    xs, ys = plots.thinned([float(x) for x, _ in pairs], [y for _, y in pairs])
+    xs, ys = plots.thinned(pairs)
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot(
-            xs, ys, color=plots.RED, linewidth=1, marker="o", markersize=2, label=run.found_by
-        )
+    def draw(axes: Any) -> None:
+        _draw_measured(axes, run, xs, ys)
         _draw_predicted(axes, run, segments, [s.samples_per_s for s in segments])
-        _draw_changes(axes, segments)
         axes.set(xlabel="step", ylabel="samples/s")
-        plots.whole_ticks(axes.xaxis)
         plots.count_ticks(axes.yaxis)
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
 
-    label = f"Throughput by step, {run.found_by} and predicted"
-    picture = plots.plot(draw, width=_WIDTH, height=_HEIGHT, label=label, prefix="throughput")
+    label = f"Throughput by step, {run.time_source} and predicted"
     caption = f"Samples of all tasks of a step, by its iteration time.{_changes(segments)}"
-    return markup.figure(picture, label=label, caption=markup.esc(caption))
+    return _picture(draw, segments, label=label, prefix="throughput", caption=caption)
 
 
 def _top(ys: list[float], predicted: float) -> float:
-    """Upper end of the axis: one slow first step must not flatten all the others."""
+    """Upper end of the axis; one slow first step does not flatten all the others."""
     ordered = sorted(ys)
     usual = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return 1.25 * max(usual, predicted, 1e-12)

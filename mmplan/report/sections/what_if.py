@@ -1,4 +1,4 @@
-"""What other parts, devices, links and batches would give: bars, a table, a curve."""
+"""Faster parts, other devices, links and batches: bars, a table, a curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mmplan.errors import InvalidInputError
-from mmplan.planning.what_if import NUM_REPLANS, Effect, Replan, faster_links_s, replans
+from mmplan.planning.what_if import Effect, faster_links_s, replans
 from mmplan.report import numbers as fmt
 from mmplan.report.explain import best_batch
 from mmplan.report.html import markup, plots
@@ -17,8 +17,8 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import load_workload
 
-# Gains below this share of the step are not drawn.
-_WORTH = 5e-4
+# Gains below this share of the step are not drawn: they would read 0.0%.
+_LEAST_GAIN = 5e-4
 
 
 def with_replans(data: ReportData, progress: Callable[[int, int, str], None]) -> ReportData:
@@ -32,22 +32,20 @@ def with_replans(data: ReportData, progress: Callable[[int, int, str], None]) ->
         raise InvalidInputError(
             f"--replan: {data.profile_note}", hint="put it back, or leave --replan out"
         )
-    found: list[Replan] = []
-    for item in replans(
+    others = replans(
         data.plan,
         data.original,
         profile=data.profile,
         profile_path=data.original.parent / data.plan.profile.path,
         workload=load_workload(path),
         workload_path=path,
-    ):
-        found.append(item)
-        progress(len(found), NUM_REPLANS, item.change)
-    return replace(data, replans=tuple(sorted(found, key=lambda item: item.place)))
+        progress=progress,
+    )
+    return replace(data, replans=tuple(others))
 
 
 def sensitivity_section(data: ReportData) -> str:
-    """Parts of this plan made faster; other settings with plans of their own."""
+    """Parts of this plan made faster; other settings with plans of their batch_now."""
     if data.profile is None or data.simulation is None:
         return markup.note(f"Not known: {data.profile_note or data.simulation_note}")
     parts = _parts(data.plan, data.profile, data.effects)
@@ -64,8 +62,8 @@ def _parts(plan: Plan, profile: Profile, effects: Sequence[Effect]) -> str:
     ]
     now_s = plan.predicted.iteration_s
     gains.append(("links twice as fast", 1 - faster_links_s(plan, profile) / now_s if now_s else 0))
-    shown = sorted((pair for pair in gains if pair[1] >= _WORTH), key=lambda pair: -pair[1])
-    rest = ", ".join(name for name, gain in gains if gain < _WORTH)
+    shown = sorted((pair for pair in gains if pair[1] >= _LEAST_GAIN), key=lambda pair: -pair[1])
+    rest = ", ".join(name for name, gain in gains if gain < _LEAST_GAIN)
     nothing = markup.note(f"Would change nothing: {rest}.") if rest else ""
     amounts = [
         Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
@@ -99,23 +97,23 @@ def _others(data: ReportData) -> str:
 
 
 def _figures(plan: Plan, then: Plan) -> tuple[str, ...]:
-    now, found = plan.predicted, then.predicted
-    ratio = found.samples_per_s / now.samples_per_s if now.samples_per_s else 0.0
+    now, other = plan.predicted, then.predicted
+    ratio = other.samples_per_s / now.samples_per_s if now.samples_per_s else 0.0
     return (
-        fmt.count(found.samples_per_s),
+        fmt.count(other.samples_per_s),
         f"× {ratio:.3f}",
-        fmt.seconds(found.iteration_s),
-        fmt.percent(found.mfu),
-        f"{found.devices_used} of {then.devices} devices, {then.solver.name}",
+        fmt.seconds(other.iteration_s),
+        fmt.percent(other.mfu),
+        f"{other.devices_used} of {then.devices} devices, {then.solver.name}",
     )
 
 
 def _batches(data: ReportData) -> str:
     """Samples per second over the batch."""
-    own = sum(task.batch for task in data.plan.tasks.values())
-    points = [(own, data.plan.predicted.samples_per_s)]
+    batch_now = sum(task.batch for task in data.plan.tasks.values())
+    points = [(batch_now, data.plan.predicted.samples_per_s)]
     points += [
-        (int(own * item.times), item.plan.predicted.samples_per_s)
+        (int(batch_now * item.times), item.plan.predicted.samples_per_s)
         for item in data.replans
         if item.plan is not None and item.times != 1
     ]
@@ -126,7 +124,7 @@ def _batches(data: ReportData) -> str:
         f"{batch:,}: {fmt.count(rate)}" for batch, rate in points
     )
     picture = plots.plot(
-        lambda figure: _draw_batches(figure, points, own),
+        lambda figure: _draw_batches(figure, points, batch_now),
         width=4.6,
         height=2.7,
         label=label,
@@ -138,22 +136,20 @@ def _batches(data: ReportData) -> str:
     )
 
 
-def _draw_batches(figure: Any, points: Sequence[tuple[int, float]], own: int) -> None:
+def _draw_batches(figure: Any, points: Sequence[tuple[int, float]], batch_now: int) -> None:
     axes = figure.subplots()
     axes.plot([x for x, _ in points], [y for _, y in points], marker="o", color=plots.BLUE)
-    axes.plot([own], [dict(points)[own]], marker="s", markersize=8, color=plots.RED)
+    axes.plot([batch_now], [dict(points)[batch_now]], marker="s", markersize=8, color=plots.RED)
     axes.annotate(
         "as planned",
-        (own, dict(points)[own]),
+        (batch_now, dict(points)[batch_now]),
         textcoords="offset points",
         xytext=(0, 9),
         ha="center",
         color=plots.INK,
     )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([x for x, _ in points], [f"{x:,}" for x, _ in points])
-    axes.minorticks_off()
-    # Room for the words above a point that is the highest.
+    plots.powers_of_two(axes, [x for x, _ in points])
+    # Space for the text above the highest point.
     axes.margins(y=0.2)
     axes.set_ylim(bottom=0)
     plots.count_ticks(axes.yaxis)

@@ -91,6 +91,11 @@ class Output:
             console.print(Text(_visible(grid.note)))
         _write(self._people, page.getvalue())
 
+    def grids(self, *grids: Grid) -> None:
+        """Several tables."""
+        for grid in grids:
+            self.grid(grid)
+
     def error(self, error: MMPlanError) -> None:
         """An error line and its hint on stderr; with ``--json`` a document on stdout too."""
         detail = getattr(error, "detail", "").rstrip()

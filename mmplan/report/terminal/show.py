@@ -1,4 +1,4 @@
-"""Files on the terminal: what several commands show of them."""
+"""Output that several commands have in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from mmplan.errors import InvalidInputError
 from mmplan.report.terminal.console import Output
 from mmplan.report.terminal.data_tables import work_grids
-from mmplan.report.terminal.tables import plan_grids, profile_grids, timeline_lines
+from mmplan.report.terminal.tables import profile_grids, timeline_lines
 from mmplan.schema.agreement import says_its_model
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -29,14 +29,7 @@ def warn_unnamed(out: Output, profile: Profile) -> None:
 
 def show_profile(out: Output, profile: Profile) -> None:
     """Fits, modules, and the work of the data."""
-    for grid in (*profile_grids(profile), *work_grids(profile)):
-        out.grid(grid)
-
-
-def show_plan(out: Output, plan: Plan) -> None:
-    """Units, prediction, runners-up."""
-    for grid in plan_grids(plan):
-        out.grid(grid)
+    out.grids(*profile_grids(profile), *work_grids(profile))
 
 
 def show_timeline(out: Output, plan: Plan, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What ``show`` and the other commands put on the terminal, as tables of text."""
+"""Tables of workloads, profiles and plans on the terminal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_mod
 from mmplan.simulation.step import Simulation
 from mmplan.solvers.mpsp.metaops import contract
 
+# Letters of a rank's row: with its label they fit a terminal of 120 columns.
 TIMELINE_COLUMNS = 96
-# The next best say what was decided; the others are in the plan.
+# Runners-up on the terminal; the plan's file has all.
 MOST_RUNNERS_UP = 5
 
 
@@ -54,7 +55,7 @@ def workload_grids(workload: Workload) -> Iterator[Grid]:
 
 
 def _metaops(workload: Workload, views: dict[str, TaskView]) -> Grid:
-    """The contracted graph: what runs on what, and whose parameters it shares."""
+    """The contracted graph: predecessors of each MetaOp, and the MetaOps with its parameters."""
     ops = contract(workload, views)
     return Grid(
         title="MetaOps by level: one task's use of one module",
@@ -98,14 +99,15 @@ def profile_grids(profile: Profile) -> Iterator[Grid]:
     from mmplan.costs.fit import fit_profile
 
     fits = profile.fits or fit_profile(profile)
-    rows: list[tuple[str, ...]] = []
-    for module, by_tp in fits.modules.items():
-        for tp, fit in by_tp.items():
-            for direction, curve in (("forward", fit.forward), ("backward", fit.backward)):
-                rows.append((module, tp, direction, *_curve_cells(curve)))
-    for loss, fit in fits.losses.items():
-        for direction, curve in (("forward", fit.forward), ("backward", fit.backward)):
-            rows.append((f"loss {loss}", "-", direction, *_curve_cells(curve)))
+    named = [
+        (module, tp, fit) for module, by_tp in fits.modules.items() for tp, fit in by_tp.items()
+    ]
+    named += [(f"loss {loss}", "-", fit) for loss, fit in fits.losses.items()]
+    rows = [
+        (name, tp, direction, *_curve_cells(curve))
+        for name, tp, fit in named
+        for direction, curve in (("forward", fit.forward), ("backward", fit.backward))
+    ]
     yield Grid(
         title=f"profile {profile.name}: {profile.source}, on {profile.cluster.name} "
         f"({profile.cluster.device.name})",
@@ -151,7 +153,7 @@ def _curve_cells(curve: Curve) -> tuple[str, ...]:
 
 
 def plan_grids(plan: Plan) -> Iterator[Grid]:
-    """Units, and what is predicted and proven."""
+    """Units, predictions with the solver's bound, and runners-up."""
     yield Grid(
         title=f"plan {plan.name}: {plan.solver.name} ({plan.solver.method}) on "
         f"{plan.devices} of {plan.cluster.name}",
@@ -170,6 +172,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
     predicted, solver = plan.predicted, plan.solver
     trials = solver.measured_s is not None
     memory = max(predicted.memory_bytes, default=0.0)
+    trial_rows = [("measured in a trial", text.measured(solver.measured_s))] if trials else []
     yield Grid(
         title="predicted",
         columns=("", ""),
@@ -185,7 +188,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
             ),
             ("devices used", f"{predicted.devices_used} of {plan.devices}"),
             ("idle ranks", text.ranks(solver.idle_ranks)),
-            *((("measured in a trial", text.measured(solver.measured_s)),) if trials else ()),
+            *trial_rows,
             ("objective", text.seconds(solver.objective_s)),
             (
                 "formula's bound",
@@ -227,7 +230,7 @@ def _unit_row(unit: Unit) -> tuple[str, ...]:
 
 
 def timeline_lines(simulation: Simulation) -> Iterator[str]:
-    """One row of letters per rank: what it mostly does in each slice of the step."""
+    """One row of letters per rank: its last instruction in each slice of the step."""
     total = simulation.iteration_s or 1.0
     rows = [["." for _ in range(TIMELINE_COLUMNS)] for _ in range(simulation.program.num_ranks)]
     for event in simulation.events():
