@@ -1,4 +1,4 @@
-"""What the scheduler of chains stands on: linear programs, times of transfers, curves."""
+"""Parts of the scheduler of chains: linear programs, times of transfers, curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmplan.costs.links import message_s
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
 from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
-from mmplan.solvers.mpsp.instance import Instance, parts
+from mmplan.solvers.mpsp.instance import Instance, scaling_classes
+from mmplan.solvers.mpsp.slices import RankGroups
 from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 from mmplan.solvers.sample_split import split_evenly
 from tests.mpsp_cases import instances
@@ -59,11 +60,13 @@ def test_the_simplex_method_finds_the_optimum_and_its_prices(
 @settings(max_examples=100, deadline=None)
 @given(instances())
 def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) -> None:
-    curves = [curve(c.counts, parts(c.forward_s)) for c in instance.chains]
+    curves = [curve(c.counts, scaling_classes(c.forward_s)) for c in instance.chains]
     bound_s = level_bound(curves, instance.devices)
 
     def spare(seconds: float) -> float:
-        return instance.devices * seconds - sum(c.at(seconds) for c in curves)
+        return instance.devices * seconds - sum(
+            float(np.interp(seconds, c.time_s, c.area_s)) for c in curves
+        )
 
     least_s = max(float(c.time_s[0]) for c in curves)
     assert bound_s >= least_s
@@ -73,7 +76,7 @@ def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) ->
 
 
 def plain_transfer_s(
-    where: Cluster, producers: list[tuple[int]], consumers: list[tuple[int]], samples: int
+    where: Cluster, producers: RankGroups, consumers: RankGroups, samples: int
 ) -> float:
     """Sample by sample: the longest message, or the busiest interface of a node."""
     made = [
@@ -103,11 +106,11 @@ def plain_transfer_s(
 )
 @example(list(range(8)), list(range(8)), 4, 4, 0)
 @example(list(range(8)), list(range(8)), 4, 8, 1)
-def test_a_transfer_takes_as_long_as_its_longest_message_or_fullest_interface(
+def test_a_transfer_takes_as_long_as_its_longest_message_or_busiest_interface(
     one: list[int], other: list[int], producers: int, consumers: int, more: int
 ) -> None:
     samples = max(producers, consumers) + more
-    groups = [(rank,) for rank in one[:producers]], [(rank,) for rank in other[:consumers]]
+    groups = [tuple((rank,) for rank in own) for own in (one[:producers], other[:consumers])]
     own = transfer_s(two_nodes(), *groups, samples=samples, sample_bytes=3.0)
     assert own == pytest.approx(plain_transfer_s(two_nodes(), *groups, samples))
 
@@ -157,10 +160,10 @@ def test_shares_become_whole_blocks(seconds: list[int], shares: list[tuple[int, 
     assert found[-1][2] == len(seconds)
     assert all(a < b for _, a, b, _ in found)
     assert all(first[0] != second[0] for first, second in pairwise(found))
-    # A cut is where some share ends, as near as blocks allow, and is as urgent as what it starts.
+    # A cut is at the block end nearest to where a share ends; its priority is that of the next one.
     wanted = [x / total for x in accumulate(share for _, share in shares)]
-    for _, cut, _, urgency in found[1:]:
+    for _, cut, _, priority in found[1:]:
         assert any(
             abs(share - ends[cut]) <= min(abs(share - end) for end in ends) + 1e-9
-            for share in wanted[: int(urgency)]
+            for share in wanted[: int(priority)]
         )
