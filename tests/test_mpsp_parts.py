@@ -15,7 +15,7 @@ from mmplan.costs.links import message_s
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
 from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
-from mmplan.solvers.mpsp.instance import Instance, scaling_classes
+from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.slices import RankGroups
 from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 from mmplan.solvers.sample_split import split_evenly
@@ -48,19 +48,19 @@ def test_the_simplex_method_finds_the_optimum_and_its_prices(
     program: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     gain, matrix, limit = program
-    answer = maximize(gain, matrix, limit)
+    x, prices = maximize(gain, matrix, limit)
     optimum = -linprog(-gain, A_ub=matrix, b_ub=limit, method="highs").fun
-    assert gain @ answer.x == pytest.approx(optimum, abs=1e-7)
-    assert limit @ answer.prices == pytest.approx(optimum, abs=1e-7)
-    assert (answer.x >= -1e-9).all()
-    assert (matrix @ answer.x <= limit + 1e-7).all()
-    assert (matrix.T @ answer.prices >= gain - 1e-7).all()
+    assert gain @ x == pytest.approx(optimum, abs=1e-7)
+    assert limit @ prices == pytest.approx(optimum, abs=1e-7)
+    assert (x >= -1e-9).all()
+    assert (matrix @ x <= limit + 1e-7).all()
+    assert (matrix.T @ prices >= gain - 1e-7).all()
 
 
 @settings(max_examples=100, deadline=None)
 @given(instances())
 def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) -> None:
-    curves = [curve(c.counts, scaling_classes(c.forward_s)) for c in instance.chains]
+    curves = [curve(c.counts, c.forward_s) for c in instance.chains]
     bound_s = level_bound(curves, instance.devices)
 
     def spare(seconds: float) -> float:
@@ -110,7 +110,7 @@ def test_a_transfer_takes_as_long_as_its_longest_message_or_busiest_interface(
     one: list[int], other: list[int], producers: int, consumers: int, more: int
 ) -> None:
     samples = max(producers, consumers) + more
-    groups = [tuple((rank,) for rank in own) for own in (one[:producers], other[:consumers])]
+    groups = tuple((r,) for r in one[:producers]), tuple((r,) for r in other[:consumers])
     own = transfer_s(two_nodes(), *groups, samples=samples, sample_bytes=3.0)
     assert own == pytest.approx(plain_transfer_s(two_nodes(), *groups, samples))
 
@@ -118,25 +118,19 @@ def test_a_transfer_takes_as_long_as_its_longest_message_or_busiest_interface(
 def test_gradients_are_summed_one_group_after_another() -> None:
     where = two_nodes()
     # Blocks 0 and 1 on ranks 0 and 1, block 2 on ranks 1 and 4 of two nodes, block 3 alone.
-    holders = {
-        ("v", 0, 1): {(0,), (1,)},
-        ("v", 1, 1): {(0,), (1,)},
-        ("v", 2, 1): {(1,), (4,)},
-        ("v", 3, 1): {(6,)},
-    }
-    sizes = dict.fromkeys(holders, 8.0)
+    holders = [{(0,), (1,)}, {(0,), (1,)}, {(1,), (4,)}, {(6,)}]
+    shards = [(frozenset(groups), 8.0) for groups in holders]
     # Two ranks: the latency there and back, and each byte once.
     inside, between = 2 * 0.25 + 16 / 8, 2 * 0.5 + 8 / 2
-    assert reductions_s(where, holders, sizes) == pytest.approx(inside + between)
-    assert reductions_s(where, {("v", 3, 1): {(6,)}}, {("v", 3, 1): 8.0}) == 0.0
+    assert reductions_s(where, shards) == pytest.approx(inside + between)
+    assert reductions_s(where, shards[3:]) == 0.0
 
 
 def test_sums_of_other_ranks_share_the_interfaces_of_their_nodes() -> None:
-    holders = {("v", b, 1): {(b,), (4 + b,)} for b in range(3)}
-    sizes = dict.fromkeys(holders, 800.0)
-    one_s = reductions_s(two_nodes(), dict(list(holders.items())[:1]), sizes)
+    shards = [(frozenset({(b,), (4 + b,)}), 800.0) for b in range(3)]
+    one_s = reductions_s(two_nodes(), shards[:1])
     # Bytes take three times as long, latencies do not.
-    assert reductions_s(two_nodes(), holders, sizes) == pytest.approx(3 * one_s, rel=0.01)
+    assert reductions_s(two_nodes(), shards) == pytest.approx(3 * one_s, rel=0.01)
 
 
 @settings(max_examples=200, deadline=None)

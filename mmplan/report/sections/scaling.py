@@ -11,7 +11,6 @@ from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, ScalingCurve
 from mmplan.solvers.mpsp.bounds import curve
-from mmplan.solvers.mpsp.instance import scaling_classes
 from mmplan.wording import counted
 
 # Each picture weighs some 15 kB.
@@ -56,7 +55,7 @@ def envelope(own: ScalingCurve) -> tuple[list[float], list[float]]:
     A corner that the line between its neighbours misses by less than a thousandth is none.
     """
     table = np.array(own.seconds, dtype=np.float64)[:, None]
-    found = curve(own.devices, scaling_classes(table))
+    found = curve(own.devices, table)
     counts = [float(round(n)) for n in (found.area_s / found.time_s)[::-1]]
     seconds = found.time_s[::-1].tolist()
     kept = [0.0, *counts], [0.0, *(1 / s for s in seconds)]

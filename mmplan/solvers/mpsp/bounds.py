@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mmplan.arrays import Floats
+from mmplan.arrays import Floats, Indices, Ints
 from mmplan.schema.plan import ScalingCurve
 from mmplan.solvers.mpsp.instance import (
     Chain,
@@ -71,16 +70,16 @@ class DeviceSecondsCurve:
         return float(fall / (self.time_s[k] - self.time_s[k - 1]))
 
 
-def curve(counts: Sequence[int], classes: Sequence[Floats]) -> DeviceSecondsCurve:
-    """The curve of a chain whose scaling classes run one after another.
+def curve(counts: Sequence[int], table_s: Floats) -> DeviceSecondsCurve:
+    """The curve of a chain, whose scaling classes run one after another.
 
     Args:
         counts: valid device counts, K of them.
-        classes: ``[K]`` seconds of each scaling class (:func:`scaling_classes`).
+        table_s: ``[K, L]`` seconds of its blocks.
     """
     starts: list[tuple[float, float]] = []
     edges: list[tuple[float, float]] = []
-    for time_s in classes:
+    for time_s in scaling_classes(table_s):
         corners = _hull(np.array(counts), time_s)
         starts.append(corners[0])
         edges += [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(corners)]
@@ -91,7 +90,7 @@ def curve(counts: Sequence[int], classes: Sequence[Floats]) -> DeviceSecondsCurv
     return DeviceSecondsCurve(time_s=times, area_s=areas)
 
 
-def _hull(counts: NDArray[np.int64], time_s: Floats) -> list[tuple[float, float]]:
+def _hull(counts: Ints, time_s: Floats) -> list[tuple[float, float]]:
     """Lower left hull of the points (T, n T), by ascending T."""
     hull: list[tuple[float, float]] = []
     for point in sorted(zip(time_s.tolist(), (counts * time_s).tolist(), strict=True)):
@@ -170,15 +169,14 @@ def dag_bound(
     for column, terms in enumerate(rows):
         for row, value in terms:
             matrix[row, column] = value
-    costs = np.zeros(3 * count + 1)
-    costs[-1] = 1.0
-    answer = maximize(np.array(demand), matrix, costs)
+    costs = np.append(np.zeros(3 * count), 1.0)
+    x, prices = maximize(np.array(demand), matrix, costs)
     sequential = sum(float(c.time_s[-1]) for c in curves) / scale
-    violation = float(np.minimum(costs - matrix @ answer.x, 0.0).sum()) * sequential
-    bound_s = (float(np.array(demand) @ answer.x) + violation) * scale * (1 - _LP_TOLERANCE)
+    violation = float(np.minimum(costs - matrix @ x, 0.0).sum()) * sequential
+    bound_s = (float(np.array(demand) @ x) + violation) * scale * (1 - _LP_TOLERANCE)
     durations_s = [
         float(own.time_s[0]) + float(more) * scale
-        for own, more in zip(curves, answer.prices[count : 2 * count], strict=True)
+        for own, more in zip(curves, prices[count : 2 * count], strict=True)
     ]
     return max(bound_s, least_s), durations_s
 
@@ -195,22 +193,9 @@ class Column:
     choices: Choices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configurations:
-    """Answer of the configuration program.
-
-    Attributes:
-        bound_s: no schedule of the chains takes less.
-        columns: the configurations with a positive duration.
-    """
-
-    bound_s: float
-    columns: tuple[Column, ...]
-
-
 def configuration_bound(
     chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, limit_s: float
-) -> Configurations:
+) -> tuple[float, list[Column]]:
     """The bound over combinations of counts, by column generation.
 
     With duals y and the best column's value z, sum(y) / max(1, z) is a bound however many
@@ -219,6 +204,9 @@ def configuration_bound(
     Args:
         tables: ``[K, L]`` seconds of each chain: of one phase, or of both.
         limit_s: seconds after which no further column is looked for.
+
+    Returns:
+        The bound in seconds, and the configurations with a positive duration.
     """
     return _ColumnGeneration(chains, tables, devices).run(time.monotonic() + limit_s)
 
@@ -226,6 +214,7 @@ def configuration_bound(
 class _ColumnGeneration:
     def __init__(self, chains: Sequence[Chain], tables: Sequence[Floats], devices: int) -> None:
         self._devices = devices
+        self._curves = [curve(c.counts, own) for c, own in zip(chains, tables, strict=True)]
         self._counts = [np.array(chain.counts) for chain in chains]
         self._classes = [scaling_classes(table) for table in tables]
         self._rows = [(m, c) for m, own in enumerate(self._classes) for c in range(len(own))]
@@ -238,13 +227,12 @@ class _ColumnGeneration:
             for counts in self._counts
         ]
         self._columns: list[Choices] = []
-        self._known: set[Choices] = set()
 
-    def run(self, deadline: float) -> Configurations:
+    def run(self, deadline: float) -> tuple[float, list[Column]]:
         if not self._rows:
-            return Configurations(bound_s=0.0, columns=())
+            return 0.0, []
         for m, c in self._rows:
-            self._add(((m, c, int(self._classes[m][c].argmin())),))
+            self._columns.append(((m, c, int(self._classes[m][c].argmin())),))
         centre = self._first_duals()
         bound_s = 0.0
         while True:
@@ -259,7 +247,8 @@ class _ColumnGeneration:
                 gain = sum(
                     float(duals[self._row[m, c]] / self._classes[m][c][k]) for m, c, k in column
                 )
-                if gain > 1 + _COLUMN_GAP / 10 and self._add(column):
+                if gain > 1 + _COLUMN_GAP / 10 and column not in self._columns:
+                    self._columns.append(column)
                     added = True
                     break
             if not added or total <= bound_s * (1 + _COLUMN_GAP) or time.monotonic() > deadline:
@@ -269,27 +258,16 @@ class _ColumnGeneration:
             for x, choices in zip(seconds, self._columns, strict=False)
             if x > 1e-9 * total
         ]
-        return Configurations(bound_s=bound_s, columns=tuple(used))
+        return bound_s, used
 
     def _first_duals(self) -> Floats:
         """Duals of the level bound: device-seconds, and seconds at each chain's own price."""
-        curves = [
-            curve(n.tolist(), own) for n, own in zip(self._counts, self._classes, strict=True)
-        ]
-        least_s = level_bound(curves, self._devices)
+        least_s = level_bound(self._curves, self._devices)
         duals = np.empty(len(self._rows))
         for index, (m, c) in enumerate(self._rows):
-            price = curves[m].price(least_s)
+            price = self._curves[m].price(least_s)
             duals[index] = ((self._counts[m] + price) * self._classes[m][c]).min()
         return duals
-
-    def _add(self, column: Choices) -> bool:
-        """Add a column; False where it is there already."""
-        if column in self._known:
-            return False
-        self._known.add(column)
-        self._columns.append(column)
-        return True
 
     def _master(self) -> tuple[Floats, Floats]:
         """Seconds of each column, and the duals."""
@@ -301,17 +279,15 @@ class _ColumnGeneration:
             for m, c, k in column:
                 row = self._row[m, c]
                 rates[j, row] = least[row] / self._classes[m][c][k]
-        answer = maximize(least / scale, rates, np.ones(len(rates)))
-        return answer.prices * scale, answer.x * least
+        duals, seconds = maximize(least / scale, rates, np.ones(len(rates)))
+        return seconds * scale, duals * least
 
     def _price(self, duals: Floats) -> tuple[float, Choices]:
         """The most valuable configuration: a knapsack with one choice for each chain."""
         best = np.append(np.zeros(self._devices + 1), -np.inf)
-        taken: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
-        for m, own in enumerate(self._classes):
-            if not own:
-                taken.append((np.empty(0, np.intp), np.empty(0, np.intp)))
-                continue
+        taken: list[tuple[int, Indices, Indices]] = []
+        for m in sorted({m for m, _ in self._rows}):
+            own = self._classes[m]
             values = np.array([duals[self._row[m, c]] / own[c] for c in range(len(own))])
             best_class = values.argmax(axis=0)
             value = best[self._left[m]] + values.max(axis=0)[:, None]
@@ -319,11 +295,10 @@ class _ColumnGeneration:
             most = value[k, np.arange(self._devices + 1)]
             chosen = np.where(most > best[:-1], k, -1)
             best[:-1] = np.maximum(best[:-1], most)
-            taken.append((chosen, best_class))
+            taken.append((m, chosen, best_class))
         free, column = self._devices, list[tuple[int, int, int]]()
-        for m in reversed(range(len(taken))):
-            chosen, best_class = taken[m]
-            if len(chosen) and chosen[free] >= 0:
+        for m, chosen, best_class in reversed(taken):
+            if chosen[free] >= 0:
                 k = int(chosen[free])
                 column.append((m, int(best_class[k]), k))
                 free -= int(self._counts[m][k])
@@ -367,20 +342,7 @@ _PERTURBATION = 1e-10
 _MAX_PIVOTS = 5000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LinearProgramAnswer:
-    """An optimal pair of :func:`maximize`.
-
-    Attributes:
-        x: ``[C]`` the variables.
-        prices: ``[R]`` the duals: gain for each unit that a limit is raised.
-    """
-
-    x: Floats
-    prices: Floats
-
-
-def maximize(gain: Floats, matrix: Floats, limit: Floats) -> LinearProgramAnswer:
+def maximize(gain: Floats, matrix: Floats, limit: Floats) -> tuple[Floats, Floats]:
     """The x >= 0 with the largest gain x subject to matrix x <= limit: the simplex method.
 
     Args:
@@ -389,7 +351,8 @@ def maximize(gain: Floats, matrix: Floats, limit: Floats) -> LinearProgramAnswer
         limit: ``[R]``, not negative.
 
     Returns:
-        The optimum up to rounding, of a program that has one.
+        ``[C]`` the optimal x, and ``[R]`` the dual prices, both up to rounding. The program must
+        have an optimum.
     """
     rows, columns = matrix.shape
     table = np.zeros((rows + 1, columns + rows + 1))
@@ -416,7 +379,7 @@ def maximize(gain: Floats, matrix: Floats, limit: Floats) -> LinearProgramAnswer
         basis[row] = column
     x = np.zeros(columns + rows)
     x[basis] = table[:rows, -1]
-    return LinearProgramAnswer(x=x[:columns], prices=np.maximum(table[rows, columns:-1], 0.0))
+    return x[:columns], np.maximum(table[rows, columns:-1], 0.0)
 
 
 def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) -> float:
@@ -427,15 +390,13 @@ def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) ->
         limit_s: seconds for the configuration program.
     """
     chains, devices = instance.chains, instance.devices
-    curves = [
-        curve(c.counts, scaling_classes(table)) for c, table in zip(chains, tables, strict=True)
-    ]
+    curves = [curve(c.counts, table) for c, table in zip(chains, tables, strict=True)]
     if not any(own.time_s[-1] for own in curves):
         return 0.0
     found = [level_bound(curves, devices)]
     if instance.levels > 1:
         found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
-    found.append(configuration_bound(chains, tables, devices, limit_s=limit_s).bound_s)
+    found.append(configuration_bound(chains, tables, devices, limit_s=limit_s)[0])
     return max(found)
 
 

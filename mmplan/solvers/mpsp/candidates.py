@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound
 from mmplan.solvers.mpsp.initial_schedules import portfolio
-from mmplan.solvers.mpsp.instance import Chain, Instance, scaling_classes
+from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
 from mmplan.solvers.mpsp.metaops import contract
 from mmplan.solvers.mpsp.placement import Placed, place
@@ -71,19 +70,6 @@ class PlacedCandidate:
     staged: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """Memory in bytes that the best trial schedule lacks on a device; 0 where it fits.
-
-    Attributes:
-        total: for parameters and activations.
-        without_activations: for parameters alone.
-    """
-
-    total: float
-    without_activations: float
-
-
 class CandidateFinder:
     """Finds candidates for one number of rounds after another.
 
@@ -132,8 +118,12 @@ class CandidateFinder:
             self._failed(shortfall_bytes)
         return shortfall_bytes <= 0
 
-    def trial_shortfall(self, scalings: Sequence[Scaling], rounds: int) -> Shortfall:
-        """The memory shortfall of schedules made without a search."""
+    def trial_shortfall(self, scalings: Sequence[Scaling], rounds: int) -> tuple[float, float]:
+        """The memory shortfall in bytes of schedules made without a search, 0 where one fits.
+
+        Returns:
+            For parameters and activations, and for parameters alone.
+        """
         emitter = self.emitter(scalings, rounds)
         instance, evaluator = emitter.instance, Evaluator(emitter.instance)
         span_s = max(float(c.both_s.sum(axis=1).min()) for c in instance.chains)
@@ -150,9 +140,9 @@ class CandidateFinder:
                 shortfall = self._shortfall_without_activations(slices)
                 without_activations = min(without_activations, shortfall)
         if total == 0:
-            return Shortfall(total=0.0, without_activations=0.0)
+            return 0.0, 0.0
         self._failed(total)
-        return Shortfall(total=total, without_activations=without_activations)
+        return total, without_activations
 
     def staged(self, rounds: int) -> list[PlacedCandidate]:
         """Schedules that divide the blocks among groups of devices, the fewest groups that fit."""
@@ -203,7 +193,7 @@ class CandidateFinder:
         for position, chosen in enumerate(choices):
             emitter = self.emitter(chosen, rounds)
             instance = emitter.instance
-            curves = [curve(c.counts, scaling_classes(c.both_s)) for c in instance.chains]
+            curves = [curve(c.counts, c.both_s) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
             is_first_choice = is_first and not position
@@ -279,9 +269,8 @@ class CandidateFinder:
     def _place(
         self, slices: Sequence[UnplacedSlice], limit_s: float, *, streamed: bool = False
     ) -> Placed | float:
-        cluster: Cluster = self._request.cluster
-        devices = self._request.devices
-        return place(slices, cluster, devices, limit_s=limit_s, streamed=streamed)
+        request = self._request
+        return place(slices, request.cluster, request.devices, limit_s=limit_s, streamed=streamed)
 
 
 def _candidate(

@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from mmplan.arrays import Floats
+from mmplan.arrays import Floats, Indices, Ints
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.memory_packing import pack
-from mmplan.solvers.mpsp.slices import RankGroups, RankMemory, UnplacedSlice, block_shards
+from mmplan.solvers.mpsp.slices import RankGroups, UnplacedSlice, block_shards
 from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 
 # Times that differ by less than this share are one instant: sums of times are rounded.
@@ -130,11 +129,16 @@ class _Attempt:
         self._memory_weight = memory_weight
         self._streamed = streamed
         self._packed = packed
-        self._memory = RankMemory(slices, devices)
+        self._used_bytes: Floats = np.zeros(devices)
+        # Per module ``[N, L]``: the tensor-parallel degree of the shard of a block, 0 for none.
+        self._degree: dict[str, Ints] = {}
+        for owner in {slice_.owner for slice_ in slices}:
+            blocks = max(slice_.blocks[1] for slice_ in slices if slice_.owner == owner)
+            self._degree[owner] = np.zeros((devices, blocks), dtype=np.int64)
         self._free_at: Floats = np.zeros(devices)
         self._node = np.arange(devices) // cluster.devices_per_node
         self._groups: dict[int, RankGroups] = {}
-        self._ranks: dict[int, NDArray[np.intp]] = {}
+        self._ranks: dict[int, Indices] = {}
         self._ends: dict[int, float] = {}
         # Seconds from a producer to a consumer: of the activations, and of their gradients back.
         self._transfers_s: dict[tuple[int, int], float] = {}
@@ -155,7 +159,9 @@ class _Attempt:
         starts = [0.0] * len(self._slices)
         for i in order:
             slice_ = self._slices[i]
-            new_bytes = self._memory.new_bytes(slice_)
+            degree = self._degree[slice_.owner][:, slice(*slice_.blocks)]
+            # The slice's fixed bytes that each rank does not hold yet.
+            new_bytes = (degree != slice_.tp) @ slice_.fixed_bytes
             choice = self._choose(i, new_bytes)
             if not isinstance(choice, tuple):
                 return choice
@@ -164,7 +170,8 @@ class _Attempt:
             start = max(start, self._arrival_s(i, groups))
             starts[i], self._ends[i] = start, start + slice_.forward_s
             self._groups[i], self._ranks[i] = groups, ranks
-            self._memory.add(slice_, ranks, new_bytes)
+            self._used_bytes[ranks] += new_bytes[ranks] + slice_.activation_bytes
+            degree[ranks] = slice_.tp
             self._free_at[ranks] = self._ends[i]
         return Placed(
             groups=tuple(self._groups[i] for i in range(len(self._slices))),
@@ -172,7 +179,7 @@ class _Attempt:
             forward_s=max(self._ends.values()),
             backward_s=self._backward_s(),
             reduce_s=self._reduce_s(),
-            memory_bytes=tuple(self._memory.used_bytes.tolist()),
+            memory_bytes=tuple(self._used_bytes.tolist()),
         )
 
     def _choose(self, i: int, new_bytes: Floats) -> tuple[RankGroups, float] | float:
@@ -182,10 +189,12 @@ class _Attempt:
         if self._packed is not None:
             groups = self._packed[i]
             return groups, max(ready, float(self._free_at[np.array(groups)].max()))
-        is_allowed = slice_.group_max(self._memory.has_other_shard(slice_)) == 0
+        degree = self._degree[slice_.owner][:, slice(*slice_.blocks)]
+        has_other_shard = ((degree != 0) & (degree != slice_.tp)).any(axis=1).astype(np.float64)
+        is_allowed = slice_.group_max(has_other_shard) == 0
         if np.count_nonzero(is_allowed) < slice_.dp:
             return math.inf
-        needed = slice_.group_max(self._memory.used_bytes + new_bytes) + slice_.activation_bytes
+        needed = slice_.group_max(self._used_bytes + new_bytes) + slice_.activation_bytes
         fits = is_allowed & (needed <= self._memory_bytes)
         if np.count_nonzero(fits) < slice_.dp:
             return float(np.sort(needed[is_allowed])[slice_.dp - 1]) - self._memory_bytes
@@ -232,9 +241,7 @@ class _Attempt:
         )
         return self._transfers_s[i, j]
 
-    def _nearest(
-        self, slice_: UnplacedSlice, offered: NDArray[np.intp], new_bytes: Floats
-    ) -> list[int]:
+    def _nearest(self, slice_: UnplacedSlice, offered: Indices, new_bytes: Floats) -> list[int]:
         """The cheapest ``dp`` of the groups: on one node where one has enough, else on few."""
         cost = self._costs(slice_, new_bytes)
         node = self._node[slice_.group_ranks][:: slice_.tp]
@@ -252,7 +259,7 @@ class _Attempt:
 
         Each is a share: of the memory, of the slice's parameters, and of its input.
         """
-        used = slice_.group_max(self._memory.used_bytes)
+        used = slice_.group_max(self._used_bytes)
         cost = self._memory_weight * used / self._memory_bytes
         fixed_bytes = float(slice_.fixed_bytes.sum())
         if fixed_bytes:
@@ -270,13 +277,11 @@ class _Attempt:
         return cost
 
     def _reduce_s(self) -> float:
-        holders: dict[tuple[str, int, int], set[tuple[int, ...]]] = {}
-        sizes: dict[tuple[str, int, int], float] = {}
-        for own in block_shards(self._slices):
-            key = own.owner, own.blocks[0], own.tp
-            holders[key] = {group for i in own.slices for group in self._groups[i]}
-            sizes[key] = own.gradient_bytes
-        return reductions_s(self._cluster, holders, sizes)
+        shards = (
+            (frozenset({g for i in own.slices for g in self._groups[i]}), own.gradient_bytes)
+            for own in block_shards(self._slices)
+        )
+        return reductions_s(self._cluster, shards)
 
     def _backward_s(self) -> float:
         """Seconds of the mirror image on the same ranks: what ended last starts first."""

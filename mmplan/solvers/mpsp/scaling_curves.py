@@ -20,7 +20,7 @@ from mmplan.arrays import Floats, Ints
 from mmplan.costs.curves import curve_values
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.mpsp.bounds import DeviceSecondsCurve, curve, level_bound
-from mmplan.solvers.mpsp.instance import Chain, scaling_classes
+from mmplan.solvers.mpsp.instance import Chain
 from mmplan.solvers.mpsp.metaops import MetaOp
 from mmplan.solvers.partitioner import degree_candidates
 from mmplan.solvers.problem import Problem
@@ -173,7 +173,7 @@ class Scalings:
         """Curve of a MetaOp at one tp, or on its own best degrees."""
         if (m, tp) not in self._curves:
             chain = self._scaling(m, tp).chain(0)
-            self._curves[m, tp] = curve(chain.counts, scaling_classes(chain.both_s))
+            self._curves[m, tp] = curve(chain.counts, chain.both_s)
         return self._curves[m, tp]
 
     def _at(self, tps: Mapping[str, int]) -> list[Scaling]:

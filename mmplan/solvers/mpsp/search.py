@@ -105,22 +105,22 @@ def sequential_schedule(instance: Instance) -> ChainSchedule:
     )
 
 
-def _guides(instance: Instance, limit_s: float) -> tuple[list[list[float]], tuple[Column, ...]]:
+def _guides(instance: Instance, limit_s: float) -> tuple[list[list[float]], list[Column]]:
     """Target seconds of the chains, by level and over the graph, and configurations.
 
     Configurations know no order, so there are none for several levels.
     """
     chains, devices = instance.chains, instance.devices
-    curves = [curve(c.counts, scaling_classes(c.both_s)) for c in chains]
+    curves = [curve(c.counts, c.both_s) for c in chains]
     if instance.levels == 1:
         tables = [c.both_s for c in chains]
-        found = configuration_bound(chains, tables, devices, limit_s=limit_s)
-        return [[level_bound(curves, devices)] * len(chains)], found.columns
+        _, columns = configuration_bound(chains, tables, devices, limit_s=limit_s)
+        return [[level_bound(curves, devices)] * len(chains)], columns
     by_level = [0.0] * len(chains)
     for members in map(instance.of_level, range(instance.levels)):
         for m in members:
             by_level[m] = level_bound([curves[i] for i in members], devices)
-    return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]], ()
+    return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]], []
 
 
 def _search(

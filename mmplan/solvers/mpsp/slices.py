@@ -1,4 +1,4 @@
-"""Slices that wait for ranks, and the memory of ranks that have some.
+"""Slices that wait for ranks, and the block shards that they share.
 
 Shape suffixes: N = ranks, B = blocks of a slice.
 """
@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mmplan.arrays import Floats
 
@@ -113,40 +110,3 @@ def block_shards(slices: Sequence[UnplacedSlice]) -> Iterator[BlockShard]:
                     fixed_bytes=max(float(x.fixed_bytes[c:d].sum()) for x, c, d in cuts),
                     gradient_bytes=max(float(x.gradient_bytes[c:d].sum()) for x, c, d in cuts),
                 )
-
-
-class RankMemory:
-    """Parameters and activations on every rank.
-
-    Attributes:
-        used_bytes: ``[N]``.
-    """
-
-    def __init__(self, slices: Sequence[UnplacedSlice], devices: int) -> None:
-        blocks: dict[str, int] = {}
-        for slice_ in slices:
-            blocks[slice_.owner] = max(blocks.get(slice_.owner, 0), slice_.blocks[1])
-        self.used_bytes: Floats = np.zeros(devices)
-        # Per module ``[N, L]``: the tensor-parallel degree of the shard of a block, 0 for none.
-        self._degree: dict[str, NDArray[np.int64]] = {
-            owner: np.zeros((devices, count), dtype=np.int64) for owner, count in blocks.items()
-        }
-
-    def has_other_shard(self, slice_: UnplacedSlice) -> Floats:
-        """``[N]``: 1 where a rank holds some of the slice's blocks as another shard, else 0."""
-        own = self._degree[slice_.owner][:, slice_.blocks[0] : slice_.blocks[1]]
-        return ((own != 0) & (own != slice_.tp)).any(axis=1).astype(np.float64)
-
-    def new_bytes(self, slice_: UnplacedSlice) -> Floats:
-        """``[N]``: the slice's fixed bytes that a rank does not hold yet."""
-        own = self._degree[slice_.owner][:, slice_.blocks[0] : slice_.blocks[1]]
-        return (own != slice_.tp) @ slice_.fixed_bytes
-
-    def add(self, slice_: UnplacedSlice, ranks: NDArray[np.intp], new_bytes: Floats) -> None:
-        """Give a slice to ranks.
-
-        Args:
-            new_bytes: ``[N]`` the value of :meth:`new_bytes` for the slice.
-        """
-        self.used_bytes[ranks] += new_bytes[ranks] + slice_.activation_bytes
-        self._degree[slice_.owner][ranks, slice_.blocks[0] : slice_.blocks[1]] = slice_.tp

@@ -88,11 +88,11 @@ def _solve(request: Request, method: str) -> Solution:
         shortfalls = (
             [finder.trial_shortfall(own, rounds) for own in choices] if can_fit_unstaged else []
         )
-        can_fit_unstaged = any(own.without_activations <= 0 for own in shortfalls)
+        can_fit_unstaged = any(of_parameters <= 0 for _, of_parameters in shortfalls)
         searched = [
             own
-            for own, shortfall in zip(choices, shortfalls, strict=False)
-            if shortfall.total < _SEARCHED_SHORTFALL * memory_bytes
+            for own, (shortfall_bytes, _) in zip(choices, shortfalls, strict=False)
+            if shortfall_bytes < _SEARCHED_SHORTFALL * memory_bytes
         ]
         if method == "search" and len(searched) < len(choices) and not further:
             found += finder.staged(rounds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -24,7 +25,7 @@ _LARGEST_SHARE_FACTOR = 2.0
 
 
 class BlockMemory:
-    """Bytes of the tasks' blocks, cached for all emitters.
+    """Bytes of the tasks' blocks on one rank, cached for all emitters.
 
     Args:
         problems: by task.
@@ -32,29 +33,24 @@ class BlockMemory:
 
     def __init__(self, problems: Mapping[str, Problem]) -> None:
         self._problems = problems
-        self._parameters: dict[tuple[str, str, int, int], tuple[Floats, Floats]] = {}
-        self._activations: dict[tuple[str, str, int, int, Blocks], float] = {}
+        self._parameters = cache(self._compute_parameters)
+        self.activations = cache(self._compute_activations)
 
     def parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
-        """Two ``[L]`` arrays of bytes on one rank: of each block's parameters, gradients and
-        optimizer state together, and of the gradients alone."""
-        problem = self._problems[op.task]
-        key = op.task, op.module, tp, dp if problem.costs.training.zero else 1
-        if key not in self._parameters:
-            each = [(b, b + 1) for b in range(problem.blocks(op.module))]
-            self._parameters[key] = (
-                np.array([problem.fixed_bytes(op.module, block, tp, key[3]) for block in each]),
-                np.array([problem.gradient_bytes(op.module, block, tp) for block in each]),
-            )
-        return self._parameters[key]
+        """``[L]`` fixed bytes (parameters, gradients and optimizer state), and of gradients."""
+        zero = self._problems[op.task].costs.training.zero
+        return self._parameters(op, tp, dp if zero else 1)
 
-    def activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
-        """Activations of a micro-batch on one rank."""
-        key = op.task, op.module, tp, size, blocks
-        if key not in self._activations:
-            problem = self._problems[op.task]
-            self._activations[key] = problem.held_bytes(op.module, blocks, tp, size)
-        return self._activations[key]
+    def _compute_parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
+        problem = self._problems[op.task]
+        each = [(b, b + 1) for b in range(problem.blocks(op.module))]
+        fixed = [problem.fixed_bytes(op.module, block, tp, dp) for block in each]
+        gradient = [problem.gradient_bytes(op.module, block, tp) for block in each]
+        return np.array(fixed), np.array(gradient)
+
+    def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
+        """Activations of a micro-batch."""
+        return self._problems[op.task].held_bytes(op.module, blocks, tp, size)
 
 
 class Emitter:
@@ -81,7 +77,6 @@ class Emitter:
         self.instance = instance
         self._rounds = rounds
         self._allocations = [{a.tp * a.dp: a for a in own.allocations} for own in scalings]
-        self._first_microbatches: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --- before the placement --------------------------------------------------------
 
@@ -100,16 +95,35 @@ class Emitter:
         slices: list[UnplacedSlice] = []
         last_of_chain: list[int] = []
         for m, i, segment in _segments(schedule):
+            chain, op, (k, first, end, _) = self.instance.chains[m], self._scalings[m].op, segment
+            allocation = self._allocation(m, segment)
             if i:
-                after = ((len(slices) - 1, self._output_bytes(m, segment.first - 1)),)
+                after = ((len(slices) - 1, self._output_bytes(m, first - 1)),)
             else:
                 after = tuple(
                     (last_of_chain[j], self._output_bytes(j, self.instance.chains[j].blocks - 1))
-                    for j in self._scalings[m].op.after
+                    for j in op.after
                 )
-            rank_range = rank_ranges[m][i] if rank_ranges else (0, self.instance.devices)
-            slices.append(self._slice(m, segment, starts[m][i], after, rank_range))
-            if i + 1 == len(schedule.segments[m]):
+            fixed_bytes, gradient_bytes = self._memory.parameters(op, allocation.tp, allocation.dp)
+            slices.append(
+                UnplacedSlice(
+                    tp=allocation.tp,
+                    dp=allocation.dp,
+                    rank_range=rank_ranges[m][i] if rank_ranges else (0, self.instance.devices),
+                    start_s=starts[m][i],
+                    forward_s=float(chain.forward_s[k, first:end].sum()),
+                    backward_s=float(chain.backward_s[k, first:end].sum()),
+                    after=after,
+                    samples=op.batch // self._rounds,
+                    num_microbatches=len(self._first_replica(m, allocation)),
+                    owner=op.owner,
+                    blocks=(first, end),
+                    fixed_bytes=fixed_bytes[first:end],
+                    gradient_bytes=gradient_bytes[first:end],
+                    activation_bytes=self._activation_bytes(m, allocation, (first, end)),
+                )
+            )
+            if end == chain.blocks:
                 last_of_chain.append(len(slices) - 1)
         return slices
 
@@ -134,34 +148,6 @@ class Emitter:
                 found[own.op.owner] = np.minimum(found.get(own.op.owner, each), each)
         return {owner: each.tolist() for owner, each in found.items()}
 
-    def _slice(
-        self,
-        m: int,
-        segment: ChainSegment,
-        start_s: float,
-        after: tuple[tuple[int, float], ...],
-        rank_range: RankRange,
-    ) -> UnplacedSlice:
-        chain, (k, first, end, _) = self.instance.chains[m], segment
-        allocation, op = self._allocation(m, segment), self._scalings[m].op
-        fixed_bytes, gradient_bytes = self._memory.parameters(op, allocation.tp, allocation.dp)
-        return UnplacedSlice(
-            tp=allocation.tp,
-            dp=allocation.dp,
-            rank_range=rank_range,
-            start_s=start_s,
-            forward_s=float(chain.forward_s[k, first:end].sum()),
-            backward_s=float(chain.backward_s[k, first:end].sum()),
-            after=after,
-            samples=op.batch // self._rounds,
-            num_microbatches=len(self._first_replica(m, allocation)),
-            owner=op.owner,
-            blocks=(first, end),
-            fixed_bytes=fixed_bytes[first:end],
-            gradient_bytes=gradient_bytes[first:end],
-            activation_bytes=self._activation_bytes(m, allocation, (first, end)),
-        )
-
     def _allocation(self, m: int, segment: ChainSegment) -> Allocation:
         return self._allocations[m][self.instance.chains[m].counts[segment.k]]
 
@@ -180,13 +166,8 @@ class Emitter:
 
     def _first_replica(self, m: int, allocation: Allocation) -> tuple[int, ...]:
         """Micro-batches of the first replica in a round: it has the largest share."""
-        key = m, allocation.tp, allocation.dp
-        if key not in self._first_microbatches:
-            samples = self._scalings[m].op.batch // self._rounds
-            share = -(-samples // allocation.dp)
-            count = -(-share // allocation.size)
-            self._first_microbatches[key] = _microbatches(share, allocation, count)
-        return self._first_microbatches[key]
+        share = -(-(self._scalings[m].op.batch // self._rounds) // allocation.dp)
+        return _microbatches(share, allocation, -(-share // allocation.size))
 
     # --- after the placement -----------------------------------------------------------
 

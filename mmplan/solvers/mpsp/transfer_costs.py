@@ -6,7 +6,7 @@ simulation of a plan has every message and every wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from itertools import accumulate
 
 from mmplan.costs.links import collective, collective_s, message
@@ -62,7 +62,7 @@ def transfer_s(
             if ends[p] >= stop:
                 break
         first = stop
-    return max(longest_s, *interfaces.values(), 0.0)
+    return max([longest_s, *interfaces.values()])
 
 
 def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
@@ -81,9 +81,7 @@ def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
 
 
 def reductions_s(
-    cluster: Cluster,
-    holders: Mapping[tuple[str, int, int], set[tuple[int, ...]]],
-    gradient_bytes: Mapping[tuple[str, int, int], float],
+    cluster: Cluster, shards: Iterable[tuple[frozenset[tuple[int, ...]], float]]
 ) -> float:
     """Seconds of all reductions of gradients.
 
@@ -91,21 +89,21 @@ def reductions_s(
     time, but share the interfaces of their nodes.
 
     Args:
-        holders: (owner, first block, tp) to the groups of ranks that hold these blocks' shards.
-        gradient_bytes: by the same keys, what one rank contributes.
+        shards: of every block shard the tensor-parallel groups that hold it, and the bytes of
+            gradients that one rank contributes.
     """
-    together: dict[tuple[frozenset[tuple[int, ...]], int], float] = {}
-    for key, groups in holders.items():
-        place = frozenset(groups), key[2]
-        together[place] = together.get(place, 0.0) + gradient_bytes[key]
+    bytes_of: dict[frozenset[tuple[int, ...]], float] = {}
+    for groups, num_bytes in shards:
+        bytes_of[groups] = bytes_of.get(groups, 0.0) + num_bytes
     busy: dict[int, float] = {}
     interfaces: dict[int, float] = {}
-    for (groups, tp), size in together.items():
-        if len(groups) > 1 and size:
+    for groups, num_bytes in bytes_of.items():
+        if len(groups) > 1 and num_bytes:
             firsts = [group[0] for group in groups]
-            own = collective(cluster, "all_reduce", firsts, size, sharers=tp)
+            tp = len(next(iter(groups)))
+            own = collective(cluster, "all_reduce", firsts, num_bytes, sharers=tp)
             for rank in (rank for group in groups for rank in group):
                 busy[rank] = busy.get(rank, 0.0) + own.seconds
             for node in {cluster.node_of(rank) for rank in firsts}:
                 interfaces[node] = interfaces.get(node, 0.0) + own.interface_s
-    return max(*busy.values(), *interfaces.values(), 0.0, 0.0)
+    return max([0.0, *busy.values(), *interfaces.values()])
