@@ -29,9 +29,9 @@ from mmplan.solvers.mpsp.transfer_costs import spread_s
 from mmplan.solvers.mpsp.wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request
 
-# Shares of the budget for the search, at least and at most. Chosen by hand: less finds worse
-# schedules, more leaves no time for simulating them.
+# Least share of the budget for the search. Chosen by hand: less finds worse schedules.
 _MIN_SEARCH_SHARE = 0.3
+# Largest share of the budget for the search. Chosen by hand: the rest is for simulating.
 _MAX_SEARCH_SHARE = 0.5
 # Share of the budget that neither the search nor the simulation plans with.
 _RESERVE_SHARE = 0.1
@@ -39,9 +39,9 @@ _RESERVE_SHARE = 0.1
 _SIMULATED_PLANS = 3
 # Seconds that one compute of a plan takes to simulate. It depends on the machine.
 _SIMULATED_COMPUTE_S = 4e-5
-# Shares of the search time that is left, for the first tp choice and for each other one. Chosen by
-# hand: the first is mostly the best.
+# Share of the search time that is left, for the first tp choice. Chosen by hand.
 _FIRST_CHOICE_SHARE = 0.5
+# The same for each other one, which is less promising.
 _OTHER_CHOICE_SHARE = 0.25
 # Share of the budget for placing a schedule by memory alone.
 _PLACEMENT_SHARE = 0.1

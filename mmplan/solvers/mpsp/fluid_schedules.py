@@ -78,13 +78,10 @@ class FluidScheduler:
         self._longest_s = max(spans_s)
         totals = [c.both_s.sum(axis=1) for c in chains]
         self._kept = [faster_counts(own) for own in totals]
-        self._counts = [
-            [c.counts[k] for k in kept] for c, kept in zip(chains, self._kept, strict=True)
-        ]
+        pairs = list(zip(chains, totals, self._kept, strict=True))
+        self._counts = [[c.counts[k] for k in kept] for c, _, kept in pairs]
         # Speeds ascend with the counts: bisection finds the smallest count that is fast enough.
-        self._seconds = [
-            [float(own[k]) for k in kept] for own, kept in zip(totals, self._kept, strict=True)
-        ]
+        self._seconds = [[float(total[k]) for k in kept] for _, total, kept in pairs]
         self._speeds = [[1 / x for x in own] for own in self._seconds]
         self._then = instance.successors()
         self._num_before = [len(set(c.after)) for c in chains]
@@ -94,24 +91,21 @@ class FluidScheduler:
         """Random settings near the best ones, or anywhere."""
         rng = self._rng
         if best is None or rng.random() > _FROM_BEST:
-            spans = tuple(
-                x * (1 + rng.uniform(-_LARGE_CHANGE, _LARGE_CHANGE)) for x in self._spans_s
-            )
+            spans = tuple(self._changed(x, _LARGE_CHANGE) for x in self._spans_s)
             return self._with_new_rules(spans)
         if rng.random() < 0.5:
             spans = tuple(
-                x * (1 + rng.uniform(-_LARGE_CHANGE, _LARGE_CHANGE))
-                if rng.random() < _CHANGED_CHAINS
-                else x
+                self._changed(x, _LARGE_CHANGE) if rng.random() < _CHANGED_CHAINS else x
                 for x in best.spans_s
             )
         else:
-            spans = tuple(
-                x * (1 + rng.uniform(-_SMALL_CHANGE, _SMALL_CHANGE)) for x in best.spans_s
-            )
+            spans = tuple(self._changed(x, _SMALL_CHANGE) for x in best.spans_s)
         if rng.random() < _NEW_RULES:
             return self._with_new_rules(spans)
         return replace(best, spans_s=spans)
+
+    def _changed(self, span_s: float, change: float) -> float:
+        return span_s * (1 + self._rng.uniform(-change, change))
 
     def first(self) -> list[FluidSettings]:
         """The bound's own seconds, with each rule of waiting."""
@@ -137,18 +131,15 @@ class FluidScheduler:
 
     def segments(self, settings: FluidSettings) -> ChainSegments:
         """The segments of the settings' schedule; the priority of each is its start."""
-        state = _State(self._num_before, self._tails(settings.spans_s))
+        spans_s, tails = settings.spans_s, [0.0] * len(settings.spans_s)
+        for m in reversed(range(len(tails))):
+            tails[m] = max((tails[j] + spans_s[j] for j in self._then[m]), default=0.0)
+        state = _State(self._num_before, tails)
         shares: list[list[tuple[int, float, float]]] = [[] for _ in self._num_before]
         while state.active:
             self._share_out(state, settings)
             self._advance(state, shares)
         return [whole_blocks(ends, own) for ends, own in zip(self._ends, shares, strict=True)]
-
-    def _tails(self, spans_s: Sequence[float]) -> list[float]:
-        tails = [0.0] * len(spans_s)
-        for m in reversed(range(len(spans_s))):
-            tails[m] = max((tails[j] + spans_s[j] for j in self._then[m]), default=0.0)
-        return tails
 
     def _share_out(self, state: _State, settings: FluidSettings) -> None:
         """Choose counts for the chains that may run now."""
@@ -229,8 +220,7 @@ class FluidScheduler:
         return found
 
     def _fits(self, wanted: dict[int, int]) -> bool:
-        counts = self._counts
-        return sum(counts[m][i] for m, i in wanted.items() if i >= 0) <= self._devices
+        return sum(self._counts[m][i] for m, i in wanted.items() if i >= 0) <= self._devices
 
     def _advance(self, state: _State, shares: list[list[tuple[int, float, float]]]) -> None:
         """Run the chosen chains until the first one ends."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmplan.arrays import Floats
 from mmplan.solvers.mpsp.bounds import Column
-from mmplan.solvers.mpsp.instance import Chain, Instance, faster_counts
+from mmplan.solvers.mpsp.instance import Instance, faster_counts
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments
 
 # Instants at which the devices used by chains side by side are compared. Chosen by hand: more
@@ -174,9 +174,16 @@ def _balanced(
     instance: Instance, first: list[BlockCuts], second: list[BlockCuts]
 ) -> list[BlockCuts]:
     """Per chain the first or the second cuts, so that a level uses devices evenly over time."""
+    # Of both cuts of each chain, the end and the devices of each segment from a start at 0.
     usages = [
-        [_usage(c, cuts) for cuts in pair]
-        for c, pair in zip(instance.chains, zip(first, second, strict=True), strict=True)
+        [
+            (
+                np.cumsum([float(c.both_s[k, a:b].sum()) for k, a, b in cuts]),
+                np.array([c.counts[k] for k, _, _ in cuts], dtype=np.float64),
+            )
+            for cuts in pair
+        ]
+        for c, *pair in zip(instance.chains, first, second, strict=True)
     ]
     horizon = max(float(ends[-1]) for pair in usages for ends, _ in pair)
     at = (np.arange(_INSTANTS) + 0.5) / _INSTANTS * horizon
@@ -192,12 +199,6 @@ def _balanced(
         used_by_level[level] = options[better]
         chosen[m] = (first, second)[better][m]
     return chosen
-
-
-def _usage(chain: Chain, cuts: BlockCuts) -> tuple[Floats, Floats]:
-    """End and devices of each segment, where the chain starts at 0."""
-    seconds = [float(chain.both_s[k, a:b].sum()) for k, a, b in cuts]
-    return np.cumsum(seconds), np.array([chain.counts[k] for k, _, _ in cuts], dtype=np.float64)
 
 
 def _by_priority_rules(instance: Instance, cuts: Sequence[BlockCuts]) -> Iterator[ChainSegments]:

@@ -2,8 +2,8 @@
 
 A chain is a MetaOp: one task's use of one module. Its blocks run one after another. A segment of
 them runs on one of the chain's valid device counts; the next segment may run on another count.
-Forward and backward are two phases: all forwards end before any backward starts. Both phases run
-the same segments on the same devices; the backward is the mirror image of the forward.
+All forwards end before any backward starts. Both phases run the same segments on the same devices;
+the backward is the mirror image of the forward.
 
 Indices in this package: m = chain, k = position in the chain's valid counts, c = scaling class.
 Shape suffixes: K = valid counts of a chain, L = its blocks.

@@ -22,11 +22,10 @@ from mmplan.solvers.mpsp.instance import Instance, backward_ratio
 
 # Times that differ by less than this share are one instant: sums of times are rounded.
 _SAME_INSTANT = 1e-12
-# Cost of one more segment, as a share of the time: it breaks ties towards fewer segments, and is
-# below any difference in time that matters. Chosen by hand.
+# Cost of one more segment as a share of the time, to break ties. Chosen by hand.
 _SEGMENT_COST = 1e-5
-# Weight of the device-seconds in the guide of a search: where the end does not move, devices that
-# are spared may move it later. Chosen by hand.
+# Weight of the device-seconds in the guide of a search: devices that are spared may move the end
+# later. Chosen by hand.
 _AREA_WEIGHT = 0.2
 
 

@@ -47,7 +47,8 @@ class _Packing:
         self._deadline = deadline
         self._contents: list[_Contents] = [(0, 0.0)] * devices
         self._chosen: list[list[int]] = [[] for _ in slices]
-        self._order = sorted(range(len(slices)), key=lambda i: (-_alone_bytes(slices[i]), i))
+        alone_bytes = [float(own.fixed_bytes.sum()) + own.activation_bytes for own in slices]
+        self._order = sorted(range(len(slices)), key=lambda i: (-alone_bytes[i], i))
         # Sets of so many neighbouring ranks could change places: they hold whole groups of every
         # slice. Only sets on the same side of every range's ends are alike.
         self._set_size = lcm(*(slice_.tp for slice_ in slices))
@@ -182,8 +183,3 @@ def _shard_masks(slices: Sequence[UnplacedSlice]) -> tuple[list[int], list[int],
             if shard.owner == slice_.owner and overlaps:
                 (masks if shard.tp == slice_.tp else conflicts)[i] |= 1 << bit
     return masks, conflicts, [shard.fixed_bytes for shard in shards]
-
-
-def _alone_bytes(slice_: UnplacedSlice) -> float:
-    """Bytes of a slice on each of its ranks where no other slice is."""
-    return float(slice_.fixed_bytes.sum()) + slice_.activation_bytes

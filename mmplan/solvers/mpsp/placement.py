@@ -205,14 +205,16 @@ class _Attempt:
         return tuple(slice_.group(index) for index in sorted(chosen)), start
 
     def _arrival_s(self, i: int, groups: RankGroups) -> float:
-        """When all input of a slice is on its ranks."""
-        return max(
-            (
-                self._ready_s(j, i) + self._transfer_s(i, j, groups)
-                for j, _ in self._slices[i].after
-            ),
-            default=0.0,
-        )
+        """When all input of a slice is on its ranks; keeps how long each transfer takes."""
+        slice_, arrival = self._slices[i], 0.0
+        for j, sample_bytes in slice_.after:
+            messages = min(slice_.num_microbatches, self._slices[j].num_microbatches)
+            samples = -(-slice_.samples // messages)
+            self._transfers_s[i, j] = transfer_s(
+                self._cluster, self._groups[j], groups, samples=samples, sample_bytes=sample_bytes
+            )
+            arrival = max(arrival, self._ready_s(j, i) + self._transfers_s[i, j])
+        return arrival
 
     def _ready_s(self, j: int, i: int) -> float:
         """Earliest start of slice i's forward after that of its producer j, without transfers."""
@@ -227,19 +229,6 @@ class _Attempt:
             return end_s
         share = 1 / min(self._slices[i].num_microbatches for i in pair)
         return max(end_s - one_s * (1 - share), end_s - other_s * (1 - share))
-
-    def _transfer_s(self, i: int, j: int, groups: RankGroups) -> float:
-        """Seconds from the end of slice j to the start of slice i on these ranks."""
-        slice_, sample_bytes = self._slices[i], dict(self._slices[i].after)[j]
-        messages = min(slice_.num_microbatches, self._slices[j].num_microbatches)
-        self._transfers_s[i, j] = transfer_s(
-            self._cluster,
-            self._groups[j],
-            groups,
-            samples=-(-slice_.samples // messages),
-            sample_bytes=sample_bytes,
-        )
-        return self._transfers_s[i, j]
 
     def _nearest(self, slice_: UnplacedSlice, offered: Indices, new_bytes: Floats) -> list[int]:
         """The cheapest ``dp`` of the groups: on one node where one has enough, else on few."""

@@ -28,7 +28,7 @@ from mmplan.solvers.sample_split import replica_counts
 from mmplan.wording import counted
 
 # Several tp degrees of one module are tried where their bound is below this share of the bound of
-# one degree. Chosen by hand: less gain is lost again, as such slices cannot share ranks.
+# one degree. Chosen by hand: such slices cannot share ranks, which costs time again.
 _SEVERAL_DEGREES_GAIN = 0.98
 # Shares are cut into 1 to so many micro-batches, or into micro-batches of 1, 2, 4, ... samples.
 # Chosen by hand: between these the time hardly changes.
@@ -109,7 +109,9 @@ class Scalings:
         # Per MetaOp and tp, the rows by number of devices.
         self._rows: list[dict[int, dict[int, _Row]]] = []
         for op in ops:
-            rows = {tp: self._rows_at(op, tp) for tp in _degrees(problems[op.task], op.module)}
+            # Slices take the place of pipeline stages.
+            degrees = degree_candidates(problems[op.task], op.module)
+            rows = {tp: self._rows_at(op, tp) for tp in sorted(tp for tp, pp in degrees if pp == 1)}
             self._rows.append({tp: own for tp, own in rows.items() if own})
         for op, rows in zip(ops, self._rows, strict=True):
             if not rows:
@@ -185,14 +187,17 @@ class Scalings:
         best: dict[int, _Row] = {}
         for rows in self._rows[m].values() if tp is None else (self._rows[m][tp],):
             for count, row in rows.items():
-                if count not in best or row.total_s < best[count].total_s:
+                if (
+                    count not in best
+                    or (row[1] + row[2]).sum() < (best[count][1] + best[count][2]).sum()
+                ):
                     best[count] = row
-        ordered = [best[count] for count in sorted(best)]
+        allocations, forward, backward = zip(*(best[n] for n in sorted(best)), strict=True)
         return Scaling(
             op=self._ops[m],
-            allocations=tuple(row.allocation for row in ordered),
-            forward_s=np.array([row.forward_s for row in ordered]),
-            backward_s=np.array([row.backward_s for row in ordered]),
+            allocations=allocations,
+            forward_s=np.array(forward),
+            backward_s=np.array(backward),
         )
 
     def _rows_at(self, op: MetaOp, tp: int) -> dict[int, _Row]:
@@ -213,32 +218,19 @@ class Scalings:
             split = times.pinned(dp_D, samples, sizes)
         forward_DL, backward_DL = times.seconds(split)
         return {
-            tp * int(dp): _Row(
+            tp * int(dp): (
                 Allocation(tp=tp, dp=int(dp), size=int(size), pinned=pinned is not None),
-                forward_DL[d],
-                backward_DL[d],
+                forward_L,
+                backward_L,
             )
-            for d, (dp, size) in enumerate(zip(split.dp, split.size.max(axis=1), strict=True))
+            for dp, size, forward_L, backward_L in zip(
+                split.dp, split.size.max(axis=1), forward_DL, backward_DL, strict=True
+            )
         }
 
 
-def _degrees(problem: Problem, module: str) -> list[int]:
-    """tp degrees of a module without pipeline stages: slices take the place of stages."""
-    return sorted(tp for tp, pp in degree_candidates(problem, module) if pp == 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One allocation with its ``[L]`` seconds."""
-
-    allocation: Allocation
-    forward_s: Floats
-    backward_s: Floats
-
-    @property
-    def total_s(self) -> float:
-        """Forward and backward of all blocks."""
-        return float((self.forward_s + self.backward_s).sum())
+_Row = tuple[Allocation, Floats, Floats]
+"""An allocation with its ``[L]`` seconds, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -272,7 +272,8 @@ class _Annealing:
         best, current, idle, rng = start, start, 0, self._rng
         every = [s.priority for own in start.schedule.segments for s in own]
         priorities = min(every), max(every)
-        begun, late = time.monotonic(), self._late(start)
+        lateness = self._evaluator.lateness
+        begun, late = time.monotonic(), lateness(start.schedule, start.starts)
         while (done := (time.monotonic() - begun) / max(limit_s, 1e-9)) < 1:
             if best.cost_s <= self._bound_s * _GOOD_ENOUGH:
                 break
@@ -285,15 +286,12 @@ class _Annealing:
             rated = self._accepted(current, *moved, temperature_s * rng.expovariate(1))
             idle += 1
             if rated is not None:
-                current, late = rated, self._late(rated)
+                current, late = rated, lateness(rated.schedule, rated.starts)
                 if rated.cost_s < best.cost_s:
                     best, idle = rated, 0
             if idle > _PATIENCE:
-                current, late, idle = best, self._late(best), 0
+                current, late, idle = best, lateness(best.schedule, best.starts), 0
         return best
-
-    def _late(self, rated: _Rated) -> list[float]:
-        return self._evaluator.lateness(rated.schedule, rated.starts)
 
     def _accepted(
         self, current: _Rated, schedule: ChainSchedule, chains: Sequence[int], worse_s: float

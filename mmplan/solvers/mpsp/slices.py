@@ -1,6 +1,6 @@
 """Slices that wait for ranks, and the block shards that they share.
 
-Shape suffixes: N = ranks, B = blocks of a slice.
+Shape suffixes: N = ranks; B = blocks of a slice.
 """
 
 from __future__ import annotations
