@@ -44,8 +44,7 @@ _LP_TOLERANCE = 1e-7
 # Column generation ends once the bound can rise by no more than this share. Chosen by hand: a
 # tighter bound costs more rounds.
 _COLUMN_GAP = 5e-4
-# Weight of the best dual prices so far when columns are priced (Wentges' smoothing). Chosen by
-# hand: more needs fewer rounds near the optimum, and more of them far from it.
+# Weight of the best dual prices so far in pricing (Wentges' smoothing). Chosen by hand.
 _SMOOTHING = 0.8
 
 
@@ -145,35 +144,31 @@ def dag_bound(
     """
     count, least_s = len(curves), level_bound(curves, devices)
     scale = max(least_s, 1e-300)
-    rows: list[list[tuple[int, float]]] = []
-    demand: list[float] = []
-
-    def require(terms: list[tuple[int, float]], value: float) -> None:
-        rows.append(terms)
-        demand.append(value)
-
-    # Columns: s, c and a of each chain, then C. c and a are counted from their least values.
+    # Constraints: sum of coefficient x variable >= value. Variables: s, c and a of each chain, then
+    # C; c and a are counted from their least values.
+    rows: list[tuple[list[tuple[int, float]], float]] = []
     for m, own in enumerate(curves):
         times, areas = own.time_s / scale, own.area_s / scale / devices
-        require([(3 * count, 1.0), (m, -1.0), (count + m, -1.0)], times[0])
+        rows.append(([(3 * count, 1.0), (m, -1.0), (count + m, -1.0)], times[0]))
         for i in after[m]:
             first_s = float(curves[i].time_s[0]) / scale
-            require([(m, 1.0), (i, -1.0), (count + i, -1.0)], first_s)
+            rows.append(([(m, 1.0), (i, -1.0), (count + i, -1.0)], first_s))
         for k in range(len(times) - 1):
             slope = (areas[k + 1] - areas[k]) / (times[k + 1] - times[k])
             value = areas[k] - areas[-1] + slope * (times[0] - times[k])
-            require([(2 * count + m, 1.0), (count + m, -slope)], value)
+            rows.append(([(2 * count + m, 1.0), (count + m, -slope)], value))
     base = sum(float(c.area_s[-1]) for c in curves) / scale / devices
-    require([(3 * count, 1.0), *((2 * count + m, -1.0) for m in range(count))], base)
+    rows.append(([(3 * count, 1.0), *((2 * count + m, -1.0) for m in range(count))], base))
     matrix = np.zeros((3 * count + 1, len(rows)))
-    for column, terms in enumerate(rows):
+    for column, (terms, _) in enumerate(rows):
         for row, value in terms:
             matrix[row, column] = value
     costs = np.append(np.zeros(3 * count), 1.0)
-    x, prices = maximize(np.array(demand), matrix, costs)
+    demand = np.array([value for _, value in rows])
+    x, prices = maximize(demand, matrix, costs)
     sequential = sum(float(c.time_s[-1]) for c in curves) / scale
     violation = float(np.minimum(costs - matrix @ x, 0.0).sum()) * sequential
-    bound_s = (float(np.array(demand) @ x) + violation) * scale * (1 - _LP_TOLERANCE)
+    bound_s = (float(demand @ x) + violation) * scale * (1 - _LP_TOLERANCE)
     durations_s = [
         float(own.time_s[0]) + float(more) * scale
         for own, more in zip(curves, prices[count : 2 * count], strict=True)

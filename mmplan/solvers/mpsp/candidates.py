@@ -1,8 +1,7 @@
 """Candidate plans of one number of rounds: schedules with ranks that fit the memory.
 
-Three kinds of schedules are placed: trial schedules that are made without a search and tell how
-much memory is missing, staged schedules for models that no device holds, and the schedules that a
-search finds.
+Trial schedules, made without a search, tell how much memory is missing. Candidates are staged
+schedules, for models that no device holds, and the schedules that a search finds.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ _PLACEMENT_SHARE = 0.1
 MAX_TP_CHOICES = 4
 # Micro-batches of staged schedules at least: with fewer a pipeline idles between its stages.
 _STAGED_MICROBATCHES = 32
-# Staged schedules are kept within this factor of the best of them: their estimates have the same
-# error and so compare well among themselves.
+# Staged schedules are kept within this factor of the best: their estimates compare well.
 _STAGED_WITHIN = 1.03
 
 
@@ -111,9 +109,8 @@ class CandidateFinder:
 
     def activations_fit(self, emitter: Emitter) -> bool:
         """Whether a round's activations fit the devices if all share them equally."""
-        shortfall_bytes = (
-            emitter.least_activation_bytes() / self._request.devices - self._memory_bytes
-        )
+        least_bytes = emitter.least_activation_bytes() / self._request.devices
+        shortfall_bytes = least_bytes - self._memory_bytes
         if shortfall_bytes > 0:
             self._failed(shortfall_bytes)
         return shortfall_bytes <= 0
@@ -129,10 +126,7 @@ class CandidateFinder:
         span_s = max(float(c.both_s.sum(axis=1).min()) for c in instance.chains)
         targets = [[span_s] * len(instance.chains)]
         total = without_activations = math.inf
-        for schedule in (
-            sequential_schedule(instance),
-            next(portfolio(instance, targets, (1.0,))),
-        ):
+        for schedule in (sequential_schedule(instance), next(portfolio(instance, targets, (1.0,)))):
             slices = emitter.slices(schedule, evaluator.run(schedule).starts)
             self._reserve_simulations(slices, rounds)
             total = min(total, self._shortfall(slices))
@@ -176,12 +170,7 @@ class CandidateFinder:
         ]
 
     def searched(
-        self,
-        choices: Sequence[Sequence[Scaling]],
-        rounds: int,
-        bound_s: float,
-        *,
-        is_first: bool,
+        self, choices: Sequence[Sequence[Scaling]], rounds: int, bound_s: float, *, is_first: bool
     ) -> Iterator[PlacedCandidate]:
         """Schedules of each tp choice that a search finds and that fit the memory.
 
@@ -196,10 +185,8 @@ class CandidateFinder:
             curves = [curve(c.counts, c.both_s) for c in instance.chains]
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
-            is_first_choice = is_first and not position
-            limit_s = self.left_s() * (
-                _FIRST_CHOICE_SHARE if is_first_choice else _OTHER_CHOICE_SHARE
-            )
+            share = _FIRST_CHOICE_SHARE if is_first and not position else _OTHER_CHOICE_SHARE
+            limit_s = self.left_s() * share
             # The cost of a cut is known once slices have ranks: nothing, or about the estimate.
             instances = [instance]
             if self._method == "search":

@@ -64,11 +64,7 @@ class FluidSettings:
 
 
 class FluidScheduler:
-    """Draws settings, and makes the segments of their schedules.
-
-    Args:
-        spans_s: seconds of each chain by the graph's bound.
-    """
+    """Draws settings around the graph bound's seconds of each chain, and makes their segments."""
 
     def __init__(self, instance: Instance, spans_s: Sequence[float], rng: random.Random) -> None:
         chains = instance.chains
@@ -235,13 +231,9 @@ class FluidScheduler:
 
 
 class _State:
-    """Progress of a fluid schedule.
+    """Progress of a fluid schedule: what share of each chain is left, and which chains may run.
 
     Attributes:
-        now: seconds since the start.
-        tails: seconds after each chain.
-        left: share of each chain that has not run.
-        active: chains that may run.
         chosen: position of the count of each chain that runs.
     """
 

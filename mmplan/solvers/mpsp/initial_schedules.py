@@ -21,8 +21,7 @@ from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Chain
 # Instants at which the devices used by chains side by side are compared. Chosen by hand: more
 # instants see shorter peaks and take longer.
 _INSTANTS = 64
-# Part of a device that a later segment of a chain counts more, where the larger count goes first:
-# it only breaks ties.
+# In devices, what a later segment counts more where the larger count goes first: it breaks ties.
 _LATER_SEGMENT = 1e-3
 
 BlockCuts = list[tuple[int, int, int]]

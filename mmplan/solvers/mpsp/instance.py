@@ -23,8 +23,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.problem import NotApplicableError
 from mmplan.wording import counted
 
-# Blocks are of one scaling class where their shares agree to so many digits: far coarser than the
-# rounding of doubles. Chosen by hand.
+# Blocks are of one scaling class where their shares agree to so many digits. Chosen by hand.
 _SHARE_DIGITS = 9
 # The same as a difference, for the quick test of chains whose blocks are all of one class.
 _SHARE_TOLERANCE = 1e-10

@@ -24,8 +24,7 @@ from mmplan.solvers.mpsp.instance import Instance, backward_ratio
 _SAME_INSTANT = 1e-12
 # Cost of one more segment as a share of the time, to break ties. Chosen by hand.
 _SEGMENT_COST = 1e-5
-# Weight of the device-seconds in the guide of a search: devices that are spared may move the end
-# later. Chosen by hand.
+# Weight of the device-seconds in the guide: devices that are spared may move the end later.
 _AREA_WEIGHT = 0.2
 
 
@@ -66,8 +65,7 @@ class Decoder:
 
     Args:
         tables: ``[K, L]`` seconds of every chain.
-        after: the chains that end before each one starts, all with lower indices or all with
-            higher ones.
+        after: the chains before each one, all with lower indices or all with higher ones.
         then: the chains that come directly after each one.
         cuts_s: ``[L]`` of every chain, seconds that a segment waits which begins at a block.
     """
@@ -174,11 +172,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleTimes:
-    """Seconds of both phases of a schedule.
-
-    Attributes:
-        starts: start of each segment's forward, per chain.
-    """
+    """Seconds of both phases of a schedule, and the start of each segment's forward."""
 
     forward_s: float
     backward_s: float

@@ -29,11 +29,8 @@ def pack(
 ) -> list[RankGroups] | None:
     """Groups of ranks for every slice so that the slices of each rank fit its memory together.
 
-    Args:
-        deadline: time of the monotonic clock at which the search gives up.
-
-    Returns:
-        None where there is no such placement, or none was found before the deadline.
+    None where there is no such placement, or none was found before ``deadline``, a time of the
+    monotonic clock.
     """
     return _Packing(slices, devices, memory_bytes, deadline).run()
 

@@ -8,8 +8,7 @@ free together waits for them, so the result is a valid schedule whatever times t
 holds a block as one shard only, so slices of other tensor-parallel degrees go to other ranks. Where
 memory is too small, the placement starts again with a larger weight of memory; at last it takes the
 ranks that :mod:`mmplan.solvers.mpsp.memory_packing` finds.
-
-Source: device placement of Spindle, arXiv:2409.03365, with costs of our own.
+Spindle's device placement (arXiv:2409.03365) has the same aims; these costs are our own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 
 # Times that differ by less than this share are one instant: sums of times are rounded.
 _SAME_INSTANT = 1e-9
-# Weights of memory in use against input and new parameters, tried one after another. Chosen by
-# hand: the first keeps slices near their input, the last makes memory decide.
+# Weights of memory in use against input and new parameters, in the order of tries. By hand.
 _MEMORY_WEIGHTS = (0.3, 3.0, 30.0)
 # Communicators that a rank is assumed to have; the simulation counts them. Chosen by hand.
 _ASSUMED_COMMUNICATORS = 8
@@ -107,12 +105,7 @@ def _memory_bytes(cluster: Cluster) -> float:
 
 
 class _Attempt:
-    """One placement in the order of time.
-
-    Args:
-        memory_weight: see ``_MEMORY_WEIGHTS``.
-        packed: the ranks of each slice where they are given; only times are then to be found.
-    """
+    """One placement in the order of time; with ``packed`` the ranks are given."""
 
     def __init__(
         self,

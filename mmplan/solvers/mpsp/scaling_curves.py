@@ -30,19 +30,13 @@ from mmplan.wording import counted
 # Several tp degrees of one module are tried where their bound is below this share of the bound of
 # one degree. Chosen by hand: such slices cannot share ranks, which costs time again.
 _SEVERAL_DEGREES_GAIN = 0.98
-# Shares are cut into 1 to so many micro-batches, or into micro-batches of 1, 2, 4, ... samples.
-# Chosen by hand: between these the time hardly changes.
+# Shares are cut into 1 to so many micro-batches, or into sizes 1, 2, 4, ... Chosen by hand.
 _MAX_EVEN_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Degrees and micro-batch size of a MetaOp on tp x dp devices.
-
-    Attributes:
-        size: largest micro-batch.
-        pinned: the user gave the size.
-    """
+    """Degrees of a MetaOp, and its largest micro-batch; ``pinned`` where the user gave its size."""
 
     tp: int
     dp: int
@@ -52,13 +46,8 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scaling:
-    """A MetaOp's valid allocations and the seconds of its blocks in one round.
-
-    Attributes:
-        allocations: by ascending number of devices, K of them.
-        forward_s: ``[K, L]``.
-        backward_s: ``[K, L]``.
-    """
+    """A MetaOp's K valid allocations, by ascending number of devices, and their ``[K, L]`` seconds
+    in one round."""
 
     op: MetaOp
     allocations: tuple[Allocation, ...]
@@ -66,11 +55,7 @@ class Scaling:
     backward_s: Floats
 
     def chain(self, task: int) -> Chain:
-        """The MetaOp as the scheduler sees it.
-
-        Args:
-            task: index of its task.
-        """
+        """The MetaOp as the scheduler sees it; ``task`` is the index of its task."""
         return Chain(
             name=self.op.name,
             counts=tuple(a.tp * a.dp for a in self.allocations),

@@ -8,22 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mmplan.solvers.mpsp.bounds import (
-    Column,
-    configuration_bound,
-    curve,
-    dag_bound,
-    level_bound,
-)
+from mmplan.solvers.mpsp.bounds import Column, configuration_bound, curve, dag_bound, level_bound
 from mmplan.solvers.mpsp.fluid_schedules import FluidScheduler
 from mmplan.solvers.mpsp.initial_schedules import from_columns, portfolio
 from mmplan.solvers.mpsp.instance import Instance, scaling_classes
-from mmplan.solvers.mpsp.list_schedule import (
-    ChainSchedule,
-    ChainSegment,
-    ChainSegments,
-    Evaluator,
-)
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
 
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
@@ -68,10 +57,10 @@ _MAX_SEGMENTS = 4
 def find_schedules(
     instance: Instance, *, bound_s: float, limit_s: float
 ) -> dict[str, ChainSchedule]:
-    """The best schedules that are found within the time limit, by a label.
+    """The best schedules that are found within the time limit, by a label; equal ones once.
 
     They are the best of all, the best with one segment for each chain (which moves no activations
-    within a MetaOp), and the tasks one after another. Equal schedules are returned once.
+    within a MetaOp), and the tasks one after another.
 
     Args:
         bound_s: no schedule's forwards and backwards take less.
@@ -157,13 +146,7 @@ def _search(
 
 @dataclass(frozen=True, slots=True)
 class _Rated:
-    """A schedule and its cost.
-
-    Attributes:
-        guide_s: what annealing minimizes, see :meth:`Evaluator.cost`.
-        starts: of the forward of each segment, per chain.
-        areas: device-seconds of each chain's forward.
-    """
+    """A schedule, its cost (:meth:`Evaluator.cost`), and each chain's device-seconds."""
 
     schedule: ChainSchedule
     cost_s: float

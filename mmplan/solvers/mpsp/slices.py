@@ -73,14 +73,7 @@ class UnplacedSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShard:
-    """Blocks that the same slices run at one tensor-parallel degree.
-
-    Attributes:
-        blocks: the first, and the one after the last.
-        slices: indices of the slices.
-        fixed_bytes: parameters, gradients and optimizer state on one rank.
-        gradient_bytes: on one rank.
-    """
+    """Blocks that the same slices (by index) run at one degree, and their bytes on one rank."""
 
     owner: str
     tp: int

@@ -22,19 +22,15 @@ from mmplan.solvers.mpsp.candidates import MAX_TP_CHOICES, CandidateFinder, Plac
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import size
 
-METHODS = {
-    "search": "the best of many schedules",
-    "wavefront": "Spindle's scheduler as printed",
-}
-# Largest number of rounds of a step: a bound for the loop, above any number that helped.
+METHODS = {"search": "the best of many schedules", "wavefront": "Spindle's scheduler as printed"}
+# Largest number of rounds of a step: it ends the loop. Chosen by hand.
 _MAX_ROUNDS = 4096
 # Share of the search time that is left, for the bounds.
 _BOUND_SHARE = 0.2
 # A tp choice is searched where its trial schedules lack less than this share of the memory: the
 # search may fit where they do not. Chosen by hand.
 _SEARCHED_SHORTFALL = 0.1
-# Numbers of rounds that are tried after the first at which staged schedules fit. Chosen by hand:
-# each halves the micro-batches in flight.
+# Numbers of rounds that are tried after the first at which staged schedules fit. Chosen by hand.
 _FURTHER_ROUNDS = 3
 # Candidates within this factor of the best estimate are simulated: estimates do not have every
 # message. Chosen by hand.
@@ -52,9 +48,6 @@ def solve_mpsp(request: Request) -> Solution:
     Raises:
         InvalidInputError: an unknown method.
         InfeasibleError: a module fits no degrees, or no placement fits the memory.
-
-    Source:
-        Spindle, arXiv:2409.03365, for the problem; the search and the bounds are our own.
     """
     method = request.method or "search"
     if method not in METHODS:
@@ -113,8 +106,7 @@ def _solve(request: Request, method: str) -> Solution:
             f"mpsp: no placement fits, a device lacks {size(finder.least_shortfall_bytes)} at best",
             hint="use more devices, zero: 1, recompute: full, or a smaller sync_batch",
         )
-    used = {item.rounds: bounds[item.rounds] for item in found}
-    return _solution(request, method, found, used)
+    return _solution(request, method, found, bounds)
 
 
 def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:
@@ -150,6 +142,7 @@ def _solution(
     values = {
         rounds: rounds * (own.area_s if any_staged else own.total_s)
         for rounds, own in bounds.items()
+        if any(item.rounds == rounds for item in found)
     }
     rounds = min(values, key=lambda rounds: values[rounds])
     return Solution(

@@ -22,8 +22,7 @@ from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
 from mmplan.solvers.mpsp.scaling_curves import Scaling
 from mmplan.solvers.mpsp.slices import RankRange
 
-# Largest number of groups. Chosen by hand: more groups hold more parameters, but fewer
-# micro-batches than groups leave most of them idle.
+# Largest number of groups. Chosen by hand: with too few micro-batches many groups are idle.
 _MAX_GROUPS = 16
 
 

@@ -25,11 +25,7 @@ _LARGEST_SHARE_FACTOR = 2.0
 
 
 class BlockMemory:
-    """Bytes of the tasks' blocks on one rank, cached for all emitters.
-
-    Args:
-        problems: by task.
-    """
+    """Bytes of the tasks' blocks on one rank, cached for all emitters."""
 
     def __init__(self, problems: Mapping[str, Problem]) -> None:
         self._problems = problems
@@ -77,8 +73,6 @@ class Emitter:
         self.instance = instance
         self._rounds = rounds
         self._allocations = [{a.tp * a.dp: a for a in own.allocations} for own in scalings]
-
-    # --- before the placement --------------------------------------------------------
 
     def slices(
         self,
@@ -129,14 +123,12 @@ class Emitter:
 
     def least_activation_bytes(self) -> float:
         """Activations of a round on all devices together: no choice of slices has less."""
-        return sum(
-            min(
-                a.tp * a.dp * self._activation_bytes(m, a, (0, chain.blocks))
-                for a in own.allocations
-            )
-            / _LARGEST_SHARE_FACTOR
-            for m, (own, chain) in enumerate(zip(self._scalings, self.instance.chains, strict=True))
-        )
+        total = 0.0
+        for m, (own, chain) in enumerate(zip(self._scalings, self.instance.chains, strict=True)):
+            every = (0, chain.blocks)
+            needed = (a.tp * a.dp * self._activation_bytes(m, a, every) for a in own.allocations)
+            total += min(needed) / _LARGEST_SHARE_FACTOR
+        return total
 
     def least_fixed_bytes(self) -> dict[str, list[float]]:
         """By module, the least fixed bytes of each block on a rank."""
@@ -168,8 +160,6 @@ class Emitter:
         """Micro-batches of the first replica in a round: it has the largest share."""
         share = -(-(self._scalings[m].op.batch // self._rounds) // allocation.dp)
         return _microbatches(share, allocation, -(-share // allocation.size))
-
-    # --- after the placement -----------------------------------------------------------
 
     def units(self, schedule: ChainSchedule, placed: Placed) -> tuple[Unit, ...]:
         """A unit for every slice."""

@@ -22,12 +22,8 @@ _SAME_TIME = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wavefront:
-    """The waves as a schedule; the priority of a segment is the number of its wave.
-
-    Attributes:
-        seconds: forward and backward together, with a barrier at every wave's end.
-        waves: number of waves.
-    """
+    """The waves as a schedule whose priorities are the waves' numbers; their number, and the
+    seconds of forward and backward with a barrier at every wave's end."""
 
     schedule: ChainSchedule
     seconds: float
@@ -118,12 +114,8 @@ def _wave(remaining: dict[int, _Remaining], devices: int) -> list[tuple[int, int
             free -= counts[k + 1] - counts[k]
             chosen[m] = k + 1, blocks
     span_s = min(remaining[m].seconds(k, blocks) for m, (k, blocks) in chosen.items())
-    return [(m, k, _fitting(remaining[m], k, blocks, span_s)) for m, (k, blocks) in chosen.items()]
-
-
-def _fitting(own: _Remaining, k: int, blocks: int, span_s: float) -> int:
-    """Whole blocks that end within the span, at least one."""
-    return max(
-        (n for n in range(1, blocks + 1) if own.seconds(k, n) <= span_s * (1 + _SAME_TIME)),
-        default=1,
-    )
+    until_s, wave = span_s * (1 + _SAME_TIME), list[tuple[int, int, int]]()
+    for m, (k, blocks) in chosen.items():
+        ending = (n for n in range(1, blocks + 1) if remaining[m].seconds(k, n) <= until_s)
+        wave.append((m, k, max(ending, default=1)))
+    return wave
