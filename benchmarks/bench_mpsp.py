@@ -32,7 +32,7 @@ from page import conditions, table, write_section
 from mmplan.solvers.mpsp.bounds import phase_bound
 from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import Evaluator
-from mmplan.solvers.mpsp.search import find
+from mmplan.solvers.mpsp.search import find_schedules
 from mmplan.solvers.mpsp.wavefront import wavefront
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -93,7 +93,7 @@ def measure(instance: Instance, seconds: float) -> Result:
     tables = [chain.both_s for chain in instance.chains]
     bound_s = phase_bound(instance, tables, BOUND_S)
     started = time.perf_counter()
-    drafts = find(instance, bound_s=bound_s, limit_s=seconds)
+    drafts = find_schedules(instance, bound_s=bound_s, limit_s=seconds)
     took = time.perf_counter() - started
     evaluator = Evaluator(instance)
     ours = min(evaluator.run(draft).total_s for draft in drafts.values())
@@ -128,7 +128,7 @@ def by_optimum(rng: np.random.Generator, *, graph: bool, seconds: float) -> list
         best = optimum(instance, tables, limit_s=OPTIMUM_S, tick_s=1.0)
         if best.proven:
             bound_s = phase_bound(instance, tables, BOUND_S)
-            drafts = find(instance, bound_s=2 * bound_s, limit_s=seconds)
+            drafts = find_schedules(instance, bound_s=2 * bound_s, limit_s=seconds)
             found_s = min(Evaluator(instance).run(draft).forward_s for draft in drafts.values())
             ours.append(found_s / best.seconds)
             bounds.append(bound_s / best.seconds)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmplan.arrays import Floats
 from mmplan.solvers.mpsp.instance import Chain, Instance
-from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Pieces
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments
 
 
 def chain(
@@ -20,7 +20,6 @@ def chain(
     blocks: int = 1,
     after: Sequence[int] = (),
     backward: float = 2.0,
-    group: int = 0,
     name: str = "m",
 ) -> Chain:
     """Equal blocks that together take these seconds on each count."""
@@ -31,7 +30,6 @@ def chain(
         forward_s=forward_s,
         backward_s=backward * forward_s,
         after=tuple(after),
-        group=group,
     )
 
 
@@ -59,26 +57,28 @@ def instances(
                 forward_s=forward,
                 backward_s=backward * draw(st.sampled_from([0.0, 1.0, 2.0])),
                 after=tuple(sorted(draw(st.sets(st.integers(0, m - 1), max_size=2)))) if m else (),
-                group=m % 2,
+                task=m % 2,
             )
         )
     return Instance(chains=tuple(made), devices=devices)
 
 
 @st.composite
-def drafts(draw: st.DrawFn, instance: Instance) -> ChainSchedule:
-    """Any cut of the chains, any counts, any urgencies."""
-    pieces: Pieces = []
+def schedules(draw: st.DrawFn, instance: Instance) -> ChainSchedule:
+    """Any cuts of the chains, any counts, any priorities."""
+    segments: ChainSegments = []
     for own in instance.chains:
         inner = draw(st.sets(st.integers(1, own.blocks - 1))) if own.blocks > 1 else set()
         edges = [0, *sorted(inner), own.blocks]
-        pieces.append(
+        segments.append(
             [
-                (draw(st.integers(0, len(own.counts) - 1)), a, b, float(draw(st.integers(0, 5))))
+                ChainSegment(
+                    draw(st.integers(0, len(own.counts) - 1)), a, b, float(draw(st.integers(0, 5)))
+                )
                 for a, b in itertools.pairwise(edges)
             ]
         )
-    return ChainSchedule(pieces, strict=draw(st.booleans()))
+    return ChainSchedule(segments, strict=draw(st.booleans()))
 
 
 def brute_force(instance: Instance, tables: Sequence[Floats]) -> float:
@@ -147,15 +147,15 @@ def _fits(
 
 
 def overloads(
-    instance: Instance, draft: ChainSchedule, starts: Sequence[Sequence[float]]
+    instance: Instance, schedule: ChainSchedule, starts: Sequence[Sequence[float]]
 ) -> list[str]:
-    """What is wrong with a decoded schedule of forwards."""
+    """Faults of a decoded schedule of forwards: a block left out or twice, or too many devices."""
     faults: list[str] = []
     ends: list[float] = []
     running: list[tuple[float, float, int]] = []
     for m, own in enumerate(instance.chains):
         block, free_at = 0, max((ends[i] for i in own.after), default=0.0)
-        for (k, a, b, _), start in zip(draft.pieces[m], starts[m], strict=True):
+        for (k, a, b, _), start in zip(schedule.segments[m], starts[m], strict=True):
             if a != block or start < free_at - 1e-9:
                 faults.append(f"{own.name}: blocks [{a}, {b}) at {start}")
             free_at = start + float(own.forward_s[k, a:b].sum())

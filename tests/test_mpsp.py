@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.mpsp.bounds import (
     configuration_bound,
+    continuous_optimum,
     curve,
     dag_bound,
     level_bound,
-    paper_value,
     phase_bound,
 )
-from mmplan.solvers.mpsp.fluid_schedules import Fluid
+from mmplan.solvers.mpsp.fluid_schedules import FluidScheduler
 from mmplan.solvers.mpsp.initial_schedules import bi_point
-from mmplan.solvers.mpsp.instance import Chain, Instance, parts
-from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
-from mmplan.solvers.mpsp.search import find, one_after_another
-from mmplan.solvers.mpsp.wavefront import is_tiled, wavefront
-from tests.mpsp_cases import brute_force, chain, drafts, instances, overloads
+from mmplan.solvers.mpsp.instance import Chain, Instance, scaling_classes
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Evaluator
+from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule
+from mmplan.solvers.mpsp.wavefront import wavefront
+from tests.mpsp_cases import brute_force, chain, instances, overloads, schedules
 
 SLACK = 1 + 1e-9
 
@@ -36,13 +36,17 @@ def _forward(instance: Instance) -> list[np.ndarray]:
 
 
 def _all_bounds(instance: Instance) -> list[float]:
-    curves = [curve(c.counts, parts(c.forward_s)) for c in instance.chains]
+    curves = [curve(c.counts, c.forward_s) for c in instance.chains]
     tables = _forward(instance)
     return [
         level_bound(curves, instance.devices),
         dag_bound(curves, [c.after for c in instance.chains], instance.devices)[0],
-        configuration_bound(instance.chains, tables, instance.devices, limit_s=5).bound_s,
+        configuration_bound(instance.chains, tables, instance.devices, limit_s=5)[0],
     ]
+
+
+def _one_chain(*segments: tuple[int, int, int]) -> ChainSchedule:
+    return ChainSchedule([[ChainSegment(*own, float(i)) for i, own in enumerate(segments)]])
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,8 +64,8 @@ def test_no_bound_exceeds_the_brute_forced_optimum(instance: Instance) -> None:
 @given(st.data())
 def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
     instance = data.draw(instances())
-    timed = Evaluator(instance).run(draft := data.draw(drafts(instance)))
-    assert not overloads(instance, draft, timed.starts)
+    timed = Evaluator(instance).run(schedule := data.draw(schedules(instance)))
+    assert not overloads(instance, schedule, timed.starts)
     forward_s = phase_bound(instance, _forward(instance), 5)
     backward_s = phase_bound(instance, [c.backward_s for c in instance.chains], 5)
     assert forward_s <= timed.forward_s * SLACK
@@ -72,16 +76,15 @@ def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
 @given(instances())
 @example(Instance(chains=(chain([1], [5.0]),), devices=1))
 @example(Instance(chains=tuple(chain([1], [6.0]) for _ in range(9)), devices=4))
-def test_what_is_found_is_a_schedule_no_worse_than_the_tasks_in_turn(instance: Instance) -> None:
+def test_schedules_are_valid_and_no_worse_than_the_tasks_in_turn(instance: Instance) -> None:
     evaluator = Evaluator(instance)
-    found = find(instance, bound_s=0.0, limit_s=0.02)
+    found = find_schedules(instance, bound_s=0.0, limit_s=0.02)
     times: dict[str, float] = {}
-    for label, draft in found.items():
-        timed = evaluator.run(draft)
-        assert is_tiled(draft, instance)
-        assert not overloads(instance, draft, timed.starts)
+    for label, schedule in found.items():
+        timed = evaluator.run(schedule)
+        assert not overloads(instance, schedule, timed.starts)
         times[label] = timed.total_s
-    sequential_s = evaluator.run(one_after_another(instance)).total_s
+    sequential_s = evaluator.run(sequential_schedule(instance)).total_s
     assert min(times.values()) <= sequential_s * SLACK
 
 
@@ -89,10 +92,9 @@ def test_what_is_found_is_a_schedule_no_worse_than_the_tasks_in_turn(instance: I
 @given(instances())
 def test_waves_as_printed_run_every_block_once(instance: Instance) -> None:
     found = wavefront(instance)
-    assert is_tiled(found.draft, instance)
-    timed = Evaluator(instance).run(found.draft)
-    assert not overloads(instance, found.draft, timed.starts)
-    curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
+    timed = Evaluator(instance).run(found.schedule)
+    assert not overloads(instance, found.schedule, timed.starts)
+    curves = [curve(c.counts, c.both_s) for c in instance.chains]
     assert level_bound(curves, instance.devices) <= found.seconds * SLACK
 
 
@@ -103,26 +105,14 @@ def test_waves_as_printed_run_every_block_once(instance: Instance) -> None:
     )
 )
 def test_the_search_finds_the_optimum_of_tiny_instances(instance: Instance) -> None:
-    # Both phases together, forwards apart: where only forwards take time they are the optimum.
+    # Both phases take the same times: the optimum of one is the optimum of both.
     only = Instance(
-        chains=tuple(
-            chain_
-            for chain_ in (
-                type(c)(
-                    name=c.name,
-                    counts=c.counts,
-                    forward_s=c.forward_s,
-                    backward_s=c.forward_s,
-                    after=c.after,
-                )
-                for c in instance.chains
-            )
-        ),
+        chains=tuple(replace(c, backward_s=c.forward_s) for c in instance.chains),
         devices=instance.devices,
     )
     optimum = brute_force(only, _forward(only))
-    found = find(only, bound_s=2 * optimum, limit_s=0.3)
-    best = min(Evaluator(only).run(draft).forward_s for draft in found.values())
+    found = find_schedules(only, bound_s=2 * optimum, limit_s=0.3)
+    best = min(Evaluator(only).run(schedule).forward_s for schedule in found.values())
     # List scheduling leaves no device idle on purpose; the best order of all may have to.
     assert optimum / SLACK <= best <= 1.34 * optimum
 
@@ -131,15 +121,14 @@ def test_the_search_finds_the_optimum_of_tiny_instances(instance: Instance) -> N
 @given(instances(), st.integers(0, 1000))
 @example(Instance(chains=tuple(chain([1], [6.0]) for _ in range(9)), devices=4), 0)
 def test_fluid_schedules_run_every_block_once(instance: Instance, seed: int) -> None:
-    curves = [curve(c.counts, parts(c.both_s)) for c in instance.chains]
+    curves = [curve(c.counts, c.both_s) for c in instance.chains]
     spans = dag_bound(curves, [c.after for c in instance.chains], instance.devices)[1]
-    fluid = Fluid(instance, spans, random.Random(seed))
+    fluid = FluidScheduler(instance, spans, random.Random(seed))
     settings_ = fluid.first()
     settings_ += [fluid.draw(best) for best in (None, settings_[0], settings_[-1])]
     for setting in settings_:
-        draft = ChainSchedule(fluid.pieces(setting))
-        assert is_tiled(draft, instance)
-        assert not overloads(instance, draft, Evaluator(instance).run(draft).starts)
+        schedule = ChainSchedule(fluid.segments(setting))
+        assert not overloads(instance, schedule, Evaluator(instance).run(schedule).starts)
 
 
 def test_a_fluid_schedule_holds_back_what_the_chains_after_it_need() -> None:
@@ -152,10 +141,12 @@ def test_a_fluid_schedule_holds_back_what_the_chains_after_it_need() -> None:
         ),
         devices=4,
     )
-    curves = [curve(c.counts, parts(c.both_s)) for c in four.chains]
+    curves = [curve(c.counts, c.both_s) for c in four.chains]
     bound_s, spans = dag_bound(curves, [c.after for c in four.chains], 4)
-    fluid = Fluid(four, spans, random.Random(0))
-    ends = [Evaluator(four).run(ChainSchedule(fluid.pieces(own))).total_s for own in fluid.first()]
+    fluid = FluidScheduler(four, spans, random.Random(0))
+    ends = [
+        Evaluator(four).run(ChainSchedule(fluid.segments(own))).total_s for own in fluid.first()
+    ]
     assert bound_s == pytest.approx(24.0, rel=1e-6)
     assert min(ends) == pytest.approx(24.0)
 
@@ -164,20 +155,20 @@ def test_a_fluid_schedule_holds_back_what_the_chains_after_it_need() -> None:
 @given(st.data())
 def test_a_schedule_that_ends_too_late_is_given_up(data: st.DataObject) -> None:
     instance = data.draw(instances())
-    draft = data.draw(drafts(instance))
+    schedule = data.draw(schedules(instance))
     evaluator = Evaluator(instance)
-    end_s = evaluator.run(draft).forward_s
-    assert evaluator.run(draft, end_s * SLACK) == evaluator.run(draft)
-    assert evaluator.run(draft, end_s / SLACK).forward_s == float("inf")
+    end_s = evaluator.run(schedule).forward_s
+    assert evaluator.run(schedule, end_s * SLACK) == evaluator.run(schedule)
+    assert evaluator.run(schedule, end_s / SLACK).forward_s == float("inf")
 
 
 def test_a_cut_waits_for_what_comes_from_the_slice_before() -> None:
     one = chain([1, 2], [4, 2], blocks=4)
     instance = Instance(chains=(replace(one, cut_s=np.array([0.0, 0.1, 0.2, 0.4])),), devices=2)
-    cut = Evaluator(instance).run(ChainSchedule([[(0, 0, 2, 0.0), (1, 2, 4, 1.0)]]))
+    cut = Evaluator(instance).run(_one_chain((0, 0, 2), (1, 2, 4)))
     # Two blocks of 1 s, two of 0.5 s; forward and backward together wait for 0.2 s twice.
     assert cut.total_s == pytest.approx(3 * (2 + 1) + 2 * 0.2)
-    whole = Evaluator(instance).run(ChainSchedule([[(1, 0, 4, 0.0)]]))
+    whole = Evaluator(instance).run(_one_chain((1, 0, 4)))
     assert whole.total_s == pytest.approx(3 * 2)
 
 
@@ -187,9 +178,7 @@ def test_a_cut_waits_in_the_mirror_as_well() -> None:
         one, backward_s=one.forward_s * np.arange(1, 5), cut_s=np.array([0.0, 0.1, 0.2, 0.4])
     )
     instance = Instance(chains=(uneven,), devices=2)
-    timed = Evaluator(instance).run(
-        ChainSchedule([[(1, 0, 1, 0.0), (0, 1, 3, 1.0), (1, 3, 4, 2.0)]])
-    )
+    timed = Evaluator(instance).run(_one_chain((1, 0, 1), (0, 1, 3), (1, 3, 4)))
     assert timed.forward_s == pytest.approx(0.5 + 2 + 0.5 + 0.1 + 0.4)
     assert timed.backward_s == pytest.approx(0.5 + 2 + 3 + 2 + 0.1 + 0.4)
 
@@ -222,8 +211,8 @@ def test_graphs_of_many_metaops_end_near_their_bound() -> None:
     for size in ((10, 16), (20, 32), (20, 64), (30, 64)) * 2:
         instance = random_graph(rng, *size)
         bound_s = phase_bound(instance, [c.both_s for c in instance.chains], 5)
-        found = find(instance, bound_s=bound_s, limit_s=1.0)
-        best_s = min(Evaluator(instance).run(draft).total_s for draft in found.values())
+        found = find_schedules(instance, bound_s=bound_s, limit_s=1.0)
+        best_s = min(Evaluator(instance).run(schedule).total_s for schedule in found.values())
         ratios.append(best_s / bound_s)
     assert median(ratios) <= 1.06, sorted(ratios)
     assert max(ratios) <= 1.12, sorted(ratios)
@@ -234,27 +223,26 @@ def test_the_papers_value_is_no_bound() -> None:
     two = Instance(
         chains=tuple(chain([1, 2, 3], [12, 6, 4], blocks=12) for _ in range(2)), devices=3
     )
-    totals = [c.forward_s.sum(axis=1) for c in two.chains]
-    assert paper_value([c.counts for c in two.chains], totals, 3) == pytest.approx(9.0)
+    # Forward and backward: 1 + 2 times the forward.
+    assert continuous_optimum(two, [0, 1]) == pytest.approx(3 * 9.0)
     assert phase_bound(two, _forward(two), 1) == pytest.approx(8.0, rel=1e-6)
-    best = find(two, bound_s=24.0, limit_s=0.2)
+    best = find_schedules(two, bound_s=24.0, limit_s=0.2)
     assert min(Evaluator(two).run(d).forward_s for d in best.values()) == pytest.approx(8.0)
 
 
 def test_as_many_metaops_as_devices() -> None:
     """Algorithm 2 as printed ends at the sum of the times; they run side by side."""
     four = Instance(chains=tuple(chain([1, 2, 4], [6, 4, 3]) for _ in range(4)), devices=4)
-    totals = [c.forward_s.sum(axis=1) for c in four.chains]
-    assert paper_value([c.counts for c in four.chains], totals, 4) == pytest.approx(6.0)
-    lone = [np.array([6.0])] * 5
-    assert paper_value([(1,)] * 5, lone, 4) == pytest.approx(30.0)
+    assert continuous_optimum(four, range(4)) == pytest.approx(3 * 6.0)
+    five = Instance(chains=tuple(chain([1], [6]) for _ in range(5)), devices=4)
+    assert continuous_optimum(five, range(5)) == pytest.approx(3 * 30.0)
     assert phase_bound(four, _forward(four), 1) == pytest.approx(6.0)
 
 
 def test_more_metaops_than_devices() -> None:
     five = Instance(chains=tuple(chain([1], [4], blocks=4) for _ in range(5)), devices=2)
     assert phase_bound(five, _forward(five), 1) == pytest.approx(10.0, rel=1e-6)
-    found = find(five, bound_s=0.0, limit_s=0.3)
+    found = find_schedules(five, bound_s=0.0, limit_s=0.3)
     best = min(Evaluator(five).run(d).forward_s for d in found.values())
     # A chain stays in one piece in time but may change its device: 12 without any gap left.
     assert 10.0 <= best <= 12.0
@@ -264,10 +252,10 @@ def test_configurations_know_counts_that_do_not_fill_the_devices() -> None:
     """Counts 2 and 4 on 7 devices: 6 are used at best."""
     chains = tuple(chain([2, 4], [4, 2], blocks=8) for _ in range(3))
     seven = Instance(chains=chains, devices=7)
-    curves = [curve(c.counts, parts(c.forward_s)) for c in seven.chains]
+    curves = [curve(c.counts, c.forward_s) for c in seven.chains]
     assert level_bound(curves, 7) == pytest.approx(24 / 7)
-    found = configuration_bound(seven.chains, _forward(seven), 7, limit_s=1)
-    assert found.bound_s == pytest.approx(4.0, rel=1e-3)
+    bound_s, _ = configuration_bound(seven.chains, _forward(seven), 7, limit_s=1)
+    assert bound_s == pytest.approx(4.0, rel=1e-3)
 
 
 def test_devices_that_make_a_chain_slower_are_not_used() -> None:
@@ -279,7 +267,7 @@ def test_devices_that_make_a_chain_slower_are_not_used() -> None:
 def test_curves_that_are_not_concave() -> None:
     """On 2 devices hardly faster, on 4 much: the envelope skips the 2."""
     own = chain([1, 2, 4], [8, 7.9, 2])
-    found = curve(own.counts, parts(own.forward_s))
+    found = curve(own.counts, own.forward_s)
     assert found.time_s.tolist() == [2.0]
     assert found.area_s.tolist() == [8.0]
     assert level_bound([found, found], 4) == pytest.approx(4.0)
@@ -292,18 +280,18 @@ def test_levels_are_longest_paths() -> None:
     )
     assert [c.level for c in made.chains] == [0, 1, 2]
     bound = dag_bound(
-        [curve(c.counts, parts(c.forward_s)) for c in made.chains],
+        [curve(c.counts, c.forward_s) for c in made.chains],
         [c.after for c in made.chains],
         8,
     )[0]
     assert bound == pytest.approx(3.0, rel=1e-6)
 
 
-def test_a_loss_that_does_not_get_faster_is_a_part_of_its_own() -> None:
+def test_a_loss_that_does_not_get_faster_is_a_scaling_class_of_its_own() -> None:
     table = np.array([[4.0, 4.0, 1.0], [2.0, 2.0, 1.0]])
-    found = parts(table)
-    assert [part.time_s.tolist() for part in found] == [[8.0, 4.0], [1.0, 1.0]]
-    assert curve([1, 2], found).time_s.tolist() == [5.0]
+    found = scaling_classes(table)
+    assert [time_s.tolist() for time_s in found] == [[8.0, 4.0], [1.0, 1.0]]
+    assert curve([1, 2], table).time_s.tolist() == [5.0]
 
 
 def test_bi_point_takes_the_span() -> None:

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from mmplan.solvers.mpsp.bounds import phase_bound
 from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import Evaluator
-from mmplan.solvers.mpsp.search import find
+from mmplan.solvers.mpsp.search import find_schedules
 from tests.mpsp_cases import brute_force, chain, instances
 
 pytest.importorskip("ortools", reason="the optima are ortools'; pip install ortools")
@@ -47,8 +47,8 @@ def test_no_bound_exceeds_the_optimum_and_no_schedule_is_shorter(instance: Insta
     tables = [own.forward_s for own in instance.chains]
     found = optimum(instance, tables, limit_s=5, tick_s=1.0)
     assert phase_bound(instance, tables, 5) <= found.seconds * (1 + 1e-9)
-    drafts = find(instance, bound_s=0.0, limit_s=0.05)
-    best_s = min(Evaluator(instance).run(draft).forward_s for draft in drafts.values())
+    schedules = find_schedules(instance, bound_s=0.0, limit_s=0.05)
+    best_s = min(Evaluator(instance).run(own).forward_s for own in schedules.values())
     assert best_s >= found.bound_s * (1 - 1e-9)
 
 
@@ -87,9 +87,11 @@ def test_within_a_percent_of_the_optimum_in_the_median(graph: bool) -> None:
         best = optimum(instance, tables, limit_s=6, tick_s=1.0)
         if not best.proven:
             continue
-        drafts = find(instance, bound_s=2 * phase_bound(instance, tables, 1), limit_s=1.0)
+        schedules = find_schedules(
+            instance, bound_s=2 * phase_bound(instance, tables, 1), limit_s=1.0
+        )
         ratios.append(
-            min(Evaluator(instance).run(d).forward_s for d in drafts.values()) / best.seconds
+            min(Evaluator(instance).run(own).forward_s for own in schedules.values()) / best.seconds
         )
     assert len(ratios) >= 8
     assert median(ratios) <= 1.01, sorted(ratios)

@@ -1,4 +1,4 @@
-"""What the scheduler of chains stands on: linear programs, times of transfers, curves."""
+"""Parts of the scheduler of chains: linear programs, times of transfers, curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mmplan.costs.links import message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
 from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
-from mmplan.solvers.mpsp.instance import Instance, parts
+from mmplan.solvers.mpsp.instance import Instance
+from mmplan.solvers.mpsp.slices import RankGroups
 from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 from mmplan.solvers.sample_split import split_evenly
 from tests.mpsp_cases import instances
@@ -47,23 +48,25 @@ def test_the_simplex_method_finds_the_optimum_and_its_prices(
     program: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     gain, matrix, limit = program
-    answer = maximize(gain, matrix, limit)
+    x, prices = maximize(gain, matrix, limit)
     optimum = -linprog(-gain, A_ub=matrix, b_ub=limit, method="highs").fun
-    assert gain @ answer.x == pytest.approx(optimum, abs=1e-7)
-    assert limit @ answer.prices == pytest.approx(optimum, abs=1e-7)
-    assert (answer.x >= -1e-9).all()
-    assert (matrix @ answer.x <= limit + 1e-7).all()
-    assert (matrix.T @ answer.prices >= gain - 1e-7).all()
+    assert gain @ x == pytest.approx(optimum, abs=1e-7)
+    assert limit @ prices == pytest.approx(optimum, abs=1e-7)
+    assert (x >= -1e-9).all()
+    assert (matrix @ x <= limit + 1e-7).all()
+    assert (matrix.T @ prices >= gain - 1e-7).all()
 
 
 @settings(max_examples=100, deadline=None)
 @given(instances())
 def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) -> None:
-    curves = [curve(c.counts, parts(c.forward_s)) for c in instance.chains]
+    curves = [curve(c.counts, c.forward_s) for c in instance.chains]
     bound_s = level_bound(curves, instance.devices)
 
     def spare(seconds: float) -> float:
-        return instance.devices * seconds - sum(c.at(seconds) for c in curves)
+        return instance.devices * seconds - sum(
+            float(np.interp(seconds, c.time_s, c.area_s)) for c in curves
+        )
 
     least_s = max(float(c.time_s[0]) for c in curves)
     assert bound_s >= least_s
@@ -73,7 +76,7 @@ def test_the_levels_bound_is_where_the_device_seconds_fit(instance: Instance) ->
 
 
 def plain_transfer_s(
-    where: Cluster, producers: list[tuple[int]], consumers: list[tuple[int]], samples: int
+    where: Cluster, producers: RankGroups, consumers: RankGroups, samples: int
 ) -> float:
     """Sample by sample: the longest message, or the busiest interface of a node."""
     made = [
@@ -103,11 +106,11 @@ def plain_transfer_s(
 )
 @example(list(range(8)), list(range(8)), 4, 4, 0)
 @example(list(range(8)), list(range(8)), 4, 8, 1)
-def test_a_transfer_takes_as_long_as_its_longest_message_or_fullest_interface(
+def test_a_transfer_takes_as_long_as_its_longest_message_or_busiest_interface(
     one: list[int], other: list[int], producers: int, consumers: int, more: int
 ) -> None:
     samples = max(producers, consumers) + more
-    groups = [(rank,) for rank in one[:producers]], [(rank,) for rank in other[:consumers]]
+    groups = tuple((r,) for r in one[:producers]), tuple((r,) for r in other[:consumers])
     own = transfer_s(two_nodes(), *groups, samples=samples, sample_bytes=3.0)
     assert own == pytest.approx(plain_transfer_s(two_nodes(), *groups, samples))
 
@@ -115,25 +118,19 @@ def test_a_transfer_takes_as_long_as_its_longest_message_or_fullest_interface(
 def test_gradients_are_summed_one_group_after_another() -> None:
     where = two_nodes()
     # Blocks 0 and 1 on ranks 0 and 1, block 2 on ranks 1 and 4 of two nodes, block 3 alone.
-    holders = {
-        ("v", 0, 1): {(0,), (1,)},
-        ("v", 1, 1): {(0,), (1,)},
-        ("v", 2, 1): {(1,), (4,)},
-        ("v", 3, 1): {(6,)},
-    }
-    sizes = dict.fromkeys(holders, 8.0)
+    holders = [{(0,), (1,)}, {(0,), (1,)}, {(1,), (4,)}, {(6,)}]
+    shards = [(frozenset(groups), 8.0) for groups in holders]
     # Two ranks: the latency there and back, and each byte once.
     inside, between = 2 * 0.25 + 16 / 8, 2 * 0.5 + 8 / 2
-    assert reductions_s(where, holders, sizes) == pytest.approx(inside + between)
-    assert reductions_s(where, {("v", 3, 1): {(6,)}}, {("v", 3, 1): 8.0}) == 0.0
+    assert reductions_s(where, shards) == pytest.approx(inside + between)
+    assert reductions_s(where, shards[3:]) == 0.0
 
 
 def test_sums_of_other_ranks_share_the_interfaces_of_their_nodes() -> None:
-    holders = {("v", b, 1): {(b,), (4 + b,)} for b in range(3)}
-    sizes = dict.fromkeys(holders, 800.0)
-    one_s = reductions_s(two_nodes(), dict(list(holders.items())[:1]), sizes)
+    shards = [(frozenset({(b,), (4 + b,)}), 800.0) for b in range(3)]
+    one_s = reductions_s(two_nodes(), shards[:1])
     # Bytes take three times as long, latencies do not.
-    assert reductions_s(two_nodes(), holders, sizes) == pytest.approx(3 * one_s, rel=0.01)
+    assert reductions_s(two_nodes(), shards) == pytest.approx(3 * one_s, rel=0.01)
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,10 +154,10 @@ def test_shares_become_whole_blocks(seconds: list[int], shares: list[tuple[int, 
     assert found[-1][2] == len(seconds)
     assert all(a < b for _, a, b, _ in found)
     assert all(first[0] != second[0] for first, second in pairwise(found))
-    # A cut is where some share ends, as near as blocks allow, and is as urgent as what it starts.
+    # A cut is at the block end nearest to where a share ends; its priority is that of the next one.
     wanted = [x / total for x in accumulate(share for _, share in shares)]
-    for _, cut, _, urgency in found[1:]:
+    for _, cut, _, priority in found[1:]:
         assert any(
             abs(share - ends[cut]) <= min(abs(share - end) for end in ends) + 1e-9
-            for share in wanted[: int(urgency)]
+            for share in wanted[: int(priority)]
         )

@@ -12,83 +12,85 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp.memory_packing import Groups, pack
+from mmplan.solvers.mpsp.memory_packing import pack
 from mmplan.solvers.mpsp.placement import Placed, place
-from mmplan.solvers.mpsp.slices import Slot
+from mmplan.solvers.mpsp.slices import RankGroups, UnplacedSlice
 from tests.solving import cluster
 
 
-def slot(
+def unplaced(
     owner: str,
     blocks: tuple[int, int],
     *,
     devices: int,
     size: float,
-    held: float,
+    activations: float,
     tp: int = 1,
     dp: int = 1,
     start_s: float = 0.0,
     after: Sequence[int] = (),
-) -> Slot:
+) -> UnplacedSlice:
     """A second of work on blocks of equal size, which other degrees divide."""
     each = np.full(blocks[1] - blocks[0], size / tp)
-    return Slot(
+    return UnplacedSlice(
         tp=tp,
         dp=dp,
-        within=(0, devices),
+        rank_range=(0, devices),
         start_s=start_s,
         forward_s=1.0,
         backward_s=2.0,
         after=tuple((i, 1.0) for i in after),
         samples=8,
-        messages=1,
+        num_microbatches=1,
         owner=owner,
         blocks=blocks,
-        block_bytes=each,
+        fixed_bytes=each,
         gradient_bytes=each / 4,
-        held_bytes=held,
+        activation_bytes=activations,
     )
 
 
 @st.composite
-def tight(draw: st.DrawFn) -> tuple[list[Slot], int, float]:
-    """Slots, devices, and a memory near the mean of what they need."""
+def tight(draw: st.DrawFn) -> tuple[list[UnplacedSlice], int, float]:
+    """Slices, devices, and a memory near the mean of what they need."""
     devices = draw(st.sampled_from([2, 3, 4]))
     size_of = {owner: float(draw(st.integers(1, 6))) for owner in "vt"}
-    slots: list[Slot] = []
+    slices: list[UnplacedSlice] = []
     for i in range(draw(st.integers(2, 4))):
         tp = draw(st.sampled_from([1, 1, 2]))
         first = draw(st.integers(0, 2))
         owner = draw(st.sampled_from("vt"))
         after = draw(st.sets(st.integers(0, i - 1), max_size=1)) if i else set[int]()
-        ready_s = max((slots[j].start_s + 1.0 for j in after), default=0.0)
-        slots.append(
-            slot(
+        ready_s = max((slices[j].start_s + 1.0 for j in after), default=0.0)
+        slices.append(
+            unplaced(
                 owner,
                 (first, draw(st.integers(first + 1, 3))),
                 devices=devices,
                 size=size_of[owner],
-                held=float(draw(st.integers(0, 5))),
+                activations=float(draw(st.integers(0, 5))),
                 tp=tp,
                 dp=draw(st.integers(1, devices // tp)),
                 start_s=ready_s + draw(st.integers(0, 2)),
                 after=sorted(after),
             )
         )
-    needed = sum(s.tp * s.dp * (float(s.block_bytes.sum()) + s.held_bytes) for s in slots)
+    needed = sum(s.tp * s.dp * (float(s.fixed_bytes.sum()) + s.activation_bytes) for s in slices)
     share = draw(st.sampled_from([0.6, 0.8, 1.0, 1.1]))
-    return slots, devices, float(max(1, round(needed / devices * share)))
+    return slices, devices, float(max(1, round(needed / devices * share)))
 
 
-def fits(slots: Sequence[Slot], choice: Sequence[Groups], memory_bytes: float) -> bool:
-    """Every rank holds each block as one shard, once, and all of its slots' activations."""
+def fits(
+    slices: Sequence[UnplacedSlice], choice: Sequence[RankGroups], memory_bytes: float
+) -> bool:
+    """Every rank holds each block as one shard, once, and all of its slices' activations."""
     activations: dict[int, float] = {}
     degree: dict[tuple[int, str, int], int] = {}
     sizes: dict[tuple[int, str, int], float] = {}
-    for own, groups in zip(slots, choice, strict=True):
+    for own, groups in zip(slices, choice, strict=True):
         for rank in itertools.chain(*groups):
-            activations[rank] = activations.get(rank, 0.0) + own.held_bytes
-            for block, size in enumerate(own.block_bytes.tolist(), own.blocks[0]):
+            activations[rank] = activations.get(rank, 0.0) + own.activation_bytes
+            for block, size in enumerate(own.fixed_bytes.tolist(), own.blocks[0]):
                 key = rank, own.owner, block
                 if degree.setdefault(key, own.tp) != own.tp:
                     return False
@@ -99,21 +101,21 @@ def fits(slots: Sequence[Slot], choice: Sequence[Groups], memory_bytes: float) -
     return True
 
 
-def some_placement_exists(slots: Sequence[Slot], memory_bytes: float) -> bool:
-    """Try every choice of groups for every slot."""
+def some_placement_exists(slices: Sequence[UnplacedSlice], memory_bytes: float) -> bool:
+    """Try every choice of groups for every slice."""
     options = [
         list(itertools.combinations([own.group(g) for g in range(own.num_groups)], own.dp))
-        for own in slots
+        for own in slices
     ]
-    return any(fits(slots, choice, memory_bytes) for choice in itertools.product(*options))
+    return any(fits(slices, choice, memory_bytes) for choice in itertools.product(*options))
 
 
 EXCHANGE = (
-    # In the order of time the small ones take both ranks, and the large one finds no room.
+    # In the order of time the small ones take both ranks, and the large one does not fit.
     [
-        slot("v", (0, 1), devices=2, size=3.0, held=0.0),
-        slot("t", (0, 1), devices=2, size=3.0, held=0.0),
-        slot("u", (0, 1), devices=2, size=6.0, held=0.0, start_s=1.0),
+        unplaced("v", (0, 1), devices=2, size=3.0, activations=0.0),
+        unplaced("t", (0, 1), devices=2, size=3.0, activations=0.0),
+        unplaced("u", (0, 1), devices=2, size=6.0, activations=0.0, start_s=1.0),
     ],
     2,
     6.0,
@@ -123,49 +125,53 @@ EXCHANGE = (
 @settings(max_examples=200, deadline=None)
 @given(tight())
 @example(EXCHANGE)
-def test_a_placement_is_found_wherever_one_exists(case: tuple[list[Slot], int, float]) -> None:
-    slots, devices, memory_bytes = case
-    packed = pack(slots, devices, memory_bytes, deadline=time.monotonic() + 20)
-    assert (packed is not None) == some_placement_exists(slots, memory_bytes)
+def test_a_placement_is_found_wherever_one_exists(
+    case: tuple[list[UnplacedSlice], int, float],
+) -> None:
+    slices, devices, memory_bytes = case
+    packed = pack(slices, devices, memory_bytes, deadline=time.monotonic() + 20)
+    assert (packed is not None) == some_placement_exists(slices, memory_bytes)
     if packed is not None:
-        assert fits(slots, packed, memory_bytes)
+        assert fits(slices, packed, memory_bytes)
 
 
 @settings(max_examples=100, deadline=None)
 @given(tight())
 @example(EXCHANGE)
-def test_what_is_placed_fits_and_is_a_schedule(case: tuple[list[Slot], int, float]) -> None:
-    slots, devices, memory_bytes = case
+def test_what_is_placed_fits_and_is_a_schedule(
+    case: tuple[list[UnplacedSlice], int, float],
+) -> None:
+    slices, devices, memory_bytes = case
     where = Cluster.model_validate(cluster(devices, memory_bytes=memory_bytes))
-    placed = place(slots, where, devices, limit_s=20)
-    assert isinstance(placed, Placed) == some_placement_exists(slots, memory_bytes)
+    placed = place(slices, where, devices, limit_s=20)
+    assert isinstance(placed, Placed) == some_placement_exists(slices, memory_bytes)
     if not isinstance(placed, Placed):
         assert placed > 0
         return
-    assert fits(slots, placed.groups, memory_bytes)
-    for own, start, groups in zip(slots, placed.starts, placed.groups, strict=True):
+    assert fits(slices, placed.groups, memory_bytes)
+    for own, start, groups in zip(slices, placed.starts, placed.groups, strict=True):
         assert start >= max(
-            (placed.starts[i] + slots[i].forward_s for i, _ in own.after), default=0
+            (placed.starts[i] + slices[i].forward_s for i, _ in own.after), default=0
         )
         assert len({*itertools.chain(*groups)}) == own.tp * own.dp
-    for i, j in itertools.combinations(range(len(slots)), 2):
+    for i, j in itertools.combinations(range(len(slices)), 2):
         if {*itertools.chain(*placed.groups[i])} & {*itertools.chain(*placed.groups[j])}:
             assert abs(placed.starts[i] - placed.starts[j]) >= 1.0
 
 
 def test_packing_goes_back_many_times_within_a_second() -> None:
-    """Twenty-four slots on eight ranks, filled to the last byte: sums of three that are equal."""
+    """Twenty-four slices on eight ranks, filled to the last byte: sums of three that are equal."""
     triples = [(3.0, 4.0, 5.0), (2.0, 4.0, 6.0), (1.0, 5.0, 6.0), (2.0, 3.0, 7.0)] * 2
-    slots = [
-        slot(f"m{t}.{i}", (0, 1), devices=8, size=size, held=0.0)
+    slices = [
+        unplaced(f"m{t}.{i}", (0, 1), devices=8, size=size, activations=0.0)
         for t, triple in enumerate(triples)
         for i, size in enumerate(triple)
     ]
-    found = pack(slots, 8, 12.0, deadline=time.monotonic() + 5)
+    found = pack(slices, 8, 12.0, deadline=time.monotonic() + 5)
     assert found is not None
-    assert fits(slots, found, 12.0)
+    assert fits(slices, found, 12.0)
 
 
 def test_a_search_without_time_finds_nothing() -> None:
-    slots, devices, memory_bytes = EXCHANGE
-    assert pack(slots, devices, memory_bytes, deadline=-math.inf) is None
+    slices, devices, memory_bytes = EXCHANGE
+    assert pack(slices, devices, memory_bytes, deadline=-math.inf) is None

@@ -12,7 +12,6 @@ from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, ScalingCurve
 from mmplan.solvers.mpsp.bounds import curve as convex_curve
-from mmplan.solvers.mpsp.instance import parts
 from mmplan.wording import counted
 
 # Each picture weighs some 15 kB.
@@ -64,7 +63,7 @@ def envelope(curve: ScalingCurve) -> tuple[list[float], list[float]]:
     A corner less than a thousandth above the line between its neighbours is left out.
     """
     table = np.array(curve.seconds, dtype=np.float64)[:, None]
-    hull = convex_curve(curve.devices, parts(table))
+    hull = convex_curve(curve.devices, table)
     counts = [float(round(n)) for n in (hull.area_s / hull.time_s)[::-1]]
     seconds = hull.time_s[::-1].tolist()
     kept = [0.0, *counts], [0.0, *(1 / s for s in seconds)]

@@ -1,11 +1,14 @@
-"""The malleable project scheduling problem: chains of blocks that share N devices.
+"""The malleable project scheduling problem (MPSP): chains of blocks that share N devices.
 
-A chain is one task's use of one module (a MetaOp). Its blocks run one after another; a slice
-of them runs on a number of devices among those that are valid for the chain, which may differ
-from slice to slice. Forward and backward are two phases: all forwards end before any backward
-starts, and both run the same slices on the same devices, the backward in mirror image.
+A chain is a MetaOp: one task's use of one module. Its blocks run one after another. A segment of
+them runs on one of the chain's valid device counts; the next segment may run on another count.
+All forwards end before any backward starts. Both phases run the same segments on the same devices;
+the backward is the mirror image of the forward.
 
-Shape suffixes: K = valid counts of a chain, L = its blocks, P = its parts.
+Indices in this package: m = chain, k = position in the chain's valid counts, c = scaling class.
+Shape suffixes: K = valid counts of a chain, L = its blocks.
+
+Source: Spindle, arXiv:2409.03365, section 3.
 """
 
 from __future__ import annotations
@@ -20,24 +23,27 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.problem import NotApplicableError
 from mmplan.wording import counted
 
-# Shares of blocks that differ by less are one share.
-_DIGITS = 9
-_SAME = 1e-10
+# Blocks are of one scaling class where their shares agree to so many digits. Chosen by hand.
+_SHARE_DIGITS = 9
+# The same as a difference, for the quick test of chains whose blocks are all of one class.
+_SHARE_TOLERANCE = 1e-10
+# Beyond this ratio of two times a sum loses the smaller one: a double has 16 digits.
+_MAX_TIME_RATIO = 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chain:
-    """Blocks that run one after another, on more or fewer devices.
+    """A MetaOp as the scheduler sees it: a malleable task of L blocks.
 
     Attributes:
         counts: valid numbers of devices, ascending, K of them.
-        forward_s: ``[K, L]`` seconds of each block's forward on so many devices.
+        forward_s: ``[K, L]`` seconds of each block's forward on each count.
         backward_s: ``[K, L]`` likewise; zero where no gradient passes.
-        after: chains that end before this one starts.
-        level: chains on the longest path before it.
-        group: chains of one group run together where tasks run one after another.
-        cut_s: ``[L]`` seconds that a slice which begins there waits for what comes from the slice
-            before it, an estimate for the search; none by default.
+        after: indices of the chains that must end before this one starts.
+        level: MetaLevel, the number of chains on the longest path before this one.
+        task: index of the chain's task.
+        cut_s: ``[L]`` estimated seconds that a segment which begins at each block waits for its
+            input from the segment before; None for no wait.
     """
 
     name: str
@@ -46,7 +52,7 @@ class Chain:
     backward_s: Floats
     after: tuple[int, ...] = ()
     level: int = 0
-    group: int = 0
+    task: int = 0
     cut_s: Floats | None = None
 
     @property
@@ -59,11 +65,11 @@ class Chain:
         """``[K, L]`` seconds of forward and backward together."""
         return self.forward_s + self.backward_s
 
-    def useful(self, devices: int) -> Chain:
-        """Without the counts that do not exist or that no phase gets faster with.
+    def with_useful_counts(self, devices: int) -> Chain:
+        """The chain without counts above ``devices`` and without counts that speed up no phase.
 
         Raises:
-            InfeasibleError: the least count is more than there are devices.
+            InfeasibleError: the smallest count is above ``devices``.
         """
         if self.counts[0] > devices:
             raise InfeasibleError(
@@ -86,17 +92,17 @@ class Chain:
         )
 
 
-# Beyond it the digits of a sum no longer hold the smaller of two times.
-_SPAN = 1e12
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Chains, producers before consumers, and the devices that they share.
+    """Chains, producers before consumers, and the number of devices that they share.
+
+    Chains lose their useless counts here and get their levels.
 
     Raises:
-        InvalidInputError: a table is not positive and finite, or an order is not one.
-        InfeasibleError: a chain fits no number of devices.
+        InvalidInputError: a table has a wrong shape or a time that is negative or not finite, or
+            ``counts`` do not ascend, or a chain stands before its producer.
+        NotApplicableError: a forward takes no time, or two times are too far apart to add up.
+        InfeasibleError: the smallest count of a chain is above the number of devices.
     """
 
     chains: tuple[Chain, ...]
@@ -108,25 +114,30 @@ class Instance:
             _check(index, chain)
         shortest = min(chain.forward_s.sum(axis=1).min() for chain in self.chains)
         longest = max(t.sum(axis=1).max() for c in self.chains for t in (c.forward_s, c.backward_s))
-        if longest > _SPAN * shortest:
+        if longest > _MAX_TIME_RATIO * shortest:
             raise NotApplicableError(
                 f"mpsp adds up times: {shortest:.3g} and {longest:.3g} s are too far apart",
                 hint="look for a time in the profile that is out of range",
             )
-        useful = tuple(chain.useful(self.devices) for chain in self.chains)
         levels: list[int] = []
-        for chain in useful:
+        chains: list[Chain] = []
+        for chain in self.chains:
             levels.append(1 + max((levels[i] for i in chain.after), default=-1))
-        object.__setattr__(
-            self,
-            "chains",
-            tuple(replace(c, level=level) for c, level in zip(useful, levels, strict=True)),
-        )
+            chains.append(replace(chain.with_useful_counts(self.devices), level=levels[-1]))
+        object.__setattr__(self, "chains", tuple(chains))
         object.__setattr__(self, "levels", 1 + max(levels))
 
     def of_level(self, level: int) -> list[int]:
         """Indices of the chains on a level."""
         return [i for i, chain in enumerate(self.chains) if chain.level == level]
+
+    def successors(self) -> list[list[int]]:
+        """For each chain, the chains that come directly after it."""
+        found: list[list[int]] = [[] for _ in self.chains]
+        for m, chain in enumerate(self.chains):
+            for other in set(chain.after):
+                found[other].append(m)
+        return found
 
 
 def _check(index: int, chain: Chain) -> None:
@@ -147,45 +158,45 @@ def _check(index: int, chain: Chain) -> None:
         raise InvalidInputError(f"{chain.name} stands before a chain that it comes after")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockRange:
-    """Blocks of a chain whose times are in proportion, however many devices they run on.
+def scaling_classes(table_s: Floats) -> list[Floats]:
+    """Blocks whose times keep one proportion on every device count, taken together.
 
-    Attributes:
-        time_s: ``[K]`` seconds of all of them.
-        shares: ``[L]`` of the part that lies in each block; they add up to 1.
+    Args:
+        table_s: ``[K, L]`` seconds of a chain's blocks.
+
+    Returns:
+        ``[K]`` seconds of each class. Blocks that take no time belong to none.
     """
-
-    time_s: Floats
-    shares: Floats
-
-
-def parts(table_s: Floats) -> list[BlockRange]:
-    """The parts of a chain's ``[K, L]`` table; blocks that take no time are in none."""
     blocks_s = table_s.sum(axis=0)
     if (blocks_s > 0).all():
-        alike = table_s / blocks_s
-        if np.abs(alike - alike[:, :1]).max() < _SAME:
-            return [BlockRange(time_s=table_s.sum(axis=1), shares=blocks_s / blocks_s.sum())]
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for block in range(table_s.shape[1]):
-        column = table_s[:, block]
+        columns = table_s / blocks_s
+        if np.abs(columns - columns[:, :1]).max() < _SHARE_TOLERANCE:
+            return [table_s.sum(axis=1)]
+    members: dict[tuple[float, ...], list[int]] = {}
+    for block, column in enumerate(table_s.T):
         total = column.sum()
         if total > 0:
-            key = tuple(np.round(column / total, _DIGITS).tolist())
-            groups.setdefault(key, []).append(block)
-    found: list[BlockRange] = []
-    for blocks in groups.values():
-        time_s = table_s[:, blocks].sum(axis=1)
-        shares = np.zeros(table_s.shape[1])
-        shares[blocks] = table_s[:, blocks].sum(axis=0) / time_s.sum()
-        found.append(BlockRange(time_s=time_s, shares=shares))
-    return found
+            key = tuple(np.round(column / total, _SHARE_DIGITS).tolist())
+            members.setdefault(key, []).append(block)
+    return [table_s[:, blocks].sum(axis=1) for blocks in members.values()]
 
 
-def in_proportion(chains: Sequence[Chain]) -> float | None:
-    """Backward by forward seconds, where that is one number for all blocks; else None."""
+def backward_ratio(chains: Sequence[Chain]) -> float | None:
+    """Backward seconds over forward seconds where all blocks have one ratio, else None."""
     first = chains[0]
     ratio = float(first.backward_s[0].sum() / first.forward_s[0].sum())
-    alike = all(np.allclose(c.backward_s, ratio * c.forward_s, rtol=1e-9, atol=0) for c in chains)
-    return ratio if alike else None
+    is_one = all(np.allclose(c.backward_s, ratio * c.forward_s, rtol=1e-9, atol=0) for c in chains)
+    return ratio if is_one else None
+
+
+def faster_counts(total_s: Floats) -> list[int]:
+    """Positions of the counts that are faster than all smaller counts.
+
+    Args:
+        total_s: ``[K]`` seconds of a chain on each count.
+    """
+    kept = [0]
+    for k in range(1, len(total_s)):
+        if total_s[k] < total_s[kept[-1]]:
+            kept.append(k)
+    return kept

@@ -1,9 +1,9 @@
-"""Schedules of slices by list scheduling.
+"""List scheduling of segments.
 
-A draft says for each chain how its blocks are cut, on which of its counts each slice runs and
-how urgent it is. Decoding starts at every instant the most urgent slices that are ready and
-fit; nothing waits for a wave to end. The backward runs the same slices in mirror image: what
-ended last starts first.
+A :class:`ChainSchedule` says how each chain's blocks are cut into segments, on which count each
+segment runs, and its priority. Decoding starts at every instant the segments that are ready and
+fit, by priority; nothing waits for a wave to end. The backward runs the same segments in mirror
+image: the segment that ended last starts first.
 """
 
 from __future__ import annotations
@@ -13,21 +13,39 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
 from mmplan.arrays import Floats
-from mmplan.solvers.mpsp.instance import Instance, in_proportion
+from mmplan.solvers.mpsp.instance import Instance, backward_ratio
 
-SchedulePiece = tuple[int, int, int, float]
-"""Index of the count, first block, block after the last, urgency (less is more urgent)."""
-Pieces = list[list[SchedulePiece]]
-# Times that differ by less than this share are one instant.
-_SAME = 1e-12
-# What a piece more costs, as a share of the time: little, and more than nothing.
-_PIECE = 1e-5
-# Weight of the device-seconds used: where the end does not move, what is spared may move it later.
-_AREA = 0.2
+# Times that differ by less than this share are one instant: sums of times are rounded.
+_SAME_INSTANT = 1e-12
+# Cost of one more segment as a share of the time, to break ties. Chosen by hand.
+_SEGMENT_COST = 1e-5
+# Weight of the device-seconds in the guide: devices that are spared may move the end later.
+_AREA_WEIGHT = 0.2
+
+
+class ChainSegment(NamedTuple):
+    """Consecutive blocks of a chain on one device count.
+
+    Attributes:
+        k: position in the chain's counts.
+        first: the first block.
+        end: the block after the last.
+        priority: of all segments that are ready, the one with the least value starts first.
+    """
+
+    k: int
+    first: int
+    end: int
+    priority: float
+
+
+ChainSegments = list[list[ChainSegment]]
+"""The segments of each chain, in block order; each block is in one segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +53,10 @@ class ChainSchedule:
     """One way to run the chains.
 
     Attributes:
-        pieces: per chain, in block order; each block in one piece.
-        strict: nothing starts before a more urgent slice that is ready.
+        strict: no segment starts before another that is ready and has a better priority.
     """
 
-    pieces: Pieces
+    segments: ChainSegments
     strict: bool = False
 
 
@@ -48,8 +65,9 @@ class Decoder:
 
     Args:
         tables: ``[K, L]`` seconds of every chain.
-        after: chains that end before each one starts, all with lower indices or all with higher.
-        cuts: ``[L]`` of every chain, seconds that a slice waits which begins at a block.
+        after: the chains before each one, all with lower indices or all with higher ones.
+        then: the chains that come directly after each one.
+        cuts_s: ``[L]`` of every chain, seconds that a segment waits which begins at a block.
     """
 
     def __init__(
@@ -57,49 +75,52 @@ class Decoder:
         counts: Sequence[Sequence[int]],
         tables: Sequence[Floats],
         after: Sequence[Sequence[int]],
-        cuts: Sequence[Floats],
+        then: Sequence[Sequence[int]],
+        cuts_s: Sequence[Floats],
         devices: int,
     ) -> None:
-        self._cuts: list[list[float]] = [own.tolist() for own in cuts]
         self._counts = [list(own) for own in counts]
-        self._until: list[list[list[float]]] = [
+        self._cuts_s: list[list[float]] = [own.tolist() for own in cuts_s]
+        # Seconds of all blocks before each one, on each count.
+        self._until_s: list[list[list[float]]] = [
             np.hstack([np.zeros((len(t), 1)), np.cumsum(t, axis=1)]).tolist() for t in tables
         ]
         self._devices = devices
-        self._waits = [len(set(own)) for own in after]
-        self._then: list[list[int]] = [[] for _ in tables]
-        for chain, own in enumerate(after):
-            for other in set(own):
-                self._then[other].append(chain)
+        self._num_before = [len(set(own)) for own in after]
+        self._then = then
         # Least seconds from each block to the end of all chains that follow.
-        self._after: list[list[float]] = [[] for _ in tables]
-        upwards = all(other < chain for chain, own in enumerate(after) for other in own)
-        for chain in reversed(range(len(tables))) if upwards else range(len(tables)):
-            rest = max((self._after[other][0] for other in self._then[chain]), default=0.0)
-            fastest = tables[chain].min(axis=0)[::-1]
-            self._after[chain] = (rest + np.append(0.0, np.cumsum(fastest)))[::-1].tolist()
+        self._rest_s: list[list[float]] = [[] for _ in tables]
+        ascends = all(other < m for m, own in enumerate(after) for other in own)
+        for m in reversed(range(len(tables))) if ascends else range(len(tables)):
+            rest = max((self._rest_s[other][0] for other in then[m]), default=0.0)
+            fastest = tables[m].min(axis=0)[::-1]
+            self._rest_s[m] = (rest + np.append(0.0, np.cumsum(fastest)))[::-1].tolist()
 
-    def seconds(self, chain: int, piece: SchedulePiece) -> float:
-        """Time of a piece, what it waits for its input included."""
-        row = self._until[chain][piece[0]]
-        return row[piece[2]] - row[piece[1]] + self._cuts[chain][piece[1]]
+    def seconds(self, m: int, segment: ChainSegment) -> float:
+        """Time of a segment, with the wait for its input."""
+        until_s = self._until_s[m][segment.k]
+        return until_s[segment.end] - until_s[segment.first] + self._cuts_s[m][segment.first]
 
     def run(
-        self, draft: ChainSchedule, limit_s: float = math.inf
+        self, schedule: ChainSchedule, limit_s: float = math.inf
     ) -> tuple[float, list[list[float]]]:
-        """The end, and the start of each piece. The hot loop of the search: locals, no calls.
+        """Decode a schedule. This is the hot loop of the search: locals, no calls.
 
         Args:
-            limit_s: where the end is later than this, it is infinite.
+            limit_s: decoding is given up once the end must be later than this.
+
+        Returns:
+            Seconds until the last segment ends, infinite where decoding was given up, and the
+            start of each segment.
         """
-        pieces, strict = draft.pieces, draft.strict
-        counts, until, then, after = self._counts, self._until, self._then, self._after
-        cuts = self._cuts
-        starts: list[list[float]] = [[] for _ in pieces]
-        waits = list(self._waits)
-        ready = sorted((own[0][3], m) for m, own in enumerate(pieces) if not waits[m])
+        segments, strict = schedule.segments, schedule.strict
+        counts, all_until_s, then, rest_s = self._counts, self._until_s, self._then, self._rest_s
+        cuts_s = self._cuts_s
+        starts: list[list[float]] = [[] for _ in segments]
+        num_before = list(self._num_before)
+        ready = sorted((own[0].priority, m) for m, own in enumerate(segments) if not num_before[m])
         running: list[tuple[float, int, int]] = []
-        # Devices that some waiting slice could start with: below it nothing is looked at.
+        # With fewer free devices than ``least`` no segment that waits can start.
         free, now, least = self._devices, 0.0, 1
         while True:
             if free >= least:
@@ -108,8 +129,8 @@ class Decoder:
                 for position, item in enumerate(ready):
                     m = item[1]
                     own = starts[m]
-                    piece = pieces[m][len(own)]
-                    count = counts[m][piece[0]]
+                    k, first, end, _ = segments[m][len(own)]
+                    count = counts[m][k]
                     if count > free:
                         left.append(item)
                         if count < least or len(left) == 1:
@@ -120,42 +141,38 @@ class Decoder:
                         continue
                     free -= count
                     own.append(now)
-                    row = until[m][piece[0]]
-                    end = now + row[piece[2]] - row[piece[1]] + cuts[m][piece[1]]
-                    if end + after[m][piece[2]] > limit_s:
+                    until_s = all_until_s[m][k]
+                    end_s = now + until_s[end] - until_s[first] + cuts_s[m][first]
+                    if end_s + rest_s[m][end] > limit_s:
                         return math.inf, starts
-                    heappush(running, (end, m, count))
+                    heappush(running, (end_s, m, count))
                 ready = left
             if not running:
                 return now, starts
             now, m, count = heappop(running)
-            until_s, ended = now * (1 + _SAME), [m]
+            instant_s, ended = now * (1 + _SAME_INSTANT), [m]
             free += count
-            while running and running[0][0] <= until_s:
+            while running and running[0][0] <= instant_s:
                 now, m, count = heappop(running)
-                until_s = now * (1 + _SAME)
+                instant_s = now * (1 + _SAME_INSTANT)
                 ended.append(m)
                 free += count
             for m in ended:
                 done = len(starts[m])
-                if done < len(pieces[m]):
-                    insort(ready, (pieces[m][done][3], m))
+                if done < len(segments[m]):
+                    insort(ready, (segments[m][done].priority, m))
                     least = 1
                     continue
                 for other in then[m]:
-                    waits[other] -= 1
-                    if not waits[other]:
-                        insort(ready, (pieces[other][0][3], other))
+                    num_before[other] -= 1
+                    if not num_before[other]:
+                        insort(ready, (segments[other][0].priority, other))
                         least = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """A draft's times.
-
-    Attributes:
-        starts: per chain and piece, of the forward.
-    """
+class ScheduleTimes:
+    """Seconds of both phases of a schedule, and the start of each segment's forward."""
 
     forward_s: float
     backward_s: float
@@ -168,29 +185,24 @@ class Timed:
 
 
 class Evaluator:
-    """Both phases of a draft. Where they are in proportion one of them is enough."""
+    """Times both phases of schedules; one phase is decoded where the two are in proportion."""
 
     def __init__(self, instance: Instance) -> None:
         chains = instance.chains
         self.instance = instance
-        counts = [c.counts for c in chains]
-        after = [c.after for c in chains]
-        before: list[list[int]] = [[] for _ in chains]
-        for m, own in enumerate(after):
-            for other in own:
-                before[other].append(m)
-        self._blocks = [c.blocks for c in chains]
-        self._after = after
-        self._ratio = in_proportion(chains)
-        # Where the backward is a multiple of the forward, both waits together still are twice one.
+        counts, after = [c.counts for c in chains], [c.after for c in chains]
+        then = instance.successors()
+        self._ratio = backward_ratio(chains)
+        # The wait at a cut does not depend on the phase. Where the backward is computed as a
+        # multiple of the forward, the forward's wait is scaled so that both together are twice one.
         scale = 1.0 if self._ratio is None else 2 / (1 + self._ratio)
-        cuts = [scale * c.cut_s if c.cut_s is not None else np.zeros(c.blocks) for c in chains]
+        cuts_s = [scale * c.cut_s if c.cut_s is not None else np.zeros(c.blocks) for c in chains]
         forward, backward = [c.forward_s for c in chains], [c.backward_s[:, ::-1] for c in chains]
-        self._forward = Decoder(counts, forward, after, cuts, instance.devices)
-        # The cut before block b of L stands before block L - b in the mirror.
-        mirrored = [np.append(0.0, own[:0:-1]) for own in cuts]
-        self._backward = Decoder(counts, backward, before, mirrored, instance.devices)
-        # Running device-seconds of the forward on each count.
+        self._forward = Decoder(counts, forward, after, then, cuts_s, instance.devices)
+        # The cut before block b of L is before block L - b in the mirror image.
+        mirrored = [np.append(0.0, own[:0:-1]) for own in cuts_s]
+        self._backward = Decoder(counts, backward, then, after, mirrored, instance.devices)
+        # Device-seconds of the forward of all blocks before each one, on each count.
         self._areas: list[list[list[float]]] = [
             [
                 [0.0, *(n * np.cumsum(row)).tolist()]
@@ -199,62 +211,67 @@ class Evaluator:
             for c in chains
         ]
 
-    def run(self, draft: ChainSchedule, limit_s: float = math.inf) -> Timed:
-        """Times of both phases; infinite where the forward ends later than a limit."""
-        forward_s, starts = self._forward.run(draft, limit_s)
+    def run(self, schedule: ChainSchedule, limit_s: float = math.inf) -> ScheduleTimes:
+        """Times of both phases; infinite where the forward ends later than ``limit_s``."""
+        forward_s, starts = self._forward.run(schedule, limit_s)
         if forward_s == math.inf:
-            return Timed(forward_s=forward_s, backward_s=forward_s, starts=starts)
-        if self._ratio is not None:
-            return Timed(forward_s=forward_s, backward_s=self._ratio * forward_s, starts=starts)
-        backward_s, _ = self._backward.run(self._mirrored(draft, starts))
-        return Timed(forward_s=forward_s, backward_s=backward_s, starts=starts)
+            backward_s = forward_s
+        elif self._ratio is not None:
+            backward_s = self._ratio * forward_s
+        else:
+            backward_s, _ = self._backward.run(self._mirrored(schedule, starts))
+        return ScheduleTimes(forward_s=forward_s, backward_s=backward_s, starts=starts)
 
-    def area(self, chain: int, own: Sequence[SchedulePiece]) -> float:
+    def area(self, m: int, own: Sequence[ChainSegment]) -> float:
         """Device-seconds of a chain's forward."""
-        rows = self._areas[chain]
-        return sum(rows[k][b] - rows[k][a] for k, a, b, _ in own)
+        rows = self._areas[m]
+        return sum(rows[k][end] - rows[k][first] for k, first, end, _ in own)
 
     def cost(
-        self, draft: ChainSchedule, area: float, most_s: float = math.inf
+        self, schedule: ChainSchedule, area: float, max_guide_s: float = math.inf
     ) -> tuple[float, float, list[list[float]]]:
-        """What counts, what guides a search towards it, and the forward's starts.
+        """The cost of a schedule, the guide that a search minimizes, and the forward's starts.
 
         Args:
             area: device-seconds of all chains' forwards.
-            most_s: where the guide is more than this, it may be infinite.
+            max_guide_s: a guide above this may be returned as infinite.
         """
-        more = 1 + _PIECE * sum(map(len, draft.pieces))
-        used_s = _AREA * area / self.instance.devices
-        limit_s = (
-            most_s / more if self._ratio is None else most_s / more / (1 + self._ratio) - used_s
-        )
-        timed = self.run(draft, limit_s)
-        if timed.forward_s == math.inf:
-            return math.inf, math.inf, timed.starts
-        cost_s = timed.total_s * more
-        return cost_s, cost_s * (1 + used_s / timed.forward_s), timed.starts
+        segments_factor = 1 + _SEGMENT_COST * sum(map(len, schedule.segments))
+        area_s = _AREA_WEIGHT * area / self.instance.devices
+        limit_s = max_guide_s / segments_factor
+        if self._ratio is not None:
+            limit_s = limit_s / (1 + self._ratio) - area_s
+        times = self.run(schedule, limit_s)
+        if times.forward_s == math.inf:
+            return math.inf, math.inf, times.starts
+        cost_s = times.total_s * segments_factor
+        return cost_s, cost_s * (1 + area_s / times.forward_s), times.starts
 
-    def lateness(self, draft: ChainSchedule, starts: Sequence[Sequence[float]]) -> list[float]:
-        """When each chain's forward ends; one before a late one is as late as that, less the
-        time between them."""
+    def lateness(self, schedule: ChainSchedule, starts: Sequence[Sequence[float]]) -> list[float]:
+        """For each chain the latest end on a path from it, less the waits on that path."""
         ends = [
-            own[-1] + self._forward.seconds(m, draft.pieces[m][-1]) for m, own in enumerate(starts)
+            own[-1] + self._forward.seconds(m, schedule.segments[m][-1])
+            for m, own in enumerate(starts)
         ]
         late = list(ends)
         for m in reversed(range(len(ends))):
-            for other in self._after[m]:
+            for other in self.instance.chains[m].after:
                 late[other] = max(late[other], late[m] - (starts[m][0] - ends[other]))
         return late
 
-    def _mirrored(self, draft: ChainSchedule, starts: list[list[float]]) -> ChainSchedule:
-        mirrored: Pieces = []
-        for m, own in enumerate(draft.pieces):
-            blocks = self._blocks[m]
-            pairs = zip(own, starts[m], strict=True)
+    def _mirrored(self, schedule: ChainSchedule, starts: list[list[float]]) -> ChainSchedule:
+        mirrored: ChainSegments = []
+        for m, own in enumerate(schedule.segments):
+            blocks = self.instance.chains[m].blocks
             mirrored.append(
                 [
-                    (p[0], blocks - p[2], blocks - p[1], -(s + self._forward.seconds(m, p)))
-                    for p, s in pairs
+                    ChainSegment(
+                        s.k,
+                        blocks - s.end,
+                        blocks - s.first,
+                        -(start + self._forward.seconds(m, s)),
+                    )
+                    for s, start in zip(own, starts[m], strict=True)
                 ][::-1]
             )
-        return ChainSchedule(mirrored, draft.strict)
+        return ChainSchedule(mirrored, schedule.strict)

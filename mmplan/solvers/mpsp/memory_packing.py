@@ -1,11 +1,11 @@
-"""Ranks for slices by memory alone: a search that goes back where a slice finds no room.
+"""Ranks for slices by memory alone: a depth-first search with backtracking.
 
-Time does not matter here: a slice can wait for any ranks. What must hold is that no rank has
-more than its memory of parameters (each block once, however many slices run it) and activations.
-Slots are given ranks largest first, one tensor-parallel group after another, first the groups
-that gain least by it; where some slot no longer finds room, the last choice is taken back. Ranks
-that hold the same are tried once, and what was seen to fail, with ranks in whatever order, is not
-tried again. So the search ends, and with None there is no placement, unless the time was over.
+Time does not matter here: a slice can wait for any ranks. No rank may have more than its memory of
+parameters (each block once, however many slices run it) and activations. Slices get ranks largest
+first, one tensor-parallel group after another; groups that need least new memory are tried first.
+Where a slice no longer fits anywhere, the last choice is taken back. Of ranks with equal contents
+one is tried; a state that failed is not tried again, in whatever order its ranks are. So the search
+ends, and where it finds nothing there is no placement, unless its time was over.
 """
 
 from __future__ import annotations
@@ -15,52 +15,51 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import lcm
 
-from mmplan.solvers.mpsp.slices import Slot, stretches
+from mmplan.solvers.mpsp.slices import RankGroups, UnplacedSlice, block_shards
 
-Groups = tuple[tuple[int, ...], ...]
-"""Ranks of each replica of a slot, the tensor-parallel ones together."""
-
-_Holding = tuple[int, float]
-"""Bits of the blocks that a rank holds, and the bytes of its activations."""
+_Contents = tuple[int, float]
+"""Bit mask of the block shards on a rank, and the bytes of its activations."""
 
 # Sums of bytes in another order are equal up to this share of the memory.
-_SAME = 1e-9
+_ROUNDING = 1e-9
 
 
 def pack(
-    slots: Sequence[Slot], devices: int, memory_bytes: float, *, deadline: float
-) -> list[Groups] | None:
-    """Groups of ranks for every slot so that each rank's slots fit its memory together.
+    slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, *, deadline: float
+) -> list[RankGroups] | None:
+    """Groups of ranks for every slice so that the slices of each rank fit its memory together.
 
-    Args:
-        deadline: of the monotonic clock, when the search gives up.
+    None where there is no such placement, or none was found before ``deadline``, a time of the
+    monotonic clock.
     """
-    return _Packing(slots, devices, memory_bytes, deadline).run()
+    return _Packing(slices, devices, memory_bytes, deadline).run()
 
 
 class _Packing:
     def __init__(
-        self, slots: Sequence[Slot], devices: int, memory_bytes: float, deadline: float
+        self, slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, deadline: float
     ) -> None:
-        self._slots = slots
-        self._memory = memory_bytes * (1 + _SAME)
+        self._slices = slices
+        self._memory_bytes = memory_bytes * (1 + _ROUNDING)
         self._deadline = deadline
-        self._held: list[_Holding] = [(0, 0.0)] * devices
-        self._chosen: list[list[int]] = [[] for _ in slots]
-        self._order = sorted(range(len(slots)), key=lambda i: (-_least_bytes(slots[i]), i))
-        # Whole sets of ranks that could change places: the largest groups, in the same reach.
-        self._size = lcm(*(slot.tp for slot in slots))
-        self._edges = sorted({edge for slot in slots for edge in slot.within})
-        self._bits, self._others, self._bytes = _numbered(slots)
-        self._known: dict[int, float] = {}
+        self._contents: list[_Contents] = [(0, 0.0)] * devices
+        self._chosen: list[list[int]] = [[] for _ in slices]
+        alone_bytes = [float(own.fixed_bytes.sum()) + own.activation_bytes for own in slices]
+        self._order = sorted(range(len(slices)), key=lambda i: (-alone_bytes[i], i))
+        # Sets of so many neighbouring ranks could change places: they hold whole groups of every
+        # slice. Only sets on the same side of every range's ends are alike.
+        self._set_size = lcm(*(slice_.tp for slice_ in slices))
+        self._range_ends = sorted({edge for slice_ in slices for edge in slice_.rank_range})
+        self._masks, self._conflicts, self._shard_bytes = _shard_masks(slices)
+        self._bytes_of_mask: dict[int, float] = {}
         self._failed: set[object] = set()
 
-    def run(self) -> list[Groups] | None:
-        """Depth first, with a stack of what is left to try at each step."""
-        steps = [i for i in self._order for _ in range(self._slots[i].dp)]
+    def run(self) -> list[RankGroups] | None:
+        """Depth first, with a stack of the options left at each step."""
+        steps = [i for i in self._order for _ in range(self._slices[i].dp)]
         stack = [self._options(steps[0])]
         keys: list[object] = [None]
-        undo: list[list[_Holding]] = []
+        undo: list[list[_Contents]] = []
         while stack:
             if time.monotonic() > self._deadline:
                 return None
@@ -75,115 +74,109 @@ class _Packing:
             undo.append(self._give(i, group))
             if len(stack) == len(steps):
                 return [
-                    tuple(slot.group(index) for index in sorted(own))
-                    for slot, own in zip(self._slots, self._chosen, strict=True)
+                    tuple(slice_.group(index) for index in sorted(own))
+                    for slice_, own in zip(self._slices, self._chosen, strict=True)
                 ]
             following = steps[len(stack)]
             key = self._key(len(stack), following)
-            if key in self._failed or not self._all_find_room(following):
+            if key in self._failed or not self._all_fit(following):
                 self._take_back(i, undo.pop())
                 continue
             stack.append(self._options(following))
             keys.append(key)
         return None
 
-    def _give(self, i: int, index: int) -> list[_Holding]:
-        """A group to a slot; returns what its ranks held."""
-        slot, bits = self._slots[i], self._bits[i]
-        ranks = slot.group(index)
-        before = [self._held[rank] for rank in ranks]
+    def _give(self, i: int, index: int) -> list[_Contents]:
+        """Give a group to a slice; returns what its ranks held before."""
+        slice_, shards = self._slices[i], self._masks[i]
+        ranks = slice_.group(index)
+        before = [self._contents[rank] for rank in ranks]
         for rank, (mask, activations) in zip(ranks, before, strict=True):
-            self._held[rank] = mask | bits, activations + slot.held_bytes
+            self._contents[rank] = mask | shards, activations + slice_.activation_bytes
         self._chosen[i].append(index)
         return before
 
-    def _take_back(self, i: int, before: Sequence[_Holding]) -> None:
+    def _take_back(self, i: int, before: Sequence[_Contents]) -> None:
         index = self._chosen[i].pop()
-        for rank, held in zip(self._slots[i].group(index), before, strict=True):
-            self._held[rank] = held
+        for rank, contents in zip(self._slices[i].group(index), before, strict=True):
+            self._contents[rank] = contents
 
     def _options(self, i: int) -> Iterator[int]:
-        """Groups that have room for a slot, one of each kind, those that gain least first."""
-        slot, bits = self._slots[i], self._bits[i]
+        """Groups in which a slice fits, one of each kind, by the new memory that they need."""
+        slice_, shards = self._slices[i], self._masks[i]
         kinds: dict[object, tuple[float, float, int]] = {}
-        for index in range(slot.num_groups):
-            if index not in self._chosen[i] and self._has_room(i, index):
-                ranks = slot.group(index)
-                held = [self._held[rank] for rank in ranks]
-                gain = max(
-                    self._parameters(mask | bits) - self._parameters(mask) for mask, _ in held
+        for index in range(slice_.num_groups):
+            if index not in self._chosen[i] and self._fits(i, index):
+                ranks = slice_.group(index)
+                contents = [self._contents[rank] for rank in ranks]
+                new_bytes = max(
+                    self._fixed_bytes(mask | shards) - self._fixed_bytes(mask)
+                    for mask, _ in contents
                 )
-                total = max(self._parameters(mask) + activations for mask, activations in held)
-                kinds.setdefault(self._kind(i, ranks), (gain, total, index))
+                used_bytes = max(self._fixed_bytes(mask) + more for mask, more in contents)
+                kinds.setdefault(self._kind(i, ranks), (new_bytes, used_bytes, index))
         return iter([index for _, _, index in sorted(kinds.values())])
 
     def _kind(self, i: int, ranks: Sequence[int]) -> object:
-        """Groups of one kind stand in the same place of sets of ranks that hold the same."""
-        first = ranks[0] - ranks[0] % self._size
-        return ranks[0] - first, self._set(i, first)
+        """Groups of one kind have the same position in sets of ranks that hold the same."""
+        first = ranks[0] - ranks[0] % self._set_size
+        return ranks[0] - first, self._rank_set(i, first)
 
-    def _set(self, i: int, first: int) -> tuple[int, tuple[_Holding, ...], tuple[int, ...]]:
-        """Where a set of ranks lies, what it holds, and which of its groups the slot has."""
-        slot, until = self._slots[i], first + self._size
-        starts = (slot.within[0] + index * slot.tp for index in self._chosen[i])
-        mine = tuple(sorted(start - first for start in starts if first <= start < until))
-        reach = sum(edge <= first for edge in self._edges)
-        return reach, tuple(self._held[first:until]), mine
+    def _rank_set(self, i: int, first: int) -> tuple[int, tuple[_Contents, ...], tuple[int, ...]]:
+        """Number of range ends before a set, its contents, and which of its groups a slice has."""
+        slice_, until = self._slices[i], first + self._set_size
+        starts = (slice_.rank_range[0] + index * slice_.tp for index in self._chosen[i])
+        own = tuple(sorted(start - first for start in starts if first <= start < until))
+        ends_before = sum(edge <= first for edge in self._range_ends)
+        return ends_before, tuple(self._contents[first:until]), own
 
     def _key(self, depth: int, i: int) -> object:
-        """The state before a step for a slot, whichever of equal sets of ranks is which."""
-        firsts = range(0, len(self._held), self._size)
-        return depth, tuple(sorted(self._set(i, first) for first in firsts))
+        """The state before a step for a slice; equal sets of ranks may change places."""
+        firsts = range(0, len(self._contents), self._set_size)
+        return depth, tuple(sorted(self._rank_set(i, first) for first in firsts))
 
-    def _all_find_room(self, i: int) -> bool:
-        """Whether each slot from this one on has as many groups with room as it still needs."""
+    def _all_fit(self, i: int) -> bool:
+        """Whether each slice from this one on fits in as many groups as it still needs."""
         for j in self._order[self._order.index(i) :]:
-            slot, need = self._slots[j], self._slots[j].dp - len(self._chosen[j])
-            free = (g for g in range(slot.num_groups) if g not in self._chosen[j])
-            if len(list(islice((g for g in free if self._has_room(j, g)), need))) < need:
+            slice_, needed = self._slices[j], self._slices[j].dp - len(self._chosen[j])
+            others = (g for g in range(slice_.num_groups) if g not in self._chosen[j])
+            if len(list(islice((g for g in others if self._fits(j, g)), needed))) < needed:
                 return False
         return True
 
-    def _has_room(self, i: int, index: int) -> bool:
-        slot = self._slots[i]
-        for rank in slot.group(index):
-            mask, activations = self._held[rank]
-            if mask & self._others[i]:
+    def _fits(self, i: int, index: int) -> bool:
+        """Whether a slice fits the ranks of a group beside what they hold."""
+        slice_ = self._slices[i]
+        for rank in slice_.group(index):
+            mask, activations = self._contents[rank]
+            if mask & self._conflicts[i]:
                 return False
-            if (
-                self._parameters(mask | self._bits[i]) + activations + slot.held_bytes
-                > self._memory
-            ):
+            fixed_bytes = self._fixed_bytes(mask | self._masks[i])
+            if fixed_bytes + activations + slice_.activation_bytes > self._memory_bytes:
                 return False
         return True
 
-    def _parameters(self, mask: int) -> float:
-        """Bytes of the stretches of a mask."""
-        if mask not in self._known:
-            own = (size for bit, size in enumerate(self._bytes) if mask >> bit & 1)
-            self._known[mask] = sum(own)
-        return self._known[mask]
+    def _fixed_bytes(self, mask: int) -> float:
+        """Bytes of the block shards in a mask."""
+        if mask not in self._bytes_of_mask:
+            own = (size for bit, size in enumerate(self._shard_bytes) if mask >> bit & 1)
+            self._bytes_of_mask[mask] = sum(own)
+        return self._bytes_of_mask[mask]
 
 
-def _numbered(slots: Sequence[Slot]) -> tuple[list[int], list[int], list[float]]:
-    """Stretches of blocks as bits.
+def _shard_masks(slices: Sequence[UnplacedSlice]) -> tuple[list[int], list[int], list[float]]:
+    """Block shards as bits.
 
     Returns:
-        Per slot the bits of its stretches, and of those at other degrees of blocks that it
-        runs; and the bytes of every stretch.
+        Per slice the bits of its shards, and the bits of its blocks' shards of other degrees; and
+        the bytes of every shard.
     """
-    found = list(stretches(slots))
-    own, other = [0] * len(slots), [0] * len(slots)
-    for i, slot in enumerate(slots):
-        for bit, stretch in enumerate(found):
-            overlap = min(stretch.blocks[1], slot.blocks[1]) > max(
-                stretch.blocks[0], slot.blocks[0]
-            )
-            if stretch.owner == slot.owner and overlap:
-                (own if stretch.tp == slot.tp else other)[i] |= 1 << bit
-    return own, other, [stretch.rank_bytes for stretch in found]
-
-
-def _least_bytes(slot: Slot) -> float:
-    """On each of its ranks, where none of them holds its parameters."""
-    return float(slot.block_bytes.sum()) + slot.held_bytes
+    shards = list(block_shards(slices))
+    masks, conflicts = [0] * len(slices), [0] * len(slices)
+    for i, slice_ in enumerate(slices):
+        first, end = slice_.blocks
+        for bit, shard in enumerate(shards):
+            overlaps = shard.blocks[0] < end and first < shard.blocks[1]
+            if shard.owner == slice_.owner and overlaps:
+                (masks if shard.tp == slice_.tp else conflicts)[i] |= 1 << bit
+    return masks, conflicts, [shard.fixed_bytes for shard in shards]

@@ -1,7 +1,9 @@
-"""Graph contraction: which module of which task runs on how many samples, and after what.
+"""Graph contraction: the MetaOps of all tasks and the order between them.
 
-A module is a chain of blocks of one kind, so one task's use of one module is a MetaOp: it has
-one batch, and nothing enters or leaves it between its first and its last block.
+A module is a chain of blocks of one kind. One task's use of one module is a MetaOp: it has one
+batch, and no data enters or leaves it between its first and its last block.
+
+Source: graph contraction of Spindle, arXiv:2409.03365, section 3.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ class MetaOp:
     Attributes:
         owner: the module whose parameters it uses.
         batch: samples of a step.
-        after: indices of the MetaOps whose outputs it takes, also for a loss computed with it.
-        level: MetaOps on the longest path before it.
+        after: indices of the MetaOps whose outputs it takes, also for a loss on its ranks.
+        level: MetaLevel, the number of MetaOps on the longest path before it.
     """
 
     task: str
@@ -32,7 +34,7 @@ class MetaOp:
 
     @property
     def name(self) -> str:
-        """Task and module."""
+        """Task and module, joined by a dot."""
         return f"{self.task}.{self.module}"
 
 
@@ -58,7 +60,7 @@ def contract(workload: Workload, tasks: Mapping[str, TaskView]) -> tuple[MetaOp,
 
 
 def _producers(task: TaskView, module: str) -> tuple[str, ...]:
-    """Modules whose outputs a module takes, or a per-sample loss that its last block computes."""
+    """Modules whose outputs a module takes, also for a per-sample loss after its last block."""
     names = [source.module for source in task.inputs[module]]
     order = task.modules
     for loss, sources in task.loss_inputs.items():

@@ -1,59 +1,110 @@
-"""The best schedules that the seconds allow, and the best proven bound of a phase."""
+"""Search for short schedules: initial schedules, then simulated annealing, within a time limit."""
 
 from __future__ import annotations
 
+import math
+import random
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from mmplan.solvers.mpsp.bounds import (
-    Column,
-    configuration_bound,
-    curve,
-    dag_bound,
-    level_bound,
-)
-from mmplan.solvers.mpsp.instance import Instance, parts
-from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
-from mmplan.solvers.mpsp.local_search import search
+from mmplan.solvers.mpsp.bounds import Column, configuration_bound, curve, dag_bound, level_bound
+from mmplan.solvers.mpsp.fluid_schedules import FluidScheduler
+from mmplan.solvers.mpsp.initial_schedules import from_columns, portfolio
+from mmplan.solvers.mpsp.instance import Instance, scaling_classes
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
 
-# Share of the seconds for the configuration programs that guide the search.
-_GUIDES = 0.3
+# The values below are chosen by hand. The shares trade one kind of initial schedule against
+# another; none of them decides alone, since the best schedule of all kinds is annealed last.
+# Share of the time limit for the configuration program that guides the search.
+_GUIDE_SHARE = 0.3
+# Share of the rest for bi-point schedules.
+_PORTFOLIO_SHARE = 0.1
+# Share of the rest for the configuration program's answer in several orders.
+_COLUMNS_SHARE = 0.1
+# Share of the rest for fluid schedules.
+_FLUID_SHARE = 0.5
+# Initial schedules that are annealed before the best one is chosen.
+_TRIALS = 3
+# Share of the seconds after the initial schedules for each of these.
+_TRIAL_SHARE = 0.1
+# The same for the best schedule without cuts. The best schedule of all has what remains.
+_UNCUT_SHARE = 0.1
+# Schedules from which schedules without cuts are made.
+_UNCUT_SOURCES = 40
+# Factors of the times that chains should take in bi-point schedules.
+_SPAN_FACTORS = (1.0, 1.01, 1.02, 1.04, 1.07, 1.12, 1.2, 1.5)
+# Orders of the configuration program's columns.
+_COLUMN_ORDERS = 40
+# Annealing at its start accepts a schedule that is worse by this share with probability 1/e.
+_HOT = 0.003
+# The same share at its end.
+_COLD = 0.0001
+# Annealing goes back to the best schedule after so many moves without a better one.
+_PATIENCE = 2000
+# Annealing ends within this factor of the bound.
+_GOOD_ENOUGH = 1.0005
+# Probability that a move also changes whether the schedule is strict.
+_CHANGE_STRICT = 0.02
+# Probability of one move at a time; otherwise two.
+_ONE_MOVE = 0.7
+# With at least so many counts a chain's count changes by a normal step, else by 1 or 2 positions.
+_MANY_COUNTS = 20
+# Segments of a chain at most: cuts move activations.
+_MAX_SEGMENTS = 4
 
 
-def find(instance: Instance, *, bound_s: float, limit_s: float) -> dict[str, ChainSchedule]:
-    """The best drafts by where they come from: all of them, one slice each, one after another."""
+def find_schedules(
+    instance: Instance, *, bound_s: float, limit_s: float
+) -> dict[str, ChainSchedule]:
+    """The best schedules that are found within the time limit, by a label; equal ones once.
+
+    They are the best of all, the best with one segment for each chain (which moves no activations
+    within a MetaOp), and the tasks one after another.
+
+    Args:
+        bound_s: no schedule's forwards and backwards take less.
+        limit_s: seconds.
+    """
     begun = time.monotonic()
-    targets, columns = _guides(instance, limit_s * _GUIDES)
+    targets, columns = _guides(instance, limit_s * _GUIDE_SHARE)
     left_s = limit_s - (time.monotonic() - begun)
-    evaluator = Evaluator(instance)
-    found = search(
-        evaluator, targets=targets, columns=columns, bound_s=bound_s, limit_s=max(left_s, 0.0)
-    )
-    sequential = one_after_another(instance)
-    drafts = {
-        "the best schedule of slices": found.best,
-        "one slice for each MetaOp": found.whole,
-        "tasks one after another": sequential,
+    best, uncut = _search(Evaluator(instance), targets, columns, bound_s, max(left_s, 0.0))
+    schedules = {
+        "the best schedule of slices": best,
+        "one slice for each MetaOp": uncut,
+        "tasks one after another": sequential_schedule(instance),
     }
     unique: dict[str, ChainSchedule] = {}
-    for label, draft in drafts.items():
-        if not any(draft == other for other in unique.values()):
-            unique[label] = draft
+    for label, schedule in schedules.items():
+        if schedule not in unique.values():
+            unique[label] = schedule
     return unique
 
 
-def _guides(
-    instance: Instance, limit_s: float
-) -> tuple[list[list[float]], list[tuple[Column, ...]]]:
-    """Spans to aim at, level by level and over the graph; a configuration program's columns.
+def sequential_schedule(instance: Instance) -> ChainSchedule:
+    """Tasks one after another, each MetaOp on the count that makes it fastest."""
+    order = sorted(range(len(instance.chains)), key=lambda m: (instance.chains[m].task, m))
+    return ChainSchedule(
+        [
+            [ChainSegment(int(c.both_s.sum(axis=1).argmin()), 0, c.blocks, float(order.index(m)))]
+            for m, c in enumerate(instance.chains)
+        ],
+        strict=True,
+    )
 
-    The columns know no order, so there are none for several levels.
+
+def _guides(instance: Instance, limit_s: float) -> tuple[list[list[float]], list[Column]]:
+    """Target seconds of the chains, by level and over the graph, and configurations.
+
+    Configurations know no order, so there are none for several levels.
     """
     chains, devices = instance.chains, instance.devices
-    curves = [curve(c.counts, parts(c.both_s)) for c in chains]
+    curves = [curve(c.counts, c.both_s) for c in chains]
     if instance.levels == 1:
         tables = [c.both_s for c in chains]
-        found = configuration_bound(chains, tables, devices, limit_s=limit_s)
-        return [[level_bound(curves, devices)] * len(chains)], [found.columns]
+        _, columns = configuration_bound(chains, tables, devices, limit_s=limit_s)
+        return [[level_bound(curves, devices)] * len(chains)], columns
     by_level = [0.0] * len(chains)
     for members in map(instance.of_level, range(instance.levels)):
         for m in members:
@@ -61,13 +112,283 @@ def _guides(
     return [by_level, dag_bound(curves, [c.after for c in chains], devices)[1]], []
 
 
-def one_after_another(instance: Instance) -> ChainSchedule:
-    """Tasks one after another, each MetaOp on the devices that make it fastest."""
-    order = sorted(range(len(instance.chains)), key=lambda m: (instance.chains[m].group, m))
-    return ChainSchedule(
-        [
-            [(int(c.both_s.sum(axis=1).argmin()), 0, c.blocks, float(order.index(m)))]
-            for m, c in enumerate(instance.chains)
-        ],
-        strict=True,
-    )
+def _search(
+    evaluator: Evaluator,
+    targets: Sequence[Sequence[float]],
+    columns: Sequence[Column],
+    bound_s: float,
+    limit_s: float,
+) -> tuple[ChainSchedule, ChainSchedule]:
+    """The best schedule, and the best one with one segment for each chain."""
+    begun = time.monotonic()
+    rng = random.Random(0)
+    instance = evaluator.instance
+    # Each kind has its share of the seconds, and at least one schedule.
+    until = begun + limit_s * _PORTFOLIO_SHARE
+    pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), until)]
+    if columns:
+        until += limit_s * _COLUMNS_SHARE
+        pools.append(_rated(evaluator, _from_answer(instance, columns, rng), until))
+    until = max(until, time.monotonic()) + limit_s * _FLUID_SHARE
+    pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), until))
+    every = sorted((rated for own in pools for rated in own), key=_cost)
+    uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
+    starts = [min(own, key=_cost) for own in pools] + [uncut]
+    left_s = max(0.0, limit_s - (time.monotonic() - begun))
+    annealing = _Annealing(evaluator, rng, bound_s)
+    trials = sorted(starts, key=_cost)[:_TRIALS]
+    trials = [annealing.run(rated, _TRIAL_SHARE * left_s, _MOVES) for rated in trials]
+    uncut = annealing.run(uncut, _UNCUT_SHARE * left_s, _UNCUT_MOVES)
+    best = min((*starts, *trials, uncut), key=_cost)
+    best = annealing.run(best, limit_s - (time.monotonic() - begun), _MOVES)
+    return best.schedule, uncut.schedule
+
+
+@dataclass(frozen=True, slots=True)
+class _Rated:
+    """A schedule, its cost (:meth:`Evaluator.cost`), and each chain's device-seconds."""
+
+    schedule: ChainSchedule
+    cost_s: float
+    guide_s: float
+    starts: list[list[float]]
+    areas: list[float]
+
+    @classmethod
+    def of(cls, evaluator: Evaluator, schedule: ChainSchedule) -> _Rated:
+        areas = [evaluator.area(m, own) for m, own in enumerate(schedule.segments)]
+        return cls(schedule, *evaluator.cost(schedule, sum(areas)), areas)
+
+
+def _cost(rated: _Rated) -> float:
+    return rated.cost_s
+
+
+def _rated(
+    evaluator: Evaluator, schedules: Iterator[ChainSchedule], deadline: float
+) -> list[_Rated]:
+    rated: list[_Rated] = []
+    for schedule in schedules:
+        rated.append(_Rated.of(evaluator, schedule))
+        if time.monotonic() > deadline:
+            break
+    return rated
+
+
+def _fluid_schedules(
+    evaluator: Evaluator, scheduler: FluidScheduler, deadline: float
+) -> list[_Rated]:
+    """Fluid schedules; settings are drawn near the best ones so far."""
+    rated: list[_Rated] = []
+    first, best, least_s = scheduler.first(), None, math.inf
+    while not rated or time.monotonic() < deadline:
+        settings = first.pop() if first else scheduler.draw(best)
+        segments = scheduler.segments(settings)
+        own = [_Rated.of(evaluator, ChainSchedule(segments, strict)) for strict in (False, True)]
+        rated += own
+        cost_s = min(map(_cost, own))
+        if cost_s < least_s:
+            best, least_s = settings, cost_s
+    return rated
+
+
+def _without_cuts(pool: Sequence[_Rated]) -> Iterator[ChainSchedule]:
+    """The schedules with each chain on the count of its longest segment."""
+    for rated in pool:
+        segments: ChainSegments = []
+        for own in rated.schedule.segments:
+            k = max(own, key=lambda segment: segment.end - segment.first).k
+            segments.append([ChainSegment(k, 0, own[-1].end, own[0].priority)])
+        yield ChainSchedule(segments, rated.schedule.strict)
+
+
+def _from_answer(
+    instance: Instance, columns: Sequence[Column], rng: random.Random
+) -> Iterator[ChainSchedule]:
+    """A configuration program's segments, in several orders of its columns."""
+    order = sorted(range(len(columns)), key=lambda j: -columns[j].seconds)
+    classes = [scaling_classes(chain.both_s) for chain in instance.chains]
+    for attempt in range(_COLUMN_ORDERS):
+        if attempt == 1:
+            order.reverse()
+        elif attempt:
+            rng.shuffle(order)
+        yield ChainSchedule(from_columns(instance, classes, columns, order=order))
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveTarget:
+    """Where a move applies.
+
+    Attributes:
+        own: a chain's segments, which the move changes in place.
+        i: the segment drawn.
+        num_counts: of the chain.
+        priorities: the least and the largest priority of the first schedule.
+    """
+
+    own: list[ChainSegment]
+    i: int
+    num_counts: int
+    priorities: tuple[float, float]
+    rng: random.Random
+
+
+_Move = Callable[[_MoveTarget], bool]
+"""Returns False where the move is not possible."""
+
+
+class _Annealing:
+    """Changes counts, cuts and priorities, mostly of chains that end late."""
+
+    def __init__(self, evaluator: Evaluator, rng: random.Random, bound_s: float) -> None:
+        self._evaluator = evaluator
+        self._rng = rng
+        self._bound_s = bound_s
+
+    def run(self, start: _Rated, limit_s: float, weights: dict[_Move, int]) -> _Rated:
+        """The best schedule seen within the time limit.
+
+        Args:
+            weights: how often each move is drawn, in proportion.
+        """
+        best, current, idle, rng = start, start, 0, self._rng
+        every = [s.priority for own in start.schedule.segments for s in own]
+        priorities = min(every), max(every)
+        lateness = self._evaluator.lateness
+        begun, late = time.monotonic(), lateness(start.schedule, start.starts)
+        while (done := (time.monotonic() - begun) / max(limit_s, 1e-9)) < 1:
+            if best.cost_s <= self._bound_s * _GOOD_ENOUGH:
+                break
+            moved = self._moved(current, weights, priorities, late)
+            if moved is None:
+                continue
+            temperature_s = _HOT * (_COLD / _HOT) ** done * best.guide_s
+            # Metropolis' rule, its random number drawn before the schedule is decoded: decoding
+            # then stops as soon as the schedule is too long to be accepted.
+            rated = self._accepted(current, *moved, temperature_s * rng.expovariate(1))
+            idle += 1
+            if rated is not None:
+                current, late = rated, lateness(rated.schedule, rated.starts)
+                if rated.cost_s < best.cost_s:
+                    best, idle = rated, 0
+            if idle > _PATIENCE:
+                current, late, idle = best, lateness(best.schedule, best.starts), 0
+        return best
+
+    def _accepted(
+        self, current: _Rated, schedule: ChainSchedule, chains: Sequence[int], worse_s: float
+    ) -> _Rated | None:
+        """A schedule that differs in some chains; None where it is worse by more than that."""
+        areas = list(current.areas)
+        for m in chains:
+            areas[m] = self._evaluator.area(m, schedule.segments[m])
+        max_guide_s = current.guide_s + worse_s
+        cost_s, guide_s, starts = self._evaluator.cost(schedule, sum(areas), max_guide_s)
+        if guide_s > max_guide_s:
+            return None
+        return _Rated(schedule, cost_s, guide_s, starts, areas)
+
+    def _moved(
+        self,
+        rated: _Rated,
+        weights: dict[_Move, int],
+        priorities: tuple[float, float],
+        late: Sequence[float],
+    ) -> tuple[ChainSchedule, list[int]] | None:
+        """The schedule after one move or two, and the chains that it changed.
+
+        None where a move is not possible.
+        """
+        rng, strict = self._rng, rated.schedule.strict
+        if rng.random() < _CHANGE_STRICT:
+            strict = not strict
+        # The segments of chains that do not change are shared by both schedules.
+        segments = list(rated.schedule.segments)
+        changed: list[int] = []
+        for _ in range(1 if rng.random() < _ONE_MOVE else 2):
+            drawn = [rng.randrange(len(segments)) for _ in range(rng.choice((1, 4)))]
+            m = max(drawn, key=late.__getitem__)
+            i = rng.randrange(len(segments[m]))
+            num_counts = len(self._evaluator.instance.chains[m].counts)
+            move = rng.choices(list(weights), weights=list(weights.values()))[0]
+            segments[m] = list(segments[m])
+            if not move(_MoveTarget(segments[m], i, num_counts, priorities, rng)):
+                return None
+            changed.append(m)
+        return ChainSchedule(segments, strict), changed
+
+
+def _change_count(at: _MoveTarget) -> bool:
+    """Another count for a segment, mostly a neighbouring one."""
+    one = at.own[at.i]
+    if at.num_counts < _MANY_COUNTS:
+        k = one.k + at.rng.choice((-2, -1, -1, 1, 1, 2))
+    else:
+        k = one.k + round(at.rng.gauss(0, at.num_counts / 16))
+    if k == one.k or not 0 <= k < at.num_counts:
+        return False
+    at.own[at.i] = one._replace(k=k)
+    return True
+
+
+def _move_cut(at: _MoveTarget) -> bool:
+    """Some blocks go over to the next segment, or come from it."""
+    own, i = at.own, at.i
+    if i + 1 >= len(own):
+        return False
+    cut = own[i].end + at.rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))
+    if not own[i].first < cut < own[i + 1].end:
+        return False
+    own[i : i + 2] = [own[i]._replace(end=cut), own[i + 1]._replace(first=cut)]
+    return True
+
+
+def _split(at: _MoveTarget) -> bool:
+    """A segment becomes two on different counts."""
+    one, rng = at.own[at.i], at.rng
+    if at.num_counts < _MANY_COUNTS:
+        k = one.k + rng.choice((-1, 1))
+    else:
+        k = one.k + round(rng.gauss(0, at.num_counts / 12))
+    if one.end - one.first < 2 or len(at.own) >= _MAX_SEGMENTS:
+        return False
+    if k == one.k or not 0 <= k < at.num_counts:
+        return False
+    cut = rng.randrange(one.first + 1, one.end)
+    first, second = (k, one.k) if rng.random() < 0.5 else (one.k, k)
+    at.own[at.i : at.i + 1] = [one._replace(k=first, end=cut), one._replace(k=second, first=cut)]
+    return True
+
+
+def _merge(at: _MoveTarget) -> bool:
+    """Two neighbouring segments become one."""
+    own, i = at.own, at.i
+    if i + 1 >= len(own):
+        return False
+    k = at.rng.choice((own[i], own[i + 1])).k
+    own[i : i + 2] = [own[i]._replace(k=k, end=own[i + 1].end)]
+    return True
+
+
+def _change_priority(at: _MoveTarget) -> bool:
+    """Another priority: any in the range, or one near the present one."""
+    one, (low, high) = at.own[at.i], at.priorities
+    if at.rng.random() < 0.5:
+        priority = at.rng.uniform(low, high)
+    else:
+        priority = one.priority + at.rng.gauss(0, 0.1) * (high - low)
+    at.own[at.i] = one._replace(priority=priority)
+    return True
+
+
+# How often each move is drawn, in proportion. Chosen by hand.
+_MOVES: dict[_Move, int] = {
+    _change_count: 4,
+    _move_cut: 3,
+    _split: 1,
+    _merge: 1,
+    _change_priority: 3,
+}
+# The moves that keep one segment for each chain.
+_UNCUT_MOVES: dict[_Move, int] = {_change_count: 1, _change_priority: 1}

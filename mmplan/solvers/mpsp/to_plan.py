@@ -1,65 +1,60 @@
-"""From a draft to slots for the placement, and from placed slots to units and waves."""
+"""From a schedule to slices for the placement, and from placed slices to units and waves."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 
 from mmplan.arrays import Floats
+from mmplan.costs.block_ranges import Blocks
 from mmplan.schema.plan import Schedule, Slice, Unit, Wave
 from mmplan.solvers.mpsp.instance import Instance
-from mmplan.solvers.mpsp.list_schedule import ChainSchedule, SchedulePiece
+from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
 from mmplan.solvers.mpsp.metaops import MetaOp
 from mmplan.solvers.mpsp.placement import Placed
 from mmplan.solvers.mpsp.scaling_curves import Allocation, Scaling
-from mmplan.solvers.mpsp.slices import Slot
-from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.mpsp.slices import RankRange, UnplacedSlice
+from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import cut, split_evenly
 
-# The largest share of n replicas, ceil(S / n), is less than so many times the mean, S / n.
-_UNEVEN = 2.0
+# The largest share of S samples on n <= S replicas, ceil(S / n), is below this many times S / n.
+_LARGEST_SHARE_FACTOR = 2.0
 
 
-class Sizes:
-    """Bytes of the tasks' blocks, remembered for all emitters.
-
-    Args:
-        problems: by task.
-    """
+class BlockMemory:
+    """Bytes of the tasks' blocks on one rank, cached for all emitters."""
 
     def __init__(self, problems: Mapping[str, Problem]) -> None:
         self._problems = problems
-        self._parameters: dict[tuple[str, str, int, int], tuple[Floats, Floats]] = {}
-        self._held: dict[tuple[str, str, int, int, Blocks], float] = {}
+        self._parameters = cache(self._compute_parameters)
+        self.activations = cache(self._compute_activations)
 
     def parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
-        """``[L]`` all that a rank holds of each block's parameters, and their gradient alone."""
-        problem = self._problems[op.task]
-        key = op.task, op.module, tp, dp if problem.costs.training.zero else 1
-        if key not in self._parameters:
-            each = [(b, b + 1) for b in range(problem.blocks(op.module))]
-            self._parameters[key] = (
-                np.array([problem.fixed_bytes(op.module, block, tp, key[3]) for block in each]),
-                np.array([problem.gradient_bytes(op.module, block, tp) for block in each]),
-            )
-        return self._parameters[key]
+        """``[L]`` fixed bytes (parameters, gradients and optimizer state), and of gradients."""
+        zero = self._problems[op.task].costs.training.zero
+        return self._parameters(op, tp, dp if zero else 1)
 
-    def held(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
-        """Activations of a micro-batch on one rank."""
-        key = op.task, op.module, tp, size, blocks
-        if key not in self._held:
-            self._held[key] = self._problems[op.task].held_bytes(op.module, blocks, tp, size)
-        return self._held[key]
+    def _compute_parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
+        problem = self._problems[op.task]
+        each = [(b, b + 1) for b in range(problem.blocks(op.module))]
+        fixed = [problem.fixed_bytes(op.module, block, tp, dp) for block in each]
+        gradient = [problem.gradient_bytes(op.module, block, tp) for block in each]
+        return np.array(fixed), np.array(gradient)
+
+    def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
+        """Activations of a micro-batch."""
+        return self._problems[op.task].held_bytes(op.module, blocks, tp, size)
 
 
 class Emitter:
-    """Knows which MetaOp and which degrees a piece of a draft stands for.
+    """Makes slices, units and waves of an instance's schedules.
 
     Args:
         problems: by task.
-        sizes: of the same problems.
+        memory: of the same problems.
         scalings: of the MetaOps, in the order of the instance's chains.
         rounds: of a step; a slice runs once in each.
     """
@@ -67,141 +62,115 @@ class Emitter:
     def __init__(
         self,
         problems: Mapping[str, Problem],
-        sizes: Sizes,
+        memory: BlockMemory,
         scalings: Sequence[Scaling],
         instance: Instance,
         rounds: int,
     ) -> None:
         self._problems = problems
-        self._sizes = sizes
+        self._memory = memory
         self._scalings = scalings
-        self._instance = instance
+        self.instance = instance
         self._rounds = rounds
         self._allocations = [{a.tp * a.dp: a for a in own.allocations} for own in scalings]
-        self._cut: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
-    # --- before the placement --------------------------------------------------------
-
-    def slots(
+    def slices(
         self,
-        draft: ChainSchedule,
+        schedule: ChainSchedule,
         starts: Sequence[Sequence[float]],
-        within: Sequence[Sequence[tuple[int, int]]] | None = None,
-    ) -> list[Slot]:
-        """A slot for every piece, chain by chain.
+        rank_ranges: Sequence[Sequence[RankRange]] | None = None,
+    ) -> list[UnplacedSlice]:
+        """A slice for every segment, chain by chain.
 
         Args:
-            starts: of each chain's pieces, as the draft's decoder has them.
-            within: the ranks that each may use, from the first to the last; all by default.
+            starts: start of each segment's forward, per chain.
+            rank_ranges: the ranks that each segment may use, per chain; all by default.
         """
-        slots: list[Slot] = []
-        last: list[int] = []
-        for m, i, piece in _pieces(draft):
+        slices: list[UnplacedSlice] = []
+        last_of_chain: list[int] = []
+        for m, i, segment in _segments(schedule):
+            chain, op, (k, first, end, _) = self.instance.chains[m], self._scalings[m].op, segment
+            allocation = self._allocation(m, segment)
             if i:
-                flows = ((len(slots) - 1, self._flow(m, piece[1] - 1)),)
+                after = ((len(slices) - 1, self._output_bytes(m, first - 1)),)
             else:
-                after = self._scalings[m].op.after
-                flows = tuple((last[j], self._flow(j, self._last_block(j))) for j in after)
-            ranks = within[m][i] if within else (0, self._instance.devices)
-            slots.append(self._slot(m, piece, starts[m][i], flows, ranks))
-            if i + 1 == len(draft.pieces[m]):
-                last.append(len(slots) - 1)
-        return slots
-
-    def least_bytes(self) -> float:
-        """Activations of a round on all devices together, however its slices are chosen."""
-        return sum(
-            min(a.tp * a.dp * self._held_bytes(m, a, (0, chain.blocks)) for a in own.allocations)
-            / _UNEVEN
-            for m, (own, chain) in enumerate(
-                zip(self._scalings, self._instance.chains, strict=True)
+                after = tuple(
+                    (last_of_chain[j], self._output_bytes(j, self.instance.chains[j].blocks - 1))
+                    for j in op.after
+                )
+            fixed_bytes, gradient_bytes = self._memory.parameters(op, allocation.tp, allocation.dp)
+            slices.append(
+                UnplacedSlice(
+                    tp=allocation.tp,
+                    dp=allocation.dp,
+                    rank_range=rank_ranges[m][i] if rank_ranges else (0, self.instance.devices),
+                    start_s=starts[m][i],
+                    forward_s=float(chain.forward_s[k, first:end].sum()),
+                    backward_s=float(chain.backward_s[k, first:end].sum()),
+                    after=after,
+                    samples=op.batch // self._rounds,
+                    num_microbatches=len(self._first_replica(m, allocation)),
+                    owner=op.owner,
+                    blocks=(first, end),
+                    fixed_bytes=fixed_bytes[first:end],
+                    gradient_bytes=gradient_bytes[first:end],
+                    activation_bytes=self._activation_bytes(m, allocation, (first, end)),
+                )
             )
-        )
+            if end == chain.blocks:
+                last_of_chain.append(len(slices) - 1)
+        return slices
 
-    def block_bytes(self) -> dict[str, list[float]]:
-        """Least parameters, gradient and state of each block on one rank, by owner."""
+    def least_activation_bytes(self) -> float:
+        """Activations of a round on all devices together: no choice of slices has less."""
+        total = 0.0
+        for m, (own, chain) in enumerate(zip(self._scalings, self.instance.chains, strict=True)):
+            every = (0, chain.blocks)
+            needed = (a.tp * a.dp * self._activation_bytes(m, a, every) for a in own.allocations)
+            total += min(needed) / _LARGEST_SHARE_FACTOR
+        return total
+
+    def least_fixed_bytes(self) -> dict[str, list[float]]:
+        """By module, the least fixed bytes of each block on a rank."""
         found: dict[str, Floats] = {}
         for own in self._scalings:
             dp = max(a.dp for a in own.allocations)
             for tp in {a.tp for a in own.allocations}:
-                each = self._sizes.parameters(own.op, tp, dp)[0]
+                each = self._memory.parameters(own.op, tp, dp)[0]
                 found[own.op.owner] = np.minimum(found.get(own.op.owner, each), each)
         return {owner: each.tolist() for owner, each in found.items()}
 
-    def _slot(
-        self,
-        m: int,
-        piece: SchedulePiece,
-        start_s: float,
-        after: tuple[tuple[int, float], ...],
-        within: tuple[int, int],
-    ) -> Slot:
-        chain, (k, a, b, _) = self._instance.chains[m], piece
-        allocation, op = self._allocation(m, piece), self._scalings[m].op
-        fixed, gradient = self._sizes.parameters(op, allocation.tp, allocation.dp)
-        return Slot(
-            tp=allocation.tp,
-            dp=allocation.dp,
-            within=within,
-            start_s=start_s,
-            forward_s=float(chain.forward_s[k, a:b].sum()),
-            backward_s=float(chain.backward_s[k, a:b].sum()),
-            after=after,
-            samples=op.batch // self._rounds,
-            messages=len(self._largest(m, allocation)),
-            owner=op.owner,
-            blocks=(a, b),
-            block_bytes=fixed[a:b],
-            gradient_bytes=gradient[a:b],
-            held_bytes=self._held_bytes(m, allocation, (a, b)),
-        )
+    def _allocation(self, m: int, segment: ChainSegment) -> Allocation:
+        return self._allocations[m][self.instance.chains[m].counts[segment.k]]
 
-    def _allocation(self, m: int, piece: SchedulePiece) -> Allocation:
-        return self._allocations[m][self._instance.chains[m].counts[piece[0]]]
-
-    def _problem(self, m: int) -> Problem:
-        return self._problems[self._scalings[m].op.task]
-
-    def _last_block(self, m: int) -> int:
-        return self._instance.chains[m].blocks - 1
-
-    def _flow(self, m: int, after_block: int) -> float:
+    def _output_bytes(self, m: int, after_block: int) -> float:
         """Bytes a sample that leave a block."""
         op = self._scalings[m].op
-        return self._problem(m).output_bytes(op.module, after_block)
+        return self._problems[op.task].output_bytes(op.module, after_block)
 
-    def _held_bytes(self, m: int, allocation: Allocation, blocks: Blocks) -> float:
-        """All micro-batches of the largest share: every forward comes before any backward."""
-        op = self._scalings[m].op
-        sizes = Counter(self._largest(m, allocation))
+    def _activation_bytes(self, m: int, allocation: Allocation, blocks: Blocks) -> float:
+        """Activations of a round on a rank: every forward comes before any backward."""
+        sizes = Counter(self._first_replica(m, allocation))
         return sum(
-            times * self._sizes.held(op, allocation.tp, size, blocks)
+            times * self._memory.activations(self._scalings[m].op, allocation.tp, size, blocks)
             for size, times in sizes.items()
         )
 
-    def _largest(self, m: int, allocation: Allocation) -> tuple[int, ...]:
-        """Micro-batches of the first replica in a round, which has the largest share."""
-        key = m, allocation.tp, allocation.dp
-        if key not in self._cut:
-            samples = self._scalings[m].op.batch // self._rounds
-            share = -(-samples // allocation.dp)
-            self._cut[key] = _cut(share, allocation, -(-share // allocation.size))
-        return self._cut[key]
+    def _first_replica(self, m: int, allocation: Allocation) -> tuple[int, ...]:
+        """Micro-batches of the first replica in a round: it has the largest share."""
+        share = -(-(self._scalings[m].op.batch // self._rounds) // allocation.dp)
+        return _microbatches(share, allocation, -(-share // allocation.size))
 
-    def _microbatches(self, m: int, allocation: Allocation) -> list[tuple[int, ...]]:
-        """Sizes of each replica in a round."""
-        shares = split_evenly(self._scalings[m].op.batch // self._rounds, allocation.dp)
-        count = len(self._largest(m, allocation))
-        return [_cut(share, allocation, count) for share in shares]
-
-    # --- after it --------------------------------------------------------------------
-
-    def units(self, draft: ChainSchedule, placed: Placed) -> tuple[Unit, ...]:
+    def units(self, schedule: ChainSchedule, placed: Placed) -> tuple[Unit, ...]:
         """A unit for every slice."""
         units: list[Unit] = []
-        for index, (m, i, piece) in enumerate(_pieces(draft)):
-            op, allocation = self._scalings[m].op, self._allocation(m, piece)
-            sizes = self._microbatches(m, allocation)
+        for index, (m, i, segment) in enumerate(_segments(schedule)):
+            op, allocation = self._scalings[m].op, self._allocation(m, segment)
+            count = len(self._first_replica(m, allocation))
+            microbatches = [
+                _microbatches(share, allocation, count)
+                for share in split_evenly(op.batch // self._rounds, allocation.dp)
+            ]
             units.append(
                 Unit(
                     name=f"{op.name}.{i}",
@@ -210,49 +179,49 @@ class Emitter:
                     tp=allocation.tp,
                     dp=allocation.dp,
                     ranks=tuple((group,) for group in placed.groups[index]),
-                    blocks=((piece[1], piece[2]),),
-                    samples=tuple(sum(own) * self._rounds for own in sizes),
-                    microbatches=tuple(sizes),
+                    blocks=((segment.first, segment.end),),
+                    samples=tuple(sum(own) * self._rounds for own in microbatches),
+                    microbatches=tuple(microbatches),
                     schedule=Schedule(kind="wave", lead=0),
                 )
             )
         return tuple(units)
 
-    def waves(self, draft: ChainSchedule, placed: Placed) -> tuple[Wave, ...]:
-        """The slices by the instant at which they start; a wave lasts until its last one ends."""
-        rows: dict[float, list[Slice]] = {}
-        for index, (m, i, piece) in enumerate(_pieces(draft)):
-            chain, groups = self._instance.chains[m], placed.groups[index]
-            start_s = placed.starts[index]
-            rows.setdefault(start_s, []).append(
+    def waves(self, schedule: ChainSchedule, placed: Placed) -> tuple[Wave, ...]:
+        """Slices that start together are a wave; it lasts until its last slice ends."""
+        by_start: dict[float, list[Slice]] = {}
+        for index, (m, i, segment) in enumerate(_segments(schedule)):
+            k, first, end, _ = segment
+            chain, start_s = self.instance.chains[m], placed.starts[index]
+            by_start.setdefault(start_s, []).append(
                 Slice(
                     unit=f"{self._scalings[m].op.name}.{i}",
-                    blocks=(piece[1], piece[2]),
-                    devices=chain.counts[piece[0]],
-                    ranks=tuple(rank for group in groups for rank in group),
+                    blocks=(first, end),
+                    devices=chain.counts[k],
+                    ranks=tuple(rank for group in placed.groups[index] for rank in group),
                     start_s=start_s,
-                    duration_s=float(chain.forward_s[piece[0], piece[1] : piece[2]].sum()),
+                    duration_s=float(chain.forward_s[k, first:end].sum()),
                 )
             )
         return tuple(
             Wave(
                 start_s=start_s,
-                duration_s=max(item.duration_s for item in own),
+                duration_s=max(slice_.duration_s for slice_ in own),
                 slices=tuple(own),
             )
-            for start_s, own in sorted(rows.items())
+            for start_s, own in sorted(by_start.items())
         )
 
 
-def _cut(share: int, allocation: Allocation, count: int) -> tuple[int, ...]:
-    """Micro-batches of a share, so many unless their size is the user's."""
+def _microbatches(share: int, allocation: Allocation, count: int) -> tuple[int, ...]:
+    """Micro-batches of a share: ``count`` of them unless the user gave their size."""
     if allocation.pinned:
         return cut(share, allocation.size, pinned=True)
     return split_evenly(share, min(share, count))
 
 
-def _pieces(draft: ChainSchedule) -> Iterator[tuple[int, int, SchedulePiece]]:
-    """(chain, index in it, piece), chain by chain."""
-    for m, own in enumerate(draft.pieces):
-        for i, piece in enumerate(own):
-            yield m, i, piece
+def _segments(schedule: ChainSchedule) -> Iterator[tuple[int, int, ChainSegment]]:
+    """(chain, position in it, segment), chain by chain."""
+    for m, own in enumerate(schedule.segments):
+        for i, segment in enumerate(own):
+            yield m, i, segment

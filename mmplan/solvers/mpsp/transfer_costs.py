@@ -1,4 +1,4 @@
-"""What moving data between slices costs: activations to the next slice, gradients to their sum.
+"""What moving data costs: activations to the next slice, gradients to their reduction.
 
 Estimates for choosing among schedules, from the links' latency and bandwidth alone; the
 simulation of a plan has every message and every wait.
@@ -6,49 +6,49 @@ simulation of a plan has every message and every wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 
 from mmplan.costs.links import collective, collective_s, message
 from mmplan.schema.cluster import Cluster
+from mmplan.solvers.mpsp.slices import RankGroups
 from mmplan.solvers.sample_split import split_evenly
-
-ChainGroups = Sequence[Sequence[int]]
-"""Ranks of each replica, the tensor-parallel ones together."""
 
 
 def transfer_s(
     cluster: Cluster,
-    producers: ChainGroups,
-    consumers: ChainGroups,
+    producers: RankGroups,
+    consumers: RankGroups,
     *,
     samples: int,
     sample_bytes: float,
 ) -> float:
-    """Seconds until the last replica of a slice has what another slice made of its samples.
+    """Seconds until every replica of the consumer has its samples' activations.
 
-    Each rank takes a copy from one rank of every producer that holds some of its samples, from
-    all of them at the same time; what it made itself is there. From another node each rank of a
-    group takes a share, which the group gathers. Between nodes all that leaves a node, or comes
-    to it, goes over one interface.
+    A rank receives from one rank of every producer that holds some of its samples, from all of them
+    at the same time; its own activations need no message. From another node each rank of a
+    tensor-parallel group receives a part, and the group gathers the parts. All messages that leave
+    a node share one interface, and so do all that come to it.
 
     Args:
-        samples: that travel together: of one micro-batch of every replica.
-        sample_bytes: of one of them.
+        producers: ranks of each replica of the slice that sends.
+        consumers: ranks of each replica of the slice that receives.
+        samples: samples that travel together, one micro-batch of every replica.
+        sample_bytes: bytes of one sample.
     """
-    longest_s, d = 0.0, 0
+    longest_s, sender = 0.0, 0
     interfaces: dict[tuple[int, bool], float] = {}
     ends = list(accumulate(split_evenly(samples, len(producers))))
     first = 0
     for consumer, stop in zip(
         consumers, accumulate(split_evenly(samples, len(consumers))), strict=True
     ):
-        while ends[d] <= first and d + 1 < len(ends):
-            d += 1
-        e = d
-        while True:
-            part = min(stop, ends[e]) - max(first, ends[e - 1] if e else 0)
-            source, target = producers[e][0], consumer[0]
+        while ends[sender] <= first and sender + 1 < len(ends):
+            sender += 1
+        target = consumer[0]
+        for p in range(sender, len(ends)):
+            part = min(stop, ends[p]) - max(first, ends[p - 1] if p else 0)
+            source = producers[p][0]
             if part > 0 and source != target:
                 num_bytes = part * sample_bytes
                 own = message(cluster, source, target, num_bytes)
@@ -59,17 +59,17 @@ def transfer_s(
                     for side in ((cluster.node_of(source), True), (cluster.node_of(target), False)):
                         interfaces[side] = interfaces.get(side, 0.0) + own.interface_s
                 longest_s = max(longest_s, own.seconds + gather_s)
-            if ends[e] >= stop or e + 1 == len(ends):
+            if ends[p] >= stop:
                 break
-            e += 1
         first = stop
-    return max(longest_s, *interfaces.values(), 0.0)
+    return max([longest_s, *interfaces.values()])
 
 
 def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
-    """Seconds of moving that many bytes between slices on all devices, ranks not known yet.
+    """Seconds of moving bytes between slices on all devices, before their ranks are known.
 
-    Between nodes half of them is taken to stay where it is, and all interfaces to carry the rest.
+    With several nodes, half of the bytes is assumed to stay inside its node; all interfaces carry
+    the rest.
     """
     nodes = -(-devices // cluster.devices_per_node)
     links = cluster.links
@@ -81,30 +81,29 @@ def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
 
 
 def reductions_s(
-    cluster: Cluster,
-    holders: Mapping[tuple[str, int, int], set[tuple[int, ...]]],
-    gradient_bytes: Mapping[tuple[str, int, int], float],
+    cluster: Cluster, shards: Iterable[tuple[frozenset[tuple[int, ...]], float]]
 ) -> float:
-    """Seconds of summing all gradients over the ranks that hold them, one sum after another.
+    """Seconds of all reductions of gradients.
 
-    Sums of other ranks run at the same time, but share nodes' interfaces.
+    The reductions of one rank run one after another. Those of different ranks run at the same
+    time, but share the interfaces of their nodes.
 
     Args:
-        holders: (owner, block, tp) to the groups of ranks that hold the block's shards.
-        gradient_bytes: of each, on one rank.
+        shards: of every block shard the tensor-parallel groups that hold it, and the bytes of
+            gradients that one rank contributes.
     """
-    together: dict[tuple[frozenset[tuple[int, ...]], int], float] = {}
-    for key, groups in holders.items():
-        place = frozenset(groups), key[2]
-        together[place] = together.get(place, 0.0) + gradient_bytes[key]
+    bytes_of: dict[frozenset[tuple[int, ...]], float] = {}
+    for groups, num_bytes in shards:
+        bytes_of[groups] = bytes_of.get(groups, 0.0) + num_bytes
     busy: dict[int, float] = {}
     interfaces: dict[int, float] = {}
-    for (groups, tp), size in together.items():
-        if len(groups) > 1 and size:
+    for groups, num_bytes in bytes_of.items():
+        if len(groups) > 1 and num_bytes:
             firsts = [group[0] for group in groups]
-            own = collective(cluster, "all_reduce", firsts, size, sharers=tp)
+            tp = len(next(iter(groups)))
+            own = collective(cluster, "all_reduce", firsts, num_bytes, sharers=tp)
             for rank in (rank for group in groups for rank in group):
                 busy[rank] = busy.get(rank, 0.0) + own.seconds
             for node in {cluster.node_of(rank) for rank in firsts}:
                 interfaces[node] = interfaces.get(node, 0.0) + own.interface_s
-    return max(*busy.values(), *interfaces.values(), 0.0, 0.0)
+    return max([0.0, *busy.values(), *interfaces.values()])
