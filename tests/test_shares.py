@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmlaunch.comm.inprocess import InProcessTransport
-from mmlaunch.comm.scatter_gather import PaddedShare, Share, bring_together
+from mmlaunch.comm.scatter_gather import PaddedShare, Share, gather_shares
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import Verdict, compare
 from mmplan.program.checks.check import check_program
@@ -257,7 +257,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         torch.arange(5, dtype=torch.int64),
         torch.randn(7, dtype=torch.bfloat16),
     ]
-    trees = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
+    trees = [(whole[0], None, whole[1]), (Ragged(whole[2], torch.ones(5)), whole[3])]
     group, calls = (5, 3, 9), [0]
 
     def part(tensor: torch.Tensor, rank: int) -> PaddedShare:
@@ -269,7 +269,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
 
     def parts(rank: int) -> list[Any]:
         one, two, three, four = (part(tensor, rank) for tensor in whole)
-        return [(one, None, two), [Ragged(three, trees[1][0].lengths), four]]  # pyright: ignore
+        return [(one, None, two), (Ragged(three, trees[1][0].lengths), four)]  # pyright: ignore
 
     class Ranks:
         def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
@@ -278,7 +278,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
             rows: list[torch.Tensor] = []
             bring = Recorder(rows)
             for rank in ranks:
-                bring_together(parts(rank), bring, group)  # pyright: ignore
+                gather_shares(parts(rank), bring, group)  # pyright: ignore
             full.copy_(torch.cat(rows))
 
     class Recorder:
@@ -288,7 +288,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
             self.rows.append(mine.clone())
 
-    found = bring_together(parts(5), Ranks(), group)  # pyright: ignore
+    found = gather_shares(parts(5), Ranks(), group)  # pyright: ignore
     assert calls == [1]
     assert torch.equal(found[0][0], whole[0])
     assert found[0][1] is None

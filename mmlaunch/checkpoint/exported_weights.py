@@ -134,7 +134,7 @@ def _write_index(
 
 def _remove_stale(path: Path, current: Sequence[str]) -> None:
     """Remove an earlier run's files of the same stem, now that the new ones are whole."""
-    # The index before its shards: it must never name what is gone.
+    # The index before its shards: it must never name a file that is gone.
     stale = [path.name, path.stem + _INDEX_SUFFIX]
     stale += [item.name for item in path.parent.glob(f"{path.stem}-*-of-*.safetensors")]
     stale += [item.name for item in path.parent.glob(f".{path.stem}.safetensors*.tmp")]
@@ -162,7 +162,7 @@ class WeightSource:
             reader = self._readers[file] = _open(file)
             self._file_of.update(dict.fromkeys(reader.keys(), file))
             self._tied.update(reader.metadata() or {})
-        # The metadata holds other texts too; an alias is what leads to a weight.
+        # The metadata holds other texts too; an alias leads to a weight.
         self._tied = {k: v for k, v in self._tied.items() if v in self._file_of}
 
     def names(self) -> list[str]:
@@ -188,7 +188,7 @@ class WeightSource:
             name: of the weight, or an alias.
             boxes: the wanted parts; None is one, all of it.
             dtype: of the results; None keeps the stored one.
-            full_shape: what the model has; another stored shape is refused.
+            full_shape: the model's; another stored shape is refused.
 
         Raises:
             InvalidInputError: no such weight, or another shape.
@@ -236,7 +236,7 @@ def _weight_files(path: Path) -> list[Path]:
     """The safetensors files behind a path; an index is followed."""
     if path.is_dir():
         indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
-        # Shards without an index are what a kill left of a write: they hold only a part.
+        # Shards without an index are left of a killed write: some may be missing.
         shards = set(path.glob("*-?????-of-?????.safetensors"))
         files = sorted(set(path.glob("*.safetensors")) - shards)
         if len(indexes) == 1:

@@ -1,4 +1,4 @@
-"""A checkpoint's table of contents: what is in which file, and what each file must hash to.
+"""A checkpoint's table of contents: the tensors of every file, and the file's hash.
 
 The manifest's first line holds the SHA-256 of all its other bytes, so that any changed
 bit of it is seen; the whole is still one JSON document.
@@ -58,7 +58,7 @@ class StoredTensor(_Strict):
 
 
 class StoredFile(_Strict):
-    """What a file must be like."""
+    """Size and hash of a file."""
 
     size_bytes: int
     sha256: str

@@ -47,7 +47,7 @@ Gather = Callable[[Any, Any], list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank owns of one tensor.
+    """The boxes of one tensor that one rank saves.
 
     Attributes:
         name: full parameter name, as a single process would name it.
@@ -66,7 +66,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank tells rank 0 after writing its file."""
+    """A rank's report to rank 0 after writing its file."""
 
     needed_bytes: int = 0
     file: StoredFile | None = None
@@ -142,7 +142,7 @@ def latest(root: Path) -> Path | None:
 
 
 def clean(root: Path) -> None:
-    """Put right what killed saves left: temporary and dropped folders go.
+    """Clean up after killed saves: temporary and dropped folders go.
 
     Only for one process, and only while nothing is being saved.
     """

@@ -56,7 +56,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """What a file must be like when it is read again."""
+    """Size and hash of a file, checked when it is read again."""
 
     size_bytes: int
     sha256: str
@@ -151,7 +151,7 @@ def storage_error(
 
     Args:
         exc: the failure.
-        what: what was being written ("the checkpoint of step 40").
+        what: the thing that was being written ("the checkpoint of step 40").
         folder: where; the nearest existing parent is asked for its free space.
         needed_bytes: bytes of all that was to be written.
         mend: the hint.

@@ -1,4 +1,4 @@
-"""What the executor needs of a process group, and its torch.distributed form."""
+"""The transport that the executor needs, and its torch.distributed form."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class _SelfReceive:
         self._mailbox, self._key, self._into = mailbox, key, into
 
     def wait(self) -> None:
-        """Copy what was sent."""
+        """Copy the sent tensor."""
         self._into.copy_(self._mailbox.pop(self._key))
 
 

@@ -48,7 +48,7 @@ class Peers:
         self._group = dist.new_group(list(range(count))) if members else None
 
     def largest(self, value: float) -> float:
-        """The largest of everyone's values: what all must agree on; everyone waits here."""
+        """The largest of all processes' values, on which they agree; everyone waits here."""
         if self.count == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
@@ -123,7 +123,7 @@ class Stopwatch:
         # collectives.
         average_s = self._once(step, 0)
         if average_s < self._repeat_s:
-            # Allocations and kernel choices of the first run are not what the next ones cost.
+            # The first run has allocations and kernel choices, the next ones do not.
             average_s = self._once(step, 1)
         rows: list[list[float]] = []
         spent_s = 0.0
@@ -165,8 +165,8 @@ def _timing(seconds: Sequence[float]) -> Timing:
 class HeldTensors:
     """Bytes that autograd holds between forward and backward, each storage counted once.
 
-    Used as a context around the forward. What is held anyway (parameters, inputs) is not
-    counted. Source: ``torch.autograd.graph.saved_tensors_hooks``.
+    Used as a context around the forward. Tensors that are there anyway (parameters, inputs) are
+    not counted. Source: ``torch.autograd.graph.saved_tensors_hooks``.
 
     Args:
         known: tensors that are not counted.

@@ -23,6 +23,7 @@ from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.factories import tied_blocks
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
+from mmplan.schema.protocols import as_sharded
 from mmplan.schema.workload import Workload, resolve_tasks
 
 TP_DEGREES = (1, 2, 4, 8)
@@ -201,7 +202,7 @@ def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
         for n, count in counted
     )
     # The runtime shards a loss that says how, when all it takes are features.
-    sharded = from_modules and hasattr(flow.build_loss(loss), "sharded")
+    sharded = from_modules and as_sharded(flow.build_loss(loss)) is not None
     return LossProfile(sharded=sharded, points=points)
 
 
