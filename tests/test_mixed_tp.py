@@ -25,7 +25,7 @@ from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Op
-from mmplan.program.model import BlockReduction, Program
+from mmplan.program.model import BlockReduction, LossReduction, Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients, gradients_and_resume
@@ -215,7 +215,9 @@ def _without_reduction(program: Program, index: int) -> Program:
     gone = Collective(Op.REDUCE, index)
     program = without(program, lambda _, item: item == gone)
     # A stand-in, so that the others keep their numbers.
-    return _changed(program, index, kind="loss", owner="none", ranks=())
+    reductions = list(program.reductions)
+    reductions[index] = LossReduction(index=index, owner="none", ranks=())
+    return replace(program, reductions=tuple(reductions))
 
 
 def _changed(program: Program, index: int, **changes: Any) -> Program:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from mmlaunch.checkpoint.boxes import Box
+from mmlaunch.checkpoint.tensorfile import FileDigest
 from mmplan.errors import InvalidInputError
 
 MANIFEST_NAME = "manifest.json"
@@ -57,13 +58,6 @@ class StoredTensor(_Strict):
     boxes: tuple[StoredBox, ...]
 
 
-class StoredFile(_Strict):
-    """Size and hash of a file."""
-
-    size_bytes: int
-    sha256: str
-
-
 class Manifest(_Strict):
     """The whole table; ``state`` and ``meta`` are the caller's own JSON."""
 
@@ -71,7 +65,7 @@ class Manifest(_Strict):
     step: int
     meta: dict[str, Any]
     state: dict[str, Any]
-    files: dict[str, StoredFile]
+    files: dict[str, FileDigest]
     tensors: tuple[StoredTensor, ...]
 
 

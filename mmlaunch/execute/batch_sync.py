@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmlaunch.comm.batches import Tree, element_of, slice_samples
 from mmlaunch.comm.messages import LeafSpec, Spec
-from mmlaunch.comm.transport import Transport, Work
+from mmlaunch.comm.transport import Group, Transport, Work
 from mmlaunch.execute.reductions import FieldOf
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import widened
@@ -67,7 +67,7 @@ class BatchSync:
         # The same in every step.
         self._layouts: dict[tuple[int, int], dict[int, list[_HeldRows]]] = {}
         self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self._sizes: dict[tuple[int, int], dict[int, int]] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
 
     def begin(self, step: int) -> None:
         """Forget the last step."""
@@ -97,7 +97,9 @@ class BatchSync:
         loss = self._program.cross_sample(index)
         mine = self._layout(loss, batch)[self._transport.rank]
         own = [self._feature(loss, batch, rows).detach() for rows in mine]
-        self._pending[index, batch] = self._gather_flat(loss, batch, own)
+        size, dtype = self._longest(loss, batch), self._common_type(loss)
+        group = loss.ranks, loss.channel
+        self._pending[index, batch] = self._gather(own, size, dtype, group)
 
     def wait(self, index: int, batch: int) -> None:
         """Finish the gather, compute the loss and the gradients of this rank's features."""
@@ -286,29 +288,30 @@ class BatchSync:
             )
         return spec
 
-    def _gather_flat(
-        self, loss: CrossSampleLoss, batch: int, tensors: Iterable[Tensor]
+    def _gather(
+        self, tensors: Iterable[Tensor], size: int, dtype: torch.dtype, group: Group
     ) -> tuple[Work, list[Tensor]]:
-        """Everything that each rank contributes in one gather, padded to the longest."""
-        sizes = self._flat_sizes(loss, batch)
-        dtype = self._common_type(loss)
-        flat = torch.zeros(max(sizes.values()), dtype=dtype, device=self._transport.device)
+        """All that each rank of a group contributes in one gather, padded to the longest."""
+        flat = torch.zeros(size, dtype=dtype, device=self._transport.device)
         position = 0
         for tensor in tensors:
             flat[position : position + tensor.numel()] = tensor.reshape(-1)
             position += tensor.numel()
-        return self._transport.all_gather(flat, loss.ranks, loss.channel)
+        return self._transport.all_gather(flat, *group)
 
-    def _flat_sizes(self, loss: CrossSampleLoss, batch: int) -> dict[int, int]:
+    def _longest(self, loss: CrossSampleLoss, batch: int) -> int:
+        """Numbers of the rank that contributes most."""
         key = loss.index, batch
         if key not in self._sizes:
-            self._sizes[key] = {
-                rank: sum(
-                    (r.stop - r.start) * torch.Size(self._tail(loss, r.input).tail).numel()
-                    for r in rows
-                )
-                for rank, rows in self._layout(loss, batch).items()
+            widths = {
+                i: torch.Size(self._tail(loss, i).tail).numel()
+                for i, item in enumerate(loss.inputs)
+                if item.stage is not None
             }
+            self._sizes[key] = max(
+                sum((r.stop - r.start) * widths[r.input] for r in rows)
+                for rows in self._layout(loss, batch).values()
+            )
         return self._sizes[key]
 
     def _common_type(self, loss: CrossSampleLoss) -> torch.dtype:
@@ -333,41 +336,39 @@ class BatchSync:
                 spec = self._tail(loss, i)
                 shape = (loss.sync_batch, *spec.tail)
                 full[i] = torch.empty(shape, dtype=spec.dtype, device=self._transport.device)
+        self._scatter(loss, batch, gathered, full)
+        return {i: widened(tensor) for i, tensor in full.items()}
+
+    def _scatter(
+        self,
+        loss: CrossSampleLoss,
+        batch: int,
+        gathered: Sequence[Tensor],
+        full: Mapping[int, Tensor],
+    ) -> None:
+        """Put the gathered rows of every rank into full tensors by input."""
         for rank, flat in zip(loss.ranks, gathered, strict=True):
             position = 0
             for rows in self._layout(loss, batch)[rank]:
                 target = full[rows.input][rows.start : rows.stop]
                 target.copy_(flat[position : position + target.numel()].view(target.shape))
                 position += target.numel()
-        return {i: widened(tensor) for i, tensor in full.items()}
 
     def _exchange(
         self, loss: CrossSampleLoss, batch: int, stats: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """Per-row statistics of own rows to those of all rows, for every input."""
-        layout = self._layout(loss, batch)
         sample = next(iter(stats.values()))
-        tail, dtype = tuple(sample.shape[1:]), sample.dtype
-        width = torch.Size(tail).numel()
+        tail = sample.shape[1:]
+        layout = self._layout(loss, batch)
         longest = max(sum(r.stop - r.start for r in rows) for rows in layout.values())
-        flat = torch.zeros((longest, width), dtype=dtype, device=self._transport.device)
-        position = 0
-        for i in sorted(stats):
-            flat[position : position + len(stats[i])] = stats[i].reshape(len(stats[i]), width)
-            position += len(stats[i])
-        work, gathered = self._transport.all_gather(flat, loss.ranks)
+        own = [stats[i] for i in sorted(stats)]
+        work, gathered = self._gather(own, longest * tail.numel(), sample.dtype, (loss.ranks, 0))
         work.wait()
-        full = [
-            torch.empty((loss.sync_batch, width), dtype=dtype, device=flat.device)
-            for _ in loss.inputs
-        ]
-        for rank, part in zip(loss.ranks, gathered, strict=True):
-            position = 0
-            for rows in sorted(layout[rank], key=lambda r: r.input):
-                count = rows.stop - rows.start
-                full[rows.input][rows.start : rows.stop] = part[position : position + count]
-                position += count
-        return [tensor.view(-1, *tail) for tensor in full]
+        inputs = range(len(loss.inputs))
+        full = {i: sample.new_empty((loss.sync_batch, *tail)) for i in inputs}
+        self._scatter(loss, batch, gathered, full)
+        return list(full.values())
 
 
 def _rows_of(stage: Stage, d: int, samples: SampleRange, index: int) -> list[_HeldRows]:

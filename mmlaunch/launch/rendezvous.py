@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 
+# Between two looks at the store, and for a signal; chosen by hand.
 _POLL_S = 0.05
 # Longest wait for an answer of the store; chosen by hand.
 _ANSWER_S = 30.0

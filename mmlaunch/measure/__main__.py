@@ -29,6 +29,7 @@ from mmplan.errors import MMPlanError, UnfitEnvironmentError
 _TIMEOUT = timedelta(minutes=30)
 # Longer than the supervisor needs to see a death, which other processes then report too.
 _GRACE_S = 1.0
+# Delays the end of a job by as much at most; chosen by hand.
 _POLL_S = 0.02
 
 

@@ -232,27 +232,29 @@ class LocalModel:
         """Trained parameters that must not get a gradient from this stage."""
         return self._frozen_here[stage]
 
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for (owner, index), block in self.blocks.items():
+            yield f"{owner}.{index}", block
+        for name, loss in self.losses.items():
+            yield f"losses.{name}", loss
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank once, by the name under which it is saved."""
         seen: set[nn.Parameter] = set()
-        for (owner, index), block in self.blocks.items():
-            for name, parameter in block.named_parameters():
+        for prefix, module in self._named_modules():
+            for name, parameter in module.named_parameters():
                 if parameter not in seen:
                     seen.add(parameter)
-                    full = f"{owner}.{index}.{name}"
+                    full = f"{prefix}.{name}"
                     yield self.canonical.get(full, full), parameter
-        for loss, module in self.losses.items():
-            for name, parameter in module.named_parameters():
-                yield f"losses.{loss}.{name}", parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Persistent buffers of this rank's blocks and losses."""
-        for (owner, index), block in self.blocks.items():
-            for name, buffer in _persistent_buffers(block):
-                yield f"{owner}.{index}.{name}", buffer
-        for loss, module in self.losses.items():
-            for name, buffer in _persistent_buffers(module):
-                yield f"losses.{loss}.{name}", buffer
+        for prefix, module in self._named_modules():
+            kept = module.state_dict(keep_vars=True)
+            for name, buffer in module.named_buffers():
+                if name in kept:
+                    yield f"{prefix}.{name}", buffer
 
     def tensors(self) -> Iterator[Tensor]:
         """All parameters and buffers."""
@@ -274,13 +276,6 @@ class LocalModel:
             and name.split(".")[0] == owner
             and intersect((int(name.split(".")[1]), int(name.split(".")[1]) + 1), blocks)
         }
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in kept:
-            yield name, buffer
 
 
 def tie_sums(program: Program, ties: Sequence[Tie]) -> list[tuple[Tie, list[tuple[Ranks, Ranks]]]]:

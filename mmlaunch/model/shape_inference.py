@@ -172,12 +172,11 @@ def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
                 fake[tensor] = mode.from_tensor(tensor)
             return fake[tensor]
 
-        tree: Any = [map_tensors(argument, convert) for argument in arguments]
-        for position, block in enumerate(blocks):
+        given: tuple[Any, ...] = tuple(map_tensors(argument, convert) for argument in arguments)
+        for block in blocks:
             state = {n: convert(t) for n, t in _state(block)}
-            given = tuple(tree) if position == 0 else (tree,)
-            tree = torch.func.functional_call(block, state, given, tie_weights=False)
-        return spec_of(tree)
+            given = (torch.func.functional_call(block, state, given, tie_weights=False),)
+        return spec_of(given[0])
 
 
 def _state(block: nn.Module) -> list[tuple[str, Tensor]]:

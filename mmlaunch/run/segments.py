@@ -18,7 +18,9 @@ from mmplan.schema.workload import Workload, check_tasks
 # Makes a plan for these tasks that will be written to this path.
 Planner = Callable[[tuple[str, ...], Path], Plan]
 PLANS = "plans"
+# Other machines look so often for machine 0's plan; chosen by hand.
 _POLL_S = 0.5
+# Longest wait for that plan, as long as for the machines to come together.
 _PATIENCE_S = 900.0
 
 
