@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmlaunch.comm.inprocess import InProcessTransport
-from mmlaunch.comm.scatter_gather import PaddedShare, Share, gather_shares
+from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, gather_shares
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import Verdict, compare
 from mmplan.program.checks.check import check_program
@@ -242,7 +242,7 @@ def test_between_nodes_every_byte_travels_once(one: int, other: int) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (4, 3), (7,), (5, 1, 2)])
 def test_shares_are_all_of_a_tensor(count: int, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.float64)
-    shares = [Share(index, count) for index in range(count)]
+    shares = [TensorShare(index, count) for index in range(count)]
     assert torch.equal(torch.cat([share.of(tensor) for share in shares]), tensor.reshape(-1))
     for share in shares:
         own = share.of(tensor)
@@ -261,7 +261,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
     group, calls = (5, 3, 9), [0]
 
     def part(tensor: torch.Tensor, rank: int) -> PaddedShare:
-        share = Share(group.index(rank), len(group))
+        share = TensorShare(group.index(rank), len(group))
         own = share.of(tensor)
         padded = torch.zeros(share.padded(tensor.numel()), dtype=tensor.dtype)
         padded[: len(own)] = own

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypeAliasType
 
 from mmlaunch.comm.batches import Tree, float_leaves
-from mmlaunch.comm.scatter_gather import PaddedShare, Share, TreeOfShares
+from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares
 from mmlaunch.comm.transport import Done, MessageLink, Send, Transport, Work
 from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
@@ -133,7 +133,7 @@ def message_links(program: Program) -> list[MessageLink]:
     )
 
 
-def message_tensors(tree: Tree, share: Share | None) -> list[Tensor]:
+def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
     """Tensors of a forward message, in order: whole, or a share of each but of lengths."""
     if isinstance(tree, Ragged):
         return [tree.lengths, *message_tensors(tree.values, share)]
@@ -152,7 +152,7 @@ def _receive(
     dtype: torch.dtype,
     *,
     backward: bool,
-    share: Share | None,
+    share: TensorShare | None,
 ) -> tuple[Work, Tensor | PaddedShare]:
     """Post the receive of a tensor, or of a share of it."""
     size = (share.padded(prod(shape)),) if share else shape
@@ -176,7 +176,7 @@ class ForwardReceive:
         samples: int,
         peer: int,
         tag: int,
-        share: Share | None = None,
+        share: TensorShare | None = None,
     ) -> None:
         self._transport, self._peer, self._next_tag = transport, peer, tag
         self._share = share
@@ -201,7 +201,7 @@ class ForwardReceive:
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        share: Share | None,
+        share: TensorShare | None,
         tag: int | None = None,
     ) -> tuple[Work, Any]:
         if tag is None:
@@ -238,7 +238,7 @@ class BackwardReceive:
         samples: int,
         peer: int,
         tag: int,
-        share: Share | None = None,
+        share: TensorShare | None = None,
     ) -> None:
         self._transport, self._peer, self._tag, self._share = transport, peer, tag, share
         leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]

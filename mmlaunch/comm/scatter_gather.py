@@ -25,7 +25,7 @@ from mmplan.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorShare:
     """One of ``count`` equal shares of a flat tensor; the last may be shorter, or empty."""
 
     index: int
@@ -58,13 +58,13 @@ class PaddedShare:
 TreeOfShares: TypeAlias = "PaddedShare | Tree | tuple[TreeOfShares, ...]"
 
 
-def share_of(program: Program, edge: Edge, rank: int, *, backward: bool) -> Share | None:
+def share_of(program: Program, edge: Edge, rank: int, *, backward: bool) -> TensorShare | None:
     """The share of an edge's messages that a rank receives; None where it receives all."""
     count = program.shares(edge, backward=backward)
     if count == 1:
         return None
     place = program.stages[edge.producer if backward else edge.consumer].find_place(rank)
-    return Share(0 if place is None else place[1], count)
+    return TensorShare(0 if place is None else place[1], count)
 
 
 def gather_shares(

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmlaunch.comm.batches import slice_samples
 from mmlaunch.data.samples import (
+    DataSample,
     Field,
-    Sample,
     check_batched,
     check_sample,
     collate_samples,
@@ -81,7 +81,7 @@ def check_dataset(dataset: Any, batch: int) -> None:
     _check_size(len(dataset), batch)
 
 
-def check_fields(sample: Sample, modules: Collection[str]) -> None:
+def check_fields(sample: DataSample, modules: Collection[str]) -> None:
     """Refuse a data field that is named like a module.
 
     Raises:

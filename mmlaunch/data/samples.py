@@ -13,7 +13,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 
 Field = Tensor | Ragged
-Sample = Mapping[str, Field]
+DataSample = Mapping[str, Field]
 
 
 def check_sample(sample: Any, index: int) -> None:
@@ -42,7 +42,7 @@ def check_sample(sample: Any, index: int) -> None:
 
 
 def collate_samples(
-    samples: Sequence[Sample], indices: Sequence[int], fields: Collection[str]
+    samples: Sequence[DataSample], indices: Sequence[int], fields: Collection[str]
 ) -> dict[str, Field]:
     """Stack the wanted fields of samples; ``Ragged`` fields are joined row by row.
 
@@ -85,7 +85,7 @@ def check_batched(batched: Any, expected: int) -> None:
             )
 
 
-def field_of(sample: Sample, field: str, index: int) -> Field:
+def field_of(sample: DataSample, field: str, index: int) -> Field:
     """A field of a sample or batch; ``index`` is the dataset index, for the message.
 
     Raises:

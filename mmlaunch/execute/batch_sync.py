@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmlaunch.comm.batches import Tree, element_of, slice_samples
 from mmlaunch.comm.messages import LeafSpec, Spec
-from mmlaunch.comm.transport import Group, Transport, Work
+from mmlaunch.comm.transport import CommGroup, Transport, Work
 from mmlaunch.execute.reductions import FieldOf
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import widened
@@ -289,7 +289,7 @@ class BatchSync:
         return spec
 
     def _gather(
-        self, tensors: Iterable[Tensor], size: int, dtype: torch.dtype, group: Group
+        self, tensors: Iterable[Tensor], size: int, dtype: torch.dtype, group: CommGroup
     ) -> tuple[Work, list[Tensor]]:
         """All that each rank of a group contributes in one gather, padded to the longest."""
         flat = torch.zeros(size, dtype=dtype, device=self._transport.device)

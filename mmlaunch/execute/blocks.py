@@ -17,7 +17,7 @@ from mmlaunch.model.seeds import Seeds
 from mmplan.program.model import Stage
 
 
-class Blocks:
+class StageBlocks:
     """This rank's blocks, as stages run them.
 
     Args:

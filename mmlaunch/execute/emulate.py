@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from mmlaunch.comm.batches import Tree, float_leaves
 from mmlaunch.comm.messages import LeafSpec, Spec
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -34,7 +34,7 @@ from mmplan.ragged import Ragged
 _once = cast("Any", once_differentiable)
 
 
-class EmulatedBlocks(Blocks):
+class EmulatedBlocks(StageBlocks):
     """Blocks that wait; the model's losses wait as well from then on.
 
     Args:

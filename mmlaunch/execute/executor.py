@@ -31,12 +31,12 @@ from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.execute.batch_sync import BatchSync
-from mmlaunch.execute.blocks import Blocks, frozen
+from mmlaunch.execute.blocks import StageBlocks, frozen
 from mmlaunch.execute.mailbox import Mailbox
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision, widened
+from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.errors import MMPlanError, RunFailedError
@@ -75,7 +75,7 @@ class _Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class InstructionSpan:
     """When an instruction ran, seconds since the step began."""
 
     index: int
@@ -106,9 +106,9 @@ class Executor:
         model: LocalModel,
         transport: Transport,
         specs: Sequence[Spec],
-        blocks: Blocks,
+        blocks: StageBlocks,
         seeds: Seeds,
-        precision: Precision,
+        precision: TrainingPrecision,
         reductions: Reductions,
         prepare: Callable[[Tree], Tree],
         heartbeat: Heartbeat,
@@ -144,7 +144,7 @@ class Executor:
 
     def run(
         self, step: int, data: Mapping[str, StepData], *, timed: bool = False
-    ) -> tuple[float, list[Span]]:
+    ) -> tuple[float, list[InstructionSpan]]:
         """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
 
         Args:
@@ -163,7 +163,7 @@ class Executor:
             spans = self._run_row(step, timed=timed)
         return float(self._loss + self._sync.loss), spans
 
-    def _run_row(self, step: int, *, timed: bool) -> list[Span]:
+    def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
         for position, instruction in enumerate(self._row):
             self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
@@ -180,7 +180,10 @@ class Executor:
             if timed:
                 marks.append(self._transport.mark())
         times = iter(self._transport.seconds_of(marks)[1:] if timed else ())
-        return [Span(index, *ends) for index, ends in enumerate(zip(times, times, strict=True))]
+        return [
+            InstructionSpan(index, *ends)
+            for index, ends in enumerate(zip(times, times, strict=True))
+        ]
 
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step

@@ -18,7 +18,7 @@ from mmlaunch.comm.messages import (
     Spec,
     message_tensors,
 )
-from mmlaunch.comm.scatter_gather import Share, share_of
+from mmlaunch.comm.scatter_gather import TensorShare, share_of
 from mmlaunch.comm.transport import Transport
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
@@ -112,7 +112,7 @@ class Mailbox:
         """Wait until every send is over."""
         self._outbox.finish()
 
-    def _share(self, message: Message, receiver: int) -> Share | None:
+    def _share(self, message: Message, receiver: int) -> TensorShare | None:
         """The share of a message that a rank receives; None where it receives all of it."""
         backward = message.op in (Op.SEND_B, Op.RECV_B)
         edge = self._program.edges[message.edge]

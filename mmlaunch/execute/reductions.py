@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from mmlaunch.comm.batches import Tree
-from mmlaunch.comm.transport import Group, Transport
+from mmlaunch.comm.transport import CommGroup, Transport
 from mmlaunch.data.samples import Field
 from mmlaunch.execute.gradient_buckets import (
     GradientBuckets,
@@ -203,7 +203,7 @@ def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
     return [found[name] for name in sorted(found)]
 
 
-def collective_groups(program: Program, ties: Sequence[Tie]) -> list[Group]:
+def collective_groups(program: Program, ties: Sequence[Tie]) -> list[CommGroup]:
     """Every group that a step's collectives use, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:

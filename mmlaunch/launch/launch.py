@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.agent import Agent
-from mmlaunch.launch.launcher import Entry, OnEvent
+from mmlaunch.launch.launcher import OnEvent, WorkerEntry
 from mmlaunch.launch.rendezvous import Rendezvous
 from mmlaunch.launch.watch import Watch
 from mmlaunch.launch.worker_main import Job, WorkerContext, check_entry
@@ -36,7 +36,7 @@ _JOIN_S = 900.0
 
 def launch(
     *,
-    entry: Entry | str,
+    entry: WorkerEntry | str,
     args: tuple[Any, ...] = (),
     num_ranks: int,
     run_dir: Path,

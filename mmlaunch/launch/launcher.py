@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 # Called in every worker with its context, then with the arguments of the launch.
-Entry = Callable[..., Any]
+WorkerEntry = Callable[..., Any]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
@@ -25,7 +25,7 @@ class Launcher(Protocol):
     def __call__(
         self,
         *,
-        entry: Entry | str,
+        entry: WorkerEntry | str,
         args: tuple[Any, ...] = (),
         num_ranks: int,
         run_dir: Path,

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmlaunch.launch import failures
-from mmlaunch.launch.launcher import Entry
+from mmlaunch.launch.launcher import WorkerEntry
 from mmlaunch.launch.rendezvous import Address, connect
 from mmlaunch.process import process_tree
 from mmlaunch.process.device import RankDevice, pick
@@ -54,7 +54,7 @@ class Job:
         store_prefix: keeps the attempts' keys in the one store apart.
     """
 
-    entry: Entry | str
+    entry: WorkerEntry | str
     args: tuple[Any, ...]
     run_dir: Path
     control_dir: Path
@@ -253,7 +253,7 @@ def _store_result(path: Path, result: Any) -> None:
     os.replace(temporary, path)
 
 
-def check_entry(entry: Entry | str) -> None:
+def check_entry(entry: WorkerEntry | str) -> None:
     """Refuse an entry that is no function and no "module:function".
 
     Raises:
@@ -265,7 +265,7 @@ def check_entry(entry: Entry | str) -> None:
         )
 
 
-def resolve(entry: Entry | str) -> Entry:
+def resolve(entry: WorkerEntry | str) -> WorkerEntry:
     """The function that an entry names."""
     if callable(entry):
         return entry

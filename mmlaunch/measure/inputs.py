@@ -23,7 +23,7 @@ from mmlaunch.comm.batches import (
 )
 from mmlaunch.data.loader import StepData, StepLoader
 from mmlaunch.data.task_data import open_dataset
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_module, dtype_of
@@ -152,7 +152,7 @@ class Inputs:
             pool = self._pool_of(task)
             everything = self._args(task, task.inputs[name], pool, 0)
             parts: list[Tree] = []
-            precision = Precision(self._workload.train.precision, self._device)
+            precision = TrainingPrecision(self._workload.train.precision, self._device)
             with torch.no_grad(), precision.compute(keep_casts=True):
                 for first in range(0, pool, _POOL_STEP):
                     last = min(first + _POOL_STEP, pool)

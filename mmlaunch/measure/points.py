@@ -30,7 +30,7 @@ from mmlaunch.measure.machine import (
 from mmlaunch.measure.memory import kept_bytes, transient_bytes
 from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.tensor_parallel import block_plan, shard_block
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import InvalidInputError
@@ -98,7 +98,7 @@ class Measurer:
             return {"skipped": "out of memory"}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        precision = Precision(self._workload.train.precision, self._device)
+        precision = TrainingPrecision(self._workload.train.precision, self._device)
         return precision.compute(keep_casts=True)
 
     def _machine(self, _: Json) -> Json:

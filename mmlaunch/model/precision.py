@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Precision:
+class TrainingPrecision:
     """Contexts of a training type.
 
     Args:

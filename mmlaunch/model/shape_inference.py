@@ -23,7 +23,7 @@ from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
 from mmlaunch.data.loader import StepData
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Program, Source, Stage
@@ -47,7 +47,7 @@ def infer_shapes(
     transport: Transport,
     data: Callable[[str], StepData],
     prepare: Callable[[Tree], Tree],
-    precision: Precision,
+    precision: TrainingPrecision,
 ) -> list[Spec]:
     """The output spec of every stage, the same list on all ranks.
 

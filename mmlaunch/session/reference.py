@@ -19,7 +19,7 @@ from mmlaunch.data.loader import StepLoader
 from mmlaunch.data.samples import Field
 from mmlaunch.data.task_data import open_dataset
 from mmlaunch.execute.blocks import frozen
-from mmlaunch.model.precision import Precision, widened
+from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.whole_modules import build_owner, trainable_blocks
 from mmplan.program.model import CrossSampleLoss, PerSampleLoss, Program, Source, Stage
@@ -48,7 +48,7 @@ class Reference:
         }
         self._dtype = dtype_of(workload.train.precision)
         self._seeds = Seeds(workload.train.seed, torch.device("cpu"))
-        self._precision = Precision(workload.train.precision, torch.device("cpu"))
+        self._precision = TrainingPrecision(workload.train.precision, torch.device("cpu"))
         self._loaders = {
             name: self._loader(name) for name in dict.fromkeys(s.task for s in program.stages)
         }

@@ -31,12 +31,12 @@ from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.messages import message_links
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.task_data import TaskData
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
-from mmlaunch.execute.executor import Executor, Span
+from mmlaunch.execute.executor import Executor, InstructionSpan
 from mmlaunch.execute.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
@@ -144,7 +144,7 @@ class Session:
             num_workers=num_workers,
             pin_memory=transport.device.type == "cuda",
         )
-        precision = Precision(workload.train.precision, transport.device)
+        precision = TrainingPrecision(workload.train.precision, transport.device)
         specs = infer_shapes(
             self.program,
             self.model,
@@ -164,7 +164,7 @@ class Session:
             transport=transport,
             specs=specs,
             blocks=(
-                Blocks(self.model, seeds, recompute)
+                StageBlocks(self.model, seeds, recompute)
                 if emulation is None
                 else EmulatedBlocks(self.model, seeds, specs, emulation)
             ),
@@ -467,7 +467,7 @@ class StepResult:
     data_s: float
     stop: bool
     finite: bool
-    spans: list[Span]
+    spans: list[InstructionSpan]
 
 
 @dataclass(slots=True)
