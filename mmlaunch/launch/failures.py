@@ -384,7 +384,7 @@ def own_stack(text: str) -> str:
         return text
     frames: list[str] = []
     for line in current.splitlines():
-        if not line.startswith("  File") or "launch_worker.py" in line:
+        if not line.startswith("  File") or "worker_main.py" in line:
             break
         frames.append(line)
     return "\n".join([*cause, "Stack (most recent call first):", *frames])
