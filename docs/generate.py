@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 
 import cli
 import mmplan.zoo
-from mmlaunch.session.session import Hooks, Session
-from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.session import Hooks, Session, StepResult
 from mmplan import errors
 from mmplan.planning.planner import BASELINES, SOLVERS
 from mmplan.schema.base import Document, docstring_parts

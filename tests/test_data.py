@@ -364,7 +364,7 @@ def test_batches_of_another_build_are_refused() -> None:
     with pytest.raises(RunFailedError, match=r"\['Tensor', 'NoneType'\]"):
         cat_samples([torch.zeros(1), None])
     with pytest.raises(RunFailedError, match="a batch holds a list"):
-        slice_samples([1], 0, 1)
+        slice_samples([1], 0, 1)  # pyright: ignore[reportArgumentType]
 
 
 # ---- weights ----
@@ -381,16 +381,14 @@ SPECS = [TensorSpec(name=k, dtype=v.dtype, shape=tuple(v.shape)) for k, v in WEI
 
 def test_one_file_is_read_by_safetensors_and_by_us(tmp_path: Path) -> None:
     path = tmp_path / "final.safetensors"
-    tied = {"text.9.weight": "text.0.weight"}
-    assert write_weights(path, SPECS, WEIGHTS.__getitem__, tied=tied) == [path]
+    assert write_weights(path, SPECS, WEIGHTS.__getitem__) == [path]
     got = load_file(path)
     assert got.keys() == WEIGHTS.keys()
     assert all(torch.equal(got[name], value) for name, value in WEIGHTS.items())
     for name, (start, header) in data_starts(path).items():
         assert start % WEIGHTS[name].itemsize == 0, header
     source = WeightSource(tmp_path)
-    assert source.names() == sorted([*WEIGHTS, *tied])
-    assert torch.equal(source.get("text.9.weight")[0], WEIGHTS["text.0.weight"])
+    assert source.names() == sorted(WEIGHTS)
     part = Box(offsets=(1, 2), sizes=(2, 3))
     assert torch.equal(
         source.get("vision.0.weight", [part])[0], WEIGHTS["vision.0.weight"][1:3, 2:5]
@@ -398,6 +396,13 @@ def test_one_file_is_read_by_safetensors_and_by_us(tmp_path: Path) -> None:
     (scalar,) = source.get("losses.clip.logit_scale", [whole(())], torch.float32)
     assert scalar.item() == 2.5
     assert scalar.dtype == torch.float32
+
+
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "a.safetensors", {"text.9.weight": "text.0.weight"})
+    source = WeightSource(tmp_path)
+    assert source.names() == sorted([*WEIGHTS, "text.9.weight"])
+    assert torch.equal(source.get("text.9.weight")[0], WEIGHTS["text.0.weight"])
 
 
 def data_starts(path: Path) -> dict[str, tuple[int, Any]]:
@@ -500,8 +505,6 @@ def test_wrong_weights_to_start_from(tmp_path: Path) -> None:
     source = WeightSource(path)
     with pytest.raises(InvalidInputError, match=r"no weight vision\.0\.wight, but vision\.0\.w"):
         source.get("vision.0.wight")
-    with pytest.raises(InvalidInputError, match=r"shape \[4, 7\] in the model, \[4, 6\] in"):
-        source.get("vision.0.weight", full_shape=(4, 7))
     with pytest.raises(InvalidInputError, match="24 of the wanted elements are stored nowhere"):
         source.get("vision.0.weight", [Box(offsets=(4, 0), sizes=(4, 6))])
     save_file(WEIGHTS, tmp_path / "b.safetensors")

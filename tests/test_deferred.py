@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from mmlaunch.checkpoint.boxes import shard_boxes
 from mmlaunch.checkpoint.exported_weights import write_weights
 from mmlaunch.checkpoint.tensorfile import TensorSpec
-from mmlaunch.model.local_model import LocalModel, build_owner, trainable_blocks
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.whole_modules import build_owner, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
@@ -139,12 +140,12 @@ def differences(model: LocalModel, whole: nn.Sequential, program: Program, rank:
 
 
 def cut_like(tensor: Tensor, model: LocalModel, name: str, program: Program, rank: int) -> Tensor:
-    shard = model.shards.get(name)
-    if shard is None:
+    layout = model.layouts.get(name)
+    if layout is None:
         return tensor
     stage = next(iter(program.stages_of(rank)))
     _, t = stage.place(rank)
-    boxes = shard_boxes(shard.full_shape, shard.style, t, stage.tp, shard.parts)
+    boxes = shard_boxes(layout.full_shape, layout.style, t, stage.tp, layout.parts)
     return torch.cat([tensor.detach()[box.slices] for box in boxes])
 
 
@@ -250,7 +251,7 @@ PEAKS = """
 import gc, json, sys
 from pathlib import Path
 from tests import test_deferred as t
-from mmlaunch.model.local_model import build_owner, trainable_blocks
+from mmlaunch.model.whole_modules import build_owner, trainable_blocks
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

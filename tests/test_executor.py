@@ -36,7 +36,7 @@ class _Unsure:
 def test_what_was_sent_goes_when_its_gradient_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(pp=2, k=4, samples=8, others="same")
     held: list[int] = []
-    send, arrived = Outbox.send, Outbox.arrived
+    send, arrived = Outbox.send, Outbox.received
 
     def unsure(self: Outbox, *arguments: Any, **named: Any) -> None:
         send(self, *arguments, **named)
@@ -50,7 +50,7 @@ def test_what_was_sent_goes_when_its_gradient_is_back(monkeypatch: pytest.Monkey
         held.append(len(self._sent) - before)
 
     monkeypatch.setattr(Outbox, "send", unsure)
-    monkeypatch.setattr(Outbox, "arrived", watched)
+    monkeypatch.setattr(Outbox, "received", watched)
     InProcessWorld(case.plan().devices).run(lambda t: _session(case, t).forward_backward().loss)
     assert held
     assert set(held) == {-1}
@@ -65,9 +65,9 @@ def test_no_activation_is_held_after_a_step(feature: str) -> None:
         session.forward_backward()
         executor = session.executor
         assert executor._live == {}
-        assert executor._mail._inputs == {}
-        assert executor._mail._gradients == {}
-        assert not executor._mail._outbox._sent
+        assert executor._mailbox._forward == {}
+        assert executor._mailbox._backward == {}
+        assert not executor._mailbox._outbox._sent
         assert executor._sync._features == {}
         assert executor._sync._uses == {}
         assert executor._sync._gradients == {}

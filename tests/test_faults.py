@@ -225,7 +225,9 @@ def test_an_executor_that_swaps_feature_rows_is_seen(monkeypatch: pytest.MonkeyP
     whole = Executor._field
 
     def shifted(self: Executor, task: str, name: str, start: int, stop: int) -> torch.Tensor:
-        return whole(self, task, name, start, stop).roll(int(name == "c"), dims=0)
+        field = whole(self, task, name, start, stop)
+        assert isinstance(field, torch.Tensor)
+        return field.roll(int(name == "c"), dims=0)
 
     monkeypatch.setattr(Executor, "_field", shifted)
     _, verdict = planted(lambda program: program)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from mmlaunch.measure.memory import kept_bytes, passing_bytes
+from mmlaunch.measure.memory import kept_bytes, transient_bytes
 from mmplan.planning.planner import solve
 from mmplan.profiling.measure import measure_profile
 from mmplan.program.instructions import Compute, Op
@@ -176,13 +176,13 @@ def test_a_plan_that_fits_by_its_own_number_only_is_told() -> None:
         assert ("may run out of memory" in text) is told
 
 
-def test_passing_bytes_are_those_of_the_tensors() -> None:
+def test_transient_bytes_are_those_of_the_tensors() -> None:
     rows, width = 64, 1024
     x = torch.randn(rows, width)
     module = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    found = passing_bytes(lambda: module(x), torch.device("cpu"))
+    found = transient_bytes(lambda: module(x), torch.device("cpu"))
     small, large = 4 * rows * width, 16 * rows * width
     assert found["forward_only_bytes"] == 2 * large
     # The ReLU's input goes when the last layer has begun.

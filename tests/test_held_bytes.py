@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.session.session import Session
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Stage
@@ -142,8 +142,8 @@ def test_the_executor_holds_what_the_simulation_says(
     ]
     plan = make_plan(*units, losses=losses, batch=BATCH)
     workload = make_workload(units, losses, batch=BATCH)
-    accountant = Accountant(Blocks.run)
-    monkeypatch.setattr(Blocks, "run", lambda *args: accountant(*args))
+    accountant = Accountant(StageBlocks.run)
+    monkeypatch.setattr(StageBlocks, "run", lambda *args: accountant(*args))
 
     def entry(transport: Any) -> tuple[int, int]:
         session = Session(

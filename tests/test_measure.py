@@ -355,7 +355,7 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out(folder: Path) -> None:
 
 
 def test_samples_change_between_repeats_and_repeat_beyond_the_pool(folder: Path) -> None:
-    inputs = measurer(folder)._inputs
+    inputs: Any = measurer(folder)._inputs
     first, second, third = (inputs.of_module("default", "vision", 4, r)[0] for r in range(3))
     assert not torch.equal(first, second)
     assert torch.equal(first, third)

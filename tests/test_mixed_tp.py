@@ -18,7 +18,7 @@ from torch import nn
 
 from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.launch.launch import launch
-from mmlaunch.model.tp_groups import Partners
+from mmlaunch.model.tp_groups import TPGroups
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError, RunFailedError
@@ -120,7 +120,7 @@ def _identical(session: Session) -> None:
     for name, parameter in session.model.named_parameters():
         owner, rest = name.split(".", 1) if not name.startswith("losses.") else ("", "")
         if owner:
-            place = session.model.places.get(name)
+            place = session.model.layouts.get(name)
             whole = full[owner][rest]
             assert torch.equal(parameter, whole if place is None else place.take(whole)), name
 
@@ -197,8 +197,8 @@ def test_zero_spreads_the_state_over_all_holders_of_a_part(name: str) -> None:
     held: Counter[str] = Counter()
 
     def count(session: Session) -> None:
-        for part in session.update.parts:
-            if part.name.startswith("v.") and part.name in session.model.places:
+        for part in session.update.slices:
+            if part.name.startswith("v.") and part.name in session.model.layouts:
                 assert session.optimizer is not None
                 held[part.name] += session.optimizer.state[part.tensor]["exp_avg"].numel()
 
@@ -207,7 +207,7 @@ def test_zero_spreads_the_state_over_all_holders_of_a_part(name: str) -> None:
 
     def sizes(session: Session) -> None:
         full.update(
-            {n: prod(p.full_shape) for n, p in session.model.places.items() if n[:2] == "v."}
+            {n: prod(p.full_shape) for n, p in session.model.layouts.items() if n[:2] == "v."}
         )
 
     train_planned(case.plan(), case.workload(), 1, after=sizes)
@@ -271,7 +271,7 @@ def test_a_whole_parameter_brought_twice_is_seen_by_check_and_by_verify(name: st
 def test_whole_parameters_that_later_ranks_bring_too_are_seen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Partners, "quieten", lambda *_: None)
+    monkeypatch.setattr(TPGroups, "leave_out", lambda *_: None)
     verdict = verify_in_process(MIXED[name].plan(), MIXED[name].workload())
     assert any("norm.weight" in item.name for item in verdict.differences)
     assert not any("down.weight" in item.name for item in verdict.differences)
@@ -303,7 +303,7 @@ def test_a_sum_over_a_rank_that_lacks_the_shard_is_seen() -> None:
 
 def test_blocks_that_kept_their_first_partners_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the case of other partners is there for."""
-    monkeypatch.setattr(Partners, "meet", lambda *_: None)
+    monkeypatch.setattr(TPGroups, "enter", lambda *_: None)
     case = MIXED["one degree, other partners"]
     with pytest.raises(RunFailedError, match=r"wait for each other|different tensors"):
         verify_in_process(case.plan(), case.workload())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.session.reference import Reference
 from mmlaunch.session.session import Session
 from mmplan.costs.program_costs import CostModel, ProgramCosts
@@ -147,8 +147,8 @@ def test_a_rank_holds_what_is_predicted_and_nothing_that_it_does_not_need(
 ) -> None:
     plan, workload = _towers()
     program = compile_plan(plan)
-    accountant = Accountant(Blocks.run)
-    monkeypatch.setattr(Blocks, "run", lambda *args: accountant(*args))
+    accountant = Accountant(StageBlocks.run)
+    monkeypatch.setattr(StageBlocks, "run", lambda *args: accountant(*args))
 
     def entry(transport: Any) -> tuple[dict[str, int], float]:
         session = Session(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.session.session import Session
 from mmplan.program.model import Stage
 from mmplan.schema.workload import Workload
@@ -100,9 +100,9 @@ def test_blocks_save_only_their_inputs_where_they_run_again(
     case = small_case(others="single")
     saved: Counter[str] = Counter()
     runs: Counter[str] = Counter()
-    original = Blocks.run
+    original = StageBlocks.run
 
-    def noted(self: Blocks, stage: Stage, *args: Any) -> Any:
+    def noted(self: StageBlocks, stage: Stage, *args: Any) -> Any:
         def pack(tensor: Tensor) -> Tensor:
             saved[stage.module] += tensor.numel()
             return tensor
@@ -111,7 +111,7 @@ def test_blocks_save_only_their_inputs_where_they_run_again(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return original(self, stage, *args)
 
-    monkeypatch.setattr(Blocks, "run", noted)
+    monkeypatch.setattr(StageBlocks, "run", noted)
 
     def entry(transport: Any) -> None:
         workload = _workload(case, *modules)

@@ -95,11 +95,11 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
     held: list[int] = []
 
     def count(session: Session) -> None:
-        names = {part.name for part in session.update.parts if part.name.startswith("v.")}
+        names = {part.name for part in session.update.slices if part.name.startswith("v.")}
         state = {} if session.optimizer is None else session.optimizer.state
         sizes = [
             state[part.tensor]["exp_avg"].numel()
-            for part in session.update.parts
+            for part in session.update.slices
             if part.name in names and part.tensor in state
         ]
         if any(stage.module == "v" for stage in session.program.stages_of(session.rank)):
@@ -217,7 +217,7 @@ def test_two_processes_over_gloo_equal_one(
     verdict = compare(workload, HERE, compile_plan(plan), [rank[index] for rank in gradients])
     assert not verdict.differences, verdict.differences[:5]
     if index == 0:
-        assert all(any(w.span for w in rank[index].places.values()) for rank in gradients)
+        assert all(any(w.span for w in rank[index].elements.values()) for rank in gradients)
 
 
 def test_slices_over_gloo_train_and_resume(

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.session.reference import Reference
-from mmlaunch.session.session import Session, find_workload
-from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.session import Session, StepResult, find_workload
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256

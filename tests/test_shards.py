@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmlaunch.checkpoint.boxes import ShardStyle, shard_boxes
-from mmlaunch.model.shard_layout import ShardLayout, flat_parts, shard_place
+from mmlaunch.model.shard_layout import ShardLayout, flat_parts, shard_layout
 from mmplan.errors import InvalidInputError
 from mmplan.program.shards import Ranks, ShardSum, held_shards, is_crowded, shard_sums, whole_sums
 
@@ -41,7 +41,7 @@ def test_every_element_is_summed_once_over_all_that_hold_it(
     for group in groups:
         for index, rank in enumerate(group):
             boxes = shard_boxes(shape, style, index, len(group), parts)
-            places[rank] = shard_place(shape, style, index, len(group), parts)
+            places[rank] = shard_layout(shape, style, index, len(group), parts)
             for box in boxes:
                 for element in position[box.slices].reshape(-1).tolist():
                     holders.setdefault(element, set()).add(rank)

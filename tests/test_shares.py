@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmlaunch.comm.inprocess import InProcessTransport
-from mmlaunch.comm.scatter_gather import PaddedShare, Share, bring_together
+from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, gather_shares
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import Verdict, compare
 from mmplan.program.checks.check import check_program
@@ -242,7 +242,7 @@ def test_between_nodes_every_byte_travels_once(one: int, other: int) -> None:
 @pytest.mark.parametrize("shape", [(0,), (1,), (4, 3), (7,), (5, 1, 2)])
 def test_shares_are_all_of_a_tensor(count: int, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, dtype=torch.float64)
-    shares = [Share(index, count) for index in range(count)]
+    shares = [TensorShare(index, count) for index in range(count)]
     assert torch.equal(torch.cat([share.of(tensor) for share in shares]), tensor.reshape(-1))
     for share in shares:
         own = share.of(tensor)
@@ -257,11 +257,11 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
         torch.arange(5, dtype=torch.int64),
         torch.randn(7, dtype=torch.bfloat16),
     ]
-    trees: list[Any] = [(whole[0], None, whole[1]), [Ragged(whole[2], torch.ones(5)), whole[3]]]
+    trees: list[Any] = [(whole[0], None, whole[1]), (Ragged(whole[2], torch.ones(5)), whole[3])]
     group, calls = (5, 3, 9), [0]
 
     def part(tensor: torch.Tensor, rank: int) -> PaddedShare:
-        share = Share(group.index(rank), len(group))
+        share = TensorShare(group.index(rank), len(group))
         own = share.of(tensor)
         padded = torch.zeros(share.padded(tensor.numel()), dtype=tensor.dtype)
         padded[: len(own)] = own
@@ -270,7 +270,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
     def parts(rank: int) -> list[Any]:
         shares: list[Any] = [part(tensor, rank) for tensor in whole]
         one, two, three, four = shares
-        return [(one, None, two), [Ragged(three, trees[1][0].lengths), four]]
+        return [(one, None, two), (Ragged(three, trees[1][0].lengths), four)]
 
     class Ranks:
         def gather_flat(self, full: torch.Tensor, mine: torch.Tensor, ranks: Any) -> None:
@@ -279,7 +279,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
             rows: list[torch.Tensor] = []
             bring: Any = Recorder(rows)
             for rank in ranks:
-                bring_together(parts(rank), bring, group)
+                gather_shares(parts(rank), bring, group)
             full.copy_(torch.cat(rows))
 
     class Recorder:
@@ -290,7 +290,7 @@ def test_one_gather_brings_tensors_of_all_types_together() -> None:
             self.rows.append(mine.clone())
 
     transport: Any = Ranks()
-    found = bring_together(parts(5), transport, group)
+    found: Any = gather_shares(parts(5), transport, group)
     assert calls == [1]
     assert torch.equal(found[0][0], whole[0])
     assert found[0][1] is None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmlaunch.checkpoint.boxes import shard_boxes
-from mmlaunch.model.tensor_parallel import ParameterShard, shard_block
+from mmlaunch.model.shard_layout import ShardLayout, shard_layout
+from mmlaunch.model.tensor_parallel import shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
 from tests.zoo_tp import gradients_by_name
@@ -93,7 +94,7 @@ def reference(
 
 def run_sharded(
     block: nn.Module, count: int, x: Tensor, grad: Tensor
-) -> tuple[list[tuple[Tensor, Tensor, dict[str, Tensor]]], list[dict[str, ParameterShard]], int]:
+) -> tuple[list[tuple[Tensor, Tensor, dict[str, Tensor]]], list[dict[str, ShardLayout]], int]:
     group = Group(count)
     blocks = [copy.deepcopy(block) for _ in range(count)]
     shards = [
@@ -130,20 +131,18 @@ def test_outputs_and_all_gradients_are_those_of_the_whole_block(kind: str, count
     assert all(shards[0][name].full_shape == grads[name].shape for name in shards[0])
 
 
-def _boxes(shard: ParameterShard, index: int, count: int) -> Any:
+def _boxes(shard: ShardLayout, index: int, count: int) -> Any:
     return shard_boxes(shard.full_shape, shard.style, index, count, shard.parts)
 
 
 def test_the_rowwise_bias_is_whole_and_everything_else_of_the_plan_is_cut() -> None:
     shards = shard_block(Plain(), index=1, count=2, comm=Group(2).member(1))
-    assert shards["attention.q.bias"] == ParameterShard(full_shape=(24,), style="colwise")
+    assert shards["attention.q.bias"] == shard_layout((24,), "colwise", 1, 2, 1)
     assert shards["gate_up.weight"].parts == 2
     assert "attention.out.bias" not in shards
     assert "norm.weight" not in shards
     qkv = shard_block(towers.text(2, 24, heads=12)[0], index=0, count=2, comm=Group(2).member(0))
-    assert qkv["attention.qkv.bias"] == ParameterShard(
-        full_shape=(72,), style="packed_colwise", parts=3
-    )
+    assert qkv["attention.qkv.bias"] == shard_layout((72,), "packed_colwise", 0, 2, 3)
 
 
 def test_frozen_parameters_stay_frozen_and_shards_own_their_memory() -> None:

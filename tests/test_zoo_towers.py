@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import shard_boxes
-from mmlaunch.model.tensor_parallel import ParameterShard, shard_block
+from mmlaunch.model.tensor_parallel import ShardLayout, shard_block
 from mmplan.errors import InvalidInputError
 from mmplan.zoo import towers
 from tests.zoo_tp import Meeting, gradients_by_name, run_ranks, run_split_block
@@ -89,7 +89,7 @@ class Sum:
         tensor.copy_(torch.stack(self._meeting.all_gather(self._rank, tensor.clone())).sum(0))
 
 
-def place(grad: Tensor, shard: ParameterShard, rank: int) -> Tensor:
+def place(grad: Tensor, shard: ShardLayout, rank: int) -> Tensor:
     """A rank's slice where it lies in the full gradient; NaN elsewhere."""
     full = grad.new_full(shard.full_shape, float("nan"))
     start = 0

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.session.reference import Reference
-from mmlaunch.session.session import Session
-from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.session import Session, StepResult
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload

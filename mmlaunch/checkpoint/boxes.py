@@ -1,21 +1,17 @@
-"""Axis-aligned parts of a full tensor: what a rank holds, stores and asks for.
+"""Boxes: axis-aligned chunks of a full tensor, which ranks hold, store and ask for.
 
 Checkpoints and weights are kept by full parameter name and box, so that any later
-layout (other TP degrees, pipeline cuts, flat optimizer slices) reads what it needs.
+layout (other TP degrees, pipeline cuts, flat optimizer shards) reads the boxes that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from mmplan.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 ShardStyle = Literal["colwise", "rowwise", "packed_colwise"]
 
@@ -54,7 +50,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cover:
-    """How stored boxes fill a wanted one.
+    """A wanted box, filled from stored ones.
 
     Attributes:
         pieces: (index of the stored box, part of the wanted box); the parts are disjoint.
@@ -93,31 +89,6 @@ def cover(wanted: Box, stored: Sequence[Box]) -> Cover:
             rest.extend(_subtract(part, common))
         missing = rest
     return Cover(pieces=tuple(pieces), holes=tuple(missing))
-
-
-def assemble(
-    name: str,
-    wanted: Box,
-    stored: Iterable[tuple[Box, Tensor]],
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """A new tensor [*wanted.sizes], filled from stored boxes.
-
-    Raises:
-        InvalidInputError: the stored boxes leave a hole; names the parameter and the hole.
-    """
-    import torch
-
-    held = list(stored)
-    filled = cover(wanted, [box for box, _ in held])
-    check_no_hole(name, filled)
-    out = torch.empty(wanted.sizes, dtype=dtype, device=device)
-    for index, part in filled.pieces:
-        box, tensor = held[index]
-        out[part.slices_in(wanted)] = tensor.detach()[part.slices_in(box)].to(out)
-    return out
 
 
 def check_no_hole(name: str, filled: Cover) -> None:
@@ -221,7 +192,7 @@ def _ends(box: Box) -> list[int]:
 
 
 def _subtract(box: Box, inner: Box) -> list[Box]:
-    """What is left of a box without an inner one, as at most two boxes per dim."""
+    """The rest of a box without an inner one, as at most two boxes per dim."""
     left: list[Box] = []
     lows, sizes = list(box.offsets), list(box.sizes)
     for dim, (lo, size) in enumerate(zip(inner.offsets, inner.sizes, strict=True)):
@@ -241,7 +212,7 @@ def _flat_boxes(shape: tuple[int, ...], lo: int, hi: int) -> list[Box]:
     if not shape:
         return [Box(offsets=(), sizes=())]
     row = prod(shape[1:])
-    # Whole rows [first, last); what sticks out before and after lies in one row each.
+    # Whole rows [first, last); the elements before and after them lie in one row each.
     first, last = -(-lo // row), hi // row
     if first > last:
         return _in_row(shape, last, lo, hi)

@@ -30,6 +30,7 @@ from mmlaunch.checkpoint.tensorfile import (
 )
 from mmplan.errors import InvalidInputError
 
+# Hugging Face's usual size of a shard.
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 _INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -57,7 +58,6 @@ def write_weights(
     specs: Sequence[TensorSpec],
     read: Callable[[str], Tensor],
     *,
-    tied: Mapping[str, str] | None = None,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write all weights; a kill leaves the old ones whole.
@@ -69,7 +69,6 @@ def write_weights(
             ``final.safetensors.index.json``.
         specs: every weight once, by its full name.
         read: called once for each, in the order of ``weights_order``.
-        tied: other names of saved weights (alias to name), kept in the metadata.
         max_file_bytes: above it the weights are shared out over several files.
 
     Returns:
@@ -80,18 +79,14 @@ def write_weights(
     """
     files = weights_order(specs, max_file_bytes=max_file_bytes)
     temps = [path.with_name(f".{path.name}.{k}.tmp") for k in range(len(files))]
-    metadata = dict(tied or {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        digests = [
-            write_tensors(temp, file, read, metadata=metadata)
-            for temp, file in zip(temps, files, strict=True)
-        ]
+        digests = [write_tensors(temp, file, read) for temp, file in zip(temps, files, strict=True)]
         names = _file_names(path, digests)
         for temp, name in zip(temps, names, strict=True):
             temp.rename(path.with_name(name))
         if len(files) > 1:
-            names.append(_write_index(path, dict(zip(names, files, strict=True)), metadata))
+            names.append(_write_index(path, dict(zip(names, files, strict=True))))
         sync_folder(path.parent)
     except OSError as exc:
         for temp in temps:
@@ -117,12 +112,10 @@ def _file_names(path: Path, digests: Sequence[FileDigest]) -> list[str]:
     return [f"{path.stem}-{tag}-{k:05}-of-{total:05}.safetensors" for k in range(1, total + 1)]
 
 
-def _write_index(
-    path: Path, files: Mapping[str, Sequence[TensorSpec]], tied: Mapping[str, str]
-) -> str:
+def _write_index(path: Path, files: Mapping[str, Sequence[TensorSpec]]) -> str:
     size_bytes = sum(spec.size_bytes for specs in files.values() for spec in specs)
     index = {
-        "metadata": {"total_size": size_bytes, **({"tied": dict(tied)} if tied else {})},
+        "metadata": {"total_size": size_bytes},
         "weight_map": {spec.name: name for name, specs in files.items() for spec in specs},
     }
     name = path.stem + _INDEX_SUFFIX
@@ -134,7 +127,7 @@ def _write_index(
 
 def _remove_stale(path: Path, current: Sequence[str]) -> None:
     """Remove an earlier run's files of the same stem, now that the new ones are whole."""
-    # The index before its shards: it must never name what is gone.
+    # The index before its shards: it must never name a file that is gone.
     stale = [path.name, path.stem + _INDEX_SUFFIX]
     stale += [item.name for item in path.parent.glob(f"{path.stem}-*-of-*.safetensors")]
     stale += [item.name for item in path.parent.glob(f".{path.stem}.safetensors*.tmp")]
@@ -162,7 +155,7 @@ class WeightSource:
             reader = self._readers[file] = _open(file)
             self._file_of.update(dict.fromkeys(reader.keys(), file))
             self._tied.update(reader.metadata() or {})
-        # The metadata holds other texts too; an alias is what leads to a weight.
+        # The metadata holds other texts too; an alias leads to a weight.
         self._tied = {k: v for k, v in self._tied.items() if v in self._file_of}
 
     def names(self) -> list[str]:
@@ -179,26 +172,18 @@ class WeightSource:
         name: str,
         boxes: Sequence[Box] | None = None,
         dtype: torch.dtype | None = None,
-        *,
-        full_shape: Sequence[int] | None = None,
     ) -> list[Tensor]:
-        """Parts of a weight, read without the rest.
+        """Boxes of a weight, read without the rest.
 
         Args:
             name: of the weight, or an alias.
-            boxes: the wanted parts; None is one, all of it.
+            boxes: the wanted ones; None is one, all of it.
             dtype: of the results; None keeps the stored one.
-            full_shape: what the model has; another stored shape is refused.
 
         Raises:
-            InvalidInputError: no such weight, or another shape.
+            InvalidInputError: no such weight, or a box outside of it.
         """
         shape = self.shape(name)
-        if full_shape is not None and tuple(full_shape) != shape:
-            raise InvalidInputError(
-                f"{name} has shape {list(full_shape)} in the model, {list(shape)} in {self.path}",
-                hint="start from weights of a model of the same sizes",
-            )
         wanted = [whole(shape)] if boxes is None else boxes
         return [self._read(name, box, shape, dtype) for box in wanted]
 
@@ -236,7 +221,7 @@ def _weight_files(path: Path) -> list[Path]:
     """The safetensors files behind a path; an index is followed."""
     if path.is_dir():
         indexes = sorted(path.glob(f"*{_INDEX_SUFFIX}"))
-        # Shards without an index are what a kill left of a write: they hold only a part.
+        # Shards without an index are left of a killed write: some may be missing.
         shards = set(path.glob("*-?????-of-?????.safetensors"))
         files = sorted(set(path.glob("*.safetensors")) - shards)
         if len(indexes) == 1:

@@ -14,7 +14,7 @@ from mmplan.errors import InvalidInputError
 
 
 class InitialWeights:
-    """Which stored weight is which of a module's parameters and persistent buffers.
+    """The stored weight of each of a module's parameters and persistent buffers.
 
     A weight is looked for under the name that a run saves (``vision.0.weight``), then the
     module's own (``0.weight``), then the original one of a converted model
@@ -33,7 +33,7 @@ class InitialWeights:
         self._source = WeightSource(path)
         known = set(self._source.names())
         original: dict[str, str] = getattr(module, "source_names", {})
-        self._stored: dict[int, str] = {}
+        self._stored: dict[Tensor, str] = {}
         for name, target in targets(module):
             names = (f"{owner}.{name}", name, original.get(name, name))
             stored = next((n for n in names if n in known), names[0])
@@ -44,15 +44,15 @@ class InitialWeights:
                     f"the module's {name} has {list(target.shape)}",
                     hint="start from weights of the same sizes, or correct the factory's args",
                 )
-            self._stored[id(target)] = stored
+            self._stored[target] = stored
 
     def has(self, target: Tensor) -> bool:
         """Whether a tensor of the module is stored: all but buffers that are not persistent."""
-        return id(target) in self._stored
+        return target in self._stored
 
     def read(self, target: Tensor, boxes: Sequence[Box] | None = None) -> list[Tensor]:
         """Parts of one tensor of the module in its type, read without the rest; None is all."""
-        return self._source.get(self._stored[id(target)], boxes, target.dtype)
+        return self._source.get(self._stored[target], boxes, target.dtype)
 
 
 def load_initial(module: nn.Sequential, path: Path, owner: str) -> None:
@@ -70,8 +70,8 @@ def load_initial(module: nn.Sequential, path: Path, owner: str) -> None:
 def targets(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, each once, by the first of its names."""
     kept = module.state_dict(keep_vars=True)
-    seen: set[int] = set()
+    seen: set[Tensor] = set()
     for name, value in kept.items():
-        if id(value) not in seen:
-            seen.add(id(value))
+        if value not in seen:
+            seen.add(value)
             yield name, value

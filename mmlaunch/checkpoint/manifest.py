@@ -1,4 +1,4 @@
-"""A checkpoint's table of contents: what is in which file, and what each file must hash to.
+"""A checkpoint's table of contents: the tensors of every file, and the file's hash.
 
 The manifest's first line holds the SHA-256 of all its other bytes, so that any changed
 bit of it is seen; the whole is still one JSON document.
@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from mmlaunch.checkpoint.boxes import Box
+from mmlaunch.checkpoint.tensorfile import FileDigest
 from mmplan.errors import InvalidInputError
 
 MANIFEST_NAME = "manifest.json"
@@ -57,13 +58,6 @@ class StoredTensor(_Strict):
     boxes: tuple[StoredBox, ...]
 
 
-class StoredFile(_Strict):
-    """What a file must be like."""
-
-    size_bytes: int
-    sha256: str
-
-
 class Manifest(_Strict):
     """The whole table; ``state`` and ``meta`` are the caller's own JSON."""
 
@@ -71,7 +65,7 @@ class Manifest(_Strict):
     step: int
     meta: dict[str, Any]
     state: dict[str, Any]
-    files: dict[str, StoredFile]
+    files: dict[str, FileDigest]
     tensors: tuple[StoredTensor, ...]
 
 

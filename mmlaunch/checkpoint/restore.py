@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Whose checkpoint this is, as given to ``save``."""
+        """Hashes of plan and workload, as given to ``save``."""
         return self._manifest.meta
 
     @property
@@ -90,7 +90,7 @@ class Checkpoint:
             kind: as given to ``save``.
             boxes: the wanted parts of the full tensor.
             dtype: of the results; None keeps the stored one.
-            full_shape: what the model has; another stored shape is refused.
+            full_shape: the model's; another stored shape is refused.
 
         Returns:
             One new CPU tensor [*box.sizes] per box.
@@ -169,7 +169,7 @@ def _check_size(file: Path, size_bytes: int) -> None:
 
 
 def _mend(path: Path) -> str:
-    """What to do about a damaged checkpoint: the newest older one that opens."""
+    """The hint for a damaged checkpoint: the newest older one that opens."""
     found = step_folders(path.parent)
     number = next((number for number, folder in found if folder == path), 0)
     for _, folder in reversed([item for item in found if item[0] < number]):

@@ -25,12 +25,12 @@ from mmlaunch.checkpoint.manifest import (
     MANIFEST_VERSION,
     Manifest,
     StoredBox,
-    StoredFile,
     StoredTensor,
     encode,
     step_folders,
 )
 from mmlaunch.checkpoint.tensorfile import (
+    FileDigest,
     TensorSpec,
     dtype_code,
     storage_error,
@@ -47,7 +47,7 @@ Gather = Callable[[Any, Any], list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What one rank owns of one tensor.
+    """The boxes of one tensor that one rank saves.
 
     Attributes:
         name: full parameter name, as a single process would name it.
@@ -66,10 +66,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank tells rank 0 after writing its file."""
+    """A rank's report to rank 0 after writing its file."""
 
     needed_bytes: int = 0
-    file: StoredFile | None = None
+    file: FileDigest | None = None
     tensors: tuple[StoredTensor, ...] = ()
     error: Failure | None = None
 
@@ -142,7 +142,7 @@ def latest(root: Path) -> Path | None:
 
 
 def clean(root: Path) -> None:
-    """Put right what killed saves left: temporary and dropped folders go.
+    """Clean up after killed saves: temporary and dropped folders go.
 
     Only for one process, and only while nothing is being saved.
     """
@@ -181,8 +181,7 @@ def _write_rank(temp: Path, rank: int, entries: Sequence[Entry]) -> _Report:
         digest = write_tensors(temp / name, specs, values.__getitem__)
         # The names must be on disk before the folder gets its final one.
         sync_folder(temp)
-        file = StoredFile(size_bytes=digest.size_bytes, sha256=digest.sha256)
-        return _Report(needed_bytes=needed_bytes, file=file, tensors=tuple(tensors))
+        return _Report(needed_bytes=needed_bytes, file=digest, tensors=tuple(tensors))
     except Exception as exc:  # all ranks must reach the exchange, whatever happened
         with contextlib.suppress(OSError):
             (temp / name).unlink(missing_ok=True)
@@ -267,7 +266,7 @@ def _publish(
     sync_folder(final.parent)
 
 
-def _check_all_here(temp: Path, files: dict[str, StoredFile]) -> None:
+def _check_all_here(temp: Path, files: dict[str, FileDigest]) -> None:
     for name, file in files.items():
         path = temp / name
         if not path.exists() or path.stat().st_size != file.size_bytes:

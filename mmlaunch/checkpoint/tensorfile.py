@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,7 +56,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileDigest:
-    """What a file must be like when it is read again."""
+    """Size and hash of a file, checked when it is read again."""
 
     size_bytes: int
     sha256: str
@@ -93,8 +93,6 @@ def write_tensors(
     path: Path,
     specs: Sequence[TensorSpec],
     read: Callable[[str], Tensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
 ) -> FileDigest:
     """Write one safetensors file and sync it; one tensor is held at a time.
 
@@ -102,7 +100,6 @@ def write_tensors(
         path: the file; an existing one is overwritten, so give a temporary name.
         specs: the tensors; ``read`` is called with each name once, in ``file_order``.
         read: gives the tensor, on any device, of the spec's type and shape.
-        metadata: the header's free text.
 
     Raises:
         OSError: the disk is full, or any other failure of the file system.
@@ -111,7 +108,7 @@ def write_tensors(
     ordered = file_order(specs)
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
-        for chunk in _chunks(ordered, read, metadata or {}):
+        for chunk in _contents(ordered, read):
             file.write(chunk)
             digest.update(chunk)
             size_bytes += len(chunk)
@@ -151,7 +148,7 @@ def storage_error(
 
     Args:
         exc: the failure.
-        what: what was being written ("the checkpoint of step 40").
+        what: the thing that was being written ("the checkpoint of step 40").
         folder: where; the nearest existing parent is asked for its free space.
         needed_bytes: bytes of all that was to be written.
         mend: the hint.
@@ -170,11 +167,11 @@ def storage_error(
     )
 
 
-def _chunks(
-    specs: Sequence[TensorSpec], read: Callable[[str], Tensor], metadata: Mapping[str, str]
+def _contents(
+    specs: Sequence[TensorSpec], read: Callable[[str], Tensor]
 ) -> Iterator[bytes | memoryview]:
     """Bytes of the file: length of the header, header, every tensor."""
-    header = _header(specs, metadata)
+    header = _header(specs)
     yield len(header).to_bytes(8, "little")
     yield header
     for spec in specs:
@@ -188,8 +185,8 @@ def _chunks(
         yield flat.view(torch.uint8).numpy().data
 
 
-def _header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for spec in specs:
         stop = start + spec.size_bytes

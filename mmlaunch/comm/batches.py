@@ -1,12 +1,9 @@
-"""Cut and join what blocks take and return: tensors, ``Ragged``, tuples of these, None.
-
-Every tensor is batch first. None stands for an input that a task does not have.
-"""
+"""Trees of tensors, which blocks take and return and messages carry: cut, joined, walked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +11,12 @@ from torch import Tensor
 from mmplan.errors import RunFailedError
 from mmplan.ragged import Ragged
 
+# Every tensor is batch first. None stands for an input that a task does not have.
+Tree: TypeAlias = "Tensor | Ragged | tuple[Tree, ...] | None"
+T = TypeVar("T")
 
-def num_samples(tree: Any) -> int | None:
+
+def num_samples(tree: Tree) -> int | None:
     """Samples in a batch; None when there is no tensor in it."""
     if isinstance(tree, Ragged):
         return len(tree.lengths)
@@ -26,7 +27,7 @@ def num_samples(tree: Any) -> int | None:
     return None
 
 
-def slice_samples(tree: Any, start: int, stop: int) -> Any:
+def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
     """Samples [start, stop) of a batch, as views of it."""
     if isinstance(tree, Ragged):
         first = int(tree.lengths[:start].sum())
@@ -44,7 +45,7 @@ def slice_samples(tree: Any, start: int, stop: int) -> Any:
     )
 
 
-def cat_samples(trees: Sequence[Any]) -> Any:
+def cat_samples(trees: Sequence[Tree]) -> Tree:
     """One batch of several, in order; a single one is returned as it is.
 
     Raises:
@@ -55,12 +56,74 @@ def cat_samples(trees: Sequence[Any]) -> Any:
         return first
     if any(type(tree) is not type(first) for tree in trees):
         raise RunFailedError(f"batches to join differ: {[type(tree).__name__ for tree in trees]}")
+    same = cast("Sequence[Any]", trees)
     if isinstance(first, Ragged):
-        return Ragged(*(torch.cat(column) for column in zip(*trees, strict=True)))
+        return Ragged(*(torch.cat(column) for column in zip(*same, strict=True)))
     if isinstance(first, Tensor):
-        return torch.cat(list(trees))
+        return torch.cat(list(same))
     if isinstance(first, tuple):
-        if len({len(tree) for tree in trees}) > 1:
-            raise RunFailedError(f"batches to join differ: tuples of {[len(t) for t in trees]}")
-        return tuple(cat_samples(column) for column in zip(*trees, strict=True))
+        if len({len(tree) for tree in same}) > 1:
+            raise RunFailedError(f"batches to join differ: tuples of {[len(t) for t in same]}")
+        return tuple(cat_samples(column) for column in zip(*same, strict=True))
     return slice_samples(first, 0, 0)  # None, or the error for anything else
+
+
+def element_of(tree: T, element: int | None, what: str) -> T:
+    """An element of a module's output (or of its spec), or all of it.
+
+    Raises:
+        RunFailedError: the output is no tuple, or too short.
+    """
+    if element is None:
+        return tree
+    if not isinstance(tree, tuple) or isinstance(tree, Ragged) or element >= len(tree):
+        size = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else "no tuple"
+        raise RunFailedError(
+            f"{what}.{element} is asked for, but {what} returns {size}",
+            hint="correct the element's number in inputs",
+        )
+    return cast(T, tree[element])
+
+
+def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
+    """The tree with every tensor changed (values and lengths of ``Ragged`` too)."""
+    if isinstance(tree, Ragged):
+        return Ragged(change(tree.values), change(tree.lengths))
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(map_tensors(item, change) for item in tree)
+    return tree
+
+
+def leaf_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor, cut from its history; a floating one collects its gradient."""
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def tensors_of(tree: Tree) -> Iterator[Tensor]:
+    """All tensors of a tree, in order; of ``Ragged`` the values and the lengths."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from tensors_of(item)
+
+
+def float_leaves(tree: Tree) -> Iterator[Tensor]:
+    """The tensors for which gradients travel back, in order."""
+    return (tensor for tensor in tensors_of(tree) if tensor.is_floating_point())
+
+
+def float_rows(tree: Tree, start: int) -> Iterator[int]:
+    """The row at which sample ``start`` begins in each of :func:`float_leaves`."""
+    if isinstance(tree, Ragged):
+        if tree.values.is_floating_point():
+            yield int(tree.lengths[:start].sum())
+    elif isinstance(tree, Tensor):
+        if tree.is_floating_point():
+            yield start
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from float_rows(item, start)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmlaunch.comm import wire
-from mmlaunch.comm.transport import Done, Group, MessageLink, Send, Work, seconds_since_first
+from mmlaunch.comm.transport import CommGroup, Done, MessageLink, Send, Work, seconds_since_first
 from mmplan.errors import RunFailedError
 from mmplan.program.shards import Ranks
 
@@ -38,8 +38,8 @@ class InProcessWorld:
         self.size = size
         self._turn = threading.Condition()
         self._mailbox: dict[tuple[int, int, int, bool], list[Tensor]] = {}
-        self._deposits: dict[tuple[Group, int], dict[int, Any]] = {}
-        self._collected: dict[tuple[Group, int], int] = {}
+        self._deposits: dict[tuple[CommGroup, int], dict[int, Any]] = {}
+        self._collected: dict[tuple[CommGroup, int], int] = {}
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._alive = 0
         self._failure: BaseException | None = None
@@ -110,12 +110,12 @@ class InProcessWorld:
         self.wait_until(rank, lambda: bool(self._mailbox.get(key)))
         return self._mailbox[key].pop(0)
 
-    def deposit(self, rank: int, group: Group, sequence: int, item: Any) -> None:
+    def deposit(self, rank: int, group: CommGroup, sequence: int, item: Any) -> None:
         """Leave an item for the group's collective of that number."""
         self._deposits.setdefault((group, sequence), {})[rank] = item
         self._turn.notify_all()
 
-    def collect(self, rank: int, group: Group, sequence: int) -> list[Any]:
+    def collect(self, rank: int, group: CommGroup, sequence: int) -> list[Any]:
         """Wait for all of the group's items and return them in rank order."""
         key, ranks = (group, sequence), group[0]
         deposits = self._deposits[key]
@@ -159,9 +159,9 @@ class InProcessTransport:
         self.world_size = world.size
         self.device = torch.device("cpu")
         self._world = world
-        self._sequence: dict[Group, int] = {}
+        self._sequence: dict[CommGroup, int] = {}
 
-    def prepare(self, groups: Sequence[Group], links: Sequence[MessageLink]) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
         """Nothing needs preparation here."""
 
     def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
@@ -241,7 +241,7 @@ class InProcessTransport:
                 hint="mmplan check PLAN says where their programs part",
             )
 
-    def _deposit(self, group: Group, item: Any) -> int:
+    def _deposit(self, group: CommGroup, item: Any) -> int:
         sequence = self._sequence.get(group, 0)
         self._sequence[group] = sequence + 1
         self._world.deposit(self.rank, group, sequence, item)

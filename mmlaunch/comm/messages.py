@@ -1,7 +1,6 @@
-"""What messages carry: trees of tensors cut to samples, sent leaf by leaf.
+"""Messages: trees cut to samples, sent leaf by leaf and received into posted buffers.
 
-A *tree* is what blocks take and return: a tensor, ``Ragged``, None, or a tuple of trees.
-Its *spec* is the same tree with a :class:`LeafSpec` for each leaf.
+The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from mmlaunch.comm.scatter_gather import PaddedShare, Share
+from mmlaunch.comm.batches import Tree, float_leaves
+from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares
 from mmlaunch.comm.transport import Done, MessageLink, Send, Transport, Work
 from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
@@ -42,11 +42,10 @@ class LeafSpec:
         return self.dtype.is_floating_point
 
 
-# What a tree of tensors is like: the tree of its leaves' specs.
 Spec = TypeAliasType("Spec", LeafSpec | tuple["Spec", ...] | None)
 
 
-def spec_of(tree: Any) -> Spec:
+def spec_of(tree: Tree) -> Spec:
     """The spec of a tree.
 
     Raises:
@@ -71,61 +70,8 @@ def spec_of(tree: Any) -> Spec:
     )
 
 
-def element_of(tree: Any, element: int | None, what: str) -> Any:
-    """An element of a module's output (or of its spec), or all of it.
-
-    Raises:
-        RunFailedError: the output is no tuple, or too short.
-    """
-    if element is None:
-        return tree
-    if not isinstance(tree, tuple) or isinstance(tree, Ragged) or element >= len(tree):
-        size = f"a tuple of {len(tree)}" if isinstance(tree, tuple) else "no tuple"
-        raise RunFailedError(
-            f"{what}.{element} is asked for, but {what} returns {size}",
-            hint="correct the element's number in inputs",
-        )
-    return tree[element]
-
-
-def map_tensors(tree: Any, change: Any) -> Any:
-    """The tree with every tensor changed (values and lengths of ``Ragged`` too)."""
-    if isinstance(tree, Ragged):
-        return Ragged(change(tree.values), change(tree.lengths))
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, tuple):
-        return tuple(map_tensors(item, change) for item in tree)
-    return tree
-
-
-def float_leaves(tree: Any) -> Iterator[Tensor]:
-    """The tensors for which gradients travel back, in order."""
-    if isinstance(tree, Ragged):
-        yield from float_leaves(tree.values)
-    elif isinstance(tree, Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from float_leaves(item)
-
-
-def float_rows(tree: Any, start: int) -> Iterator[int]:
-    """The row at which sample ``start`` begins in each of :func:`float_leaves`."""
-    if isinstance(tree, Ragged):
-        if tree.values.is_floating_point():
-            yield int(tree.lengths[:start].sum())
-    elif isinstance(tree, Tensor):
-        if tree.is_floating_point():
-            yield start
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from float_rows(item, start)
-
-
 class Outbox:
-    """Sends under way; tensors are kept until their send is over."""
+    """Posted sends; tensors are kept until their send is over."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -139,23 +85,23 @@ class Outbox:
 
         Args:
             tensors: of one message.
-            peer: who receives it.
+            peer: the receiver.
             tag: of the first tensor.
-            backward: which way it goes.
-            name: for :meth:`arrived`, where something will tell.
+            backward: whether the message is one of a backward.
+            name: for :meth:`received`, where a later message shows that this one was received.
         """
         self._forget()
         for i, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
-            whole = tensor.detach().contiguous()
-            work = self._transport.isend(whole, peer, tag + i, backward=backward)
-            self._sent.append((work, whole))
+            sent = tensor.detach().contiguous()
+            work = self._transport.isend(sent, peer, tag + i, backward=backward)
+            self._sent.append((work, sent))
             if name is not None:
                 self._by_name[name].append(work)
 
-    def arrived(self, name: Hashable) -> None:
-        """A message is known to have been received: its tensors may go."""
+    def received(self, name: Hashable) -> None:
+        """Let go of the tensors of a message that is known to have been received."""
         for work in self._by_name.pop(name, ()):
             work.wait()
         self._forget()
@@ -170,13 +116,13 @@ class Outbox:
         self._by_name.clear()
 
     def _forget(self) -> None:
-        """Let go of what is over, the oldest first: sends end about in their order."""
+        """Let go of finished sends, the oldest first: sends end about in their order."""
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
 
 def message_links(program: Program) -> list[MessageLink]:
-    """Every link that messages of a step go along, in one order on all ranks."""
+    """Every link of a step's messages, in one order on all ranks."""
     return sorted(
         {
             (rank, item.peer, item.op == Op.SEND_B)
@@ -187,8 +133,8 @@ def message_links(program: Program) -> list[MessageLink]:
     )
 
 
-def message_tensors(tree: Any, share: Share | None) -> list[Tensor]:
-    """What a forward message sends, in order: all, or a share of each but of lengths."""
+def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
+    """Tensors of a forward message, in order: whole, or a share of each but of lengths."""
     if isinstance(tree, Ragged):
         return [tree.lengths, *message_tensors(tree.values, share)]
     if isinstance(tree, Tensor):
@@ -206,9 +152,9 @@ def _receive(
     dtype: torch.dtype,
     *,
     backward: bool,
-    share: Share | None,
-) -> tuple[Work, Any]:
-    """Post the receive of a tensor, or of a share of it; the buffer is a part then."""
+    share: TensorShare | None,
+) -> tuple[Work, Tensor | PaddedShare]:
+    """Post the receive of a tensor, or of a share of it."""
     size = (share.padded(prod(shape)),) if share else shape
     buffer = torch.empty(size, dtype=dtype, device=transport.device)
     own = buffer[: share.numbers(prod(shape))] if share else buffer
@@ -216,31 +162,31 @@ def _receive(
     return work, PaddedShare(buffer, shape) if share else buffer
 
 
-class Incoming:
-    """A forward message under way: buffers are posted at once, ``wait`` gives the tree.
+class ForwardReceive:
+    """A posted receive of a forward message; ``wait`` gives the tree.
 
     The values of ``Ragged`` are only received when their lengths are known. With a share the
-    tree has parts (:mod:`mmlaunch.comm.scatter_gather`) in place of tensors, lengths excepted.
+    tree has a :class:`PaddedShare` in place of each tensor, lengths excepted.
     """
 
     def __init__(
         self,
         transport: Transport,
-        spec: Any,
+        spec: Spec,
         samples: int,
         peer: int,
         tag: int,
-        share: Share | None = None,
+        share: TensorShare | None = None,
     ) -> None:
         self._transport, self._peer, self._next_tag = transport, peer, tag
         self._share = share
         self._posted = self._post(spec, samples)
 
-    def wait(self) -> Any:
+    def wait(self) -> TreeOfShares:
         """The tree that was sent."""
         return self._collect(self._posted)
 
-    def _post(self, spec: Any, samples: int) -> Any:
+    def _post(self, spec: Spec, samples: int) -> Any:
         if isinstance(spec, LeafSpec):
             if spec.ragged:
                 lengths = self._receive((samples,), torch.int64, None)
@@ -255,7 +201,7 @@ class Incoming:
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        share: Share | None,
+        share: TensorShare | None,
         tag: int | None = None,
     ) -> tuple[Work, Any]:
         if tag is None:
@@ -263,7 +209,7 @@ class Incoming:
         source = self._transport, self._peer, tag
         return _receive(*source, shape, dtype, backward=False, share=share)
 
-    def _collect(self, posted: Any) -> Any:
+    def _collect(self, posted: Any) -> TreeOfShares:
         if isinstance(posted, list):
             return tuple(map(self._collect, posted))
         if posted is None:
@@ -275,33 +221,33 @@ class Incoming:
         shape = (int(buffer.sum()), *spec.tail)
         values_work, values = self._receive(shape, spec.dtype, self._share, values_tag)
         values_work.wait()
-        return Ragged(values, buffer)
+        return Ragged(cast(Tensor, values), buffer)
 
 
-class IncomingGradient:
-    """A backward message under way: one tensor for each floating leaf.
+class BackwardReceive:
+    """A posted receive of a backward message: one gradient for each floating leaf.
 
-    Shapes are known from the forward output, which may not exist yet when the message is
-    posted; only dense leaves are then posted early. With a share they are parts.
+    The shape of a ragged leaf is that of the forward output, which may not exist yet when the
+    receive is posted: only dense leaves are posted early.
     """
 
     def __init__(
         self,
         transport: Transport,
-        spec: Any,
+        spec: Spec,
         samples: int,
         peer: int,
         tag: int,
-        share: Share | None = None,
+        share: TensorShare | None = None,
     ) -> None:
         self._transport, self._peer, self._tag, self._share = transport, peer, tag, share
         leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]
-        self._posted: list[tuple[Work, Any]] | None = None
+        self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
         if not any(leaf.ragged for leaf in leaves):
             shapes = [((samples, *leaf.tail), leaf.dtype) for leaf in leaves]
             self._posted = [self._post(i, *item) for i, item in enumerate(shapes)]
 
-    def wait(self, output: Any) -> list[Any]:
+    def wait(self, output: Tree) -> tuple[Tensor | PaddedShare, ...]:
         """Gradients of the floating leaves of ``output``, the samples that were sent."""
         posted = self._posted
         if posted is None:
@@ -309,14 +255,16 @@ class IncomingGradient:
             posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
         for work, _ in posted:
             work.wait()
-        return [buffer for _, buffer in posted]
+        return tuple(buffer for _, buffer in posted)
 
-    def _post(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Work, Any]:
+    def _post(
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Work, Tensor | PaddedShare]:
         source = self._transport, self._peer, self._tag + index
         return _receive(*source, shape, dtype, backward=True, share=self._share)
 
 
-def _spec_leaves(spec: Any) -> Iterator[LeafSpec]:
+def _spec_leaves(spec: Spec) -> Iterator[LeafSpec]:
     if isinstance(spec, LeafSpec):
         yield spec
     elif isinstance(spec, tuple):

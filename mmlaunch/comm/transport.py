@@ -1,4 +1,4 @@
-"""What the executor needs of a process group, and its torch.distributed form."""
+"""The transport that the executor needs, and its torch.distributed form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmplan.program.shards import Ranks
 
 # Collectives on one channel of a group come in the same order on all of its ranks. What
 # starts early, in an order of its own, has a channel of its own.
-Group = tuple[Ranks, int]
+CommGroup = tuple[Ranks, int]
 # (source, target, backward): where messages go.
 MessageLink = tuple[int, int, bool]
 
@@ -53,7 +53,7 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[Group], links: Sequence[MessageLink]) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
         """Create communicators and connections; every rank passes the same in the same order."""
         ...
 
@@ -115,7 +115,7 @@ class _SelfReceive:
         self._mailbox, self._key, self._into = mailbox, key, into
 
     def wait(self) -> None:
-        """Copy what was sent."""
+        """Copy the sent tensor."""
         self._into.copy_(self._mailbox.pop(self._key))
 
 
@@ -168,11 +168,11 @@ class DistTransport:
         self.world_size = dist.get_world_size()
         self.device = device
         self._heartbeat = heartbeat
-        self._groups: dict[Group, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
+        self._groups: dict[CommGroup, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
         self._directions: dict[tuple[bool, bool], Any] = {}
         self._mailbox: dict[tuple[int, bool], Tensor] = {}
 
-    def prepare(self, groups: Sequence[Group], links: Sequence[MessageLink]) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
         """See :class:`Transport`."""
         for group in groups:
             if group not in self._groups and len(group[0]) > 1:

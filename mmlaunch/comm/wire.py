@@ -1,7 +1,7 @@
-"""What ranks tell each other outside the steps, as bytes: JSON, and tensors as safetensors.
+"""Objects that ranks exchange outside the steps, as bytes: JSON, and tensors as safetensors.
 
-torch's own exchange of objects unpickles what arrives on a socket, which runs whatever code
-the sender likes. Here data stay data.
+torch's own exchange of objects unpickles bytes from a socket, which runs any code that the
+sender likes. Here data stay data.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """What travels of an exception."""
+        """An exception's class, message and hint."""
         if isinstance(error, OSError) and error.errno is not None:
             return cls(kind="OSError", message=error.strerror or str(error), errno=error.errno)
         hint = error.hint if isinstance(error, MMPlanError) else None
@@ -114,7 +114,7 @@ class Failure:
 
 
 def caught(action: Callable[[], Any]) -> Failure | None:
-    """What an action failed of: all ranks must come to the next exchange, whatever happens."""
+    """The failure of an action, caught: all ranks must come to the next exchange."""
     try:
         action()
     except Exception as error:

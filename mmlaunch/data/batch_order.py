@@ -56,13 +56,13 @@ class StepOrder:
 def work_columns(
     dataset: Any, indices: Sequence[int], *, modules: Collection[str], otherwise: str
 ) -> dict[str, NDArray[np.float64]]:
-    """What ``work(index)`` says of samples: one number a sample for every module it names.
+    """The dataset's ``work(index)`` of samples: for every module one number a sample.
 
     Args:
         dataset: has ``work``.
         indices: of the samples.
         modules: names that may stand there.
-        otherwise: what to do where it cannot be mended, for hints.
+        otherwise: the way out where it cannot be mended, for hints.
 
     Raises:
         InvalidInputError: ``work`` does not give finite numbers from 0 on, or names no module.

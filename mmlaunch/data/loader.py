@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmlaunch.comm.batches import slice_samples
 from mmlaunch.data.samples import (
+    DataSample,
     Field,
-    Sample,
     check_batched,
     check_sample,
     collate_samples,
@@ -67,7 +67,7 @@ def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def check_dataset(dataset: Any, batch: int) -> None:
-    """Refuse what is no map-style dataset, or too small.
+    """Check that a dataset is map-style and has at least one batch.
 
     Raises:
         InvalidInputError: the data factory returned something else, or less than a batch.
@@ -81,7 +81,7 @@ def check_dataset(dataset: Any, batch: int) -> None:
     _check_size(len(dataset), batch)
 
 
-def check_fields(sample: Sample, modules: Collection[str]) -> None:
+def check_fields(sample: DataSample, modules: Collection[str]) -> None:
     """Refuse a data field that is named like a module.
 
     Raises:
@@ -97,7 +97,7 @@ def check_fields(sample: Sample, modules: Collection[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepData:
-    """What one rank loaded of one step's batch.
+    """The samples of one step's batch that one rank loaded.
 
     Attributes:
         step: the optimizer step.
@@ -119,7 +119,7 @@ class StepData:
         for low, high in self.ranges:
             if low <= start and stop <= high:
                 row = before + start - low
-                return slice_samples(self.fields[field], row, row + stop - start)
+                return cast(Field, slice_samples(self.fields[field], row, row + stop - start))
             before += high - low
         raise KeyError(f"batch positions [{start}, {stop}) of {field!r} are not loaded here")
 

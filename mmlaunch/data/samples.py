@@ -1,4 +1,4 @@
-"""What a sample must be, and how samples become a batch."""
+"""Checks of samples, and their collation into batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 
 Field = Tensor | Ragged
-Sample = Mapping[str, Field]
+DataSample = Mapping[str, Field]
 
 
 def check_sample(sample: Any, index: int) -> None:
@@ -42,7 +42,7 @@ def check_sample(sample: Any, index: int) -> None:
 
 
 def collate_samples(
-    samples: Sequence[Sample], indices: Sequence[int], fields: Collection[str]
+    samples: Sequence[DataSample], indices: Sequence[int], fields: Collection[str]
 ) -> dict[str, Field]:
     """Stack the wanted fields of samples; ``Ragged`` fields are joined row by row.
 
@@ -67,7 +67,7 @@ def collate_samples(
 
 
 def check_batched(batched: Any, expected: int) -> None:
-    """Refuse what a dataset's own collate should not return.
+    """Check the result of a dataset's own collate.
 
     Raises:
         InvalidInputError: no dict of tensors, or not the expected number of samples.
@@ -85,7 +85,7 @@ def check_batched(batched: Any, expected: int) -> None:
             )
 
 
-def field_of(sample: Sample, field: str, index: int) -> Field:
+def field_of(sample: DataSample, field: str, index: int) -> Field:
     """A field of a sample or batch; ``index`` is the dataset index, for the message.
 
     Raises:
@@ -100,7 +100,7 @@ def field_of(sample: Sample, field: str, index: int) -> Field:
 
 
 def _kind(value: Field) -> str:
-    """What all samples of a batch must share; of Ragged rows the shape of one row."""
+    """Shape and type, which all samples of a batch share; of Ragged rows those of one row."""
     if isinstance(value, Ragged):
         return f"Ragged rows {list(value.values.shape[1:])} of {value.values.dtype}"
     return f"{list(value.shape)} of {value.dtype}"

@@ -16,7 +16,7 @@ from mmplan.schema.workload import TaskView, Workload
 
 
 class TaskData:
-    """Loads what one rank needs of every task's batches.
+    """Loads the samples of every task's batches that one rank needs.
 
     Args:
         program: says which samples and fields that is.
@@ -83,25 +83,29 @@ class TaskData:
         return self._loaders[task]
 
     def _dataset(self, view: TaskView) -> Any:
-        if view.data is None:
-            raise InvalidInputError(
-                f"task {view.name} has no data", hint="add data: {factory: ...} to the workload"
-            )
-        same = view.data == self._workload.data
-        dataset = build_dataset(
-            view.data,
-            self._folder,
-            seed=self._workload.train.seed,
-            field="data" if same else f"tasks.{view.name}.data",
-        )
+        dataset = open_dataset(self._workload, view, self._folder)
         if not hasattr(dataset, "collate"):
             check_fields(dataset[0], self._workload.modules)
         return dataset
 
 
+def open_dataset(workload: Workload, view: TaskView, folder: Path) -> Any:
+    """The dataset of a task.
+
+    Raises:
+        InvalidInputError: the task has no data, or the data factory is wrong.
+    """
+    if view.data is None:
+        raise InvalidInputError(
+            f"task {view.name} has no data", hint="add data: {factory: ...} to the workload"
+        )
+    field = "data" if view.data == workload.data else f"tasks.{view.name}.data"
+    return build_dataset(view.data, folder, seed=workload.train.seed, field=field)
+
+
 @dataclass(slots=True)
 class TaskNeeds:
-    """What one rank loads of one task's batch.
+    """The part of one task's batch that one rank loads.
 
     Attributes:
         ranges: batch positions.

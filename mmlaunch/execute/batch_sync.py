@@ -1,8 +1,8 @@
 """Batch-sync: a loss over the samples of all modules and replicas (DistMM, section 5).
 
-Each rank gives the feature rows that it holds; one gather over the loss's ranks brings all
-rows everywhere. A loss with the ``sharded`` protocol then works on its rank's own rows and
-exchanges row statistics; any other module is evaluated over the full features on every
+Each rank gives the feature rows that it holds, and one all-gather over the loss's ranks gives
+all rows to each. A :class:`mmplan.schema.protocols.ShardedLoss` then works on its rank's own
+rows and exchanges row statistics; any other loss is evaluated over the full features on every
 rank, and each keeps the gradient of its own rows. Gradients of a loss's own parameters are
 kept such that their sum over the ranks is right.
 """
@@ -10,24 +10,24 @@ kept such that their sum over the ranks is right.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import slice_samples
-from mmlaunch.comm.messages import LeafSpec, element_of
-from mmlaunch.comm.transport import Transport, Work
+from mmlaunch.comm.batches import Tree, element_of, slice_samples
+from mmlaunch.comm.messages import LeafSpec, Spec
+from mmlaunch.comm.transport import CommGroup, Transport, Work
+from mmlaunch.execute.reductions import FieldOf
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import widened
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import RunFailedError
 from mmplan.program.model import CrossSampleLoss, LossInput, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
-
-FieldOf = Callable[[str, str, int, int], Any]
+from mmplan.schema.protocols import ShardedLoss, as_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class BatchSync:
         transport: gathers.
         specs: output spec of every stage.
         seeds: for losses that draw random numbers.
-        field_of: (task, field, start, stop) to a data field on the device.
+        field_of: gives a loss its data fields.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BatchSync:
         program: Program,
         model: LocalModel,
         transport: Transport,
-        specs: Sequence[Any],
+        specs: Sequence[Spec],
         seeds: Seeds,
         field_of: FieldOf,
     ) -> None:
@@ -67,19 +67,19 @@ class BatchSync:
         # The same in every step.
         self._layouts: dict[tuple[int, int], dict[int, list[_HeldRows]]] = {}
         self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self._sizes: dict[tuple[int, int], dict[int, int]] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
 
     def begin(self, step: int) -> None:
         """Forget the last step."""
         self._step = step
         self.loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
-        self._features: dict[tuple[int, int], Any] = {}
+        self._features: dict[tuple[int, int], Tree] = {}
         self._pending: dict[tuple[int, int], tuple[Work, list[Tensor]]] = {}
         self._gradients: defaultdict[tuple[int, int], list[tuple[int | None, int, int, Tensor]]]
         self._gradients = defaultdict(list)
         self._uses: defaultdict[tuple[int, int], int] = defaultdict(int)
 
-    def keep(self, stage: Stage, mb: int, output: Any) -> None:
+    def keep(self, stage: Stage, mb: int, output: Tree) -> None:
         """Remember a micro-batch's output until its syncs are over."""
         if not stage.syncs:
             return
@@ -97,33 +97,33 @@ class BatchSync:
         loss = self._program.cross_sample(index)
         mine = self._layout(loss, batch)[self._transport.rank]
         own = [self._feature(loss, batch, rows).detach() for rows in mine]
-        self._pending[index, batch] = self._gather_flat(loss, batch, own)
+        size, dtype = self._longest(loss, batch), self._common_type(loss)
+        group = loss.ranks, loss.channel
+        self._pending[index, batch] = self._gather(own, size, dtype, group)
 
     def wait(self, index: int, batch: int) -> None:
         """Finish the gather, compute the loss and the gradients of this rank's features."""
         loss = self._program.cross_sample(index)
         full = self._unpack(loss, batch, *self._pending.pop((index, batch)))
-        module = self._model.losses[loss.name]
         scale = loss.weight * loss.sync_batch / self._program.batches[loss.task]
         self._seeds.enter(self._step, f"losses.{loss.name}", 0, loss.samples(batch)[0])
-        if self._is_sharded(loss, module):
-            grads = self._sharded(loss, batch, module, full, scale)
+        only_features = all(item.stage is not None for item in loss.inputs)
+        sharded = as_sharded(self._model.losses[loss.name]) if only_features else None
+        if sharded is not None:
+            grads = self._sharded(loss, batch, sharded, full, scale)
         else:
-            grads = self._full(loss, batch, module, full, scale)
+            grads = self._full(loss, batch, full, scale)
         self._dispatch(loss, batch, grads)
-
-    def _is_sharded(self, loss: CrossSampleLoss, module: nn.Module) -> bool:
-        return hasattr(module, "sharded") and all(i.stage is not None for i in loss.inputs)
 
     def _full(
         self,
         loss: CrossSampleLoss,
         batch: int,
-        module: nn.Module,
         full: Mapping[int, Tensor],
         scale: float,
     ) -> dict[int, Tensor]:
         """Loss over all features on every rank; only the first one's parameters count."""
+        module = self._model.losses[loss.name]
         leaves = {
             i: tensor.requires_grad_(self._wants_gradient(loss, i) and tensor.is_floating_point())
             for i, tensor in full.items()
@@ -154,14 +154,14 @@ class BatchSync:
         self,
         loss: CrossSampleLoss,
         batch: int,
-        module: Any,
+        module: ShardedLoss,
         full: Mapping[int, Tensor],
         scale: float,
     ) -> dict[int, Tensor]:
         """Own rows against all others; partial losses and parameter gradients add up."""
         positions = self._own_positions(loss, batch)
         own = {i: full[i][rows] for i, rows in positions.items()}
-        before = {p: p.grad for p in module.parameters()}
+        before = {p: p.grad for p in cast(nn.Module, module).parameters()}
         for parameter in before:
             parameter.grad = None
         part, own_grads = module.sharded(
@@ -249,13 +249,13 @@ class BatchSync:
         stage = loss.inputs[index].stage
         return stage is not None and self._program.stages[stage].has_backward
 
-    def _data_input(self, loss: CrossSampleLoss, item: LossInput, batch: int) -> Any:
+    def _data_input(self, loss: CrossSampleLoss, item: LossInput, batch: int) -> Tree:
         if item.field is None:
             return None
         return self._field_of(loss.task, item.field, *loss.samples(batch))
 
     def _layout(self, loss: CrossSampleLoss, batch: int) -> dict[int, list[_HeldRows]]:
-        """Which rows each rank contributes; of a tensor-parallel group, the first rank does."""
+        """The rows that each rank contributes; of a tensor-parallel group, the first rank does."""
         key = loss.index, batch
         if key not in self._layouts:
             layout: dict[int, list[_HeldRows]] = {rank: [] for rank in loss.ranks}
@@ -269,13 +269,13 @@ class BatchSync:
         return self._layouts[key]
 
     def _feature(self, loss: CrossSampleLoss, batch: int, rows: _HeldRows) -> Tensor:
-        self._tail(loss, rows.input)  # refuses what is no tensor
+        self._tail(loss, rows.input)  # refuses an output that is not a tensor
         item = loss.inputs[rows.input]
         stage = self._program.stages[rows.stage]
         d, _ = stage.place(self._transport.rank)
         first = loss.samples(batch)[0] - stage.microbatches[d][rows.mb][0]
         tree = element_of(self._features[rows.stage, rows.mb], item.element, stage.module)
-        return slice_samples(tree, first + rows.start, first + rows.stop)
+        return cast(Tensor, slice_samples(tree, first + rows.start, first + rows.stop))
 
     def _tail(self, loss: CrossSampleLoss, index: int) -> LeafSpec:
         item = loss.inputs[index]
@@ -288,29 +288,30 @@ class BatchSync:
             )
         return spec
 
-    def _gather_flat(
-        self, loss: CrossSampleLoss, batch: int, tensors: Iterable[Tensor]
+    def _gather(
+        self, tensors: Iterable[Tensor], size: int, dtype: torch.dtype, group: CommGroup
     ) -> tuple[Work, list[Tensor]]:
-        """Everything that each rank contributes in one gather, padded to the longest."""
-        sizes = self._flat_sizes(loss, batch)
-        dtype = self._common_type(loss)
-        flat = torch.zeros(max(sizes.values()), dtype=dtype, device=self._transport.device)
+        """All that each rank of a group contributes in one gather, padded to the longest."""
+        flat = torch.zeros(size, dtype=dtype, device=self._transport.device)
         position = 0
         for tensor in tensors:
             flat[position : position + tensor.numel()] = tensor.reshape(-1)
             position += tensor.numel()
-        return self._transport.all_gather(flat, loss.ranks, loss.channel)
+        return self._transport.all_gather(flat, *group)
 
-    def _flat_sizes(self, loss: CrossSampleLoss, batch: int) -> dict[int, int]:
+    def _longest(self, loss: CrossSampleLoss, batch: int) -> int:
+        """Numbers of the rank that contributes most."""
         key = loss.index, batch
         if key not in self._sizes:
-            self._sizes[key] = {
-                rank: sum(
-                    (r.stop - r.start) * torch.Size(self._tail(loss, r.input).tail).numel()
-                    for r in rows
-                )
-                for rank, rows in self._layout(loss, batch).items()
+            widths = {
+                i: torch.Size(self._tail(loss, i).tail).numel()
+                for i, item in enumerate(loss.inputs)
+                if item.stage is not None
             }
+            self._sizes[key] = max(
+                sum((r.stop - r.start) * widths[r.input] for r in rows)
+                for rows in self._layout(loss, batch).values()
+            )
         return self._sizes[key]
 
     def _common_type(self, loss: CrossSampleLoss) -> torch.dtype:
@@ -335,41 +336,39 @@ class BatchSync:
                 spec = self._tail(loss, i)
                 shape = (loss.sync_batch, *spec.tail)
                 full[i] = torch.empty(shape, dtype=spec.dtype, device=self._transport.device)
+        self._scatter(loss, batch, gathered, full)
+        return {i: widened(tensor) for i, tensor in full.items()}
+
+    def _scatter(
+        self,
+        loss: CrossSampleLoss,
+        batch: int,
+        gathered: Sequence[Tensor],
+        full: Mapping[int, Tensor],
+    ) -> None:
+        """Put the gathered rows of every rank into full tensors by input."""
         for rank, flat in zip(loss.ranks, gathered, strict=True):
             position = 0
             for rows in self._layout(loss, batch)[rank]:
                 target = full[rows.input][rows.start : rows.stop]
                 target.copy_(flat[position : position + target.numel()].view(target.shape))
                 position += target.numel()
-        return {i: widened(tensor) for i, tensor in full.items()}
 
     def _exchange(
         self, loss: CrossSampleLoss, batch: int, stats: Mapping[int, Tensor]
     ) -> list[Tensor]:
         """Per-row statistics of own rows to those of all rows, for every input."""
-        layout = self._layout(loss, batch)
         sample = next(iter(stats.values()))
-        tail, dtype = tuple(sample.shape[1:]), sample.dtype
-        width = torch.Size(tail).numel()
+        tail = sample.shape[1:]
+        layout = self._layout(loss, batch)
         longest = max(sum(r.stop - r.start for r in rows) for rows in layout.values())
-        flat = torch.zeros((longest, width), dtype=dtype, device=self._transport.device)
-        position = 0
-        for i in sorted(stats):
-            flat[position : position + len(stats[i])] = stats[i].reshape(len(stats[i]), width)
-            position += len(stats[i])
-        work, gathered = self._transport.all_gather(flat, loss.ranks)
+        own = [stats[i] for i in sorted(stats)]
+        work, gathered = self._gather(own, longest * tail.numel(), sample.dtype, (loss.ranks, 0))
         work.wait()
-        full = [
-            torch.empty((loss.sync_batch, width), dtype=dtype, device=flat.device)
-            for _ in loss.inputs
-        ]
-        for rank, part in zip(loss.ranks, gathered, strict=True):
-            position = 0
-            for rows in sorted(layout[rank], key=lambda r: r.input):
-                count = rows.stop - rows.start
-                full[rows.input][rows.start : rows.stop] = part[position : position + count]
-                position += count
-        return [tensor.view(-1, *tail) for tensor in full]
+        inputs = range(len(loss.inputs))
+        full = {i: sample.new_empty((loss.sync_batch, *tail)) for i in inputs}
+        self._scatter(loss, batch, gathered, full)
+        return list(full.values())
 
 
 def _rows_of(stage: Stage, d: int, samples: SampleRange, index: int) -> list[_HeldRows]:

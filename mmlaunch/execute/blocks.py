@@ -1,4 +1,4 @@
-"""Run a stage's blocks, keeping their activations or making them again in backward."""
+"""Run a stage's blocks, keeping their activations or recomputing them in backward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mmlaunch.comm.batches import Tree
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
 from mmplan.program.model import Stage
 
 
-class Blocks:
+class StageBlocks:
     """This rank's blocks, as stages run them.
 
     Args:
@@ -25,7 +26,7 @@ class Blocks:
         recompute: modules whose blocks keep their inputs only (``recompute: full``).
 
     Attributes:
-        split: makes what :meth:`run` takes as ``later``.
+        split: makes the ``later`` of :meth:`run`.
     """
 
     def __init__(self, model: LocalModel, seeds: Seeds, recompute: frozenset[str]) -> None:
@@ -37,13 +38,13 @@ class Blocks:
         stage: Stage,
         step: int,
         first_sample: int,
-        arguments: Sequence[Any],
+        arguments: Sequence[Tree],
         later: WeightGradients | None = None,
-    ) -> Any:
+    ) -> Tree:
         """The stage's output for one micro-batch.
 
         Args:
-            stage: whose blocks.
+            stage: has the blocks.
             step: number of the optimizer step.
             first_sample: of the micro-batch.
             arguments: of the first block.
@@ -71,21 +72,21 @@ class Blocks:
         later: WeightGradients | None,
     ) -> Callable[..., Any]:
         block = self._model.blocks[stage.owner, index]
-        frozen = self._model.frozen_here(stage.index)
+        off = self._model.frozen_here(stage.index)
 
         def run(*arguments: Any) -> Any:
-            self._model.partners.meet(stage, index)
+            self._model.tp_groups.enter(stage, index)
             self._seeds.enter(step, stage.module, index, first_sample)
             through = nullcontext() if later is None else self.split.during(block, later)
-            with switched_off(frozen), through:
+            with frozen(off), through:
                 return block(*arguments)
 
         return run
 
 
 @contextmanager
-def switched_off(parameters: Sequence[nn.Parameter]) -> Generator[None]:
-    """Parameters that get no gradient from what is computed inside."""
+def frozen(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+    """Context in which computing gives these parameters no gradient."""
     switched = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in switched:
         parameter.requires_grad_(False)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mmlaunch.comm.messages import LeafSpec, float_leaves
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.comm.batches import Tree, float_leaves
+from mmlaunch.comm.messages import LeafSpec, Spec
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -33,25 +34,25 @@ from mmplan.ragged import Ragged
 _once = cast("Any", once_differentiable)
 
 
-class EmulatedBlocks(Blocks):
+class EmulatedBlocks(StageBlocks):
     """Blocks that wait; the model's losses wait as well from then on.
 
     Args:
         model: its parameters get gradients of zeros, so that reductions are as large.
         seeds: not used.
         specs: output spec of every stage.
-        timings: how long what takes.
+        timings: seconds of every compute and loss.
     """
 
     def __init__(
-        self, model: LocalModel, seeds: Seeds, specs: Sequence[Any], timings: Timings
+        self, model: LocalModel, seeds: Seeds, specs: Sequence[Spec], timings: Timings
     ) -> None:
         super().__init__(model, seeds, frozenset())
         for name, loss in model.losses.items():
             model.losses[name] = EmulatedLoss(loss, timings.losses.get(name, 0.0))
         self._specs, self._timings = specs, timings
         self.split = _LaterWaits()
-        # What makes an output of zeros one that has a backward.
+        # An input of every output, which so has a backward.
         self._anchor = torch.zeros((), requires_grad=True)
 
     def run(
@@ -59,9 +60,9 @@ class EmulatedBlocks(Blocks):
         stage: Stage,
         step: int,
         first_sample: int,
-        arguments: Sequence[Any],
+        arguments: Sequence[Tree],
         later: WeightGradients | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Wait as long as the forward takes; the output waits in its backward."""
         begun_s = time.perf_counter()
         samples = _samples(stage, first_sample)
@@ -81,8 +82,8 @@ class EmulatedLoss(nn.Module):
     """A loss that waits: its value is 0, its gradients are zeros.
 
     Args:
-        loss: whose parameters it has, under the same names.
-        seconds: its time; 0 where that of its stage contains it.
+        loss: the real one; the parameters are its, under the same names.
+        seconds: its time; 0 where the time of its stage contains it.
     """
 
     def __init__(self, loss: nn.Module, seconds: float) -> None:
@@ -90,7 +91,7 @@ class EmulatedLoss(nn.Module):
         self.__dict__.update(loss.__dict__)
         self._seconds = seconds
 
-    def forward(self, *arguments: Any) -> Tensor:
+    def forward(self, *arguments: Tree) -> Tensor:
         """Wait; a sum of zeros that depends on all floating inputs and parameters."""
         begun_s = time.perf_counter()
         leaves = [leaf for item in arguments for leaf in float_leaves(item)]
@@ -134,10 +135,10 @@ class _Wait:
 
     def __call__(self) -> None:
         begun_s = time.perf_counter()
-        frozen = {id(parameter) for parameter in self._model.frozen_here(self._stage.index)}
+        frozen = set(self._model.frozen_here(self._stage.index))
         for index in range(*self._stage.blocks):
             for parameter in self._model.blocks[self._stage.owner, index].parameters():
-                trains = parameter.requires_grad and id(parameter) not in frozen
+                trains = parameter.requires_grad and parameter not in frozen
                 if trains and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         _spend(self._seconds, begun_s)
@@ -173,7 +174,7 @@ class _LaterWaits(SplitBackward):
     """Split backwards of waits."""
 
     def microbatch(self) -> _LaterWait:
-        """What a micro-batch leaves for its ``W``."""
+        """The wait of a micro-batch's ``W``."""
         return _LaterWait()
 
 
@@ -190,7 +191,7 @@ class _LaterWait(WeightGradients):
 
 
 def _spend(seconds: float, begun_s: float) -> None:
-    """Sleep for what is left of the seconds: what was done since the beginning counts."""
+    """Sleep for the rest of the seconds since the beginning."""
     time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
 
 
@@ -199,24 +200,24 @@ def _samples(stage: Stage, first_sample: int) -> int:
     return sizes[first_sample]
 
 
-def _lengths(arguments: Sequence[Any]) -> Tensor | None:
-    """Of the first ragged input."""
+def _lengths(arguments: Sequence[Tree]) -> Tensor | None:
+    """Lengths of the first ragged input."""
     for item in arguments:
         if isinstance(item, Ragged):
             return item.lengths
-        found = _lengths(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else None
+        found = _lengths(item) if isinstance(item, tuple) else None
         if found is not None:
             return found
     return None
 
 
-def _shapes(spec: Any, rows: _RowCount) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(spec: Spec, rows: _RowCount) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if isinstance(spec, LeafSpec):
         return [((rows.of(spec), *spec.tail), spec.dtype)]
     return [] if spec is None else [shape for item in spec for shape in _shapes(item, rows)]
 
 
-def _tree(spec: Any, leaves: Iterator[Tensor], rows: _RowCount) -> Any:
+def _tree(spec: Spec, leaves: Iterator[Tensor], rows: _RowCount) -> Tree:
     if isinstance(spec, LeafSpec):
         leaf = next(leaves)
         return Ragged(leaf, rows.given()) if spec.ragged else leaf

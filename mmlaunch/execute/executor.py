@@ -11,24 +11,32 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from mmlaunch.comm.batches import cat_samples, slice_samples
-from mmlaunch.comm.messages import IncomingGradient, element_of, map_tensors
-from mmlaunch.comm.scatter_gather import bring_together
+from mmlaunch.comm.batches import (
+    Tree,
+    cat_samples,
+    element_of,
+    float_leaves,
+    float_rows,
+    leaf_of,
+    map_tensors,
+    slice_samples,
+)
+from mmlaunch.comm.messages import BackwardReceive, Spec
+from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
-from mmlaunch.execute.activation_gradients import GradientSums, leaf_of
 from mmlaunch.execute.batch_sync import BatchSync
-from mmlaunch.execute.blocks import Blocks, switched_off
-from mmlaunch.execute.mailbox import Mail
+from mmlaunch.execute.blocks import StageBlocks, frozen
+from mmlaunch.execute.mailbox import Mailbox
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision, widened
+from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.errors import MMPlanError, RunFailedError
@@ -41,31 +49,33 @@ class ExecutionError(RunFailedError):
 
     @property
     def detail(self) -> str:
-        """The traceback of what was raised in it."""
+        """The traceback of its cause."""
         return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
 
 
 @dataclass(slots=True)
 class _Live:
-    """What a micro-batch's forward leaves for its backward.
+    """A micro-batch between its forward and its backward, or until its last send.
 
     Attributes:
         inputs: assembled inputs by edge; their floating leaves collect gradients.
         output: the stage's output tree, with its graph.
         losses: weighted terms of hosted losses, with their graphs.
-        later: weight gradients that ``W`` will compute; None without a split backward.
+        sends_left: sends of its output, then of its inputs' gradients, that are still to come.
+        later: weight gradients that ``W`` will compute; None with a fused backward.
+        messages: receives of the output's gradients.
     """
 
-    inputs: dict[int, Any]
-    output: Any
+    inputs: dict[int, Tree]
+    output: Tree
     losses: list[Tensor]
     sends_left: int
     later: WeightGradients | None = None
-    messages: list[tuple[Message, IncomingGradient]] = field(default_factory=list)
+    messages: list[tuple[Message, BackwardReceive]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class InstructionSpan:
     """When an instruction ran, seconds since the step began."""
 
     index: int
@@ -95,12 +105,12 @@ class Executor:
         program: Program,
         model: LocalModel,
         transport: Transport,
-        specs: Sequence[Any],
-        blocks: Blocks,
+        specs: Sequence[Spec],
+        blocks: StageBlocks,
         seeds: Seeds,
-        precision: Precision,
+        precision: TrainingPrecision,
         reductions: Reductions,
-        prepare: Callable[[Any], Any],
+        prepare: Callable[[Tree], Tree],
         heartbeat: Heartbeat,
     ) -> None:
         self._program = program
@@ -120,7 +130,7 @@ class Executor:
         self._sends = Counter(
             (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
         )
-        self._mail = Mail(program, transport, specs)
+        self._mailbox = Mailbox(program, transport, specs)
         self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Compute: self._compute,
@@ -134,7 +144,7 @@ class Executor:
 
     def run(
         self, step: int, data: Mapping[str, StepData], *, timed: bool = False
-    ) -> tuple[float, list[Span]]:
+    ) -> tuple[float, list[InstructionSpan]]:
         """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
 
         Args:
@@ -153,7 +163,7 @@ class Executor:
             spans = self._run_row(step, timed=timed)
         return float(self._loss + self._sync.loss), spans
 
-    def _run_row(self, step: int, *, timed: bool) -> list[Span]:
+    def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
         for position, instruction in enumerate(self._row):
             self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
@@ -170,7 +180,10 @@ class Executor:
             if timed:
                 marks.append(self._transport.mark())
         times = iter(self._transport.seconds_of(marks)[1:] if timed else ())
-        return [Span(index, *ends) for index, ends in enumerate(zip(times, times, strict=True))]
+        return [
+            InstructionSpan(index, *ends)
+            for index, ends in enumerate(zip(times, times, strict=True))
+        ]
 
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step
@@ -178,14 +191,14 @@ class Executor:
         self._loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         self._live: dict[MicroBatch, _Live] = {}
         self._later: dict[MicroBatch, WeightGradients] = {}
-        self._mail.begin()
+        self._mailbox.begin()
         self._blocks.split.forget()
         self._reductions.begin()
         self._sync.begin(step)
 
     def _compute(self, instruction: Compute) -> None:
         stage = self._program.stages[instruction.stage]
-        self._model.partners.running = stage.index
+        self._model.tp_groups.running = stage.index
         if instruction.op == Op.FORWARD:
             self._forward(stage, instruction.mb)
         elif instruction.op == Op.WEIGHT:
@@ -215,41 +228,41 @@ class Executor:
         elif sends:
             self._live[key] = _Live({}, output, [], sends)
 
-    def _assemble(self, stage: Stage, mb: int) -> dict[int, Any]:
-        """The stage's inputs by edge, each joined from the messages that brought it."""
-        messages = self._mail.inputs(stage, mb)
-        pieces: defaultdict[int, list[Any]] = defaultdict(list)
-        trees = self._together(stage, [incoming.wait() for _, incoming in messages])
+    def _assemble(self, stage: Stage, mb: int) -> dict[int, Tree]:
+        """The stage's inputs by edge, each joined from the messages of the edge."""
+        messages = self._mailbox.take_forward(stage, mb)
+        by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
+        trees = self._gather_shares(stage, [receive.wait() for _, receive in messages])
         for (message, _), tree in zip(messages, trees, strict=True):
-            pieces[message.edge].append(tree)
-        inputs: dict[int, Any] = {}
-        for edge, items in pieces.items():
-            tree = cat_samples(items)
+            by_edge[message.edge].append(tree)
+        inputs: dict[int, Tree] = {}
+        for edge, parts in by_edge.items():
+            tree = cat_samples(parts)
             if self._program.edges[edge].carries_gradient:
                 tree = map_tensors(tree, leaf_of)
             inputs[edge] = tree
         return inputs
 
-    def _together(self, stage: Stage, trees: list[Any]) -> list[Any]:
-        """What a compute takes, whole: shares are gathered by its tensor-parallel group."""
+    def _gather_shares(self, stage: Stage, trees: Sequence[TreeOfShares]) -> Sequence[Tree]:
+        """Received trees with their shares gathered by the tensor-parallel group of a compute."""
         group = stage.ranks[self._places[stage.index][0]]
-        return bring_together(trees, self._transport, group)
+        return gather_shares(trees, self._transport, group)
 
     def _argument(
-        self, source: Source, stage: Stage, inputs: Mapping[int, Any], start: int, stop: int
-    ) -> Any:
+        self, source: Source, stage: Stage, inputs: Mapping[int, Tree], start: int, stop: int
+    ) -> Tree:
         if source.edge is not None:
             return inputs[source.edge]
         return None if source.field is None else self._field(stage.task, source.field, start, stop)
 
-    def _field(self, task: str, name: str, start: int, stop: int) -> Any:
+    def _field(self, task: str, name: str, start: int, stop: int) -> Tree:
         return self._prepare(self._data[task].get(name, start, stop))
 
     def _hosted_loss(
         self,
         loss: PerSampleLoss,
-        output: Any,
-        inputs: Mapping[int, Any],
+        output: Tree,
+        inputs: Mapping[int, Tree],
         stage: Stage,
         start: int,
         stop: int,
@@ -265,7 +278,7 @@ class Executor:
         first = self._places[stage.index][1] == 0
         module = self._model.losses[loss.name]
         # Of a tensor-parallel group only the first rank counts for the loss's parameters.
-        with switched_off([] if first else list(module.parameters())):
+        with frozen([] if first else list(module.parameters())):
             value = module(*arguments)
         batch = self._program.batches[loss.task]
         term = widened(value) * self._reductions.scale(loss, stop - start, batch)
@@ -275,7 +288,7 @@ class Executor:
 
     def _backward(self, stage: Stage, mb: int) -> None:
         live = self._live[stage.index, mb]
-        live.messages = self._mail.gradients(stage, mb)
+        live.messages = self._mailbox.take_backward(stage, mb)
         roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
         grads: list[Tensor | None] = [None] * len(roots)
         for leaf, grad in self._output_gradients(stage, mb, live):
@@ -294,17 +307,17 @@ class Executor:
     def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> list[tuple[Tensor, Tensor]]:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
-        sums = GradientSums()
-        cuts: list[tuple[Any, int, Any]] = []
+        sums = _GradientSums()
+        cuts: list[tuple[Tree, int, Tree]] = []
         for message, _ in live.messages:
             edge = self._program.edges[message.edge]
             tree, low = element_of(live.output, edge.element, stage.module), message.start - start
             cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
         waited = zip(live.messages, cuts, strict=True)
-        given = self._together(stage, [incoming.wait(cut[2]) for (_, incoming), cut in waited])
-        self._mail.returned(message for message, _ in live.messages)
+        given = self._gather_shares(stage, [receive.wait(cut[2]) for (_, receive), cut in waited])
+        self._mailbox.gradients_received(message for message, _ in live.messages)
         for cut, gradients in zip(cuts, given, strict=True):
-            sums.add(*cut, gradients)
+            sums.add(*cut, cast("tuple[Tensor, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
             sums.add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
@@ -312,11 +325,12 @@ class Executor:
 
     def _message(self, message: Message) -> None:
         if not message.is_send:
-            self._mail.receive(message)
+            self._mailbox.post_receive(message)
             return
         live = self._live[message.stage, message.mb]
         after_backward = message.op == Op.SEND_B
-        self._mail.send(message, live.inputs[message.edge] if after_backward else live.output)
+        tree = live.inputs[message.edge] if after_backward else live.output
+        self._mailbox.post_send(message, tree)
         live.sends_left -= 1
         has_backward = self._program.stages[message.stage].has_backward
         if not live.sends_left and (after_backward or not has_backward):
@@ -337,7 +351,7 @@ class Executor:
     def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
         self._blocks.split.forget()
-        self._mail.finish()
+        self._mailbox.finish()
         self._reductions.finish()
 
     def _unit(self, instruction: Instruction) -> str | None:
@@ -352,3 +366,35 @@ class Executor:
             f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
             f"{len(self._row)}: {shown}"
         )
+
+
+class _GradientSums:
+    """Gradients of an output's floating leaves, summed over its consumers."""
+
+    def __init__(self) -> None:
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def add(self, tree: Tree, first: int, part: Tree, grads: Sequence[Tensor]) -> None:
+        """Add the gradients that one consumer gives back.
+
+        Args:
+            tree: the output.
+            first: its first sample that the consumer took.
+            part: the samples that the consumer took.
+            grads: a gradient for each floating leaf of the part.
+        """
+        leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
+        for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
+            if not leaf.requires_grad:
+                continue
+            grad = given.to(leaf.dtype)
+            if leaf not in self._sums and len(cut) == len(leaf):
+                self._sums[leaf] = grad
+                continue
+            if leaf not in self._sums:
+                self._sums[leaf] = torch.zeros_like(leaf)
+            self._sums[leaf][first_row : first_row + len(cut)] += grad
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Leaves that need a gradient, each with its own."""
+        return list(self._sums.items())

@@ -1,7 +1,8 @@
-"""Parameters, or parts of them, whose gradients one set of ranks sums."""
+"""Gradient buckets: slices of parameters whose gradients a set of ranks sums in place."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -18,15 +19,15 @@ from mmplan.program.shards import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedSlice:
-    """What the optimizer of one rank updates: a parameter, or some elements of one.
+    """A parameter that the optimizer of one rank updates, or a slice of one.
 
     Attributes:
         name: the parameter's full name.
-        tensor: what the optimizer is given; a slice is flat, of a scalar it is the scalar.
-        counts: whether this rank is the one of several with equal parts that saves its
-            state, and that adds it to the gradients' norm.
+        tensor: the optimizer's; a slice is flat, of a scalar it is the scalar.
+        counts: whether this rank, of several with an equal slice, saves its state and adds it
+            to the gradients' norm.
         span: of a flat slice, the first and end element in the local, flattened parameter.
-        box: of a box, where it lies in the full parameter.
+        box: of a slice that is a box, its place in the full parameter.
     """
 
     name: str
@@ -37,156 +38,155 @@ class UpdatedSlice:
 
     @property
     def label(self) -> str:
-        """The name, with what tells boxes of one parameter apart."""
+        """The name, and the box: a rank may update several boxes of one parameter."""
         return self.name if self.box is None else f"{self.name}{self.box}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Elements of a local parameter.
+class ParameterSlice:
+    """Elements of a local parameter whose gradients are summed.
 
     Attributes:
         name: the parameter's full name.
-        place: where the parameter lies in the full one.
+        layout: of the parameter.
         boxes: of the local tensor, flat one after the other; None for all of it.
-        brings: whether this rank's gradient is summed. Where it is not, another rank brings
-            the same one, and this one takes the sum only.
+        contributes: whether this rank's gradient is in the sum. Where it is not, another rank
+            contributes the same one, and this rank only takes the sum.
     """
 
     name: str
     parameter: nn.Parameter
-    place: ShardLayout
+    layout: ShardLayout
     boxes: tuple[Box, ...] | None = None
-    brings: bool = True
+    contributes: bool = True
 
     @property
     def num_elements(self) -> int:
-        """Elements of the piece."""
+        """Elements of the slice."""
         if self.boxes is None:
             return self.parameter.numel()
         return sum(box.num_elements for box in self.boxes)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """The piece's elements of a tensor like the parameter, in flat order."""
+        """The slice's elements of a tensor like the parameter, in flat order."""
         if self.boxes is None:
             return tensor.reshape(-1)
         return torch.cat([tensor[box.slices].reshape(-1) for box in self.boxes])
 
-    def fill(self, tensor: Tensor, flat: Tensor) -> None:
-        """Put the piece's elements into a tensor like the parameter."""
-        parts = flat.split([box.num_elements for box in self.boxes or ()])
-        for box, part in zip(self.boxes or (), parts, strict=True):
-            tensor[box.slices] = part.view(box.sizes)
+    def write(self, tensor: Tensor, flat: Tensor) -> None:
+        """Put the slice's elements into a tensor like the parameter."""
+        values = flat.split([box.num_elements for box in self.boxes or ()])
+        for box, value in zip(self.boxes or (), values, strict=True):
+            tensor[box.slices] = value.view(box.sizes)
 
 
-class GradientSum:
-    """Pieces whose gradients are summed over ranks, in place.
+def by_type(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
+    """The slices of each type of numbers, which a collective needs to itself."""
+    found: defaultdict[str, list[ParameterSlice]] = defaultdict(list)
+    for item in slices:
+        found[str(item.parameter.dtype)].append(item)
+    return [found[name] for name in sorted(found)]
+
+
+class GradientBuckets:
+    """Slices whose gradients are all-reduced in place, so many at a time as fill a bucket.
 
     Args:
-        pieces: the same on all ranks, but for where they lie in the local parameters.
-        ranks: who sums.
+        slices: of one type; the same on all ranks, but for their boxes.
+        ranks: of the all-reduce.
 
     Attributes:
-        names: of parameters that are updated otherwise than whole: none.
-        parts: what is updated of them: nothing.
-        pieces: what is summed.
+        slices: as given.
+        updated: slices that the optimizer updates in place of these parameters: none.
     """
 
-    names: Sequence[str] = ()
-    parts: Sequence[UpdatedSlice] = ()
+    updated: Sequence[UpdatedSlice] = ()
 
-    def __init__(self, pieces: Sequence[Piece], ranks: Ranks) -> None:
-        self.pieces = tuple(pieces)
+    def __init__(self, slices: Sequence[ParameterSlice], ranks: Ranks) -> None:
+        self.slices = slices
         self._ranks = ranks
-        types = sorted({piece.parameter.dtype for piece in pieces}, key=str)
-        self._by_type = [[p for p in pieces if p.parameter.dtype == dtype] for dtype in types]
-        self._buckets = [_buckets(pieces) for pieces in self._by_type]
-        # For each type, on how many ranks each piece got a gradient.
-        self._there: list[Tensor] = []
+        self._buckets = _buckets(slices)
+        # On how many ranks each slice got a gradient.
+        self._num_ranks: Tensor | None = None
 
-    def reduce(self, transport: Transport, made: set[int]) -> None:
+    def reduce(self, transport: Transport, begun: set[str]) -> None:
         """Replace the gradients by their sums.
 
         Args:
-            transport: sums.
-            made: ids of parameters that had no gradient and got one here, for an earlier piece.
+            transport: of this rank.
+            begun: parameters that had no gradient and got one in this step, as the sum of an
+                earlier slice.
         """
-        self._there = [self._sum(buckets, transport, made) for buckets in self._buckets]
-
-    def _sum(
-        self, buckets: Sequence[Sequence[Piece]], transport: Transport, made: set[int]
-    ) -> Tensor:
-        pieces = [piece for bucket in buckets for piece in bucket]
-        brought = [_gradient(piece, made) is not None for piece in pieces]
-        flags = pieces[0].parameter.new_tensor(brought)
-        for bucket in buckets[:-1]:
-            self._sum_bucket(bucket, (), transport, made)
+        has_gradient = [_gradient(item, begun) is not None for item in self.slices]
+        flags = self.slices[0].parameter.new_tensor(has_gradient)
+        for bucket in self._buckets[:-1]:
+            self._reduce_bucket(bucket, (), transport, begun)
         # The flags travel with the last bucket, which spares a collective.
-        return self._sum_bucket(buckets[-1], (flags,), transport, made)[-1]
+        sums = self._reduce_bucket(self._buckets[-1], (flags,), transport, begun)
+        self._num_ranks = sums[-1]
 
-    def _sum_bucket(
+    def _reduce_bucket(
         self,
-        bucket: Sequence[Piece],
+        bucket: Sequence[ParameterSlice],
         others: Sequence[Tensor],
         transport: Transport,
-        made: set[int],
+        begun: set[str],
     ) -> Sequence[Tensor]:
         """Sum the gradients of a bucket and other flat tensors; returns all sums."""
-        flats = [*(_flat_gradient(piece, made) for piece in bucket), *others]
+        flats = [*(_flat_gradient(item, begun) for item in bucket), *others]
         sizes = [len(flat) for flat in flats]
         total = flats[0] if len(flats) == 1 else torch.cat(flats)
         del flats
         transport.all_reduce(total, self._ranks)
         sums = total.split(sizes)
-        for piece, part in zip(bucket, sums, strict=False):
-            _set_gradient(piece, part, made)
+        for item, value in zip(bucket, sums, strict=False):
+            _set_gradient(item, value, begun)
         return sums
 
-    def drop_absent(self) -> None:
+    def drop_missing(self) -> None:
         """No gradient on any rank is none, not zero: an optimizer leaves such a parameter."""
         # At the step's end, because reading the counts waits for the device.
-        for pieces, there in zip(self._by_type, self._there, strict=False):
-            for piece, count in zip(pieces, there.tolist(), strict=True):
+        if self._num_ranks is not None:
+            for item, count in zip(self.slices, self._num_ranks.tolist(), strict=True):
                 if count == 0:
-                    piece.parameter.grad = None
-        self._there = []
+                    item.parameter.grad = None
+        self._num_ranks = None
 
     def gather(self, transport: Transport) -> None:
         """Nothing: every rank updates all of its parameters."""
 
 
-def _buckets(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Neighbours together while they fit a bucket; what is larger is alone in one."""
-    found: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        size = piece.num_elements * piece.parameter.element_size()
-        if not found or size > room:
+def _buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
+    """Neighbours together while they fit a bucket; a larger slice is alone in one."""
+    found: list[list[ParameterSlice]] = []
+    left_bytes = 0
+    for item in slices:
+        size = item.num_elements * item.parameter.element_size()
+        if not found or size > left_bytes:
             found.append([])
-            room = BUCKET_BYTES
-        found[-1].append(piece)
-        room -= size
+            left_bytes = BUCKET_BYTES
+        found[-1].append(item)
+        left_bytes -= size
     return found
 
 
-def _flat_gradient(piece: Piece, made: set[int]) -> Tensor:
-    """What this rank adds to the sum of a piece."""
-    grad = _gradient(piece, made)
-    return piece.parameter.new_zeros(piece.num_elements) if grad is None else piece.flat(grad)
+def _flat_gradient(item: ParameterSlice, begun: set[str]) -> Tensor:
+    """This rank's contribution to the sum of a slice."""
+    grad = _gradient(item, begun)
+    return item.parameter.new_zeros(item.num_elements) if grad is None else item.flat(grad)
 
 
-def _gradient(piece: Piece, made: set[int]) -> Tensor | None:
-    """What this rank brings; None where it has nothing of its own."""
-    parameter = piece.parameter
-    return parameter.grad if piece.brings and id(parameter) not in made else None
+def _gradient(item: ParameterSlice, begun: set[str]) -> Tensor | None:
+    """This rank's own gradient; None where it contributes none."""
+    return item.parameter.grad if item.contributes and item.name not in begun else None
 
 
-def _set_gradient(piece: Piece, flat: Tensor, made: set[int]) -> None:
-    parameter = piece.parameter
-    if piece.boxes is None:
+def _set_gradient(item: ParameterSlice, flat: Tensor, begun: set[str]) -> None:
+    parameter = item.parameter
+    if item.boxes is None:
         parameter.grad = cast(Tensor, flat.view_as(parameter))
         return
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-        made.add(id(parameter))
-    piece.fill(parameter.grad, flat)
+        begun.add(item.name)
+    item.write(parameter.grad, flat)

@@ -1,32 +1,36 @@
-"""The messages of one rank: what has come for a compute, and what is sent."""
+"""The P2P mailbox of one rank: posted receives until a compute takes them, and posted sends."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
-from mmlaunch.comm.batches import slice_samples
+import torch
+from torch import Tensor
+
+from mmlaunch.comm.batches import Tree, element_of, float_leaves, map_tensors, slice_samples
 from mmlaunch.comm.messages import (
     MOST_TENSORS,
-    Incoming,
-    IncomingGradient,
+    BackwardReceive,
+    ForwardReceive,
     Outbox,
-    element_of,
-    float_leaves,
-    map_tensors,
+    Spec,
     message_tensors,
 )
-from mmlaunch.comm.scatter_gather import Share, share_of
+from mmlaunch.comm.scatter_gather import TensorShare, share_of
 from mmlaunch.comm.transport import Transport
-from mmlaunch.execute.activation_gradients import gradient_of
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import MicroBatch, Program, Stage
 
+T = TypeVar("T")
 
-class Mail:
-    """Posts what a program's messages say, and keeps what comes for the compute that takes it.
+
+class Mailbox:
+    """Posts the sends and receives of a program.
+
+    A receive is kept for the compute that takes its message.
 
     Args:
         program: the whole program.
@@ -34,27 +38,27 @@ class Mail:
         specs: output spec of every stage (:func:`mmlaunch.model.shape_inference.infer_shapes`).
     """
 
-    def __init__(self, program: Program, transport: Transport, specs: Sequence[Any]) -> None:
+    def __init__(self, program: Program, transport: Transport, specs: Sequence[Spec]) -> None:
         self._program, self._transport, self._specs = program, transport, specs
         self._most_samples = max(program.batches.values())
 
     def begin(self) -> None:
         """A step begins."""
-        self._inputs: defaultdict[MicroBatch, list[tuple[Message, Incoming]]] = defaultdict(list)
-        self._gradients: defaultdict[MicroBatch, list[tuple[Message, IncomingGradient]]] = (
-            defaultdict(list)
-        )
+        self._forward: defaultdict[MicroBatch, list[tuple[Message, ForwardReceive]]]
+        self._forward = defaultdict(list)
+        self._backward: defaultdict[MicroBatch, list[tuple[Message, BackwardReceive]]]
+        self._backward = defaultdict(list)
         self._outbox = Outbox(self._transport)
 
-    def inputs(self, stage: Stage, mb: int) -> list[tuple[Message, Incoming]]:
-        """What a forward takes; given once, in the same order on all ranks of a group."""
-        return sorted(self._inputs.pop((stage.index, mb), ()), key=_by_samples)
+    def take_forward(self, stage: Stage, mb: int) -> list[tuple[Message, ForwardReceive]]:
+        """Posted receives of a forward's inputs, once."""
+        return _in_group_order(self._forward.pop((stage.index, mb), []))
 
-    def gradients(self, stage: Stage, mb: int) -> list[tuple[Message, IncomingGradient]]:
-        """What a backward takes; given once, in the same order on all ranks of a group."""
-        return sorted(self._gradients.pop((stage.index, mb), ()), key=_by_samples)
+    def take_backward(self, stage: Stage, mb: int) -> list[tuple[Message, BackwardReceive]]:
+        """Posted receives of the gradients of a micro-batch's output, once."""
+        return _in_group_order(self._backward.pop((stage.index, mb), []))
 
-    def receive(self, message: Message) -> None:
+    def post_receive(self, message: Message) -> None:
         """Post a receive; the compute that needs it waits."""
         key = message.stage, message.mb
         edge = self._program.edges[message.edge]
@@ -63,13 +67,13 @@ class Mail:
         share = self._share(message, self._transport.rank)
         source = spec, message.stop - message.start, message.peer, self._tag(message)
         if message.op == Op.RECV_F:
-            self._inputs[key].append((message, Incoming(self._transport, *source, share)))
+            self._forward[key].append((message, ForwardReceive(self._transport, *source, share)))
         else:
-            gradient = IncomingGradient(self._transport, *source, share)
-            self._gradients[key].append((message, gradient))
+            receive = BackwardReceive(self._transport, *source, share)
+            self._backward[key].append((message, receive))
 
-    def send(self, message: Message, tree: Any) -> None:
-        """Send the message's samples.
+    def post_send(self, message: Message, tree: Tree) -> None:
+        """Post the send of a message's samples.
 
         Args:
             message: a send.
@@ -89,35 +93,35 @@ class Mail:
             output = element_of(tree, edge.element, stage.module)
             tensors = message_tensors(slice_samples(output, low, high), share)
         else:
-            gradients = map_tensors(tree, gradient_of)
-            whole = float_leaves(slice_samples(gradients, low, high))
-            tensors = [tensor if share is None else share.of(tensor) for tensor in whole]
+            gradients = map_tensors(tree, _gradient_of)
+            leaves = float_leaves(slice_samples(gradients, low, high))
+            tensors = [leaf if share is None else share.of(leaf) for leaf in leaves]
         if len(tensors) > MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
         backward = message.op == Op.SEND_B
-        # A forward message is known to be there when its gradient is back.
+        # A forward message is known to be received when its gradient has come.
         name = None if backward or not edge.carries_gradient else _route(message)
         self._outbox.send(tensors, message.peer, self._tag(message), backward=backward, name=name)
 
-    def returned(self, gradients: Iterable[Message]) -> None:
-        """Gradients have come: whoever sent them had received what they are of."""
-        for message in gradients:
-            self._outbox.arrived(_route(message))
+    def gradients_received(self, messages: Iterable[Message]) -> None:
+        """Let go of the forward sends that received gradients answer."""
+        for message in messages:
+            self._outbox.received(_route(message))
 
     def finish(self) -> None:
-        """Wait until all is sent."""
+        """Wait until every send is over."""
         self._outbox.finish()
 
-    def _share(self, message: Message, receiver: int) -> Share | None:
-        """What a rank receives of a message, None for all of it."""
+    def _share(self, message: Message, receiver: int) -> TensorShare | None:
+        """The share of a message that a rank receives; None where it receives all of it."""
         backward = message.op in (Op.SEND_B, Op.RECV_B)
         edge = self._program.edges[message.edge]
         return share_of(self._program, edge, receiver, backward=backward)
 
     def _tag(self, message: Message) -> int:
         backward = message.op in (Op.SEND_B, Op.RECV_B)
-        place = (message.edge * 2 + backward) * self._most_samples + message.start
-        return place * MOST_TENSORS
+        number = (message.edge * 2 + backward) * self._most_samples + message.start
+        return number * MOST_TENSORS
 
 
 def _route(message: Message) -> tuple[int, int, int]:
@@ -125,6 +129,13 @@ def _route(message: Message) -> tuple[int, int, int]:
     return message.edge, message.start, message.peer
 
 
-def _by_samples(item: tuple[Message, Any]) -> tuple[int, int]:
-    """The order in which a group gathers its messages: the same on all ranks."""
-    return item[0].edge, item[0].start
+def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
+    """Receives in the order in which a group gathers shares: the same on all its ranks."""
+    return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    """A floating tensor's gradient, zeros where none reached it; other tensors as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

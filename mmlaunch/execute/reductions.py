@@ -1,26 +1,36 @@
 """Collectives at the ends of a step: targets counted before it, gradients summed after it.
 
-With ZeRO-1 (:mod:`mmlaunch.execute.zero`) a sum leaves each rank its slice, and the update ends
-with a gather of the parameters.
+With ZeRO-1 (:mod:`mmlaunch.execute.zero`) a sum leaves each rank its flat shard, and the update
+ends with a gather of the parameters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 
-from mmlaunch.comm.transport import Group, Transport
-from mmlaunch.execute.gradient_buckets import GradientSum, Piece, UpdatedSlice
-from mmlaunch.execute.zero import FlatGroups
+from mmlaunch.comm.batches import Tree
+from mmlaunch.comm.transport import CommGroup, Transport
+from mmlaunch.data.samples import Field
+from mmlaunch.execute.gradient_buckets import (
+    GradientBuckets,
+    ParameterSlice,
+    UpdatedSlice,
+    by_type,
+)
+from mmlaunch.execute.zero import FlatShards
 from mmlaunch.model.local_model import LocalModel, Tie, tie_sums
-from mmlaunch.model.shard_layout import ShardLayout, whole_place
-from mmplan.program.model import BlockReduction, Loss, LossReduction, Program, Reduction
+from mmlaunch.model.shard_layout import replicated_layout
+from mmplan.program.model import Loss, LossReduction, Program, Reduction
 from mmplan.program.shards import Ranks
+from mmplan.schema.protocols import as_counting
 
-_Sum = GradientSum | FlatGroups
+_Sum = GradientBuckets | FlatShards
+# (task, field, start, stop) to a data field on the device.
+FieldOf = Callable[[str, str, int, int], Tree]
 
 
 class Reductions:
@@ -46,11 +56,11 @@ class Reductions:
         self._program, self._model, self._transport = program, model, transport
         self.zero = zero
         self._trained = dict(model.trained())
-        # Parameters whose gradient began in this step as the sum of a part of it.
-        self._made: set[int] = set()
+        # Parameters whose gradient began in this step as the sum of a slice.
+        self._begun: set[str] = set()
         self._sums = {
-            r.index: self._sum(
-                self._pieces_of(r),
+            r.index: self._sums_of(
+                self._slices_of(r),
                 r.ranks,
                 first=isinstance(r, LossReduction) or r.shards[0] == 0,
             )
@@ -58,83 +68,95 @@ class Reductions:
             if transport.rank in r.ranks
         }
         self._tied = [
-            self._sum([self._whole(tie.name, adds)], ranks, first=index == 0)
+            item
             for tie, sums in tie_sums(program, ties)
-            for index, (ranks, adds) in enumerate(sums)
+            for index, (ranks, contributors) in enumerate(sums)
             if len(ranks) > 1 and transport.rank in ranks and tie.name in self._trained
+            for item in self._sums_of(
+                [self._whole(tie.name, contributors)], ranks, first=index == 0
+            )
         ]
         self._totals: dict[int, float] = {}
 
-    def _pieces_of(self, reduction: Reduction) -> list[Piece]:
+    def _slices_of(self, reduction: Reduction) -> list[ParameterSlice]:
         if isinstance(reduction, LossReduction):
             prefix = f"losses.{reduction.owner}."
             names = [name for name in self._trained if name.startswith(prefix)]
             return [self._whole(name, reduction.ranks) for name in names]
         names = list(self._model.block_parameters(reduction.owner, reduction.blocks))
-        places = self._model.places
+        layouts = self._model.layouts
         if reduction.parameters != "all":
-            names = [n for n in names if (n in places) == (reduction.parameters == "cut")]
+            names = [n for n in names if (n in layouts) == (reduction.parameters == "cut")]
         return [
-            self._shards(name, places[name], reduction)
-            if name in places
+            ParameterSlice(
+                name=name,
+                parameter=self._trained[name],
+                layout=layouts[name],
+                boxes=layouts[name].span(reduction.shards, reduction.tp),
+            )
+            if name in layouts
             else self._whole(name, reduction.contributors)
             for name in names
         ]
 
-    def _shards(self, name: str, place: ShardLayout, reduction: BlockReduction) -> Piece:
-        boxes = place.span(reduction.shards, reduction.tp)
-        return Piece(name=name, parameter=self._trained[name], place=place, boxes=boxes)
-
-    def _whole(self, name: str, adds: Ranks) -> Piece:
+    def _whole(self, name: str, contributors: Ranks) -> ParameterSlice:
         parameter = self._trained[name]
-        place = whole_place(tuple(parameter.shape))
-        brings = self._transport.rank in adds
-        return Piece(name=name, parameter=parameter, place=place, brings=brings)
+        return ParameterSlice(
+            name=name,
+            parameter=parameter,
+            layout=replicated_layout(tuple(parameter.shape)),
+            contributes=self._transport.rank in contributors,
+        )
 
-    def _sum(self, pieces: Sequence[Piece], ranks: Ranks, *, first: bool) -> _Sum:
-        """How some pieces are summed.
+    def _sums_of(
+        self, slices: Sequence[ParameterSlice], ranks: Ranks, *, first: bool
+    ) -> list[_Sum]:
+        """The sums of slices over ranks, one for each type of numbers.
 
         Args:
-            pieces: what is summed.
-            ranks: over which ranks.
+            slices: to be summed.
+            ranks: of the sums.
             first: whether, of ranks that sum equal parameters apart, these ones count.
         """
         if not self.zero:
-            return GradientSum(pieces, ranks)
-        counted = frozenset(p.name for p in pieces if first or p.name in self._model.places)
-        return FlatGroups(pieces, ranks, self._transport.rank, counted=counted)
+            return [GradientBuckets(same, ranks) for same in by_type(slices)]
+        counted = frozenset(s.name for s in slices if first or s.name in self._model.layouts)
+        rank = self._transport.rank
+        return [FlatShards(same, ranks, rank, counted=counted) for same in by_type(slices)]
 
-    def parts(self, writes: Callable[[str], bool]) -> list[UpdatedSlice]:
-        """What this rank's optimizer updates, in the order of its parameters.
+    def updated_slices(self, writes: Callable[[str], bool]) -> list[UpdatedSlice]:
+        """The slices that this rank's optimizer updates, in the order of its parameters.
 
         Args:
             writes: whether this rank is the one of all replicas that saves a parameter.
         """
-        cut: defaultdict[str, list[UpdatedSlice]] = defaultdict(list)
+        sharded: defaultdict[str, list[UpdatedSlice]] = defaultdict(list)
         for item in self._all_sums():
-            for part in item.parts:
-                cut[part.name].append(part)
-        names = {name for item in self._all_sums() for name in item.names}
+            for updated in item.updated:
+                sharded[updated.name].append(updated)
+        summed = {part.name for item in self._all_sums() for part in item.slices}
         found: list[UpdatedSlice] = []
         for name, parameter in self._trained.items():
-            if name in names:
-                found += cut[name]
+            if self.zero and name in summed:
+                found += sharded[name]
             else:
                 found.append(UpdatedSlice(name=name, tensor=parameter, counts=writes(name)))
         return found
 
-    def _all_sums(self) -> list[_Sum]:
-        return [*self._sums.values(), *self._tied]
+    def _all_sums(self) -> Iterator[_Sum]:
+        for sums in self._sums.values():
+            yield from sums
+        yield from self._tied
 
     def begin(self) -> None:
         """Forget the last step's counts."""
         self._totals.clear()
 
-    def count(self, index: int, field_of: Callable[[str, str, int, int], Any]) -> None:
+    def count(self, index: int, field_of: FieldOf) -> None:
         """Sum a loss's targets over the whole batch, known from the data alone."""
         loss = self._program.per_sample(index)
-        module = self._model.losses[loss.name]
-        if not hasattr(module, "count"):
+        counting = as_counting(self._model.losses[loss.name])
+        if counting is None:
             return
         stage = self._program.stages[loss.host]
         place = stage.find_place(self._transport.rank)
@@ -144,30 +166,31 @@ class Reductions:
         if place is not None and place[1] == 0:
             for start, stop in stage.microbatches[place[0]]:
                 fields = {name: field_of(loss.task, name, start, stop) for name in names}
-                total += cast(Any, module).count(fields).sum()
+                total += counting.count(cast("dict[str, Field]", fields)).sum()
         self._transport.all_reduce(total, loss.ranks)
         # A batch without a single target has a loss of zero, not of NaN.
         self._totals[index] = max(float(total), 1.0)
 
     def scale(self, loss: Loss, samples: int, batch: int) -> float:
-        """What a micro-batch's value of a per-sample loss is multiplied with."""
+        """The factor of a micro-batch's value of a per-sample loss."""
         total = self._totals.get(loss.index)
         return loss.weight / total if total is not None else loss.weight * samples / batch
 
     def reduce(self, index: int) -> None:
         """Sum the gradients of one reduction over its ranks."""
-        self._sums[index].reduce(self._transport, self._made)
+        for item in self._sums[index]:
+            item.reduce(self._transport, self._begun)
 
     def finish(self) -> None:
-        """Sum the gradients of parameters that stand in several blocks; forget absent ones."""
+        """Sum the gradients of tied parameters; drop those that no rank has."""
         for item in self._tied:
-            item.reduce(self._transport, self._made)
+            item.reduce(self._transport, self._begun)
         for item in self._all_sums():
-            item.drop_absent()
-        self._made.clear()
+            item.drop_missing()
+        self._begun.clear()
 
     def gather(self) -> None:
-        """After the update: bring parameters together whose slices ranks updated apart."""
+        """After the update: gather parameters whose shards ranks updated apart."""
         for item in self._all_sums():
             item.gather(self._transport)
 
@@ -180,7 +203,7 @@ def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
     return [found[name] for name in sorted(found)]
 
 
-def collective_groups(program: Program, ties: Sequence[Tie]) -> list[Group]:
+def collective_groups(program: Program, ties: Sequence[Tie]) -> list[CommGroup]:
     """Every group that a step's collectives use, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:

@@ -1,8 +1,8 @@
-"""Weight gradients later: what ``I`` leaves for ``W`` when a stage's backward is split.
+"""Split backward: ``I`` computes input gradients, ``W`` the weight gradients that it put off.
 
 While a split stage runs forward, its Linears and convolutions go through functions whose
-backward gives the input's gradient at once and notes what the weight's needs. ``W`` then
-computes that and hands it to autograd, which adds it up as it would have. Everything else
+backward gives the input's gradient at once and keeps the tensors that the weight's needs. ``W``
+then computes it and hands it to autograd, which adds it up as in a fused backward. Everything else
 in a block (norms, embeddings, matrices of its own) gets its gradients in ``I``: exact as
 well, only not delayed.
 
@@ -39,10 +39,10 @@ class WeightGradients:
     """The weight gradients of one micro-batch of a stage that wait for its ``W``.
 
     Args:
-        narrow: a step's parameters in autocast's type, by id; shared by its micro-batches.
+        narrow: a step's parameters in autocast's type; shared by its micro-batches.
     """
 
-    def __init__(self, narrow: dict[int, Tensor]) -> None:
+    def __init__(self, narrow: dict[Tensor, Tensor]) -> None:
         self._narrow = narrow
         self._collecting = False
         self._waiting: list[tuple[Tensor, Tensor | None, Callable[[], _GradientPair]]] = []
@@ -60,22 +60,21 @@ class WeightGradients:
             self._collecting = False
 
     def compute(self) -> None:
-        """``W``: add what waits to the parameters' ``.grad``, and let go of it."""
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        """``W``: add the waiting gradients to the parameters' ``.grad``."""
+        sums: dict[Tensor, Tensor] = {}
         waiting, self._waiting = self._waiting, []
-        # From the last: what is held of a layer goes as soon as its gradient is there.
+        # From the last: the tensors of a layer are freed as soon as its gradient is there.
         while waiting:
             weight, bias, make = waiting.pop()
             for parameter, grad in zip((weight, bias), make(), strict=True):
                 if parameter is None or grad is None:
                     continue
                 wide = grad.to(parameter.dtype)
-                known = sums.get(id(parameter))
-                sums[id(parameter)] = parameter, wide if known is None else known[1].add_(wide)
+                known = sums.get(parameter)
+                sums[parameter] = wide if known is None else known.add_(wide)
         if sums:
             # Through autograd: .grad adds up as it always does.
-            parameters, grads = zip(*sums.values(), strict=True)
-            torch.autograd.backward(parameters, grads)
+            torch.autograd.backward(list(sums), list(sums.values()))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """:func:`torch.nn.functional.linear`, its weight's gradient delayed where it can be."""
@@ -96,7 +95,7 @@ class WeightGradients:
         return cast(Tensor, _Convolution.apply(*arguments, _CONVOLUTIONS[plain], settings))
 
     def _arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        """What the functions take: the input, the parameters, and what is computed with."""
+        """The functions' arguments; input and parameters in autocast's type where it is enabled."""
         kind = x.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if narrow is not None and x.dtype == torch.float64:
@@ -110,13 +109,13 @@ class WeightGradients:
         if dtype is None or parameter.dtype == dtype:
             return parameter.detach()
         # Not autocast's own copy: made without a graph, it would lead others nowhere.
-        if id(parameter) not in self._narrow:
-            self._narrow[id(parameter)] = parameter.detach().to(dtype)
-        return self._narrow[id(parameter)]
+        if parameter not in self._narrow:
+            self._narrow[parameter] = parameter.detach().to(dtype)
+        return self._narrow[parameter]
 
     def gradients(
         self, weight: Tensor, bias: Tensor | None, make: Callable[[], _GradientPair]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> _GradientPair:
         """``make()``, or nothing inside :meth:`collect`: then it waits."""
         if not self._collecting:
             return make()
@@ -234,7 +233,7 @@ class SplitBackward:
 
     def __init__(self) -> None:
         self._layers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
-        self._narrow: dict[int, Tensor] = {}
+        self._narrow: dict[Tensor, Tensor] = {}
 
     def forget(self) -> None:
         """A step begins or ends: narrow copies of parameters are of no more use."""

@@ -14,7 +14,9 @@ from mmlaunch.launch.worker_main import Job, worker_main
 from mmlaunch.process import fork_server
 from mmplan.errors import RunFailedError
 
+# Between two looks at the workers: events are to arrive within 0.2 s.
 _POLL_S = 0.05
+# Between two looks at the other machines, which go over the network; chosen by hand.
 _PEERS_POLL_S = 0.5
 
 
@@ -61,15 +63,15 @@ class Agent:
         )
         self._watch.begin(job)
         self._watch.adopt(_start(job))
-        verdict, elsewhere = self._wait(attempt)
-        if verdict is None and elsewhere is None:
+        verdict, remote = self._wait(attempt)
+        if verdict is None and remote is None:
             self._watch.release()
-            elsewhere = self._rendezvous.leave(attempt)
-            if elsewhere is None:
+            remote = self._rendezvous.leave(attempt)
+            if remote is None:
                 self._watch.join()
                 return True
         self._watch.kill()
-        said = elsewhere or self._rendezvous.announce(attempt, self._trouble(attempt, verdict))
+        said = remote or self._rendezvous.announce(attempt, self._trouble(attempt, verdict))
         if not said.restart:
             # A lost peer explains nothing where its own machine has spoken.
             if verdict is not None and (said.node == self._job.node_rank or not verdict.lost_peer):
@@ -94,9 +96,9 @@ class Agent:
                 return verdict, None
             if time.monotonic() - asked_s > _PEERS_POLL_S:
                 asked_s = time.monotonic()
-                elsewhere = self._rendezvous.trouble(attempt)
-                if elsewhere is not None:
-                    return None, elsewhere
+                remote = self._rendezvous.trouble(attempt)
+                if remote is not None:
+                    return None, remote
 
     def _trouble(self, attempt: int, verdict: Blame | None) -> Trouble:
         wrong_input = verdict is not None and verdict.exit_code != RunFailedError.exit_code

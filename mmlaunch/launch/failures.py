@@ -2,7 +2,7 @@
 
 When one worker dies, the others die of it: their connections close or time out, often
 before the launcher has looked once. So every worker that raises leaves a record, and
-the launcher ranks what it finds: an error of a worker's own, then a worker that vanished
+the launcher ranks the causes: an error of a worker's own, then a worker that vanished
 without a word, and errors of the network last; within each, the earliest.
 """
 
@@ -52,7 +52,7 @@ class WorkerFailedError(RunFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureRecord:
-    """What a worker writes about its own end; one JSON file per attempt and rank.
+    """A worker's record of its own failure; one JSON file per attempt and rank.
 
     Attributes:
         rank: global rank.
@@ -66,8 +66,8 @@ class FailureRecord:
         wall_time_s: when, seconds since the epoch.
         is_network: the other side was gone or late, so somebody else is to blame.
         exit_code: of an error that is meant for the user (a wrong file, a full disk), else None.
-        hint: what mends such an error.
-        detail: what is shown below such an error: the traceback of a user's block or loss.
+        hint: the remedy for such an error.
+        detail: shown below such an error: the traceback of a user's block or loss.
     """
 
     rank: int
@@ -92,12 +92,12 @@ class FailureRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """The one worker to blame, and what to say about it.
+    """The one worker to blame, and the message about it.
 
     Attributes:
         rank: its global rank.
         line: one line for the user.
-        hint: what may mend it.
+        hint: a possible remedy.
         detail: traceback, or empty.
         is_hang: it still lives and does not move.
         lost_peer: it only lost another one, on another machine perhaps.
@@ -216,7 +216,7 @@ def _start_of(folder: Path, attempt: int) -> int | None:
 
 
 def remove_records(folder: Path, ranks: Sequence[int]) -> None:
-    """Remove what an earlier run in the same folder left for these ranks."""
+    """Remove the records of an earlier run in the same folder for these ranks."""
     for path in folder.glob("attempt-*-start.json") if 0 in ranks else ():
         path.unlink(missing_ok=True)
     for rank in ranks:
@@ -233,7 +233,7 @@ def blame_death(
     """Pick the worker whose death explains the others.
 
     Args:
-        records: what workers wrote.
+        records: of workers.
         vanished: (global rank, exit code or None, last place) of each worker that ended
             without a record, in the order in which they were noticed.
         include_network: blame a worker that only lost its peer when there is no other;

@@ -1,9 +1,9 @@
 """Start workers, watch them, and end them all together.
 
 Workers come from a fork server that has imported torch once. torch's elastic agent is no help
-here: its rendezvous unpickles what anyone sends to it, on every address of the machine; it blames
+here: its rendezvous unpickles bytes from anyone, on every address of the machine; it blames
 whichever worker it sees first, waits half a minute for one that is stopped, and never notices one
-that hangs (see ``launch_watch``).
+that hangs (see :mod:`mmlaunch.launch.watch`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from typing import IO, Any
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.agent import Agent
+from mmlaunch.launch.launcher import OnEvent, WorkerEntry
 from mmlaunch.launch.rendezvous import Rendezvous
-from mmlaunch.launch.watch import OnEvent, Watch
-from mmlaunch.launch.worker_main import Entry, Job, WorkerContext, check_entry
+from mmlaunch.launch.watch import Watch
+from mmlaunch.launch.worker_main import Job, WorkerContext, check_entry
 from mmlaunch.process.process_tree import ProcessId
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.wording import counted
 
 __all__ = ["WorkerContext", "launch"]
 
-_JOIN_S = 900.0  # how long the machines of one run may take to come together
+# Time for the machines of a run to come together: a batch system may start them minutes apart.
+_JOIN_S = 900.0
 
 
 def launch(
     *,
-    entry: Entry | str,
+    entry: WorkerEntry | str,
     args: tuple[Any, ...] = (),
     num_ranks: int,
     run_dir: Path,
@@ -47,35 +49,7 @@ def launch(
     on_event: OnEvent | None = None,
     stops_in_order: bool = True,
 ) -> list[Any]:
-    """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
-
-    The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
-    everything at once. In the main thread only: elsewhere signals are the caller's.
-
-    Args:
-        entry: function that a fresh process can import, or "package.module:function".
-        args: its arguments after the context, picklable.
-        num_ranks: ranks in the whole run.
-        run_dir: made if absent; one launch at a time may use it on a machine.
-        timeout_s: seconds without any progress after which the run ends.
-        max_restarts: how often all workers are started anew after a failure.
-        nnodes: machines; each calls this function with the same arguments but ``node_rank``.
-        node_rank: which machine this is; rank r runs on machine r div ``ranks_per_node``.
-        ranks_per_node: default ``num_ranks`` / ``nnodes``, rounded up.
-        rdzv_endpoint: HOST:PORT of machine 0, with several machines.
-        on_event: gets what ``ctx.report`` sends, within 0.2 s, and the launcher's own
-            events (see ``Watch``).
-        stops_in_order: whether the entry asks ``ctx.should_stop()``; where it does not, the
-            first signal ends everything.
-
-    Returns:
-        What the entries of this machine returned, in rank order.
-
-    Raises:
-        WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
-        InvalidInputError: the arguments contradict each other, or the folder is in use.
-        KeyboardInterrupt: a second signal came, or one that nobody would have heeded.
-    """
+    """Launch processes of this machine; see :class:`mmlaunch.launch.launcher.Launcher`."""
     check_entry(entry)
     per_node = ranks_per_node or -(-num_ranks // nnodes)
     base_rank = node_rank * per_node

@@ -1,4 +1,4 @@
-"""The launchers of one run find each other, and agree on what becomes of it.
+"""The launchers of one run find each other, and agree on restarts and on its end.
 
 One machine's launcher serves a store; the others look in. Its socket is bound to the one
 address that is meant (a loopback address for a run of one machine), and all values are JSON:
@@ -21,9 +21,12 @@ import torch.distributed as dist
 
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 
+# Between two looks at the store, and for a signal; chosen by hand.
 _POLL_S = 0.05
-_ANSWER_S = 30.0  # of a store that is there
-_LEAVE_S = 60.0  # how long the other machines may take to end after this one has
+# Longest wait for an answer of the store; chosen by hand.
+_ANSWER_S = 30.0
+# Time for the other machines to end after this one has; chosen by hand.
+_LEAVE_S = 60.0
 
 Address = tuple[str, int]
 # torch's stubs do not export it.
@@ -32,7 +35,7 @@ TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
-    """Why an attempt ended on one machine, and what becomes of the run on all of them."""
+    """Why an attempt ended on one machine, and whether all machines restart."""
 
     node: int
     line: str
@@ -113,7 +116,7 @@ class Rendezvous:
         return trouble
 
     def trouble(self, attempt: int) -> Trouble | None:
-        """What another machine has announced.
+        """The trouble that another machine has announced.
 
         Raises:
             RunFailedError: machine 0 is gone.
@@ -127,7 +130,7 @@ class Rendezvous:
             ) from error
 
     def leave(self, attempt: int) -> Trouble | None:
-        """Wait until all machines have finished; what another announced instead."""
+        """Wait until all machines have finished; the trouble that one announced instead."""
         deadline_s = time.monotonic() + _LEAVE_S
         # Machine 0 takes the store with it: from then on there is nobody to wait for.
         with contextlib.suppress(dist.DistError, RunFailedError):

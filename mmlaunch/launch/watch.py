@@ -7,22 +7,23 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame, FailureRecord
+from mmlaunch.launch.launcher import OnEvent
 from mmlaunch.launch.worker_main import Job
 from mmlaunch.process import process_tree
 from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
 
-OnEvent = Callable[[dict[str, Any]], None]
-
 # How long a better explanation than "lost its peer" may take to arrive.
 _SETTLE_S = 1.0
+# For a hanging worker to write its stack after SIGUSR1; chosen by hand.
 _STACK_S = 0.3
+# For killed workers to be reaped; chosen by hand.
 _REAP_S = 2.0
 # A worker ends itself sooner, see process_tree.watch_launcher.
 _LEAVE_S = 10.0
@@ -33,8 +34,7 @@ class Watch:
 
     Args:
         job: the launch; its ``control_dir`` exists.
-        on_event: gets every event that a worker reports, and the launcher's own:
-            ``{"launcher": "stop-requested"}`` and ``{"launcher": "restart", "cause": line}``.
+        on_event: see :class:`mmlaunch.launch.launcher.Launcher`.
     """
 
     def __init__(self, job: Job, *, on_event: OnEvent | None) -> None:
@@ -53,7 +53,7 @@ class Watch:
         self._stop_announced = False
 
     def close(self) -> None:
-        """Deliver what is left and let go of the files."""
+        """Deliver the last events and close the files."""
         try:
             self._deliver()
         finally:
@@ -110,13 +110,13 @@ class Watch:
         self._board.release()
 
     def join(self) -> None:
-        """Wait until the workers have left; what they still do is theirs, within a limit."""
+        """Wait until the workers have left, within a limit."""
         deadline_s = time.monotonic() + _LEAVE_S
         for process in self._processes.values():
             process.join(max(0.0, deadline_s - time.monotonic()))
 
     def results(self) -> list[Any]:
-        """What the entries returned, by local rank."""
+        """Results of the entries, by local rank."""
         paths = [self._job.result_path(rank) for rank in range(self._job.num_local)]
         return [pickle.loads(path.read_bytes()) for path in paths]
 
@@ -145,7 +145,7 @@ class Watch:
             self.announce(json.loads(line))
 
     def _snapshots(self) -> list[Snapshot]:
-        """The board, with what is known of workers that have not registered yet."""
+        """The board, with the process ids of workers that have not registered yet."""
         return [
             shot
             if shot.process is not None

@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from mmlaunch.launch import failures
+from mmlaunch.launch.launcher import WorkerEntry
 from mmlaunch.launch.rendezvous import Address, connect
 from mmlaunch.process import process_tree
 from mmlaunch.process.device import RankDevice, pick
 from mmlaunch.process.heartbeat import Board, Heartbeat, Where
 from mmplan.errors import InvalidInputError
 
-Entry = Callable[..., Any]
 FAILURES = "failures"
 
 # The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
@@ -34,7 +34,7 @@ _COLLECTIVE_GRACE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a launcher hands to each of its workers.
+    """A launch, as each of its workers is told.
 
     Attributes:
         entry: function, or "module:function", called as ``entry(ctx, *args)``.
@@ -54,7 +54,7 @@ class Job:
         store_prefix: keeps the attempts' keys in the one store apart.
     """
 
-    entry: Entry | str
+    entry: WorkerEntry | str
     args: tuple[Any, ...]
     run_dir: Path
     control_dir: Path
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def failures_dir(self) -> Path:
-        """Where workers leave their records."""
+        """Folder of the workers' failure records."""
         return self.run_dir / FAILURES
 
     @property
@@ -86,17 +86,17 @@ class Job:
         return self.control_dir / "events.jsonl"
 
     def result_path(self, local_rank: int) -> Path:
-        """Where a worker leaves what its entry returned."""
+        """File of a worker's result."""
         return self.control_dir / f"attempt-{self.attempt}-result-{local_rank}"
 
     def stack_path(self, local_rank: int) -> Path:
-        """Where a worker's stack goes when it crashes, or when the launcher asks for it."""
+        """File of a worker's stack when it crashes, or when the launcher asks for it."""
         return self.control_dir / f"attempt-{self.attempt}-stack-{local_rank}"
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerContext:
-    """What an entry gets first.
+    """The first argument of an entry.
 
     Attributes:
         rank: global rank.
@@ -122,7 +122,7 @@ class WorkerContext:
 
     @property
     def failures_dir(self) -> Path:
-        """Where attempts leave why they ended."""
+        """Folder of the workers' failure records."""
         return self.run_dir / FAILURES
 
     @property
@@ -152,7 +152,7 @@ def worker_main(job: Job, local_rank: int) -> None:
         context = _context(job, local_rank, heartbeat)
         _run_entry(job, context)
     except BaseException:
-        # The record is written; what multiprocessing would print stands there already.
+        # The record is written; it has everything that multiprocessing would print.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -253,7 +253,7 @@ def _store_result(path: Path, result: Any) -> None:
     os.replace(temporary, path)
 
 
-def check_entry(entry: Entry | str) -> None:
+def check_entry(entry: WorkerEntry | str) -> None:
     """Refuse an entry that is no function and no "module:function".
 
     Raises:
@@ -265,7 +265,7 @@ def check_entry(entry: Entry | str) -> None:
         )
 
 
-def resolve(entry: Entry | str) -> Entry:
+def resolve(entry: WorkerEntry | str) -> WorkerEntry:
     """The function that an entry names."""
     if callable(entry):
         return entry

@@ -27,8 +27,9 @@ from mmlaunch.process.process_tree import die_with_parent
 from mmplan.errors import MMPlanError, UnfitEnvironmentError
 
 _TIMEOUT = timedelta(minutes=30)
-# Longer than the supervisor needs to see a death, which is the cause of what others report.
+# Longer than the supervisor needs to see a death, which other processes then report too.
 _GRACE_S = 1.0
+# Delays the end of a job by as much at most; chosen by hand.
 _POLL_S = 0.02
 
 

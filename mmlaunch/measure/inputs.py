@@ -1,4 +1,4 @@
-"""Real samples, and features made of them, as inputs of what is measured."""
+"""Inputs of measured modules and losses: real samples, and features made of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from mmlaunch.comm.batches import cat_samples, num_samples, slice_samples
-from mmlaunch.comm.messages import element_of, float_leaves, map_tensors
+from mmlaunch.comm.batches import (
+    Tree,
+    cat_samples,
+    element_of,
+    leaf_of,
+    map_tensors,
+    num_samples,
+    slice_samples,
+    tensors_of,
+)
 from mmlaunch.data.loader import StepData, StepLoader
+from mmlaunch.data.task_data import open_dataset
+from mmlaunch.model.precision import TrainingPrecision
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.ragged import Ragged
-from mmplan.schema.factories import build_dataset, build_module, dtype_of
+from mmplan.schema.factories import build_module, dtype_of
+from mmplan.schema.protocols import ShardedLoss
 from mmplan.schema.workload import (
     InputSource,
     TaskView,
@@ -28,8 +39,8 @@ from mmplan.schema.workload import (
 # Micro-batches at most over which the bytes of samples that differ are averaged.
 _MOST_MICROBATCHES = 16
 
-# Producers run over the pool in pieces of this many samples, to keep their activations small.
-_PIECE = 16
+# Producers run over the pool so many samples at a time, to keep their activations small.
+_POOL_STEP = 16
 
 
 class Inputs:
@@ -39,7 +50,7 @@ class Inputs:
     met as it is met in training. Sizes beyond the pool repeat it.
 
     Args:
-        workload: says what feeds what.
+        workload: has the inputs of modules and losses.
         folder: the workload file's folder.
         device: where inputs are put.
         pool: samples to load; more only repeat these.
@@ -52,7 +63,7 @@ class Inputs:
         self._pool = pool
         self._tasks = resolve_tasks(workload)
         self._data: dict[str, StepData] = {}
-        self._made: dict[tuple[str, str], Any] = {}
+        self._made: dict[tuple[str, str], Tree] = {}
 
     def takes_gradients(self, task: str, module: str) -> bool:
         """Whether a module is fed by another one, so that its inputs' gradients are wanted."""
@@ -62,16 +73,18 @@ class Inputs:
         """Whether a loss takes outputs of modules and no data."""
         return all(source.module for source in self._tasks[task].loss_inputs[loss])
 
-    def crossing(self, task: str, module: str, output: Any) -> Any:
-        """What of a module's output crosses the cut after its last block."""
+    def crossing(self, task: str, module: str, output: Tree) -> Tree:
+        """The elements of a module's output that cross the cut after its last block."""
         elements = crossing_elements(self._tasks[task], module)
-        return output if elements is None else tuple(output[element] for element in elements)
+        if elements is None:
+            return output
+        return tuple(element_of(output, element, module) for element in elements)
 
-    def of_module(self, task: str, module: str, size: int, repeat: int = 0) -> tuple[Any, ...]:
+    def of_module(self, task: str, module: str, size: int, repeat: int = 0) -> tuple[Tree, ...]:
         """Inputs of a module's first block: ``size`` samples, others for each repeat."""
         return self._args(self._tasks[task], self._tasks[task].inputs[module], size, repeat)
 
-    def different(self, task: str, module: str, size: int) -> Iterator[tuple[Any, ...]]:
+    def different(self, task: str, module: str, size: int) -> Iterator[tuple[Tree, ...]]:
         """Micro-batches that stand for all of the pool: one where samples are alike in size."""
         first = self.of_module(task, module, size)
         count = max(1, self._pool_of(self._tasks[task]) // size) if _is_ragged(first) else 1
@@ -80,30 +93,30 @@ class Inputs:
         for k in range(1, kept):
             yield self.of_module(task, module, size, k * count // kept)
 
-    def of_loss(self, task: str, loss: str, size: int) -> tuple[Any, ...]:
+    def of_loss(self, task: str, loss: str, size: int) -> tuple[Tree, ...]:
         """Inputs of a loss: ``size`` samples."""
         return self._args(self._tasks[task], self._tasks[task].loss_inputs[loss], size, 0)
 
     def _args(
         self, task: TaskView, sources: Sequence[InputSource], size: int, repeat: int
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tree, ...]:
         return tuple(self._arg(task, source, size, repeat) for source in sources)
 
-    def _arg(self, task: TaskView, source: InputSource, size: int, repeat: int) -> Any:
+    def _arg(self, task: TaskView, source: InputSource, size: int, repeat: int) -> Tree:
         if source.module is not None:
             made = element_of(self._outputs(task, source.module), source.element, source.module)
-            return leaves(_take(made, size, repeat))
+            return map_tensors(_take(made, size, repeat), leaf_of)
         if source.field is None:
             return None
         return _take(self._field(task, source.field), size, repeat)
 
-    def _field(self, task: TaskView, field: str) -> Any:
+    def _field(self, task: TaskView, field: str) -> Tree:
         key = task.name, f"data.{field}"
         if key not in self._made:
             self._made[key] = self._loaded(task, field)
         return self._made[key]
 
-    def _loaded(self, task: TaskView, field: str) -> Any:
+    def _loaded(self, task: TaskView, field: str) -> Tree:
         if task.name not in self._data:
             self._data[task.name] = self._load(task)
         data = self._data[task.name]
@@ -118,18 +131,11 @@ class Inputs:
         return max(1, min(self._pool, task.batch))
 
     def _load(self, task: TaskView) -> StepData:
-        if task.data is None:
-            raise InvalidInputError(
-                f"task {task.name} has no data to measure with", hint="add data: {factory: ...}"
-            )
-        field = "data" if task.data == self._workload.data else f"tasks.{task.name}.data"
-        seed = self._workload.train.seed
-        dataset = build_dataset(task.data, self._folder, seed=seed, field=field)
         sources = [s for used in (task.inputs, task.loss_inputs) for s in used.values()]
         loader = StepLoader(
-            dataset,
+            open_dataset(self._workload, task, self._folder),
             batch=task.batch,
-            seed=seed,
+            seed=self._workload.train.seed,
             ranges=[(0, self._pool_of(task))],
             fields=sorted({s.field for args in sources for s in args if s.field}),
         )
@@ -138,57 +144,36 @@ class Inputs:
         finally:
             loader.close()
 
-    def _outputs(self, task: TaskView, name: str) -> Any:
+    def _outputs(self, task: TaskView, name: str) -> Tree:
         """A module's output for the whole pool; made once, without gradients."""
         key = task.name, name
         if key not in self._made:
             module = build_module(self._workload, name, self._folder).to(self._device)
             pool = self._pool_of(task)
             everything = self._args(task, task.inputs[name], pool, 0)
-            pieces: list[Any] = []
-            bf16 = self._workload.train.precision == "bf16"
-            with (
-                torch.no_grad(),
-                torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=bf16),
-            ):
-                for first in range(0, pool, _PIECE):
-                    last = min(first + _PIECE, pool)
-                    piece = slice_samples(everything, first, last)
-                    pieces.append(checked_blocks(name, module, piece))
-            self._made[key] = cat_samples(pieces)
+            parts: list[Tree] = []
+            precision = TrainingPrecision(self._workload.train.precision, self._device)
+            with torch.no_grad(), precision.compute(keep_casts=True):
+                for first in range(0, pool, _POOL_STEP):
+                    last = min(first + _POOL_STEP, pool)
+                    part = tuple(slice_samples(item, first, last) for item in everything)
+                    parts.append(checked_blocks(name, module, part))
+            self._made[key] = cat_samples(parts)
         return self._made[key]
 
 
-def _is_ragged(tree: Any) -> bool:
+def _is_ragged(tree: Tree) -> bool:
     if isinstance(tree, Ragged):
         return True
     return isinstance(tree, tuple) and any(map(_is_ragged, tree))
 
 
-def leaves(tree: Any) -> Any:
-    """The tree with floating tensors cut from their history and asking for gradients."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        cut = tensor.detach()
-        return cut.requires_grad_() if cut.is_floating_point() else cut
-
-    return map_tensors(tree, leaf)
-
-
-def call_blocks(blocks: Sequence[nn.Module], args: tuple[Any, ...]) -> Any:
-    """A module's forward: the first block takes the inputs, each other one value."""
-    value = blocks[0](*args)
-    for block in blocks[1:]:
-        value = block(value)
-    return value
-
-
-def float_outputs(tree: Any) -> list[Tensor]:
+def float_outputs(tree: Tree) -> list[Tensor]:
     """The outputs that a gradient comes back for."""
-    return [tensor for tensor in float_leaves(tree) if tensor.requires_grad]
+    return [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
 
 
-def checked_blocks(name: str, module: nn.Sequential, args: tuple[Any, ...]) -> Any:
+def checked_blocks(name: str, module: nn.Sequential, args: tuple[Tree, ...]) -> Tree:
     """A module's forward, block by block; failures name the block.
 
     Raises:
@@ -199,11 +184,11 @@ def checked_blocks(name: str, module: nn.Sequential, args: tuple[Any, ...]) -> A
     return args[0]
 
 
-def checked_block(name: str, index: int, block: nn.Module, args: tuple[Any, ...]) -> Any:
+def checked_block(name: str, index: int, block: nn.Module, args: tuple[Tree, ...]) -> Tree:
     """One block's forward.
 
     Raises:
-        InvalidInputError: it raised, changed a buffer, or returned what cannot travel.
+        InvalidInputError: it raised, changed a buffer, or returned something that cannot travel.
     """
     where = f"modules.{name}: block {index} ({type(block).__name__})"
     versions = {buffer_name: b._version for buffer_name, b in block.named_buffers()}
@@ -228,7 +213,7 @@ def checked_block(name: str, index: int, block: nn.Module, args: tuple[Any, ...]
     return out
 
 
-def checked_loss(name: str, loss: nn.Module, args: tuple[Any, ...]) -> Tensor:
+def checked_loss(name: str, loss: nn.Module, args: tuple[Tree, ...]) -> Tensor:
     """A loss's forward.
 
     Raises:
@@ -248,15 +233,15 @@ def checked_loss(name: str, loss: nn.Module, args: tuple[Any, ...]) -> Tensor:
     return value
 
 
-def compute_shard(loss: Any, args: tuple[Any, ...]) -> None:
-    """A rank's part of a sharded loss (:mod:`mmplan.zoo.losses`), with all rows its own."""
-    full = [tensor.detach() for tensor in args]
+def compute_shard(loss: ShardedLoss, args: tuple[Tree, ...]) -> None:
+    """A rank's part of a sharded loss, with all rows its own."""
+    full = [tensor.detach() for tensor in tensors_of(args)]
     rows = {i: torch.arange(len(x), device=x.device) for i, x in enumerate(full)}
     own = {i: full[i][positions] for i, positions in rows.items()}
     loss.sharded(own, rows, full, lambda stats: [stats[i] for i in sorted(stats)])
 
 
-def block_flops(block: nn.Module, args: tuple[Any, ...]) -> int:
+def block_flops(block: nn.Module, args: tuple[Tree, ...]) -> int:
     """Floating-point operations of one forward."""
     # Torch counts attention on GPUs only.
     mapping: dict[Any, Any] = {
@@ -273,7 +258,7 @@ def _attention_flops(
     return sdpa_flop_count(query, key, value)
 
 
-def _take(tree: Any, size: int, repeat: int) -> Any:
+def _take(tree: Tree, size: int, repeat: int) -> Tree:
     """``size`` samples of a pool: the repeat's own ones, the pool repeated when too small."""
     pool = num_samples(tree)
     if pool is None:
@@ -285,7 +270,7 @@ def _take(tree: Any, size: int, repeat: int) -> Any:
     return cat_samples([tree] * times + ([slice_samples(tree, 0, rest)] if rest else []))
 
 
-def _raise_users(error: Exception, where: str, args: tuple[Any, ...]) -> NoReturn:
+def _raise_users(error: Exception, where: str, args: tuple[Tree, ...]) -> NoReturn:
     own = [
         f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename
     ]
@@ -298,7 +283,7 @@ def _raise_users(error: Exception, where: str, args: tuple[Any, ...]) -> NoRetur
     ) from error
 
 
-def _shown(arg: Any) -> str:
+def _shown(arg: Tree) -> str:
     if isinstance(arg, Tensor):
         return f"{list(arg.shape)} {str(arg.dtype).removeprefix('torch.')}"
     if isinstance(arg, tuple):

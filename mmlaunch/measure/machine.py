@@ -1,4 +1,4 @@
-"""What a device is: its name, memory and speed while all processes are busy."""
+"""A device's name, memory and speed while all processes are busy."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""How many bytes a forward or a backward takes for the moment, beside what it keeps.
+"""Transient bytes of a forward and of a backward, and the bytes that stay between them.
 
-One pass of each, apart from the timed ones, with every allocation noted: on a CPU by torch's
+One pass of each, apart from the timed ones, with every allocation recorded: on a CPU by torch's
 profiler, on CUDA by the caching allocator's own peak.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile, record_function
 
+from mmlaunch.comm.batches import Tree, tensors_of
 from mmlaunch.measure.inputs import float_outputs
 from mmlaunch.measure.timing import HeldTensors
 
 # As kineto names an allocation (a release has a negative size).
 _ALLOCATION = "[memory]"
-_PART = "mmlaunch.process.peak_memory"
+_PART = "mmlaunch.measure.memory"
 # Else kineto tells stderr about each start; read when it is first used.
 _QUIET = "KINETO_LOG_LEVEL", "99"
 
@@ -41,14 +42,14 @@ class Level:
 
 
 class _Meter(Protocol):
-    """Notes what parts of a program allocate."""
+    """Records the allocations of parts of a program."""
 
     def part(self) -> Any:
-        """A context: what runs inside is the next part."""
+        """A context around the next part."""
         ...
 
     def levels(self) -> list[Level]:
-        """Of every part; asked when the last one is over."""
+        """Levels of every part; asked when the last one is over."""
         ...
 
 
@@ -111,13 +112,13 @@ class _OnCpu:
 
 
 def kept_bytes(
-    call: Callable[[], Any], known: Sequence[Tensor], device: torch.device, twice: bool
+    call: Callable[[], Tree], known: Sequence[Tensor], device: torch.device, twice: bool
 ) -> float:
     """Bytes held from a forward to its backward, outputs included.
 
     Args:
         call: the forward.
-        known: what is there anyway: parameters, buffers, inputs.
+        known: tensors that are not counted: parameters, buffers, inputs.
         device: where it computes.
         twice: count a second forward: narrow copies of weights are none of a micro-batch's, and
             autocast, which this is called in, keeps those of a first one.
@@ -134,23 +135,14 @@ def kept_bytes(
         return float(counted.add(tensors_of(call())))
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of tuples."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        for item in tree:
-            yield from tensors_of(item)
+def transient_bytes(call: Callable[[], Tree], device: torch.device) -> dict[str, int]:
+    """Bytes that a module's forward and backward hold only while they run.
 
-
-def passing_bytes(call: Callable[[], Any], device: torch.device) -> dict[str, int]:
-    """What a module's forward and backward hold for the moment only.
-
-    Parameters must have their gradients before: a new one is added to it and given back, as in
+    Parameters must have their gradients before: a new one is added to it and freed, as in
     every micro-batch of a step but the first.
 
     Args:
-        call: a forward; its output is what gradients of ones are given for.
+        call: a forward; its output gets gradients of ones.
         device: where it computes.
 
     Returns:
@@ -171,7 +163,7 @@ def passing_bytes(call: Callable[[], Any], device: torch.device) -> dict[str, in
     return _fields(noted.levels())
 
 
-def _run(call: Callable[[], Any], meter: _Meter) -> None:
+def _run(call: Callable[[], Tree], meter: _Meter) -> None:
     """The parts: a forward that keeps nothing, one that does, its backward."""
     with meter.part(), torch.no_grad():
         call()

@@ -1,10 +1,10 @@
-"""What one process of a measuring job does for each kind of point."""
+"""The measurements of one process of a job, one function for each kind of point."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmlaunch.comm.batches import Tree, leaf_of, map_tensors, tensors_of
 from mmlaunch.measure.inputs import (
     Inputs,
     block_flops,
-    call_blocks,
     checked_block,
     checked_loss,
     compute_shard,
     float_outputs,
-    leaves,
 )
 from mmlaunch.measure.machine import (
     NoComm,
@@ -28,14 +27,17 @@ from mmlaunch.measure.machine import (
     measure_machine,
     tensor_parallel_groups,
 )
-from mmlaunch.measure.memory import kept_bytes, passing_bytes, tensors_of
+from mmlaunch.measure.memory import kept_bytes, transient_bytes
 from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
+from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.tensor_parallel import block_plan, shard_block
+from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
+from mmplan.schema.protocols import as_sharded
 from mmplan.schema.workload import Workload
 
 Clock = Callable[[], float]
@@ -64,7 +66,7 @@ class Measurer:
         self._groups = tensor_parallel_groups(job["processes"], rank)
         self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
         self._built: tuple[tuple[str, int], nn.Sequential] | None = None
-        # Seconds per sample of what was measured, to foresee points that would take too long.
+        # Measured seconds per sample, to foresee points that would take too long.
         self._seconds: dict[tuple[Any, ...], float] = {}
         self._kinds: dict[str, Callable[[Json], Json]] = {
             "machine": self._machine,
@@ -96,9 +98,8 @@ class Measurer:
             return {"skipped": "out of memory"}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._workload.train.precision != "bf16":
-            return nullcontext()
-        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        precision = TrainingPrecision(self._workload.train.precision, self._device)
+        return precision.compute(keep_casts=True)
 
     def _machine(self, _: Json) -> Json:
         return measure_machine(
@@ -111,7 +112,7 @@ class Measurer:
     # --- modules -----------------------------------------------------------------------
 
     def _describe(self, point: Json) -> Json:
-        """What a module is, from its shapes alone."""
+        """A module's sizes, from its shapes alone."""
         name = point["module"]
         module = self._build_shapes(name)
         degrees: list[int] = [1]
@@ -168,7 +169,7 @@ class Measurer:
         args = self._inputs.of_module(task, name, size)
         blocks: list[Json] = []
         known = [*module.parameters(), *module.buffers(), *tensors_of(args)]
-        value: Any = args
+        value = args
         for index, block in enumerate(module):
             with HeldTensors(known) as held, self._autocast():
                 out = checked_block(name, index, block, value)
@@ -196,7 +197,7 @@ class Measurer:
             }
         return {"blocks": blocks}
 
-    def _block_seconds(self, module: nn.Sequential, args: tuple[Any, ...]) -> list[Timing]:
+    def _block_seconds(self, module: nn.Sequential, args: tuple[Tree, ...]) -> list[Timing]:
         """Forward and backward together of every block by itself."""
 
         clock = self._watch.compute_clock
@@ -210,7 +211,7 @@ class Measurer:
                     out = block(*value)
                 forward_s = clock() - started
                 seconds.append(forward_s + _timed_backward(out, clock))
-                value = (leaves(out),)
+                value = (map_tensors(out, leaf_of),)
             return seconds
 
         return self._watch.time(step)
@@ -231,7 +232,7 @@ class Measurer:
         clock = self._watch.now if tp > 1 else self._watch.compute_clock
         forward, backward = self._forward_backward(blocks, task, name, size, clock)
         inputs = self._backward_input(blocks, task, name, size, clock)
-        passing = [self._passing_bytes(blocks, args) for args in different]
+        transient = [self._transient_bytes(blocks, args) for args in different]
         self._seconds[key] = (forward.median_s + backward.median_s) / size
         return {
             "forward_s": forward.median_s,
@@ -240,12 +241,12 @@ class Measurer:
             "backward_spread_s": backward.spread_s,
             "repeats": forward.repeats,
             "activation_bytes": held,
-            "passing": {key: fmean(each[key] for each in passing) for key in passing[0]},
+            "passing": {key: fmean(each[key] for each in transient) for key in transient[0]},
             "backward_input": inputs,
             "wall_s": time.perf_counter() - started,
         }
 
-    def _held_bytes(self, blocks: list[nn.Module], args: Any) -> float:
+    def _held_bytes(self, blocks: list[nn.Module], args: tuple[Tree, ...]) -> float:
         """Bytes held from the forward to the backward, outputs included."""
         held = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
         twice = self._workload.train.precision == "bf16"
@@ -254,14 +255,14 @@ class Measurer:
                 lambda: call_blocks(blocks, args), [*held, *tensors_of(args)], self._device, twice
             )
 
-    def _passing_bytes(self, blocks: list[nn.Module], args: Any) -> Json:
-        """What the blocks take for the moment; the timed repeats left gradients behind."""
+    def _transient_bytes(self, blocks: list[nn.Module], args: tuple[Tree, ...]) -> Json:
+        """Transient bytes of the blocks; the timed repeats left gradients behind."""
 
-        def call() -> Any:
+        def call() -> Tree:
             with self._autocast():
                 return call_blocks(blocks, args)
 
-        return passing_bytes(call, self._device)
+        return transient_bytes(call, self._device)
 
     def _forward_backward(
         self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
@@ -295,7 +296,7 @@ class Measurer:
             args = self._inputs.of_module(task, name, size, repeat)
             with self._autocast():
                 if first:
-                    args = (leaves(blocks[0](*args)),)
+                    args = (map_tensors(blocks[0](*args), leaf_of),)
                 out = call_blocks(blocks[first:], args)
             return (_timed_backward(out, clock),)
 
@@ -325,7 +326,7 @@ class Measurer:
     def _loss(self, point: Json) -> Json:
         """Seconds of a whole loss on some samples, as one device computes it.
 
-        What is called is what a run calls; a sharded loss has its gradient in its forward.
+        Called as a run calls it; a sharded loss computes its gradient in its forward.
         """
         task, name, size = point["task"], point["loss"], point["samples"]
         loss = build_loss(self._workload, name, self._folder).to(self._device)
@@ -336,14 +337,14 @@ class Measurer:
 
         clock = self._watch.compute_clock
         # As in a run: features alone can be shared out, data fields are not.
-        sharded = hasattr(loss, "sharded") and self._inputs.only_features(task, name)
+        sharded = as_sharded(loss) if self._inputs.only_features(task, name) else None
 
         def step(_: int) -> Sequence[float]:
             self._watch.cool()
             started = clock()
             with self._autocast():
-                if sharded:
-                    compute_shard(loss, args)
+                if sharded is not None:
+                    compute_shard(sharded, args)
                     return clock() - started, 0.0
                 value = loss(*args)
             forward_s = clock() - started
@@ -354,11 +355,11 @@ class Measurer:
             "forward_s": forward.median_s,
             "backward_s": backward.median_s,
             "activation_bytes": held_bytes,
-            "sharded": sharded,
+            "sharded": sharded is not None,
         }
 
 
-def _timed_backward(out: Any, clock: Clock) -> float:
+def _timed_backward(out: Tree, clock: Clock) -> float:
     outs = float_outputs(out)
     grads = [torch.ones_like(o) for o in outs]
     started = clock()
@@ -373,11 +374,11 @@ def _as_json(timing: Timing) -> Json:
 
 def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:
     """Each block's parameters; one that is tied to an earlier block's counts there."""
-    seen: set[int] = set()
+    seen: set[nn.Parameter] = set()
     blocks: list[list[nn.Parameter]] = []
     for block in module:
-        blocks.append([p for p in block.parameters() if id(p) not in seen])
-        seen |= {id(p) for p in block.parameters()}
+        blocks.append([p for p in block.parameters() if p not in seen])
+        seen.update(block.parameters())
     return blocks
 
 

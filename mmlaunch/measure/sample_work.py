@@ -1,4 +1,4 @@
-"""How much work samples of the data are, by the dataset's own word or by their lengths."""
+"""The work of samples, by the dataset's own word or by their lengths."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 from mmlaunch.data.batch_order import work_columns
 from mmlaunch.data.loader import StepLoader, check_dataset, step_indices
-from mmplan.errors import InvalidInputError
+from mmlaunch.data.task_data import open_dataset
 from mmplan.ragged import Ragged
 from mmplan.schema.base import Json
-from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
 
 Columns = dict[str, list[float]]
@@ -59,13 +58,7 @@ class WorkSampler:
 
     def _dataset(self, task: TaskView) -> Any:
         if task.name not in self._datasets:
-            if task.data is None:
-                raise InvalidInputError(
-                    f"task {task.name} has no data to look at", hint="add data: {factory: ...}"
-                )
-            field = "data" if task.data == self._workload.data else f"tasks.{task.name}.data"
-            seed = self._workload.train.seed
-            dataset = build_dataset(task.data, self._folder, seed=seed, field=field)
+            dataset = open_dataset(self._workload, task, self._folder)
             check_dataset(dataset, task.batch)
             self._datasets[task.name] = dataset
         return self._datasets[task.name]
@@ -86,7 +79,7 @@ class WorkSampler:
         return {name: values.tolist() for name, values in columns.items()}
 
     def _lengths(self, task: TaskView, dataset: Any, indices: Sequence[int]) -> Columns:
-        """Rows of the ragged fields that modules take; others follow what they are fed with."""
+        """Rows of the ragged fields that modules take; other modules follow their producers."""
         fields = {s.field for sources in task.inputs.values() for s in sources if s.field}
         loader = StepLoader(
             dataset,
@@ -105,7 +98,7 @@ class WorkSampler:
             own = [loaded[source.field] for source in sources if source.field]
             rows = [value.lengths.tolist() for value in own if isinstance(value, Ragged)]
             if not own:
-                # Projectors and the like: as many rows as come out of what feeds them.
+                # Projectors and the like: as many rows as come out of their producers.
                 rows = [columns[s.module] for s in sources if s.module in columns]
             if rows:
                 columns[module] = [float(sum(row)) for row in zip(*rows, strict=True)]

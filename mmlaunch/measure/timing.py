@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# The least number that has quartiles apart from its ends.
 MIN_REPEATS = 3
+# Bounds the number of rows of a very short step; chosen by hand.
 MAX_REPEATS = 200
 # More than the caches of a core, and than a GPU's.
 _OTHER_BYTES = 64 << 20
@@ -48,28 +50,23 @@ class Peers:
         self._group = dist.new_group(list(range(count))) if members else None
 
     def largest(self, value: float) -> float:
-        """The largest of everyone's values: what all must agree on; everyone waits here."""
-        if self.count == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return float(tensor.item())
+        """The largest of all processes' values, on which they agree; everyone waits here."""
+        return self._reduced([value], dist.ReduceOp.MAX)[0]
 
     def least(self, values: Sequence[float]) -> list[float]:
         """The least over the processes of each value."""
-        if self.count == 1:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
-        return tensor.tolist()
+        return self._reduced(values, dist.ReduceOp.MIN)
 
     def means(self, values: Sequence[float]) -> list[float]:
         """The mean over the processes of each value."""
+        return [value / self.count for value in self._reduced(values, dist.ReduceOp.SUM)]
+
+    def _reduced(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.count == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(tensor, group=self._group)
-        return (tensor / self.count).tolist()
+        dist.all_reduce(tensor, op=operation, group=self._group)
+        return tensor.tolist()
 
 
 class Stopwatch:
@@ -123,7 +120,7 @@ class Stopwatch:
         # collectives.
         average_s = self._once(step, 0)
         if average_s < self._repeat_s:
-            # Allocations and kernel choices of the first run are not what the next ones cost.
+            # The first run has allocations and kernel choices, the next ones do not.
             average_s = self._once(step, 1)
         rows: list[list[float]] = []
         spent_s = 0.0
@@ -165,8 +162,8 @@ def _timing(seconds: Sequence[float]) -> Timing:
 class HeldTensors:
     """Bytes that autograd holds between forward and backward, each storage counted once.
 
-    Used as a context around the forward. What is held anyway (parameters, inputs) is not
-    counted. Source: ``torch.autograd.graph.saved_tensors_hooks``.
+    Used as a context around the forward. Tensors that are there anyway (parameters, inputs) are
+    not counted. Source: ``torch.autograd.graph.saved_tensors_hooks``.
 
     Args:
         known: tensors that are not counted.

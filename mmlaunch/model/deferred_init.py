@@ -1,13 +1,13 @@
-"""Build a module without memory, then make the values of some of its tensors.
+"""Build a module on the meta device, then materialise some of its tensors.
 
-A factory runs once on the meta device while every operation on tensors is noted. What it
-computed for given tensors is then made by running again, in order, only the operations that
-lead to them: values are those of an ordinary build, bit for bit, buffers included. Random
-draws for tensors that nobody wants are made and dropped one at a time, because the generator
-must come to the wanted ones in the same state.
+A factory runs once on the meta device while every operation on tensors is recorded. Values of
+given tensors are then made by replaying, in order, only the operations that lead to them: they
+are those of an ordinary build, bit for bit, buffers included. Random draws for tensors that
+nobody wants are made and dropped one at a time, because the generator must come to the wanted
+ones in the same state.
 
-What cannot be noted (values that Python code looks at, a generator seeded on the way, memory
-left undefined) raises :class:`UndeferrableError`; an ordinary build is then the way.
+A factory that cannot be recorded (Python code looks at values, a generator is seeded on the way,
+memory is left undefined) raises :class:`UndeferrableError`; an ordinary build is then the way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mmlaunch.model.replay_init import (
     TensorView,
     UndeferrableError,
     name_of,
-    place_of,
+    view_of,
 )
 
 _ATEN = cast(Any, torch.ops.aten)
 # Rejects and draws again until all values fit, so it looks at them.
 _TRUNCATED = "_no_grad_trunc_normal_"
-# In-place operations whose result does not depend on what was there.
+# In-place operations whose result does not depend on the earlier values.
 _OVERWRITING = frozenset(
     {"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"}
     | {"exponential_", "log_normal_", "cauchy_", "geometric_", _TRUNCATED}
@@ -51,17 +51,17 @@ _LOOKS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 
 @contextmanager
 def recording() -> Generator[Recording]:
-    """Note what a factory does: ``with recording() as notes: module = build()``.
+    """Record a factory: ``with recording() as record: module = build()``.
 
     Inside, new tensors are on the meta device, and say that they are on the CPU: initialisers
     do nothing on the meta device. Constants made of Python numbers are real.
     """
-    notes = Recording()
+    record = Recording()
     draw: Any = getattr(torch.nn.init, _TRUNCATED)
-    setattr(torch.nn.init, _TRUNCATED, notes.truncated(draw))
+    setattr(torch.nn.init, _TRUNCATED, record.truncated(draw))
     try:
-        with _AsOnCPU(notes.values), notes:
-            yield notes
+        with _AsOnCPU(record.values), record:
+            yield record
     finally:
         setattr(torch.nn.init, _TRUNCATED, draw)
 
@@ -89,31 +89,31 @@ class _AsOnCPU(TorchFunctionMode):
 
 
 class Recording(TorchDispatchMode):
-    """What a factory did; made by :func:`recording`."""
+    """The operations of a factory; made by :func:`recording`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._operations: list[Operation] = []
         # Kept so that an address stands for one storage.
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # Generators by id (0: the default one), as they were when the factory ran.
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        # Generators that the factory drew from, as they were when it did.
+        self._generators: dict[torch.Generator, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation on the meta device and note it."""
+        """Run one operation on the meta device and record it."""
         with torch._C.DisableTorchFunction():  # see the real device here
             return self._dispatch(func, args, kwargs or {})
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        hollow = any(tensor.is_meta for tensor in tensors)
-        if func is _ATEN._local_scalar_dense.default and hollow:
+        on_meta = any(tensor.is_meta for tensor in tensors)
+        if func is _ATEN._local_scalar_dense.default and on_meta:
             return self.values(tensors[0]).item()
         makes = any(argument.name == "device" for argument in func._schema.arguments)
-        if func is _ATEN.lift_fresh.default or not (makes or hollow):
+        if func is _ATEN.lift_fresh.default or not (makes or on_meta):
             return self._run_real(func, args, kwargs, tensors)
         return self._note(func, leaves, spec, makes=makes)
 
@@ -130,7 +130,7 @@ class Recording(TorchDispatchMode):
         random = _is_random(func)
         if random:
             self._check_generator(leaves)
-        noted = [self._place(leaf) if _is_hollow(leaf) else _real_device(leaf) for leaf in leaves]
+        noted = [self._view(leaf) if _is_meta(leaf) else _real_device(leaf) for leaf in leaves]
         given = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # The meta device has no generators.
         given = [None if isinstance(leaf, torch.Generator) else leaf for leaf in given]
@@ -141,9 +141,9 @@ class Recording(TorchDispatchMode):
         changes = self._changes(func, leaves, spec)
         result = func(*arguments, **options)
         created = {
-            index: place
-            for index, place in enumerate(map(self._new_place, tree_flatten(result)[0]))
-            if place is not None
+            index: view
+            for index, view in enumerate(map(self._new_view, tree_flatten(result)[0]))
+            if view is not None
         }
         if created or changes:
             self._append(func, noted, spec, created, changes, random=random)
@@ -159,15 +159,15 @@ class Recording(TorchDispatchMode):
         *,
         random: bool,
     ) -> None:
-        places = [leaf for leaf in leaves if isinstance(leaf, TensorView)]
-        used = [place.storage for place in places]
+        views = [leaf for leaf in leaves if isinstance(leaf, TensorView)]
+        used = [view.storage for view in views]
         overwrites = {
-            place.storage
-            for place in places
-            if place.storage in changes
+            view.storage
+            for view in views
+            if view.storage in changes
             and name_of(func) in _OVERWRITING
-            and used.count(place.storage) == 1
-            and _covers(place, self._storages[place.storage].nbytes())
+            and used.count(view.storage) == 1
+            and _covers(view, self._storages[view.storage].nbytes())
         }
         self._operations.append(
             Operation(
@@ -197,56 +197,56 @@ class Recording(TorchDispatchMode):
                     found.add(tensor.untyped_storage()._cdata)
         return found
 
-    def _place(self, tensor: Tensor) -> TensorView:
-        place = place_of(tensor)
-        if place.storage not in self._storages:
+    def _view(self, tensor: Tensor) -> TensorView:
+        view = view_of(tensor)
+        if view.storage not in self._storages:
             raise UndeferrableError("it uses a tensor without values that was made elsewhere")
-        return place
+        return view
 
-    def _new_place(self, value: Any) -> TensorView | None:
-        """Where a result lies, if no earlier tensor lies there."""
-        if not _is_hollow(value):
+    def _new_view(self, value: Any) -> TensorView | None:
+        """The view of a result in a storage of its own; None where the storage is known."""
+        if not _is_meta(value):
             return None
-        place = place_of(value)
-        if place.storage in self._storages:
+        view = view_of(value)
+        if view.storage in self._storages:
             return None
-        self._storages[place.storage] = value.untyped_storage()
-        return place
+        self._storages[view.storage] = value.untyped_storage()
+        return view
 
     def _check_generator(self, leaves: list[Any]) -> None:
         given = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
         generator = torch.default_generator if given is None else given
         state = generator.get_state()
-        _, first = self._generators.setdefault(id(generator), (generator, state))
+        first = self._generators.setdefault(generator, state)
         # Nothing was drawn meanwhile, so only the factory can have changed it.
         if not torch.equal(first, state):
             raise UndeferrableError("it seeds a generator between two draws")
 
     def values(self, tensor: Tensor) -> Tensor:
         """The values that Python code asks for."""
-        place, found = self._place(tensor), list[Tensor]()
+        view, found = self._view(tensor), list[Tensor]()
         again = self._again()
-        needed = again.needed({place.storage})
+        needed = again.needed({view.storage})
         if any(operation.random for operation, _ in needed):
             raise UndeferrableError("it looks at random numbers")
 
         def keep(_: int, storage: torch.UntypedStorage) -> None:
-            found.append(place.on(storage).clone())
+            found.append(view.on(storage).clone())
 
         with _disable_current_modes(), torch.no_grad():
-            again.run(needed, {place.storage}, keep)
+            again.run(needed, {view.storage}, keep)
         return found[0]
 
     def truncated(self, draw: Any) -> Callable[..., Tensor]:
-        """An initialiser that draws until all fits, noted as one operation."""
+        """An initialiser that draws until all fits, recorded as one operation."""
 
         def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with torch._C.DisableTorchFunction():
                 leaves, spec = tree_flatten(((tensor, *args), kwargs))
                 self._check_generator(leaves)
-                places = [self._place(leaf) if _is_hollow(leaf) else leaf for leaf in leaves]
-                changes = {place.storage for place in places if isinstance(place, TensorView)}
-                self._append(draw, places, spec, {}, changes, random=True)
+                views = [self._view(leaf) if _is_meta(leaf) else leaf for leaf in leaves]
+                changes = {view.storage for view in views if isinstance(view, TensorView)}
+                self._append(draw, views, spec, {}, changes, random=True)
             return tensor
 
         return note
@@ -262,19 +262,19 @@ class Recording(TorchDispatchMode):
         Raises:
             UndeferrableError: values were never defined, or two tensors share memory.
         """
-        places = [self._place(tensor) for tensor in wanted]
-        index_of = {place.storage: index for index, place in enumerate(places)}
-        if len(index_of) < len(places):
+        views = [self._view(tensor) for tensor in wanted]
+        index_of = {view.storage: index for index, view in enumerate(views)}
+        if len(index_of) < len(views):
             raise UndeferrableError("it makes two tensors that share memory")
 
         def finish(storage: int, values: torch.UntypedStorage) -> None:
             index = index_of[storage]
-            done(index, places[index].on(values))
+            done(index, views[index].on(values))
 
         again = self._again()
         needed = again.needed(set(index_of))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for generator, state in self._generators.values():
+            for generator, state in self._generators.items():
                 generator.set_state(state)
             again.run(needed, set(index_of), finish)
 
@@ -283,27 +283,27 @@ class Recording(TorchDispatchMode):
         return Replay(self._operations, num_bytes)
 
     def storages(self) -> list[StorageWeakRef]:
-        """Weak references to all noted memory, to see later whether someone still has some."""
+        """Weak references to all recorded memory, to see later whether any of it is still held."""
         return [StorageWeakRef(storage) for storage in self._storages.values()]
 
 
-def _covers(place: TensorView, nbytes: int) -> bool:
+def _covers(view: TensorView, nbytes: int) -> bool:
     """Whether a tensor is all of its storage, without gaps."""
     expected = 1
-    for size, stride in sorted(zip(place.size, place.stride, strict=True), key=lambda x: x[1]):
+    for size, stride in sorted(zip(view.size, view.stride, strict=True), key=lambda x: x[1]):
         if size != 1 and stride != expected:
             return False
         expected *= size
-    return place.offset == 0 and expected * place.dtype.itemsize == nbytes
+    return view.offset == 0 and expected * view.dtype.itemsize == nbytes
 
 
 def _real_device(value: Any) -> Any:
     """An argument as an ordinary build has it: torch's own C++ asks a tensor for its device."""
-    hollow = isinstance(value, torch.device) and value.type == "meta"
-    return torch.device("cpu") if hollow else value
+    on_meta = isinstance(value, torch.device) and value.type == "meta"
+    return torch.device("cpu") if on_meta else value
 
 
-def _is_hollow(value: Any) -> bool:
+def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,73 +12,20 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.checkpoint.initial_weights import InitialWeights, load_initial
-from mmlaunch.model.deferred_init import recording
-from mmlaunch.model.materialize import UnfilledModule, check_gone
+from mmlaunch.model.materialize import MetaModule, check_gone
 from mmlaunch.model.replay_init import UndeferrableError
-from mmlaunch.model.shard_layout import ShardLayout, shard_place
-from mmlaunch.model.tensor_parallel import (
-    ParameterShard,
-    TensorParallelComm,
-    cut_parameters,
-    shard_block,
-)
-from mmlaunch.model.tp_groups import Partners
+from mmlaunch.model.shard_layout import ShardLayout
+from mmlaunch.model.tensor_parallel import TensorParallelComm, cut_parameters, shard_block
+from mmlaunch.model.tp_groups import TPGroups
+from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.samples import intersect
 from mmplan.program.shards import Ranks, whole_sums
 from mmplan.program.ties import groups_of
-from mmplan.schema.factories import build_loss, build_module, tied_parameters
+from mmplan.schema.factories import build_loss, tied_parameters
 from mmplan.schema.workload import Workload
-from mmplan.wording import counted, size
-
-# One block of a module, by the module under whose name its parameters live.
-BlockKey = tuple[str, int]
-
-
-def trainable_blocks(program: Program) -> dict[BlockKey, bool]:
-    """Every block of the program and whether any task trains it."""
-    blocks: dict[BlockKey, bool] = {}
-    for stage in program.stages:
-        for block in range(*stage.blocks):
-            trains = any(a <= block < b for a, b in stage.trainable)
-            blocks[stage.owner, block] = blocks.get((stage.owner, block), False) or trains
-    return blocks
-
-
-def build_owner(
-    workload: Workload, owner: str, folder: Path, trains: Mapping[BlockKey, bool]
-) -> nn.Sequential:
-    """A whole module with its initial weights and its frozen parameters marked.
-
-    A parameter that two blocks share is frozen when one of them is.
-
-    Raises:
-        InvalidInputError: the factory or the initial weights are wrong, or the plan was
-            made for another number of blocks.
-    """
-    module = build_module(workload, owner, folder)
-    _mark(module, owner, trains)
-    init = workload.modules[owner].init
-    if init is not None:
-        load_initial(module, folder / init, owner)
-    return module
-
-
-def _mark(module: nn.Sequential, owner: str, trains: Mapping[BlockKey, bool]) -> None:
-    """Check the number of blocks, and mark frozen parameters."""
-    planned = 1 + max(block for name, block in trains if name == owner)
-    if len(module) != planned:
-        raise InvalidInputError(
-            f"modules.{owner}: the factory makes {counted(len(module), 'block')}, the plan has "
-            f"{planned}",
-            hint="profile and solve the workload again",
-        )
-    for index, block in enumerate(module):
-        for parameter in block.parameters():
-            if not trains[owner, index]:
-                parameter.requires_grad_(False)
+from mmplan.wording import size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +45,8 @@ class Tie:
 class LocalModel:
     """Builds every module this rank needs, keeps its own blocks, and cuts them for TP.
 
-    A module of which the rank keeps a part only is built without memory, and the kept blocks
-    are filled tensor by tensor; values are the same either way.
+    A module of which the rank keeps a part only is built on the meta device, and the kept blocks
+    are materialised tensor by tensor; values are the same either way.
 
     Args:
         workload: gives the factories.
@@ -112,12 +59,11 @@ class LocalModel:
     Attributes:
         blocks: this rank's blocks.
         losses: this rank's losses, by name.
-        shards: parameters that tensor parallelism cut, by full name.
-        places: where these lie in the full parameters; also parameters that are whole here
-            and cut on other ranks.
+        layouts: shard layouts of cut parameters, by full name; also of parameters that are whole
+            here and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
-        partners: which shards this rank holds, and in which groups it runs them.
+        tp_groups: which shards this rank holds, and in which groups it runs them.
         notes: modules that had to be built whole, and why, in words for the user.
     """
 
@@ -133,51 +79,44 @@ class LocalModel:
     ) -> None:
         self.blocks: dict[BlockKey, nn.Module] = {}
         self.losses: dict[str, nn.Module] = {}
-        self.shards: dict[str, ParameterShard] = {}
-        self.places: dict[str, ShardLayout] = {}
+        self.layouts: dict[str, ShardLayout] = {}
         self.canonical: dict[str, str] = {}
         self.ties: list[Tie] = []
         self.notes: list[str] = []
-        self.partners = Partners(program, rank)
+        self.tp_groups = TPGroups(program, rank)
         self._trains = trainable_blocks(program)
+        self._workload, self._folder = workload, folder
         self._program, self._rank = program, rank
+        self._device, self._comm = device, comm
         stages = program.stages_of(rank)
         for owner in dict.fromkeys(stage.owner for stage in stages):
             kept = [stage for stage in stages if stage.owner == owner]
-            self._build(workload, owner, folder, kept, device, comm)
+            self._build(owner, kept)
         # Ranks that sum gradients hold the blocks in one order, whichever unit brought them.
         self.blocks = dict(sorted(self.blocks.items()))
         for loss in program.losses:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
         self._frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
-        self._quieten(stages)
+        self._leave_out_replicated(stages)
 
-    def _build(
-        self,
-        workload: Workload,
-        owner: str,
-        folder: Path,
-        kept: list[Stage],
-        device: torch.device,
-        comm: Callable[[Ranks], TensorParallelComm],
-    ) -> None:
+    def _build(self, owner: str, kept: list[Stage]) -> None:
         """Build a module and keep the blocks of some stages."""
         reason = None
         blocks = {block for stage in kept for block in range(*stage.blocks)}
         planned = sum(name == owner for name, _ in self._trains)
         cut = any(stage.tp > 1 for stage in kept)
-        if cut or len(blocks) < planned or workload.modules[owner].init is not None:
+        if cut or len(blocks) < planned or self._workload.modules[owner].init is not None:
             try:
-                check_gone(self._fill(workload, owner, folder, kept, device, comm))
+                check_gone(self._materialise(owner, kept))
                 return
             except UndeferrableError as error:
                 reason = str(error)
                 self._forget(owner)
-        module = build_owner(workload, owner, folder, self._trains)
-        self._keep_all(owner, module, kept, comm)
+        module = build_owner(self._workload, owner, self._folder, self._trains)
+        self._keep_all(owner, module, kept)
         for block in self._blocks_of(owner).values():
-            block.to(device)
+            block.to(self._device)
         if reason is not None:
             whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
             self.notes.append(
@@ -185,35 +124,18 @@ class LocalModel:
                 f"{size(whole_bytes)}: {reason}"
             )
 
-    def _fill(
-        self,
-        workload: Workload,
-        owner: str,
-        folder: Path,
-        kept: list[Stage],
-        device: torch.device,
-        comm: Callable[[Ranks], TensorParallelComm],
-    ) -> list[StorageWeakRef]:
-        """Keep blocks of a module without memory, filled; returns what must be gone now."""
-        try:
-            with recording() as notes:
-                module = build_module(workload, owner, folder)
-        except InvalidInputError as error:
-            # The factory's own failure, if it is one, comes again from an ordinary build.
-            raise UndeferrableError(str(error.__cause__ or error.message)) from None
-        _mark(module, owner, self._trains)
-        init = workload.modules[owner].init
-        initial = None if init is None else InitialWeights(folder / init, module, owner)
-        draft = UnfilledModule(module, notes, initial)
-        cuts = self._keep_all(owner, module, kept, comm)
-        draft.fill(self._blocks_of(owner), cuts, device)
-        return draft.storages()
+    def _materialise(self, owner: str, kept: list[Stage]) -> list[StorageWeakRef]:
+        """Keep materialised blocks of a meta module; returns the memory that must be free now."""
+        meta = MetaModule(self._workload, owner, self._folder)
+        mark_frozen(meta.module, owner, self._trains)
+        cuts = self._keep_all(owner, meta.module, kept)
+        meta.materialise(self._blocks_of(owner), cuts, self._device)
+        return meta.storages()
 
     def _forget(self, owner: str) -> None:
-        """Undo what was kept of a module."""
+        """Drop everything that was kept of a module."""
         self.blocks = {key: block for key, block in self.blocks.items() if key[0] != owner}
-        self.shards = {k: v for k, v in self.shards.items() if k.split(".")[0] != owner}
-        self.places = {k: v for k, v in self.places.items() if k.split(".")[0] != owner}
+        self.layouts = {k: v for k, v in self.layouts.items() if k.split(".")[0] != owner}
         self.canonical = {k: v for k, v in self.canonical.items() if k.split(".")[0] != owner}
         self.ties = [tie for tie in self.ties if tie.owner != owner]
 
@@ -232,11 +154,7 @@ class LocalModel:
                 )
 
     def _keep_all(
-        self,
-        owner: str,
-        module: nn.Sequential,
-        kept: list[Stage],
-        comm: Callable[[Ranks], TensorParallelComm],
+        self, owner: str, module: nn.Sequential, kept: list[Stage]
     ) -> dict[str, list[Box]]:
         """Keep the stages' blocks, cut; returns the kept parts of cut parameters."""
         self._note_ties(owner, module)
@@ -245,19 +163,19 @@ class LocalModel:
             for index in range(*stage.blocks):
                 if (owner, index) not in self.blocks:
                     self.blocks[owner, index] = module[index]
-                    cuts |= self._cut(stage, index, comm)
-        self.partners.note(owner, self._blocks_of(owner), kept, comm)
+                    cuts |= self._cut(stage, index)
+        self.tp_groups.prepare(owner, self._blocks_of(owner), kept, self._comm)
         return cuts
 
-    def _quieten(self, stages: Sequence[Stage]) -> None:
-        """In blocks that some rank runs as two shards, first ranks bring whole parameters.
+    def _leave_out_replicated(self, stages: Sequence[Stage]) -> None:
+        """In blocks that some rank runs as two shards, let first ranks contribute alone.
 
         Raises:
             InvalidInputError: a parameter stands in such a block and in another one.
         """
-        crowded = {key for key in self.blocks if self.partners.is_crowded(*key)}
+        several = {key for key in self.blocks if self.tp_groups.has_several_shards(*key)}
         for tie in self.ties:
-            if any((tie.owner, index) in crowded for index in tie.blocks):
+            if any((tie.owner, index) in several for index in tie.blocks):
                 raise InvalidInputError(
                     f"{tie.name} stands in several blocks, and a rank runs one of them as two "
                     "different tp shards",
@@ -265,47 +183,40 @@ class LocalModel:
                 )
         for stage in stages:
             for index in range(*stage.blocks):
-                if (stage.owner, index) in crowded:
-                    self.partners.quieten(stage, index)
-        for owner, index in crowded:
+                if (stage.owner, index) in several:
+                    self.tp_groups.leave_out(stage, index)
+        for owner, index in several:
             for name, parameter in self.blocks[owner, index].named_parameters():
-                if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.places:
-                    self.partners.watch(index, parameter)
+                if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.layouts:
+                    self.tp_groups.hook(index, parameter)
 
-    def _cut(
-        self, stage: Stage, index: int, comm: Callable[[Ranks], TensorParallelComm]
-    ) -> dict[str, list[Box]]:
+    def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:
         """Cut one kept block; returns the kept parts by name in the module."""
         d, t = stage.place(self._rank)
         where = f"{stage.owner}.{index}"
         block = self.blocks[stage.owner, index]
-        if self.partners.shard(stage.owner, index) == (0, 1):
+        if self.tp_groups.shard(stage.owner, index) == (0, 1):
             self._note_uncut(stage.owner, index, block)
             return {}
         group = tuple(sorted(stage.ranks[d]))
-        cut = shard_block(block, index=t, count=stage.tp, comm=comm(group), where=where)
+        cut = shard_block(block, index=t, count=stage.tp, comm=self._comm(group), where=where)
         tied_across = {tie.name for tie in self.ties}
-        for name, shard in cut.items():
+        for name, layout in cut.items():
             full = self.canonical.get(f"{where}.{name}", f"{where}.{name}")
             if full in tied_across:
                 raise InvalidInputError(
                     f"{where}: tp_plan cuts {name}, which another block shares",
                     hint="leave it out of tp_plan: tied parameters stay whole",
                 )
-            self.shards[f"{where}.{name}"] = shard
-            self.places[f"{where}.{name}"] = shard_place(
-                shard.full_shape, shard.style, t, stage.tp, shard.parts
-            )
-        return {f"{index}.{name}": list(self.places[f"{where}.{name}"].boxes) for name in cut}
+            self.layouts[f"{where}.{name}"] = layout
+        return {f"{index}.{name}": list(layout.boxes) for name, layout in cut.items()}
 
     def _note_uncut(self, owner: str, index: int, block: nn.Module) -> None:
-        """Of a whole block that others hold cut, which parameters they cut."""
-        if any(len(group) > 1 for group in self.partners.groups(owner, index)):
+        """Note the layouts of a whole block's parameters that other ranks hold cut."""
+        if any(len(group) > 1 for group in self.tp_groups.groups(owner, index)):
             where = f"{owner}.{index}"
-            for name, shard in cut_parameters(block, where=where).items():
-                self.places[f"{where}.{name}"] = shard_place(
-                    shard.full_shape, shard.style, 0, 1, shard.parts
-                )
+            for name, layout in cut_parameters(block, where=where).items():
+                self.layouts[f"{where}.{name}"] = layout
 
     def _find_frozen_here(self, stage: Stage) -> list[nn.Parameter]:
         """Parameters that another task trains and this stage's task does not."""
@@ -321,27 +232,29 @@ class LocalModel:
         """Trained parameters that must not get a gradient from this stage."""
         return self._frozen_here[stage]
 
+    def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for (owner, index), block in self.blocks.items():
+            yield f"{owner}.{index}", block
+        for name, loss in self.losses.items():
+            yield f"losses.{name}", loss
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank once, by the name under which it is saved."""
-        seen: set[int] = set()
-        for (owner, index), block in self.blocks.items():
-            for name, parameter in block.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    full = f"{owner}.{index}.{name}"
-                    yield self.canonical.get(full, full), parameter
-        for loss, module in self.losses.items():
+        seen: set[nn.Parameter] = set()
+        for prefix, module in self._named_modules():
             for name, parameter in module.named_parameters():
-                yield f"losses.{loss}.{name}", parameter
+                if parameter not in seen:
+                    seen.add(parameter)
+                    full = f"{prefix}.{name}"
+                    yield self.canonical.get(full, full), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Persistent buffers of this rank's blocks and losses."""
-        for (owner, index), block in self.blocks.items():
-            for name, buffer in _persistent_buffers(block):
-                yield f"{owner}.{index}.{name}", buffer
-        for loss, module in self.losses.items():
-            for name, buffer in _persistent_buffers(module):
-                yield f"losses.{loss}.{name}", buffer
+        for prefix, module in self._named_modules():
+            kept = module.state_dict(keep_vars=True)
+            for name, buffer in module.named_buffers():
+                if name in kept:
+                    yield f"{prefix}.{name}", buffer
 
     def tensors(self) -> Iterator[Tensor]:
         """All parameters and buffers."""
@@ -365,15 +278,8 @@ class LocalModel:
         }
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in kept:
-            yield name, buffer
-
-
 def tie_sums(program: Program, ties: Sequence[Tie]) -> list[tuple[Tie, list[tuple[Ranks, Ranks]]]]:
-    """For each tie, (ranks, those that bring a gradient) of each sum over its holders.
+    """For each tie, (ranks, those that contribute a gradient) of each sum over its holders.
 
     Raises:
         InvalidInputError: see :func:`mmplan.program.shards.whole_sums`.

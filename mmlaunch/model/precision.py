@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Precision:
+class TrainingPrecision:
     """Contexts of a training type.
 
     Args:
@@ -29,7 +29,7 @@ class Precision:
     def step(self) -> AbstractContextManager[Any]:
         """Around a step: a weight is made narrow once in it, not for every micro-batch.
 
-        Only the cast copies are kept; what runs inside is as it was until :meth:`compute`.
+        Only the cast copies are kept; nothing else changes outside of :meth:`compute`.
         """
         if not self._is_bf16:
             return nullcontext()

@@ -1,4 +1,4 @@
-"""Do noted operations again, as far as they lead to wanted values."""
+"""Replay recorded operations, as far as they lead to wanted values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNDEFINED = frozenset(
 
 
 class UndeferrableError(Exception):
-    """A factory does what cannot be noted and done later; the text says what."""
+    """A factory does something that cannot be recorded and replayed; the text says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Operation:
     """One operation of the factory.
 
     Attributes:
-        leaves: flattened arguments; tensors on the meta device as places, real ones as they were.
-        created: places of results in storages of their own, by position.
+        leaves: flattened arguments; tensors on the meta device as views, real ones as they were.
+        created: views of results in storages of their own, by position.
         reads: storages whose values it uses.
         changes: storages that it writes into.
         overwrites: those of them whose earlier values it makes irrelevant.
@@ -60,16 +60,16 @@ class Operation:
     @property
     def makes(self) -> frozenset[int]:
         """Storages that hold something else afterwards."""
-        return self.changes | {place.storage for place in self.created.values()}
+        return self.changes | {view.storage for view in self.created.values()}
 
     @property
     def is_undefined(self) -> bool:
-        """Whether its result is memory as it was found."""
+        """Whether its result is uninitialised memory."""
         return name_of(self.function) in _UNDEFINED
 
 
-def place_of(tensor: Tensor) -> TensorView:
-    """Where a tensor lies."""
+def view_of(tensor: Tensor) -> TensorView:
+    """A tensor's place in its storage."""
     return TensorView(
         tensor.untyped_storage()._cdata,
         tuple(tensor.shape),
@@ -85,7 +85,7 @@ def name_of(func: Any) -> str:
 
 
 class Replay:
-    """The noted operations, ready to be done again.
+    """The recorded operations, ready to be replayed.
 
     Args:
         operations: in the order in which the factory did them.
@@ -96,9 +96,9 @@ class Replay:
         self._operations, self._num_bytes = operations, num_bytes
 
     def needed(self, wanted: set[int]) -> list[tuple[Operation, bool]]:
-        """Operations that lead to the values of storages, and whether for their values at all.
+        """Operations that lead to the values of storages, and whether their results are used.
 
-        The others among them only move a generator on.
+        The others only move a generator on.
         """
         live, draws = set(wanted), False
         found: list[tuple[Operation, bool]] = []
@@ -106,7 +106,7 @@ class Replay:
             used = bool(operation.makes & live)
             # How much such an operation draws may depend on its inputs.
             used = used or (operation.random and draws and bool(operation.reads))
-            made = {place.storage for place in operation.created.values()}
+            made = {view.storage for view in operation.created.values()}
             if used and operation.is_undefined and any(self._num_bytes[m] for m in made):
                 raise UndeferrableError("it leaves a tensor, or a part of one, undefined")
             if used:
@@ -123,13 +123,13 @@ class Replay:
         wanted: set[int],
         done: Callable[[int, torch.UntypedStorage], None],
     ) -> None:
-        """Do needed operations.
+        """Replay needed operations.
 
         Args:
             needed: from :meth:`needed`.
             wanted: the storages that it was asked for.
             done: called with each of these and its values as soon as they are final; memory is
-                let go after its last use.
+                freed after its last use.
         """
         last: dict[int, int] = {}
         final: dict[int, int] = {}
@@ -170,8 +170,8 @@ class Replay:
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             name = name_of(operation.function)
             raise UndeferrableError(f"{name} cannot be done again: {error}") from error
-        for index, place in operation.created.items() if keep else ():
+        for index, view in operation.created.items() if keep else ():
             made = result[index]
-            if (tuple(made.stride()), made.storage_offset()) != (place.stride, place.offset):
+            if (tuple(made.stride()), made.storage_offset()) != (view.stride, view.offset):
                 raise UndeferrableError(f"{name_of(operation.function)} lays memory out otherwise")
-            values[place.storage] = made.untyped_storage()
+            values[view.storage] = made.untyped_storage()

@@ -28,16 +28,16 @@ class Seeds:
         if device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._places: dict[tuple[str, int], int] = {}
+        self._digests: dict[tuple[str, int], int] = {}
 
     def enter(self, step: int, name: str, index: int, first_sample: int) -> None:
         """Seed for one block (or loss) on one micro-batch (or sync batch)."""
-        place = self._places.get((name, index))
-        if place is None:
+        number = self._digests.get((name, index))
+        if number is None:
             digest = hashlib.sha256(f"{self._seed}:{name}:{index}".encode()).digest()
-            place = self._places[name, index] = int.from_bytes(digest[:8], "big")
+            number = self._digests[name, index] = int.from_bytes(digest[:8], "big")
         # Mixed twice: neighbours in step and sample must not get neighbouring seeds.
-        mixed = _mix(_mix(place + step) + first_sample) >> 1
+        mixed = _mix(_mix(number + step) + first_sample) >> 1
         for generator in self._generators:
             generator.manual_seed(mixed)
 

@@ -1,4 +1,4 @@
-"""What every stage returns, known on all ranks before the first message.
+"""The output spec of every stage, known on all ranks before the first message.
 
 A receive buffer of the wrong size is filled in part, or aborts the process; so shapes are
 inferred when workers start: each stage runs once on fake tensors, in pipeline order, and
@@ -17,23 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.messages import LeafSpec, Spec, element_of, map_tensors, spec_of
+from mmlaunch.comm.batches import Tree, element_of, map_tensors
+from mmlaunch.comm.messages import LeafSpec, Spec, spec_of
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
 from mmlaunch.data.loader import StepData
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
+from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Program, Source, Stage
 from mmplan.ragged import Ragged
 
-# Two samples: a batch of one is what some modules squeeze away.
+# Two samples: some modules squeeze a batch of one away.
 _SAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a stage's first rank tells the others."""
+    """A stage's spec, or why there is none, as its first rank tells the others."""
 
     spec: Spec = None
     failure: Failure | None = None
@@ -44,9 +46,9 @@ def infer_shapes(
     model: LocalModel,
     transport: Transport,
     data: Callable[[str], StepData],
-    prepare: Callable[[Any], Any],
-    precision: Precision,
-) -> list[Any]:
+    prepare: Callable[[Tree], Tree],
+    precision: TrainingPrecision,
+) -> list[Spec]:
     """The output spec of every stage, the same list on all ranks.
 
     Args:
@@ -60,7 +62,7 @@ def infer_shapes(
     Raises:
         MMPlanError: a block raised, or returned something that cannot travel; on all ranks.
     """
-    specs: list[Any] = []
+    specs: list[Spec] = []
     for stage in program.stages:
         leader = stage.ranks[0][0]
         answer = _Answer()
@@ -103,11 +105,11 @@ def _infer(
     stage: Stage,
     program: Program,
     model: LocalModel,
-    specs: list[Any],
+    specs: list[Spec],
     data: StepData,
-    prepare: Callable[[Any], Any],
+    prepare: Callable[[Tree], Tree],
     device: torch.device,
-) -> Any:
+) -> Spec:
     start, stop = stage.microbatches[0][0]
     samples = min(_SAMPLES, stop - start)
     arguments = [
@@ -122,18 +124,18 @@ def _infer(
             raise
         # Some blocks look at values, which fake tensors do not have.
         with torch.no_grad():
-            return spec_of(_chain(blocks, arguments))
+            return spec_of(call_blocks(blocks, arguments))
 
 
 def _argument(
     source: Source,
     program: Program,
-    specs: list[Any],
+    specs: list[Spec],
     data: StepData,
     span: tuple[int, int],
-    prepare: Callable[[Any], Any],
+    prepare: Callable[[Tree], Tree],
     device: torch.device,
-) -> Any:
+) -> Tree:
     start, samples = span
     if source.field is not None:
         return prepare(data.get(source.field, start, start + samples))
@@ -145,7 +147,7 @@ def _argument(
     return _example(spec, samples, device)
 
 
-def _example(spec: Any, samples: int, device: torch.device) -> Any:
+def _example(spec: Spec, samples: int, device: torch.device) -> Tree:
     """Zeros of a spec; one row for each sample of ``Ragged``."""
     if isinstance(spec, LeafSpec):
         values = torch.zeros((samples, *spec.tail), dtype=spec.dtype, device=device)
@@ -156,26 +158,25 @@ def _example(spec: Any, samples: int, device: torch.device) -> Any:
     return None
 
 
-def _run_fake(blocks: list[nn.Module], arguments: list[Any]) -> Any:
+def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    # It logs a traceback of what is tried again with real tensors, or said in our words.
+    # It logs a traceback of a failure that is tried again with real tensors, or worded by us.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # Weights are swapped for fake ones: a fake input never meets a real parameter.
     with FakeTensorMode() as mode, torch.no_grad():
-        fake: dict[int, Tensor] = {}
+        fake: dict[Tensor, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:
-            if id(tensor) not in fake:
-                fake[id(tensor)] = mode.from_tensor(tensor)
-            return fake[id(tensor)]
+            if tensor not in fake:
+                fake[tensor] = mode.from_tensor(tensor)
+            return fake[tensor]
 
-        tree: Any = [map_tensors(argument, convert) for argument in arguments]
-        for position, block in enumerate(blocks):
+        given: tuple[Any, ...] = tuple(map_tensors(argument, convert) for argument in arguments)
+        for block in blocks:
             state = {n: convert(t) for n, t in _state(block)}
-            given = tuple(tree) if position == 0 else (tree,)
-            tree = torch.func.functional_call(block, state, given, tie_weights=False)
-        return spec_of(tree)
+            given = (torch.func.functional_call(block, state, given, tie_weights=False),)
+        return spec_of(given[0])
 
 
 def _state(block: nn.Module) -> list[tuple[str, Tensor]]:
@@ -183,10 +184,3 @@ def _state(block: nn.Module) -> list[tuple[str, Tensor]]:
         *block.named_parameters(remove_duplicate=False),
         *block.named_buffers(remove_duplicate=False),
     ]
-
-
-def _chain(blocks: list[nn.Module], arguments: list[Any]) -> Any:
-    tree = blocks[0](*arguments)
-    for block in blocks[1:]:
-        tree = block(tree)
-    return tree

@@ -1,4 +1,4 @@
-"""Where a rank's tensors lie in the full ones, and parts of them that several ranks hold."""
+"""Shard layouts: the boxes of full tensors that a rank's local tensors hold."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mmlaunch.checkpoint.boxes import Box, ShardStyle, flat_to_boxes, intersect,
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Where a local tensor lies in the full one.
+    """The boxes of a full tensor that a local tensor holds.
 
     Attributes:
-        boxes: its parts; concatenated along ``dim`` they are the local tensor.
+        boxes: concatenated along ``dim`` they are the local tensor.
         style: how tensor parallelism cuts the full tensor, None where it does not.
         parts: equal parts of dim 0 that are cut apart (fused qkv: 3).
-        index: which of ``count`` shards it is.
+        index: of the shard, of ``count``.
     """
 
     full_shape: tuple[int, ...]
@@ -31,8 +31,8 @@ class ShardLayout:
     count: int = 1
 
     @cached_property
-    def locals(self) -> tuple[Box, ...]:
-        """Where the parts lie in the local tensor, in their order."""
+    def local_boxes(self) -> tuple[Box, ...]:
+        """Places of the boxes in the local tensor, in their order."""
         found: list[Box] = []
         start = 0
         for box in self.boxes:
@@ -50,8 +50,8 @@ class ShardLayout:
         return tuple(self.to_local(box) for box in wanted)
 
     def to_local(self, box: Box) -> Box:
-        """Where a part of the full tensor, inside one of the boxes, lies in the local one."""
-        for outer, local in zip(self.boxes, self.locals, strict=True):
+        """The place in the local tensor of a part of one of the boxes."""
+        for outer, local in zip(self.boxes, self.local_boxes, strict=True):
             if intersect(outer, box) == box:
                 return _moved(box, outer, local)
         raise ValueError(f"{box} is in none of {[str(outer) for outer in self.boxes]}")
@@ -59,26 +59,31 @@ class ShardLayout:
     def to_full(self, box: Box) -> list[tuple[Box, Box]]:
         """(part in the full tensor, the same part in the local one) of a local box."""
         found: list[tuple[Box, Box]] = []
-        for outer, local in zip(self.boxes, self.locals, strict=True):
+        for outer, local in zip(self.boxes, self.local_boxes, strict=True):
             common = intersect(box, local)
             if common is not None:
                 found.append((_moved(common, local, outer), common))
         return found
+
+    def views(self, local: Tensor) -> list[tuple[Box, Tensor]]:
+        """Each box with its elements of a local tensor."""
+        pairs = zip(self.boxes, self.local_boxes, strict=True)
+        return [(box, local[there.slices]) for box, there in pairs]
 
     def take(self, full: Tensor) -> Tensor:
         """The local tensor, cut out of the full one."""
         return torch.cat([full[b.slices] for b in self.boxes], self.dim) if full.dim() else full
 
 
-def whole_place(shape: tuple[int, ...]) -> ShardLayout:
-    """Of a tensor that is not cut."""
+def replicated_layout(shape: tuple[int, ...]) -> ShardLayout:
+    """The layout of a tensor that is not cut."""
     return ShardLayout(full_shape=shape, boxes=(whole(shape),))
 
 
-def shard_place(
+def shard_layout(
     full_shape: tuple[int, ...], style: ShardStyle, index: int, count: int, parts: int
 ) -> ShardLayout:
-    """Of one shard of a parameter that tensor parallelism cuts.
+    """The layout of one shard of a parameter that tensor parallelism cuts.
 
     Raises:
         InvalidInputError: the dim is not divisible.

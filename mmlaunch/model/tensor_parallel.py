@@ -20,32 +20,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmlaunch.checkpoint.boxes import Box, ShardStyle, shard_boxes
+from mmlaunch.model.shard_layout import ShardLayout, shard_layout
 from mmplan.errors import InvalidInputError
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
 
 
 class TensorParallelComm(Protocol):
-    """What a block needs of its tensor-parallel group."""
+    """A tensor-parallel group, as blocks see it."""
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over the group; blocks until it is there."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterShard:
-    """How a rank's parameter lies in the full one (``boxes.shard_boxes`` gives the place).
-
-    Attributes:
-        full_shape: shape without tensor parallelism.
-        style: how it is cut.
-        parts: equal parts of dim 0 that are cut apart (fused qkv: 3).
-    """
-
-    full_shape: tuple[int, ...]
-    style: ShardStyle
-    parts: int = 1
 
 
 def shard_block(
@@ -55,8 +41,8 @@ def shard_block(
     count: int,
     comm: TensorParallelComm,
     where: str = "block",
-) -> dict[str, ParameterShard]:
-    """Cut a block's Linears in place to one rank's share of a tensor-parallel group.
+) -> dict[str, ShardLayout]:
+    """Cut a block's Linears in place to one rank's shard of a tensor-parallel group.
 
     Args:
         block: may carry ``tp_plan``: submodule name to style; without it the block stays
@@ -64,10 +50,10 @@ def shard_block(
         index: this rank's position in the group.
         count: ranks of the group.
         comm: sums tensors over the group.
-        where: what errors call the block (``vision.3``).
+        where: the block's name in errors (``vision.3``).
 
     Returns:
-        The cut parameters by name inside the block; the others are replicated.
+        Layouts of the cut parameters by name inside the block; the others are replicated.
 
     Raises:
         InvalidInputError: the plan names no Linear of the block, an unknown style, or sizes
@@ -77,7 +63,7 @@ def shard_block(
     if count == 1:
         return {}
     _check_not_tied(block, plan, where)
-    shards: dict[str, ParameterShard] = {}
+    shards: dict[str, ShardLayout] = {}
     for name, style in plan.items():
         linear = _linear(block, name, where)
         parts = packed_parts(linear, name) if style == "packed_colwise" else 1
@@ -92,10 +78,10 @@ def shard_block(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The share of a whole Linear that one tensor-parallel group uses on this rank.
+    """The shard of a whole Linear that one tensor-parallel group uses on this rank.
 
     Attributes:
-        weight, bias: boxes of the share; None for all of it.
+        weight, bias: boxes of the shard; None for all of it.
         comm: sums over the group.
     """
 
@@ -108,14 +94,14 @@ class Window:
 def window_block(
     block: nn.Module, *, index: int, count: int, comm: TensorParallelComm, where: str = "block"
 ) -> list[tuple[WindowedLinear, Window]]:
-    """Let a block stay whole and run as a share of a tensor-parallel group where asked to.
+    """Let a block stay whole and run as a shard of a tensor-parallel group where asked to.
 
     Args:
         block, index, count, comm, where: as for :func:`shard_block`.
 
     Returns:
-        The Linears that the group cuts, each with its share; until one is set as ``tp_window``
-        the Linear computes what it did before.
+        The Linears that the group cuts, each with its shard; until one is set as ``tp_window``
+        the Linear computes as before.
 
     Raises:
         InvalidInputError: as :func:`shard_block`.
@@ -131,7 +117,7 @@ def window_block(
         _check_sizes(block, name, linear, style=style, parts=parts, count=count, where=where)
         boxes = {
             parameter: shard_boxes(tuple(full.shape), style, index, count, parts)
-            for parameter, full in _cut_ones(linear, style)
+            for parameter, full in _parameters_to_cut(linear, style)
         }
         linear.__class__ = WindowedLinear
         object.__setattr__(linear, "tp_window", None)
@@ -140,20 +126,19 @@ def window_block(
     return found
 
 
-def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, ParameterShard]:
-    """What tensor parallelism would cut of a whole block, by name inside it.
+def cut_parameters(block: nn.Module, *, where: str = "block") -> dict[str, ShardLayout]:
+    """Layouts of a whole block's parameters that tensor parallelism would cut, by name inside it.
 
     Raises:
         InvalidInputError: the plan names no Linear of the block, or an unknown style.
     """
-    found: dict[str, ParameterShard] = {}
+    found: dict[str, ShardLayout] = {}
     for name, style in block_plan(block, where=where).items():
         linear = _linear(block, name, where)
         parts = packed_parts(linear, name) if style == "packed_colwise" else 1
-        for parameter, full in _cut_ones(linear, style):
-            shape = tuple(full.shape)
-            shard = ParameterShard(full_shape=shape, style=style, parts=parts)
-            found[f"{name}.{parameter}"] = shard
+        for parameter, full in _parameters_to_cut(linear, style):
+            layout = shard_layout(tuple(full.shape), style, 0, 1, parts)
+            found[f"{name}.{parameter}"] = layout
     return found
 
 
@@ -188,12 +173,12 @@ def packed_parts(linear: nn.Module, name: str) -> int:
 
 
 class CutLinear(nn.Linear):
-    """A Linear of which this rank holds a share."""
+    """A Linear of which this rank holds a shard."""
 
     tp_comm: TensorParallelComm
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] to [..., out], either of them this rank's share."""
+        """[..., in] to [..., out], either of them this rank's shard."""
         return self.compute(functional.linear, input)
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
@@ -220,24 +205,24 @@ class _RowwiseLinear(CutLinear):
 
 
 class WindowedLinear(nn.Linear):
-    """A whole Linear that tensor-parallel groups use a share of, in turn."""
+    """A whole Linear of which tensor-parallel groups use a shard, in turn."""
 
     tp_window: Window | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """As the Linear, or as this rank's share of it in the group of the window."""
+        """As the Linear, or as this rank's shard of it in the group of the window."""
         window = self.tp_window
         if window is None:
             return functional.linear(input, self.weight, self.bias)
-        weight = _share(self.weight, window.weight)
+        weight = _cat_boxes(self.weight, window.weight)
         if window.style == "rowwise":
             summed = _leave(functional.linear(input, weight), window.comm)
             return summed if self.bias is None else summed + self.bias.to(summed.dtype)
-        bias = None if window.bias is None else _share(self.bias, window.bias)
+        bias = None if window.bias is None else _cat_boxes(self.bias, window.bias)
         return functional.linear(_enter(input, window.comm), weight, bias)
 
 
-def _share(full: Tensor, boxes: Sequence[Box]) -> Tensor:
+def _cat_boxes(full: Tensor, boxes: Sequence[Box]) -> Tensor:
     """Boxes of a tensor, one above the other."""
     parts = [full[box.slices] for box in boxes]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -307,9 +292,9 @@ def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
 
 
 def _check_not_tied(block: nn.Module, plan: dict[str, ShardStyle], where: str) -> None:
-    first: dict[int, str] = {}
+    first: dict[nn.Parameter, str] = {}
     for name, parameter in block.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
+        other = first.setdefault(parameter, name)
         cut = [n for n in (other, name) if n.rpartition(".")[0] in plan]
         if other != name and cut:
             raise InvalidInputError(
@@ -348,7 +333,7 @@ def _check_sizes(
         )
 
 
-def _cut_ones(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
+def _parameters_to_cut(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parameter]]:
     """A Linear's parameters but for a row-cut one's bias: that is added once, after the sum."""
     return [
         (name, full)
@@ -359,13 +344,12 @@ def _cut_ones(linear: nn.Linear, style: ShardStyle) -> list[tuple[str, nn.Parame
 
 def _cut(
     linear: nn.Linear, style: ShardStyle, parts: int, index: int, count: int
-) -> dict[str, ParameterShard]:
-    """Replace a Linear's parameters by their shares, on memory of their own."""
-    shards: dict[str, ParameterShard] = {}
-    for name, full in _cut_ones(linear, style):
-        boxes = shard_boxes(tuple(full.shape), style, index, count, parts)
-        local = torch.cat([full.detach()[box.slices] for box in boxes])
+) -> dict[str, ShardLayout]:
+    """Replace a Linear's parameters by their shards, on memory of their own."""
+    shards: dict[str, ShardLayout] = {}
+    for name, full in _parameters_to_cut(linear, style):
+        shards[name] = shard_layout(tuple(full.shape), style, index, count, parts)
+        local = shards[name].take(full.detach())
         setattr(linear, name, nn.Parameter(local, requires_grad=full.requires_grad))
-        shards[name] = ParameterShard(full_shape=tuple(full.shape), style=style, parts=parts)
     linear.out_features, linear.in_features = linear.weight.shape
     return shards

@@ -1,9 +1,10 @@
-"""Blocks that a rank runs in several tensor-parallel groups: for several tasks, say.
+"""Blocks that a rank runs in several tensor-parallel process groups: for several tasks, say.
 
-A rank that is the same shard of all of them holds that shard, and only its partners change. One
-that is different shards holds the block whole, and each group uses its shard of it. There whole
-parameters would be brought once too often, so the first rank of each group brings them, and
-the backwards of the others leave them out (:mod:`mmplan.program.shards`).
+A rank with the same shard in all of them holds that shard, and only the group of its sums
+changes. A rank with different shards holds the block whole, and each group uses its shard of it.
+There replicated parameters would contribute to a sum once too often, so the first rank of each
+group contributes, and the backwards of the others leave their gradients out
+(:mod:`mmplan.program.shards`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mmplan.program.model import Program, Stage
 from mmplan.program.shards import Ranks, held_shards, is_crowded
 
 Comm = Callable[[Ranks], TensorParallelComm]
-# A Linear, the attribute that says what it computes, and its value.
-_Setting = tuple[nn.Module, str, Any]
+# A Linear, the attribute that says in which group or on which shard it computes, and its value.
+_GroupAttribute = tuple[nn.Module, str, Any]
 
 
-class Partners:
-    """Which shard of each block a rank holds, and what its blocks compute in which group.
+class TPGroups:
+    """The shard of each block that a rank holds, and the groups in which it runs the block.
 
     Args:
         program: the whole program.
@@ -40,9 +41,9 @@ class Partners:
         self._program, self._rank = program, rank
         self.running: int | None = None
         self._groups: dict[tuple[str, int], list[Ranks]] = {}
-        self._settings: dict[tuple[int, int], list[_Setting]] = {}
-        # (stage, block) whose whole parameters another rank of the group brings.
-        self._quiet: set[tuple[int, int]] = set()
+        self._attributes: dict[tuple[int, int], list[_GroupAttribute]] = {}
+        # (stage, block) for whose replicated parameters another rank of the group contributes.
+        self._left_out: set[tuple[int, int]] = set()
 
     def groups(self, owner: str, index: int) -> list[Ranks]:
         """The tensor-parallel groups of all ranks that run a block."""
@@ -60,11 +61,11 @@ class Partners:
         """(shard, of how many) of a block that the rank holds."""
         return held_shards(self.groups(owner, index))[self._rank]
 
-    def is_crowded(self, owner: str, index: int) -> bool:
+    def has_several_shards(self, owner: str, index: int) -> bool:
         """Whether some rank runs a block as two different shards."""
         return is_crowded(self.groups(owner, index))
 
-    def note(
+    def prepare(
         self, owner: str, blocks: Mapping[int, nn.Module], stages: Sequence[Stage], comm: Comm
     ) -> None:
         """Prepare blocks of a module that the rank runs in several groups.
@@ -85,40 +86,40 @@ class Partners:
                 whole = self.shard(owner, index) == (0, 1)
                 for stage, group in groups.items():
                     sums = comm(tuple(sorted(group)))
-                    self._settings[stage, index] = (
+                    self._attributes[stage, index] = (
                         self._windows(f"{owner}.{index}", blocks[index], group, sums)
                         if whole
-                        else _partners(blocks[index], sums)
+                        else _comms(blocks[index], sums)
                     )
 
     def _windows(
         self, where: str, block: nn.Module, group: Ranks, comm: TensorParallelComm
-    ) -> list[_Setting]:
-        """Which share of a whole block its Linears use in a group."""
+    ) -> list[_GroupAttribute]:
+        """The shard of a whole block that its Linears use in a group."""
         index, count = group.index(self._rank), len(group)
         found = window_block(block, index=index, count=count, comm=comm, where=where)
         return [(linear, "tp_window", window if count > 1 else None) for linear, window in found]
 
-    def meet(self, stage: Stage, index: int) -> None:
-        """Let a block compute its share in the group of the stage that runs it now."""
-        for linear, name, value in self._settings.get((stage.index, index), ()):
+    def enter(self, stage: Stage, index: int) -> None:
+        """Let a block compute its shard in the group of the stage that runs it now."""
+        for linear, name, value in self._attributes.get((stage.index, index), ()):
             # Past nn.Module's __setattr__: a comm that is a module must not become a child.
             object.__setattr__(linear, name, value)
 
-    def quieten(self, stage: Stage, index: int) -> None:
-        """Take no gradients of a crowded block's whole parameters from a stage's later ranks."""
+    def leave_out(self, stage: Stage, index: int) -> None:
+        """Take a block's replicated gradients from the first rank of a stage's group only."""
         if stage.place(self._rank)[1] > 0:
-            self._quiet.add((stage.index, index))
+            self._left_out.add((stage.index, index))
 
-    def watch(self, index: int, parameter: nn.Parameter) -> None:
-        """Leave out what :meth:`quieten` says of a whole parameter of a crowded block."""
-        parameter.register_hook(partial(self._brought, index))
+    def hook(self, index: int, parameter: nn.Parameter) -> None:
+        """Let :meth:`leave_out` hold for a replicated parameter of a block."""
+        parameter.register_hook(partial(self._contributed, index))
 
-    def _brought(self, index: int, gradient: Tensor) -> Tensor | None:
-        return torch.zeros_like(gradient) if (self.running, index) in self._quiet else None
+    def _contributed(self, index: int, gradient: Tensor) -> Tensor | None:
+        return torch.zeros_like(gradient) if (self.running, index) in self._left_out else None
 
 
-def _partners(block: nn.Module, comm: TensorParallelComm) -> list[_Setting]:
-    """Whom the Linears of a cut block sum with."""
+def _comms(block: nn.Module, comm: TensorParallelComm) -> list[_GroupAttribute]:
+    """The group in which the Linears of a cut block sum."""
     linears = (module for module in block.modules() if isinstance(module, CutLinear))
     return [(linear, "tp_comm", comm) for linear in linears]

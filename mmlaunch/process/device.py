@@ -17,7 +17,7 @@ Backend = Literal["nccl", "gloo"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDevice:
-    """Where a rank computes and how it talks.
+    """A rank's device and the backend of its messages.
 
     Attributes:
         device: the torch device of this rank.
@@ -104,7 +104,7 @@ def async_tp_note(device: torch.device) -> str:
 
 
 def _cuda_obstacle(num_ranks: int) -> str | None:
-    """What keeps NCCL on CUDA from serving ``num_ranks`` local ranks; None when nothing does."""
+    """The reason why NCCL on CUDA cannot serve ``num_ranks`` local ranks; None when it can."""
     if not torch.cuda.is_available():
         return "CUDA is not available"
     if torch.cuda.device_count() < num_ranks:

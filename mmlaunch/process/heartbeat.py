@@ -1,4 +1,4 @@
-"""What each worker is doing, in a small file that workers write and the launcher reads.
+"""The state of each worker, in a small file that workers write and the launcher reads.
 
 One slot per local rank, shared through mmap: a worker's beat is one memory write and
 needs no thread, so a stopped process and a wedged one both fall silent. Whether a rank
@@ -21,7 +21,7 @@ from mmlaunch.process.process_tree import ProcessId
 
 
 class WorkerState(IntEnum):
-    """What a worker says it is doing."""
+    """The state that a worker reports."""
 
     NOT_STARTED = 0
     COMPUTING = 1
@@ -54,10 +54,10 @@ class Snapshot:
     Attributes:
         local_rank: whose slot it is.
         process: the worker's process; None before it has registered.
-        state: what it said last.
-        progress_s: when it said so, seconds of ``time.monotonic`` (the same clock in
+        state: the last one that it reported.
+        progress_s: the time of that report, seconds of ``time.monotonic`` (the same clock in
             every process of a machine).
-        where: the place in the program that it said last.
+        where: the last reported place in the program.
         peers: global ranks it waits for; empty when it does not say.
     """
 
@@ -78,8 +78,10 @@ _BEAT_AT = _IDENTITY.size
 _PEERS_AT = _BEAT_AT + _BEAT.size
 _SLOT_BYTES = 160
 _HEADER_BYTES = 64
-_STOP_AT, _RELEASED_AT = 0, 1
-_COMPUTING, _WAITING = int(WorkerState.COMPUTING), int(WorkerState.WAITING)
+_STOP_AT = 0
+_RELEASED_AT = 1
+_COMPUTING = int(WorkerState.COMPUTING)
+_WAITING = int(WorkerState.WAITING)
 
 
 class Heartbeat:

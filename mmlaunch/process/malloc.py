@@ -1,9 +1,9 @@
-"""How malloc treats the tensors of a rank that computes on a CPU.
+"""Settings of malloc for a rank that computes on a CPU.
 
 glibc's malloc maps every large tensor anew and gives the top of its heap back to Linux as soon
 as it is free. A step allocates and frees the same sizes again and again, so each time Linux
 has to find and clear pages again: of a forward of 32 images through eight blocks that was a
-tenth to a quarter. CUDA's caching allocator keeps what was freed for the same reason.
+tenth to a quarter. CUDA's caching allocator keeps freed memory for the same reason.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 from typing import Any
 
 # glibc's malloc.h: parameters of mallopt(3).
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 _NEVER = -1
 
 
 def keep_freed() -> bool:
-    """Let malloc keep what is freed, for the next allocation.
+    """Let malloc keep freed memory for the next allocation.
 
     Leaves it to a user who chose otherwise, by ``MALLOC_*`` or ``GLIBC_TUNABLES`` in the
     environment, and to another malloc (jemalloc or tcmalloc by ``LD_PRELOAD``), which keeps
@@ -34,7 +35,7 @@ def keep_freed() -> bool:
 
 
 def give_back() -> None:
-    """Give Linux what malloc keeps now, before memory is counted."""
+    """Give freed memory back to Linux, before memory is counted."""
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)

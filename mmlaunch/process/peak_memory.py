@@ -1,4 +1,4 @@
-"""How much memory the steps of a rank really held, to stand beside what the plan predicts."""
+"""Peak memory of a rank's steps, to be compared with the plan's prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmlaunch.process.malloc import give_back
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
 # What a process writes there to let its peak begin anew (proc(5)).
 _FORGET_PEAK = "5"
 
@@ -20,13 +21,13 @@ _FORGET_PEAK = "5"
 class PeakMemory:
     """Most bytes that a rank's tensors held during its steps.
 
-    On CUDA what torch's allocator gave out since the model was there.
+    On CUDA the most that torch's allocator gave out since the model was built.
 
     On a CPU Linux keeps the peak of the process's resident memory. How far that is above what
     stays when the steps are over, and the tensors that are held then, make the peak of the
-    tensors: what libraries read and allocate in the first steps (code, buffers, threads: some
-    20 MB, a part of it no anonymous memory) stays, and so is in neither. What malloc keeps of
-    memory that was given back is in the peak, as it is in the machine's;
+    tensors: memory that libraries take in the first steps (code, buffers, threads: some 20 MB,
+    a part of it no anonymous memory) stays, and so is in neither. Freed memory that malloc keeps
+    is in the peak, as it is in the machine's;
     ``MALLOC_MMAP_THRESHOLD_=131072`` in the environment makes malloc keep nothing, and steps
     slower.
 
@@ -46,7 +47,7 @@ class PeakMemory:
         return None if self._most is None else self._most - self._other
 
     def begin(self, held: Iterable[Tensor]) -> None:
-        """The model is there: all else that is held now is none of the steps'.
+        """The model is built: other memory that is in use now does not count.
 
         Args:
             held: its tensors.
@@ -56,7 +57,7 @@ class PeakMemory:
             self._set_other(held)
 
     def forget(self) -> None:
-        """What was held until now (a checkpoint under way) does not count."""
+        """Begin a new peak: memory that was in use until now (for a checkpoint) does not count."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif self._knows:
@@ -68,10 +69,10 @@ class PeakMemory:
             self._most = max(self._most or 0, self._peak())
 
     def end(self, held: Iterable[Tensor]) -> None:
-        """The steps are over: what stays, but for tensors, is none of theirs.
+        """The steps are over: memory that stays does not count, tensors excepted.
 
         Args:
-            held: tensors that are held now, all of them the steps' own.
+            held: tensors that are alive now, all of them the steps' own.
         """
         # On CUDA all that is allocated is the steps' own: libraries' workspaces too.
         if self._knows and self._device.type == "cpu":

@@ -20,8 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+# Linux's prctl.h.
 _PR_SET_PDEATHSIG = 1
+# How late a worker may notice the launcher's death; chosen by hand.
 _POLL_S = 0.5
+# For a released worker to exit by itself; chosen by hand.
 _EXIT_GRACE_S = 5.0
 
 

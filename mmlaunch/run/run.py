@@ -1,4 +1,4 @@
-"""``mmlaunch run`` and ``mmlaunch verify``: start a plan's workers, collect what they did."""
+"""``mmlaunch run`` and ``mmlaunch verify``: start a plan's workers, collect their results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
-    from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.launch.launcher import Launcher, OnEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What the command line says about a run; see ``mmlaunch run --help``."""
+    """Options of a run on the command line; see ``mmlaunch run --help``."""
 
     plan: Path
     steps: int | None = None
@@ -46,13 +46,13 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run did.
+    """The result of a run.
 
     Attributes:
         spans: rank to the (instruction index, start_s, end_s) of its last step.
-        memory_bytes: rank to the most that its steps held, of ranks whose system tells.
+        memory_bytes: rank to the peak of its steps, of ranks whose system tells.
         stopped: whether it saved and ended early on request.
-        segment: what it ended in.
+        segment: the last one that ran.
     """
 
     segment: Segment
@@ -104,17 +104,24 @@ def prepare(options: RunOptions) -> Prepared:
     return Prepared(plan=plan, workload=workload, workload_path=path)
 
 
-def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Planner) -> RunSummary:
+def run(
+    options: RunOptions,
+    prepared: Prepared,
+    on_event: OnEvent,
+    planner: Planner,
+    launcher: Launcher | None = None,
+) -> RunSummary:
     """Train in one process per rank and write the run folder.
 
     Args:
-        options: what the command line says.
+        options: of the command line.
         prepared: checked.
-        on_event: is told of steps, of plans that take over, and of what the launcher does.
+        on_event: gets events of steps, of segments and of the launcher.
         planner: plans for task sets that the given plan is not for.
+        launcher: of the workers; default: as processes of this machine.
 
     Raises:
-        MMPlanError: what the planner raises.
+        MMPlanError: from the planner.
         WorkerFailedError: a worker died or hung.
         InvalidInputError: the run folder holds another run.
     """
@@ -144,14 +151,14 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         on_event({"kind": "note", "message": note})
 
     def on_worker_event(event: dict[str, Any]) -> None:
-        if event.get("kind") == "part":
-            segment = segments[event["part"]]
+        if event.get("kind") == "segment":
+            segment = segments[event["segment"]]
             record.write(segment, step=event["step"])
             event = {"kind": "segment", "segment": segment, "of": len(segments)}
         on_event(event)
 
     job = TrainJob(
-        parts=tuple(
+        segments=tuple(
             JobSegment(from_step=s.from_step, until=s.until, plan=str(s.path)) for s in segments
         ),
         workload=str(prepared.workload_path.absolute()),
@@ -163,7 +170,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         emulation=options.emulation,
     )
     try:
-        results = launch(
+        results = (launcher or launch)(
             entry="mmlaunch.run.training_worker:train",
             args=(job,),
             num_ranks=prepared.plan.devices,
@@ -187,7 +194,7 @@ def run(options: RunOptions, prepared: Prepared, on_event: OnEvent, planner: Pla
         run_dir=run_dir,
         steps=results[0].step,
         stopped=results[0].stopped,
-        segment=segments[results[0].part],
+        segment=segments[results[0].segment],
         spans={result.rank: result.spans for result in results},
         memory_bytes=held,
     )

@@ -1,4 +1,4 @@
-"""``run.json`` and the copy of the plan: what is run, for the report and for whoever looks."""
+"""``run.json`` and the copy of the plan, for the report and for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = "run.json"
 
 
 class RunRecord:
-    """The record of a run folder, which says at any time what runs now and what ran before.
+    """The record of a run folder: at any time the segment that runs and those before it.
 
     Args:
         run_dir: the run's folder.
@@ -33,7 +33,7 @@ class RunRecord:
         """Say that a segment's plan trains from a step on.
 
         Args:
-            segment: what runs.
+            segment: that runs.
             step: where it began; None before that is known.
         """
         prediction = segment.plan.predicted
@@ -67,7 +67,7 @@ class RunRecord:
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
 
     def finish(self, memory_bytes: Mapping[int, int]) -> None:
-        """Add the most bytes that the steps of the last segment held, by rank."""
+        """Add the peak memory of the last segment's steps, by rank."""
         path = self._run_dir / RECORD
         record = json.loads(path.read_text(encoding="utf-8"))
         record["memory_bytes"] = {str(rank): held for rank, held in sorted(memory_bytes.items())}

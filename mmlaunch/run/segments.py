@@ -18,7 +18,9 @@ from mmplan.schema.workload import Workload, check_tasks
 # Makes a plan for these tasks that will be written to this path.
 Planner = Callable[[tuple[str, ...], Path], Plan]
 PLANS = "plans"
+# Other machines look so often for machine 0's plan; chosen by hand.
 _POLL_S = 0.5
+# Longest wait for that plan, as long as for the machines to come together.
 _PATIENCE_S = 900.0
 
 
@@ -33,12 +35,12 @@ class Segment:
 
 
 def sets_of_run(plan: Plan, workload: Workload, tasks: Sequence[str] | None) -> tuple[TaskSet, ...]:
-    """Which tasks a run trains, from which step on.
+    """The task sets of a run, each from a step on.
 
     Args:
         plan: the one that was given.
         workload: its workload.
-        tasks: what ``--tasks`` says; it goes before everything else.
+        tasks: of ``--tasks``, which goes before everything else.
 
     Raises:
         InvalidInputError: an unknown task, or the plan is for other tasks than the workload's
@@ -59,7 +61,7 @@ def sets_of_run(plan: Plan, workload: Workload, tasks: Sequence[str] | None) -> 
 
 
 def first_step(run_dir: Path, checkpoints: str, *, resume: bool) -> int:
-    """Where a run goes on, or before: what a killed save left is put right by its workers."""
+    """The first step of a run, or an earlier one: its workers clean up after a killed save."""
     found = step_folders(run_dir / checkpoints) if resume else []
     return found[-1][0] if found else 0
 
@@ -88,10 +90,10 @@ def make_segments(
         path: its file.
         run_dir: the others are kept there.
         planner: makes them.
-        is_first_node: the other machines take what it writes.
+        is_first_node: the other machines take the plans that it writes.
 
     Raises:
-        MMPlanError: what the planner raises.
+        MMPlanError: from the planner.
     """
     live = [item for item in sets if item.from_step < steps] or [sets[0]]
     ends = [item.from_step for item in live[1:]] + [steps]

@@ -1,4 +1,4 @@
-"""What the processes of ``mmlaunch run`` and ``mmlaunch verify`` do."""
+"""Entries of the processes of ``mmlaunch run`` and ``mmlaunch verify``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.peak_memory import PeakMemory
-from mmlaunch.session.session import Session
-from mmlaunch.session.step_result import StepResult
+from mmlaunch.session.session import Session, StepResult
 from mmlaunch.session.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
 from mmplan.program.compute_times import Timings
@@ -41,10 +40,10 @@ class JobSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
-    """What every worker of a run is told.
+    """The job of every worker of a run.
 
     Attributes:
-        parts: of the run, one after another; the last one ends with the run.
+        segments: of the run, one after another; the last one ends with the run.
         workload: path of the workload, None for the one that the plan names.
         steps: optimizer steps in all.
         save_every: steps between checkpoints, 0 for none on the way.
@@ -54,7 +53,7 @@ class TrainJob:
         emulation: times of the computes of emulated devices; None to compute and train.
     """
 
-    parts: tuple[JobSegment, ...]
+    segments: tuple[JobSegment, ...]
     workload: str | None
     steps: int
     save_every: int
@@ -66,20 +65,20 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """What a worker returns.
+    """A worker's result.
 
     Attributes:
         step: steps done.
         stopped: whether it ended early on request.
-        part: index of the part that it ended in.
+        segment: index of the segment that it ended in.
         spans: (instruction index, start_s, end_s) of the last step on this rank.
-        memory_bytes: most that the part's steps held; None where the system does not tell.
+        memory_bytes: the peak of the segment's steps; None where the system does not tell.
     """
 
     rank: int
     step: int
     stopped: bool
-    part: int
+    segment: int
     spans: list[tuple[int, float, float]]
     memory_bytes: int | None = None
 
@@ -87,8 +86,8 @@ class TrainResult:
 def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     """Train until the last step or a request to stop; save and write the weights.
 
-    Where another part begins, a checkpoint is saved and loaded under that part's plan, in the
-    same processes.
+    Where another segment begins, a checkpoint is saved and loaded under that segment's plan, in
+    the same processes.
     """
     transport = DistTransport(ctx.device.device, ctx.heartbeat)
     folder = ctx.run_dir / CHECKPOINTS
@@ -98,7 +97,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     if going_on and newest is None:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     trainer = _Trainer(ctx, job, transport)
-    index = _part_at(job, newest)
+    index = _segment_at(job, newest)
     result = trainer.train(index, newest)
     while not result.stopped and result.step < job.steps:
         # The last plan's model and groups must be gone before the next ones come.
@@ -112,12 +111,12 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
 
 
 class _Trainer:
-    """Trains the parts of a run on one rank.
+    """Trains the segments of a run on one rank.
 
     Args:
         ctx: the worker's.
         job: the run.
-        transport: of all parts.
+        transport: of all segments.
     """
 
     def __init__(self, ctx: WorkerContext, job: TrainJob, transport: DistTransport) -> None:
@@ -125,13 +124,13 @@ class _Trainer:
         self._log: _Metrics | None = None
 
     def train(self, index: int, checkpoint: Path | None) -> TrainResult:
-        """Train one part to its end, from a checkpoint or from the initial weights.
+        """Train one segment to its end, from a checkpoint or from the initial weights.
 
-        At its end there is a checkpoint, or after the last part the weights.
+        At its end there is a checkpoint, or after the last segment the weights.
         """
-        ctx, job, part = self._ctx, self._job, self._job.parts[index]
+        ctx, job, segment = self._ctx, self._job, self._job.segments[index]
         with Session.from_plan(
-            part.plan,
+            segment.plan,
             workload=job.workload,
             timeout_s=ctx.timeout_s,
             transport=self._transport,
@@ -148,21 +147,21 @@ class _Trainer:
             if checkpoint is not None:
                 for change in session.load(checkpoint, anyway=job.resume_anyway):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
-            _report(ctx, {"kind": "part", "part": index, "step": session.step_count})
-            stopped, spans = self._steps(session, part, memory)
+            _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
+            stopped, spans = self._steps(session, segment, memory)
             if not stopped and session.step_count >= job.steps and job.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
                 rank=ctx.rank,
                 step=session.step_count,
                 stopped=stopped,
-                part=index,
+                segment=index,
                 spans=spans,
                 memory_bytes=memory.most_bytes,
             )
 
     def _steps(
-        self, session: Session, part: JobSegment, memory: PeakMemory
+        self, session: Session, segment: JobSegment, memory: PeakMemory
     ) -> tuple[bool, list[tuple[int, float, float]]]:
         """Train and save; whether a stop was asked for, and the last step's times."""
         job = self._job
@@ -171,7 +170,7 @@ class _Trainer:
             self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
         stopped, spans = False, []
         memory.forget()
-        while session.step_count < part.until and not stopped:
+        while session.step_count < segment.until and not stopped:
             result = session.step(timed=_is_timed(session, job))
             memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
@@ -179,11 +178,11 @@ class _Trainer:
                 self._log.add(session, result)
             step = session.step_count
             stopped = result.stop and step < job.steps
-            if stopped or step == part.until:
+            if stopped or step == segment.until:
                 memory.end(_tensors(session))
             # The last step is saved too: a later run may go on from it with more --steps.
             due = job.save_every and (step == job.steps or step % job.save_every == 0)
-            if stopped or due or (step == part.until and step < job.steps):
+            if stopped or due or (step == segment.until and step < job.steps):
                 path = session.save(self._ctx.run_dir / CHECKPOINTS)
                 memory.forget()
                 _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
@@ -191,7 +190,7 @@ class _Trainer:
 
 
 def _tensors(session: Session) -> Iterator[Tensor]:
-    """What a rank holds between two steps: parameters, buffers and optimizer state."""
+    """A rank's tensors between two steps: parameters, buffers and optimizer state."""
     yield from session.model.tensors()
     states = session.optimizer.state.values() if session.optimizer is not None else ()
     yield from (item for state in states for item in state.values() if torch.is_tensor(item))
@@ -206,7 +205,7 @@ def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradient
 
 
 def _is_timed(session: Session, job: TrainJob) -> bool:
-    """Of CUDA's steps the last one only: two events for each instruction are made and kept."""
+    """On CUDA only the last step is timed: that takes two events for each instruction."""
     return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
 
 
@@ -234,15 +233,15 @@ def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path 
     return None if step is None else folder / f"step-{step}"
 
 
-def _part_at(job: TrainJob, checkpoint: Path | None) -> int:
-    """Index of the part that a checkpoint goes on with."""
+def _segment_at(job: TrainJob, checkpoint: Path | None) -> int:
+    """Index of the segment that a checkpoint goes on with."""
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-    if step < job.parts[0].from_step:
+    if step < job.segments[0].from_step:
         raise RunFailedError(
             f"the newest checkpoint is of step {step}, a later one is gone since this run started",
             hint="run again with --resume",
         )
-    return max(i for i, part in enumerate(job.parts) if part.from_step <= step)
+    return max(i for i, segment in enumerate(job.segments) if segment.from_step <= step)
 
 
 def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:

@@ -14,7 +14,9 @@ from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 
 # Allocators, caches and connections warm up in the first steps.
-WARM_UP_STEPS, MEASURED_STEPS = 3, 5
+WARM_UP_STEPS = 3
+# An odd number has a median step; more would lengthen each trial.
+MEASURED_STEPS = 5
 
 
 def step_seconds(

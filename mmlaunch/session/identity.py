@@ -1,4 +1,4 @@
-"""What a run trains with, so that one which goes on with something else is told so."""
+"""The identity of a run: the fields of its workload that a resumed run must not change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRAIN = {"seed", "optimizer_args", "groups", "clip_grad_norm", "precision"}
 
 
 def identity_of(workload: Workload) -> dict[str, Any]:
-    """Field to value, of all that decides which samples a step takes and what it makes of them.
+    """Field to value, of every field that decides a step's samples or its update.
 
     Numbers of steps and the model are not among them: a run may be made longer, and another
     model's shapes are refused anyway.
@@ -46,8 +46,8 @@ def check_same_run(path: Path, saved: Any, workload: Workload, *, anyway: bool) 
 
     Args:
         path: the checkpoint's.
-        saved: what it keeps; None in older ones, which are believed.
-        workload: that goes on from it.
+        saved: the checkpoint's; None in older ones, which pass.
+        workload: of the resumed run.
         anyway: let differences pass.
 
     Returns:

@@ -1,14 +1,15 @@
-"""What a run keeps for tasks that the plan leaves out: their weights and optimizer state.
+"""Weights and optimizer state of inactive tasks, which the plan leaves out, offloaded to hosts.
 
 As in one process, a module that no active task uses gets no gradient and no update, and is
-there when a task needs it again. Its tensors lie whole in host memory, shared out over the
-ranks, and are in every checkpoint and in the final weights. So is the optimizer state of
-parameters that only other tasks train.
+there when a task needs it again. Its tensors lie whole in host memory, each on one rank, and
+are in every checkpoint and in the final weights. So is the optimizer state of parameters that
+only inactive tasks train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import whole
-from mmlaunch.checkpoint.initial_weights import InitialWeights, load_initial, targets
+from mmlaunch.checkpoint.initial_weights import targets
 from mmlaunch.checkpoint.restore import Checkpoint
 from mmlaunch.checkpoint.save import Entry
 from mmlaunch.comm.transport import Transport
-from mmlaunch.model.deferred_init import recording
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.materialize import UnfilledModule
+from mmlaunch.model.materialize import MetaModule
 from mmlaunch.model.replay_init import UndeferrableError
+from mmlaunch.model.whole_modules import build_owner
 from mmlaunch.session.state import OPTIMIZER_KIND, Weights, WeightSpec
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program
-from mmplan.schema.factories import build_loss, build_module
+from mmplan.schema.factories import build_loss
 from mmplan.schema.workload import Workload, resolve_tasks
 
 # (kind, full name) of a tensor in a checkpoint.
@@ -37,17 +38,17 @@ _WEIGHT = "param"
 _CPU = torch.device("cpu")
 
 
-class Absent:
-    """One rank's share of what the plan does not use.
+class InactiveTasks:
+    """The offloaded tensors of inactive tasks that one rank keeps.
 
     Args:
-        workload: says what its other tasks use.
+        workload: has the inactive tasks.
         folder: the workload file's folder.
         program: the plan's.
         transport: says which rank this is.
 
     Attributes:
-        names: full names of all parameters that only other tasks use, on every rank the same.
+        names: full names of all parameters that only inactive tasks use, on every rank the same.
 
     Raises:
         InvalidInputError: a factory is wrong.
@@ -59,16 +60,16 @@ class Absent:
         self._transport = transport
         owners, losses = _unused(workload, program)
         share = transport.rank, transport.world_size
-        self._parts = [_Module(workload, owner, folder, share) for owner in owners]
-        self._parts += [_Loss(workload, name, folder, share) for name in losses]
-        self._specs = {n: spec for part in self._parts for n, spec in part.specs.items()}
+        self._modules = [_Module(workload, owner, folder, share) for owner in owners]
+        self._modules += [_Loss(workload, name, folder, share) for name in losses]
+        self._specs = {n: spec for module in self._modules for n, spec in module.specs.items()}
         self.names = frozenset(n for n, spec in self._specs.items() if spec.is_parameter)
         self._kept: dict[_StateKey, Tensor] | None = None
 
     def load(
         self, checkpoint: Checkpoint, *, written: Sequence[str], trained: Sequence[str]
     ) -> None:
-        """Take everything that the sessions' own states do not; all ranks call it.
+        """Take everything that the sessions' own states leave; all ranks call it.
 
         Args:
             checkpoint: of any plan.
@@ -89,7 +90,7 @@ class Absent:
         for name in sorted({*self.names, *present} - updated):
             wanted += [(k, name) for k in checkpoint.kinds(name) if k.startswith(OPTIMIZER_KIND)]
         self._kept = {key: self._read(checkpoint, key) for key in self._mine(checkpoint, wanted)}
-        self._parts = []
+        self._modules = []
 
     def _mine(self, checkpoint: Checkpoint, wanted: Sequence[_StateKey]) -> Iterator[_StateKey]:
         """This rank's share: the largest first, each to the rank that has the least so far."""
@@ -110,15 +111,15 @@ class Absent:
         return value.to(spec.dtype) if spec is not None and typed else value
 
     def _tensors(self) -> dict[_StateKey, Tensor]:
-        """What is kept here; the initial weights where no checkpoint was loaded."""
+        """The kept tensors; initial weights where no checkpoint was loaded."""
         if self._kept is None:
-            initial = [part.initial() for part in self._parts]
+            initial = [module.initial() for module in self._modules]
             self._kept = {(_WEIGHT, n): t for found in initial for n, t in found.items()}
-            self._parts = []
+            self._modules = []
         return self._kept
 
     def entries(self) -> list[Entry]:
-        """What this rank writes into a checkpoint."""
+        """This rank's entries of a checkpoint."""
         return [
             Entry(
                 name=name,
@@ -144,7 +145,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Spec:
-    """What a tensor of the workload looks like."""
+    """Shape and type of a tensor of an inactive task."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -157,9 +158,9 @@ class _Spec:
 
 
 class _Module:
-    """A module that the plan does not use: its names and shapes, and one rank's blocks.
+    """An inactive module: its names and shapes, and the values of one rank's blocks.
 
-    Built without memory where its factory allows that.
+    On the meta device where its factory can be recorded.
 
     Args:
         share: this rank, and how many ranks share the blocks out.
@@ -170,21 +171,23 @@ class _Module:
     ) -> None:
         self._workload, self._owner, self._folder = workload, owner, folder
         self._share = share
-        self._hollow: tuple[nn.Sequential, UnfilledModule] | None = self._deferred()
         self._values: dict[str, Tensor] = {}
-        module = self._hollow[0] if self._hollow else self._whole()
+        self._meta: MetaModule | None = None
+        with suppress(UndeferrableError):
+            self._meta = MetaModule(workload, owner, folder)
+        module = self._meta.module if self._meta else self._whole()
         self.specs = {f"{owner}.{n}": _Spec.of(t) for n, t in targets(module)}
-        if self._hollow is None:
+        if self._meta is None:
             self._take(module)
 
     def initial(self) -> dict[str, Tensor]:
         """Weights of this rank's blocks, as the factory or ``init`` has them."""
-        if self._hollow is not None:
-            module, draft = self._hollow
-            self._hollow = None
+        meta, self._meta = self._meta, None
+        if meta is not None:
             try:
-                draft.fill({b: module[b] for b in self._blocks(module)}, {}, _CPU)
-                self._take(module)
+                blocks = {b: meta.module[b] for b in self._blocks(meta.module)}
+                meta.materialise(blocks, {}, _CPU)
+                self._take(meta.module)
             except UndeferrableError:
                 self._take(self._whole())
         return self._values
@@ -202,26 +205,12 @@ class _Module:
             if int(name.split(".")[0]) in blocks and f"{self._owner}.{name}" in self.specs
         }
 
-    def _deferred(self) -> tuple[nn.Sequential, UnfilledModule] | None:
-        try:
-            with recording() as notes:
-                module = build_module(self._workload, self._owner, self._folder)
-        except (InvalidInputError, UndeferrableError):
-            return None  # the factory's own failure, if it is one, comes again
-        init = self._workload.modules[self._owner].init
-        initial = None if init is None else InitialWeights(self._folder / init, module, self._owner)
-        return module, UnfilledModule(module, notes, initial)
-
     def _whole(self) -> nn.Sequential:
-        module = build_module(self._workload, self._owner, self._folder)
-        init = self._workload.modules[self._owner].init
-        if init is not None:
-            load_initial(module, self._folder / init, self._owner)
-        return module
+        return build_owner(self._workload, self._owner, self._folder, trains=None)
 
 
 class _Loss:
-    """A loss that the plan does not use; the first rank keeps it."""
+    """A loss of inactive tasks; the first rank keeps it."""
 
     def __init__(self, workload: Workload, name: str, folder: Path, share: tuple[int, int]) -> None:
         loss = build_loss(workload, name, folder)
@@ -234,11 +223,11 @@ class _Loss:
         return self._values
 
 
-class Together:
-    """The session's own weights and the absent ones, as one.
+class AllWeights:
+    """The session's own weights and those of inactive tasks.
 
     Args:
-        holders: each has ``specs`` and ``parts``, of different names.
+        holders: of weights of different names.
     """
 
     def __init__(self, *holders: Weights) -> None:
@@ -246,28 +235,28 @@ class Together:
         self._holder_of = {spec[0]: holder for holder in holders for spec in holder.specs()}
 
     def specs(self) -> list[WeightSpec]:
-        """Of all."""
+        """See :class:`mmlaunch.session.state.Weights`."""
         return self._specs
 
     def parts(self, name: str) -> list[Tensor]:
-        """Of the one that has it."""
+        """See :class:`mmlaunch.session.state.Weights`."""
         return self._holder_of[name].parts(name)
 
 
-def absent_of(
+def inactive_tasks_of(
     *, workload: Workload, folder: Path, program: Program, transport: Transport
-) -> Absent | None:
+) -> InactiveTasks | None:
     """None where the plan is for every task of the workload: all state is the session's own."""
     if set(program.batches) == set(resolve_tasks(workload)):
         return None
-    return Absent(workload=workload, folder=folder, program=program, transport=transport)
+    return InactiveTasks(workload=workload, folder=folder, program=program, transport=transport)
 
 
-def trained_elsewhere(absent: Absent | None, model: LocalModel) -> set[str]:
-    """Names of this rank's parameters, and of absent ones, that other tasks may train."""
-    if absent is None:
+def trained_by_others(inactive: InactiveTasks | None, model: LocalModel) -> set[str]:
+    """Names of parameters, here and offloaded, that inactive tasks may train."""
+    if inactive is None:
         return set()
-    return {n for n, p in model.named_parameters() if not p.requires_grad} | absent.names
+    return {n for n, p in model.named_parameters() if not p.requires_grad} | inactive.names
 
 
 def check_holds(checkpoint: Checkpoint, names: Collection[str]) -> None:
@@ -293,13 +282,13 @@ def check_holds(checkpoint: Checkpoint, names: Collection[str]) -> None:
 
 
 def _owner_of(name: str) -> str:
-    """Where a full name belongs, in words: a module or a loss."""
+    """The module or loss of a full name, in words."""
     first, second = name.split(".")[:2]
     return f"loss {second}" if first == "losses" else f"module {first}"
 
 
 def _check_shape(checkpoint: Checkpoint, name: str, spec: _Spec) -> None:
-    # Reading no part compares the shapes, and says what is wrong.
+    # Reading no box compares the shapes, and says which one is wrong.
     checkpoint.load(name, _WEIGHT, [], full_shape=spec.shape)
 
 

@@ -74,7 +74,7 @@ def group_of(train: TrainSpec, name: str) -> int | None:
 
 
 def state_of(train: TrainSpec, name: str) -> frozenset[str]:
-    """Names of what the workload's optimizer keeps of a parameter, seen on one of its own."""
+    """Names of the optimizer's state of a parameter, seen on a small one of our own."""
     index = group_of(train, name)
     extra = {} if index is None else train.groups[index].optimizer_args
     parameter = nn.Parameter(torch.zeros(2, 2))
@@ -109,7 +109,7 @@ def _try_arguments(kind: Any, arguments: dict[str, Any], field: str) -> None:
 
 
 def rate_factor(train: TrainSpec, step: int) -> float:
-    """What every learning rate is multiplied with at a step (counted from 0)."""
+    """The factor of every learning rate at a step (counted from 0)."""
     schedule = train.schedule
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

@@ -1,4 +1,4 @@
-"""What must be right before a plan's workload is imported and run."""
+"""Checks of a plan and its workload before the workload's code is imported."""
 
 from __future__ import annotations
 

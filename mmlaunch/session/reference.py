@@ -1,4 +1,4 @@
-"""One process's step: what every plan must equal. It knows no instructions, no messages.
+"""The reference: one process's step, which every plan must equal, without instructions.
 
 Whole modules run on the whole batch in one autograd graph. Only the cut into micro-batches
 is the plan's, so that dropout, which is seeded by micro-batch, is the same.
@@ -13,15 +13,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import cat_samples, slice_samples
-from mmlaunch.comm.messages import element_of, map_tensors
+from mmlaunch.comm.batches import Tree, cat_samples, element_of, map_tensors, slice_samples
 from mmlaunch.data.batch_order import step_order
 from mmlaunch.data.loader import StepLoader
-from mmlaunch.model.local_model import build_owner, trainable_blocks
-from mmlaunch.model.precision import Precision, widened
+from mmlaunch.data.samples import Field
+from mmlaunch.data.task_data import open_dataset
+from mmlaunch.execute.blocks import frozen
+from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
+from mmlaunch.model.whole_modules import build_owner, trainable_blocks
 from mmplan.program.model import CrossSampleLoss, PerSampleLoss, Program, Source, Stage
-from mmplan.schema.factories import build_dataset, build_loss, dtype_of, tied_parameters
+from mmplan.schema.factories import build_loss, dtype_of, tied_parameters
+from mmplan.schema.protocols import as_counting
 from mmplan.schema.workload import Workload, resolve_tasks
 
 
@@ -43,8 +46,9 @@ class Reference:
             name: build_loss(workload, name, folder)
             for name in dict.fromkeys(loss.name for loss in program.losses)
         }
+        self._dtype = dtype_of(workload.train.precision)
         self._seeds = Seeds(workload.train.seed, torch.device("cpu"))
-        self._precision = Precision(workload.train.precision, torch.device("cpu"))
+        self._precision = TrainingPrecision(workload.train.precision, torch.device("cpu"))
         self._loaders = {
             name: self._loader(name) for name in dict.fromkeys(s.task for s in program.stages)
         }
@@ -65,14 +69,15 @@ class Reference:
         """Loss of the next batch of every task; gradients are added to ``.grad``."""
         total: Any = torch.zeros((), dtype=torch.float64)
         for task, loader in self._loaders.items():
-            data = next(loader).fields
+            fields = next(loader).fields
+            data = {name: map_tensors(value, self._cast) for name, value in fields.items()}
             total = total + self._task_loss(task, data, step)
         if total.requires_grad:
             total.backward()
         return float(total.detach())
 
-    def _task_loss(self, task: str, data: Mapping[str, Any], step: int) -> Tensor:
-        outputs: dict[int, Any] = {}
+    def _task_loss(self, task: str, data: Mapping[str, Tree], step: int) -> Tensor:
+        outputs: dict[int, Tree] = {}
         for stage in self._program.stages:
             if stage.task == task:
                 outputs[stage.index] = self._run_stage(stage, data, outputs, step)
@@ -87,47 +92,48 @@ class Reference:
         return total
 
     def _run_stage(
-        self, stage: Stage, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
-    ) -> Any:
+        self, stage: Stage, data: Mapping[str, Tree], outputs: Mapping[int, Tree], step: int
+    ) -> Tree:
         arguments = [self._argument(source, data, outputs) for source in stage.inputs]
         spans = sorted(span for replica in stage.microbatches for span in replica)
-        pieces: list[Any] = []
-        frozen = [
+        parts: list[Tree] = []
+        off = [
             p
             for b in range(*stage.blocks)
             if not any(low <= b < high for low, high in stage.trainable)
             for p in self.modules[stage.owner][b].parameters()
             if p.requires_grad
         ]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
         for start, stop in spans:
-            tree: Any = [slice_samples(argument, start, stop) for argument in arguments]
-            for position, block in enumerate(range(*stage.blocks)):
+            given = tuple(slice_samples(argument, start, stop) for argument in arguments)
+            for block in range(*stage.blocks):
                 self._seeds.enter(step, stage.module, block, start)
-                given = tuple(tree) if position == 0 else (tree,)
-                with self._precision.compute(keep_casts=False):
-                    tree = self.modules[stage.owner][block](*given)
-            pieces.append(tree)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        return cat_samples(pieces)
+                with frozen(off), self._precision.compute(keep_casts=False):
+                    given = (self.modules[stage.owner][block](*given),)
+            parts.append(given[0])
+        return cat_samples(parts)
 
-    def _argument(self, source: Source, data: Mapping[str, Any], outputs: Mapping[int, Any]) -> Any:
+    def _argument(
+        self, source: Source, data: Mapping[str, Tree], outputs: Mapping[int, Tree]
+    ) -> Tree:
         if source.edge is not None:
             edge = self._program.edges[source.edge]
             return element_of(outputs[edge.producer], edge.element, "module")
         return None if source.field is None else data[source.field]
 
     def _cross(
-        self, loss: CrossSampleLoss, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
+        self,
+        loss: CrossSampleLoss,
+        data: Mapping[str, Tree],
+        outputs: Mapping[int, Tree],
+        step: int,
     ) -> Tensor:
         """Mean over the sync batches."""
         size = loss.sync_batch
         batch = self._program.batches[loss.task]
         values: list[Tensor] = []
         for start in range(0, batch, size):
-            arguments: list[Any] = []
+            arguments: list[Tree] = []
             for item in loss.inputs:
                 tree = None if item.field is None else data[item.field]
                 if item.stage is not None:
@@ -139,7 +145,7 @@ class Reference:
         return torch.stack(values).mean()
 
     def _per_sample(
-        self, loss: PerSampleLoss, data: Mapping[str, Any], outputs: Mapping[int, Any], step: int
+        self, loss: PerSampleLoss, data: Mapping[str, Tree], outputs: Mapping[int, Tree], step: int
     ) -> Tensor:
         """Mean over the batch, or the sum over the batch by its count.
 
@@ -152,8 +158,7 @@ class Reference:
             else self._argument(source, data, outputs)
             for source in loss.inputs
         ]
-        module: Any = self.losses[loss.name]
-        counts = hasattr(module, "count")
+        counting = as_counting(self.losses[loss.name])
         batch = self._program.batches[loss.task]
         value, random = self._loss_of(loss, arguments, (0, batch), step)
         if random:
@@ -161,15 +166,15 @@ class Reference:
             value = torch.zeros((), dtype=torch.float64)
             for start, stop in sorted(spans):
                 part = [slice_samples(argument, start, stop) for argument in arguments]
-                share = 1.0 if counts else (stop - start) / batch
+                share = (stop - start) / batch if counting is None else 1.0
                 value = value + share * self._loss_of(loss, part, (start, stop), step)[0]
-        if not counts:
+        if counting is None:
             return value
         fields = {s.field: data[s.field] for s in loss.inputs if s.field is not None}
-        return value / max(float(module.count(fields).sum()), 1.0)
+        return value / max(float(counting.count(cast("dict[str, Field]", fields)).sum()), 1.0)
 
     def _loss_of(
-        self, loss: PerSampleLoss, arguments: list[Any], samples: tuple[int, int], step: int
+        self, loss: PerSampleLoss, arguments: list[Tree], samples: tuple[int, int], step: int
     ) -> tuple[Tensor, bool]:
         """Value of a per-sample loss on some samples, and whether it drew random numbers."""
         self._seeds.enter(step, f"losses.{loss.name}", 0, samples[0])
@@ -178,11 +183,9 @@ class Reference:
             value = widened(cast(Tensor, self.losses[loss.name](*arguments)))
         return value, not torch.equal(seeded, torch.get_rng_state())
 
-    def _loader(self, task: str) -> _WholeBatches:
+    def _loader(self, task: str) -> StepLoader:
         view = resolve_tasks(self._workload)[task]
-        if view.data is None:
-            raise ValueError(f"task {task} has no data")
-        dataset = build_dataset(view.data, self._folder, seed=self._workload.train.seed)
+        dataset = open_dataset(self._workload, view, self._folder)
         fields = {
             source.field
             for stage in self._program.stages
@@ -192,7 +195,7 @@ class Reference:
         for loss in self._program.losses:
             if loss.task == task:
                 fields |= {source.field for source in loss.inputs}
-        loader = StepLoader(
+        return StepLoader(
             dataset,
             batch=view.batch,
             seed=self._workload.train.seed,
@@ -200,22 +203,6 @@ class Reference:
             fields={name for name in fields if name is not None},
             order=step_order(self._program, task, dataset, self._workload),
         )
-        return _WholeBatches(loader, dtype_of(self._workload.train.precision))
-
-
-class _WholeBatches:
-    """Whole batches in the training type."""
-
-    def __init__(self, loader: StepLoader, dtype: torch.dtype) -> None:
-        self._loader, self._dtype = loader, dtype
-
-    def __iter__(self) -> _WholeBatches:
-        return self
-
-    def __next__(self) -> Any:
-        data = next(self._loader)
-        fields = {name: map_tensors(value, self._cast) for name, value in data.fields.items()}
-        return type(data)(step=data.step, ranges=data.ranges, fields=fields)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,25 +27,30 @@ from torch import Tensor, nn
 
 from mmlaunch.checkpoint import save as checkpoints
 from mmlaunch.checkpoint.restore import open_checkpoint
-from mmlaunch.comm.messages import map_tensors, message_links
+from mmlaunch.comm.batches import Tree, map_tensors
+from mmlaunch.comm.messages import message_links
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.task_data import TaskData
-from mmlaunch.execute.blocks import Blocks
+from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
-from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.executor import Executor, InstructionSpan
 from mmlaunch.execute.reductions import Reductions, collective_groups, gather_ties
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import Precision
+from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process.device import async_tp_note, pick
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import check_same_run, identity_of
-from mmlaunch.session.inactive_tasks import Together, absent_of, check_holds, trained_elsewhere
+from mmlaunch.session.inactive_tasks import (
+    AllWeights,
+    check_holds,
+    inactive_tasks_of,
+    trained_by_others,
+)
 from mmlaunch.session.preconditions import check_runnable, find_workload
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
-from mmlaunch.session.step_result import StepResult
 from mmlaunch.session.update import Update
 from mmplan.errors import NotFiniteError
 from mmplan.program.compile import compile_plan
@@ -57,12 +62,7 @@ from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 
-if TYPE_CHECKING:
-    from mmlaunch.session.session import Session
-    from mmlaunch.session.step_result import StepResult
-
 T = TypeVar("T")
-# From then on training is a waste, and a checkpoint would keep it.
 _NOT_FINITE_HINT = "lower the learning rate, or look for bad samples in that step's batch"
 
 
@@ -93,7 +93,7 @@ class Session:
 
     Attributes:
         step_count: steps done, which is the number of the next one.
-        update: what this rank updates, and how.
+        update: this rank's optimizer and its parameters.
         hooks: functions to call on steps, losses and checkpoints.
         notes: lines that tell the user how this run works and why.
 
@@ -144,10 +144,14 @@ class Session:
             num_workers=num_workers,
             pin_memory=transport.device.type == "cuda",
         )
-        precision = Precision(workload.train.precision, transport.device)
+        precision = TrainingPrecision(workload.train.precision, transport.device)
         specs = infer_shapes(
-            *(self.program, self.model, transport),
-            *(lambda task: self._data.of_task(task, 0), self._prepare, precision),
+            self.program,
+            self.model,
+            transport,
+            data=lambda task: self._data.of_task(task, 0),
+            prepare=self._prepare,
+            precision=precision,
         )
         self._data.close()
         zero = max(workload.train.zero, plan.training.zero) > 0
@@ -160,7 +164,7 @@ class Session:
             transport=transport,
             specs=specs,
             blocks=(
-                Blocks(self.model, seeds, recompute)
+                StageBlocks(self.model, seeds, recompute)
                 if emulation is None
                 else EmulatedBlocks(self.model, seeds, specs, emulation)
             ),
@@ -171,7 +175,7 @@ class Session:
             heartbeat=heartbeat or Heartbeat.detached(),
         )
         self._state = LocalState(self.program, self.model, transport.rank)
-        self._absent = absent_of(
+        self._inactive = inactive_tasks_of(
             workload=workload, folder=folder, program=self.program, transport=transport
         )
         self.update = Update(
@@ -180,14 +184,16 @@ class Session:
             reductions,
             transport,
             tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
-            elsewhere=trained_elsewhere(self._absent, self.model),
+            inactive=trained_by_others(self._inactive, self.model),
         )
         self.notes = self._gather_notes()
 
     def _gather_notes(self) -> list[str]:
-        """What the user should know of how this run works, the same on all ranks."""
-        notes = [async_tp_note(self.transport.device)] * any(s.tp > 1 for s in self.program.stages)
-        found = self.transport.gather_objects(notes + self.model.notes)
+        """Notes on how this run works, the same on all ranks."""
+        notes = list(self.model.notes)
+        if any(stage.tp > 1 for stage in self.program.stages):
+            notes.insert(0, async_tp_note(self.transport.device))
+        found = self.transport.gather_objects(notes)
         return list(dict.fromkeys(note for mine in found for note in mine))
 
     @classmethod
@@ -360,8 +366,8 @@ class Session:
             root=Path(folder),
             step=self.step_count,
             entries=[
-                *self._state.entries(self.optimizer, self.update.parts),
-                *(self._absent.entries() if self._absent else []),
+                *self._state.entries(self.optimizer, self.update.slices),
+                *(self._inactive.entries() if self._inactive else []),
             ],
             state={
                 "step": self.step_count,
@@ -390,7 +396,7 @@ class Session:
             anyway: also go on from a run with another batch, seed or learning rate.
 
         Returns:
-            In what that run trained otherwise, in words.
+            The differences in what that run trained, in words.
 
         Raises:
             InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
@@ -402,10 +408,10 @@ class Session:
             self.update.check_state(checkpoint)
             written = [spec[0] for spec in self._state.specs()]
             check_holds(checkpoint, written)
-            self._state.load(checkpoint, self.optimizer, self.update.parts)
-            if self._absent is not None:
-                trained = [part.name for part in self.update.parts]
-                self._absent.load(checkpoint, written=written, trained=trained)
+            self._state.load(checkpoint, self.optimizer, self.update.slices)
+            if self._inactive is not None:
+                trained = [item.name for item in self.update.slices]
+                self._inactive.load(checkpoint, written=written, trained=trained)
             # Last: that a tensor has another shape says more.
             saved = checkpoint.state.get("identity")
             others = check_same_run(checkpoint.path, saved, self.workload, anyway=anyway)
@@ -417,19 +423,19 @@ class Session:
 
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
-        held = Together(self._state, self._absent) if self._absent else self._state
-        return write_final_weights(Path(path), held, self.transport)
+        weights = AllWeights(self._state, self._inactive) if self._inactive else self._state
+        return write_final_weights(Path(path), weights, self.transport)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed gradients by full parameter name (shards of cut parameters).
 
-        With ``train.zero: 1`` flat slices: of what is summed over ranks, each has a part. Of a
-        parameter that other ranks hold under another tp degree these are boxes, and their
-        place is part of the name: ``vision.0.up.weight[0:4, 0:8]``.
+        With ``train.zero: 1`` flat slices: each rank has a shard of every sum over ranks. Of a
+        parameter that other ranks hold under another tp degree these are boxes, and the box is
+        part of the name: ``vision.0.up.weight[0:4, 0:8]``.
         """
         return self.update.gradients()
 
-    def _prepare(self, tree: Any) -> Any:
+    def _prepare(self, tree: Tree) -> Tree:
         def move(tensor: Tensor) -> Tensor:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             return tensor.to(self.transport.device, dtype, non_blocking=True)
@@ -437,9 +443,36 @@ class Session:
         return map_tensors(tree, move)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step.
+
+    Attributes:
+        step: its number, from 0.
+        loss: the whole step's loss, the same on all ranks.
+        grad_norm: norm of all gradients before they were clipped; None without clipping.
+        iteration_s: forward, backward, communication and losses.
+        update_s: the optimizer's update.
+        data_s: waiting for the batch's data before that.
+        stop: whether any rank's ``should_stop`` said so; the same on all ranks.
+        finite: whether the loss and all summed gradients are numbers.
+        spans: when each instruction of this rank ran; empty unless asked for.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    iteration_s: float
+    update_s: float
+    data_s: float
+    stop: bool
+    finite: bool
+    spans: list[InstructionSpan]
+
+
 @dataclass(slots=True)
 class Hooks:
-    """Functions called with the session and what happened; all ranks call them.
+    """Functions called with the session and an event's result; all ranks call them.
 
     Attributes:
         on_step: after each update, with its :class:`StepResult`.

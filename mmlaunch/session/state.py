@@ -1,4 +1,4 @@
-"""Parameters and optimizer state of one rank, as parts of full tensors."""
+"""Parameters and optimizer state of one rank, as boxes of full tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import DType
 from mmlaunch.execute.gradient_buckets import UpdatedSlice
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.shard_layout import whole_place
+from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import Program
 from mmplan.program.shards import held_shards, is_crowded
 
 _WEIGHT = "param"
 WeightSpec = tuple[str, tuple[int, ...], DType, tuple[Box, ...]]
-# Before the name of what an optimizer keeps, in a checkpoint's kinds.
+# Prefix of the kinds of optimizer state in a checkpoint.
 OPTIMIZER_KIND = "optim."
 
 
@@ -33,7 +33,7 @@ class Weights(Protocol):
     """One rank's part of weights that are written together."""
 
     def specs(self) -> list[WeightSpec]:
-        """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
+        """Name, full shape, type and boxes of the weights that this rank writes, in fixed order."""
         ...
 
     def parts(self, name: str) -> list[Tensor]:
@@ -42,10 +42,10 @@ class Weights(Protocol):
 
 
 class LocalState:
-    """Saves, loads and gathers what a rank holds, under any later layout.
+    """Saves, loads and gathers the tensors of a rank, under any later layout.
 
     Args:
-        program: says who else holds a block.
+        program: says which other ranks hold a block.
         model: this rank's parameters.
         rank: this rank.
     """
@@ -54,8 +54,8 @@ class LocalState:
         self._model = model
         self._tensors: dict[str, Tensor] = dict(model.named_parameters())
         self._tensors.update(model.named_buffers())
-        self._places = {
-            name: model.places.get(name) or whole_place(tuple(tensor.shape))
+        self._layouts = {
+            name: model.layouts.get(name) or replicated_layout(tuple(tensor.shape))
             for name, tensor in self._tensors.items()
         }
         writers = _writers(program)
@@ -69,151 +69,175 @@ class LocalState:
         ranks = writers.get((f"losses.{second}", 0) if loss else (first, int(second)), ())
         # Whole on every rank of a group: the first one writes it. A tied parameter may be saved
         # under the name of a block on other ranks, which write it.
-        return rank in (ranks if name in self._model.places else ranks[:1])
+        return rank in (ranks if name in self._model.layouts else ranks[:1])
 
     def writes(self, name: str) -> bool:
         """Whether this rank is the one of all replicas that saves a tensor."""
         return name in self._written
 
     def entries(
-        self, optimizer: torch.optim.Optimizer | None, parts: Sequence[UpdatedSlice]
+        self, optimizer: torch.optim.Optimizer | None, slices: Sequence[UpdatedSlice]
     ) -> list[Entry]:
-        """What this rank writes into a checkpoint: of replicas, one writes.
+        """This rank's entries of a checkpoint: of replicas, one rank writes.
 
         Args:
-            optimizer: this rank's.
-            parts: what it updates.
+            optimizer: of this rank.
+            slices: those that it updates.
         """
         found: list[Entry] = []
-        trained = {part.name for part in parts}
-        for name, place in self._places.items():
+        trained = {item.name for item in slices}
+        for name, layout in self._layouts.items():
             if name in self._written:
                 views = self._weight_views(name)
-                found.append(_entry(name, _WEIGHT, place.full_shape, views, name in trained))
+                found.append(_entry(name, _WEIGHT, layout.full_shape, views, name in trained))
         state = {} if optimizer is None else optimizer.state
-        for part in parts:
-            if part.counts:
-                found += self._state_entries(state.get(part.tensor, {}), part)
+        for item in slices:
+            if item.counts:
+                found += self._state_entries(state.get(item.tensor, {}), item)
         return found
 
-    def _state_entries(self, state: Mapping[str, Any], part: UpdatedSlice) -> Iterator[Entry]:
-        place = self._places[part.name]
+    def _state_entries(self, state: Mapping[str, Any], item: UpdatedSlice) -> Iterator[Entry]:
+        full_shape = self._layouts[item.name].full_shape
         for key, value in state.items():
             kind = OPTIMIZER_KIND + key
-            if isinstance(value, Tensor) and value.dim() and value.shape == part.tensor.shape:
-                yield _entry(part.name, kind, place.full_shape, self._views(value, part))
+            if isinstance(value, Tensor) and value.dim() and value.shape == item.tensor.shape:
+                yield _entry(item.name, kind, full_shape, self._views(value, item))
             elif value is not None:
-                yield _entry(part.name, kind, (), [(whole(()), torch.as_tensor(value))])
+                yield _entry(item.name, kind, (), [(whole(()), torch.as_tensor(value))])
 
     def load(
         self,
         checkpoint: Checkpoint,
         optimizer: torch.optim.Optimizer | None,
-        parts: Sequence[UpdatedSlice],
+        slices: Sequence[UpdatedSlice],
     ) -> None:
         """Fill parameters and optimizer state from a checkpoint of any plan.
 
         Raises:
             InvalidInputError: a parameter is missing or has another shape.
         """
-        for name, place in self._places.items():
-            _read(checkpoint, name, _WEIGHT, place.full_shape, self._weight_views(name))
+        for name, layout in self._layouts.items():
+            _read(checkpoint, name, _WEIGHT, layout.full_shape, self._weight_views(name))
         if optimizer is not None:
-            for part in parts:
-                self._load_state(checkpoint, optimizer.state[part.tensor], part)
+            for item in slices:
+                self._load_state(checkpoint, optimizer.state[item.tensor], item)
 
     def _weight_views(self, name: str) -> list[tuple[Box, Tensor]]:
-        tensor, place = self._tensors[name].detach(), self._places[name]
-        pairs = zip(place.boxes, place.locals, strict=True)
-        return [(box, tensor[local.slices]) for box, local in pairs]
+        return self._layouts[name].views(self._tensors[name].detach())
 
-    def _views(self, value: Tensor, part: UpdatedSlice) -> list[tuple[Box, Tensor]]:
-        """Disjoint views of what an optimizer keeps of a part, with their full boxes."""
-        place, shape = self._places[part.name], tuple(self._tensors[part.name].shape)
-        if part.box is not None:
-            return [(part.box, value)]
-        if part.span is None:
-            pairs = zip(place.boxes, place.locals, strict=True)
-            return [(box, value[local.slices]) for box, local in pairs]
+    def _views(self, value: Tensor, item: UpdatedSlice) -> list[tuple[Box, Tensor]]:
+        """Disjoint views of a slice's optimizer state, with their boxes in the full tensor."""
+        layout, shape = self._layouts[item.name], tuple(self._tensors[item.name].shape)
+        if item.box is not None:
+            return [(item.box, value)]
+        if item.span is None:
+            return layout.views(value)
         views: list[tuple[Box, Tensor]] = []
         start = 0
-        for piece in flat_to_boxes(shape, *part.span):
-            stop = start + piece.num_elements
-            values = value.view(-1)[start:stop].view(piece.sizes)
-            found = place.to_full(piece)
-            views += [(full, values[local.slices_in(piece)]) for full, local in found]
+        for box in flat_to_boxes(shape, *item.span):
+            stop = start + box.num_elements
+            values = value.view(-1)[start:stop].view(box.sizes)
+            found = layout.to_full(box)
+            views += [(full, values[local.slices_in(box)]) for full, local in found]
             start = stop
         return views
 
     def _load_state(
-        self, checkpoint: Checkpoint, state: dict[str, Any], part: UpdatedSlice
+        self, checkpoint: Checkpoint, state: dict[str, Any], item: UpdatedSlice
     ) -> None:
-        name, place = part.name, self._places[part.name]
+        name, full_shape = item.name, self._layouts[item.name].full_shape
         for kind in checkpoint.kinds(name):
             if not kind.startswith(OPTIMIZER_KIND):
                 continue
             key = kind.removeprefix(OPTIMIZER_KIND)
             if checkpoint.full_shape(name, kind):
-                value = torch.empty_like(part.tensor, requires_grad=False)
-                _read(checkpoint, name, kind, place.full_shape, self._views(value, part))
+                value = torch.empty_like(item.tensor, requires_grad=False)
+                _read(checkpoint, name, kind, full_shape, self._views(value, item))
             else:
-                # A step count, which torch keeps on the CPU, or of a parameter that is a scalar.
+                # A step count, which torch keeps on the CPU, or state of a scalar parameter.
                 value = checkpoint.load_whole(name, kind)
-            state[key] = value if key == "step" else value.to(part.tensor.device)
+            state[key] = value if key == "step" else value.to(item.tensor.device)
 
     def specs(self) -> list[WeightSpec]:
-        """Name, full shape, type and boxes of what this rank writes, in a fixed order."""
+        """See :class:`Weights`."""
         return [
-            (name, self._places[name].full_shape, tensor.dtype, self._places[name].boxes)
+            (name, self._layouts[name].full_shape, tensor.dtype, self._layouts[name].boxes)
             for name, tensor in self._tensors.items()
             if name in self._written
         ]
 
     def parts(self, name: str) -> list[Tensor]:
-        """The local tensor cut into its boxes."""
+        """See :class:`Weights`."""
         return [part for _, part in self._weight_views(name)]
 
 
-def write_final_weights(path: Path, state: Weights, transport: Transport) -> list[Path]:
-    """Rank 0 writes all weights, unsharded; the others send it their parts in turn.
+def write_final_weights(path: Path, weights: Weights, transport: Transport) -> list[Path]:
+    """Write all weights, unsharded, on rank 0, to which the others send their boxes in turn.
 
     Raises:
         UnfitEnvironmentError: disk full, or another failure of the file system.
     """
-    catalogue = _Catalogue(transport.gather_objects(state.specs(), list[WeightSpec]))
+    catalogue = _Catalogue(weights, transport)
     order = [spec for file in weights_order(catalogue.specs) for spec in file]
     if transport.rank == 0:
-        feed = _feed(order, catalogue, state, transport)
-        return write_weights(path, catalogue.specs, lambda name: next(feed))
-    for spec in order:
-        _send_parts(spec.name, catalogue, state, transport)
+        full = catalogue.receive(order)
+        return write_weights(path, catalogue.specs, lambda name: next(full))
+    catalogue.send(order)
     return []
 
 
 def gather_weights(state: LocalState, transport: Transport) -> dict[str, Tensor]:
     """All weights on rank 0, on the CPU; empty on the others."""
-    catalogue = _Catalogue(transport.gather_objects(state.specs(), list[WeightSpec]))
+    catalogue = _Catalogue(state, transport)
     if transport.rank == 0:
-        feed = _feed(catalogue.specs, catalogue, state, transport)
-        return {spec.name: next(feed) for spec in catalogue.specs}
-    for spec in catalogue.specs:
-        _send_parts(spec.name, catalogue, state, transport)
+        full = catalogue.receive(catalogue.specs)
+        return {spec.name: next(full) for spec in catalogue.specs}
+    catalogue.send(catalogue.specs)
     return {}
 
 
 class _Catalogue:
-    """Which rank has which boxes of every weight."""
+    """The ranks that hold boxes of every weight, and their way to rank 0; all ranks make it.
 
-    def __init__(self, by_rank: Sequence[Any]) -> None:
-        self.holders: defaultdict[str, list[tuple[int, tuple[Box, ...]]]] = defaultdict(list)
+    Attributes:
+        specs: every weight of any rank, in the order of names.
+    """
+
+    def __init__(self, weights: Weights, transport: Transport) -> None:
+        self._weights, self._transport = weights, transport
+        self._holders: defaultdict[str, list[tuple[int, tuple[Box, ...]]]] = defaultdict(list)
         found: dict[str, TensorSpec] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        for rank, specs in enumerate(by_rank):
+        for rank, specs in enumerate(transport.gather_objects(weights.specs(), list[WeightSpec])):
             for name, shape, dtype, boxes in specs:
-                self.holders[name].append((rank, boxes))
-                self.dtypes[name] = dtype
+                self._holders[name].append((rank, boxes))
                 found[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
         self.specs = [found[name] for name in sorted(found, key=_natural)]
+
+    def receive(self, order: Sequence[TensorSpec]) -> Iterator[Tensor]:
+        """Rank 0: full tensors in order, each assembled from the ranks that hold it."""
+        for spec in order:
+            full = torch.empty(spec.shape, dtype=spec.dtype)
+            for rank, boxes in self._holders[spec.name]:
+                if rank == 0:
+                    parts = self._weights.parts(spec.name)
+                else:
+                    parts = [self._receive(box, spec.dtype, rank) for box in boxes]
+                for box, part in zip(boxes, parts, strict=True):
+                    full[box.slices] = part.cpu()
+            yield full
+
+    def _receive(self, box: Box, dtype: torch.dtype, rank: int) -> Tensor:
+        buffer = torch.empty(box.sizes, dtype=dtype, device=self._transport.device)
+        self._transport.irecv(buffer, rank, 0, backward=False).wait()
+        return buffer
+
+    def send(self, order: Sequence[TensorSpec]) -> None:
+        """The other ranks: their boxes in order."""
+        for spec in order:
+            for rank, _ in self._holders[spec.name]:
+                if rank == self._transport.rank:
+                    for part in self._weights.parts(spec.name):
+                        self._transport.isend(part.contiguous(), 0, 0, backward=False).wait()
 
 
 def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
@@ -221,37 +245,6 @@ def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple(
         (part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")
     )
-
-
-def _feed(
-    order: Sequence[TensorSpec], catalogue: _Catalogue, state: Weights, transport: Transport
-) -> Iterator[Tensor]:
-    """Full tensors in order, each assembled from the ranks that hold it."""
-    for spec in order:
-        stored: list[tuple[Box, Tensor]] = []
-        for rank, boxes in catalogue.holders[spec.name]:
-            if rank == 0:
-                parts = state.parts(spec.name)
-            else:
-                parts = [_receive(box, spec.name, rank, catalogue, transport) for box in boxes]
-            stored += zip(boxes, (part.cpu() for part in parts), strict=True)
-        full = torch.empty(spec.shape, dtype=catalogue.dtypes[spec.name])
-        for box, part in stored:
-            full[box.slices] = part
-        yield full
-
-
-def _receive(box: Box, name: str, rank: int, catalogue: _Catalogue, transport: Transport) -> Tensor:
-    buffer = torch.empty(box.sizes, dtype=catalogue.dtypes[name], device=transport.device)
-    transport.irecv(buffer, rank, 0, backward=False).wait()
-    return buffer
-
-
-def _send_parts(name: str, catalogue: _Catalogue, state: Weights, transport: Transport) -> None:
-    for rank, _ in catalogue.holders[name]:
-        if rank == transport.rank:
-            for part in state.parts(name):
-                transport.isend(part.contiguous(), 0, 0, backward=False).wait()
 
 
 def _writers(program: Program) -> dict[tuple[str, int], tuple[int, ...]]:
@@ -297,7 +290,7 @@ def _read(
     full_shape: tuple[int, ...],
     views: Sequence[tuple[Box, Tensor]],
 ) -> None:
-    """Fill views of a local tensor with what is stored of it."""
+    """Fill views of a local tensor with its stored values."""
     for box, view in views:
         (stored,) = checkpoint.load(name, kind, [box], view.dtype, full_shape=full_shape)
         view.copy_(stored)

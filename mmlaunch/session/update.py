@@ -18,7 +18,7 @@ from mmplan.schema.workload import TrainSpec
 
 
 class Update:
-    """One rank's optimizer and what it updates.
+    """One rank's optimizer and the slices of parameters that it updates.
 
     Args:
         train: the workload's.
@@ -26,11 +26,11 @@ class Update:
         reductions: has the slices of ZeRO-1, and gathers them.
         transport: adds up the gradients' norm.
         tensor_parallel: whether any parameter of the run is cut over ranks.
-        elsewhere: names of parameters that tasks outside this plan may train.
+        inactive: names of parameters that tasks outside this plan may train.
 
     Attributes:
-        parts: what this rank updates.
-        optimizer: None where that is nothing.
+        slices: those that this rank updates.
+        optimizer: None where there are none.
 
     Raises:
         InvalidInputError: the optimizer's class or arguments are wrong, or a group matches no
@@ -45,26 +45,26 @@ class Update:
         transport: Transport,
         *,
         tensor_parallel: bool,
-        elsewhere: Collection[str] = (),
+        inactive: Collection[str] = (),
     ) -> None:
         self._train, self._reductions, self._transport = train, reductions, transport
-        self.parts = reductions.parts(state.writes)
+        self.slices = reductions.updated_slices(state.writes)
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(
             train,
-            [(part.name, part.tensor) for part in self.parts],
+            [(item.name, item.tensor) for item in self.slices],
             sharded=tensor_parallel or reductions.zero,
         )
 
-        # The rates that the schedule's factor is for.
+        # Learning rates before the schedule's factor.
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         self._rates = [(group, group["lr"]) for group in groups]
-        self._check_groups(elsewhere)
+        self._check_groups(inactive)
 
-    def _check_groups(self, elsewhere: Collection[str]) -> None:
+    def _check_groups(self, inactive: Collection[str]) -> None:
         """Refuse patterns that no parameter of any rank matches."""
         if not self._train.groups:
             return
-        names = [*(part.name for part in self.parts), *elsewhere]
+        names = [*(item.name for item in self.slices), *inactive]
         mine = {group_of(self._train, name) for name in names}
         used = set[int | None]().union(*self._transport.gather_objects(mine, set[int | None]))
         for index, group in enumerate(self._train.groups):
@@ -90,15 +90,15 @@ class Update:
                 hint=f"go on with {theirs}, or start a new run from the trained weights with init:",
             )
         kept: dict[int | None, frozenset[str]] = {}
-        for part in self.parts:
-            group = group_of(self._train, part.name)
+        for item in self.slices:
+            group = group_of(self._train, item.name)
             if group not in kept:
-                kept[group] = state_of(self._train, part.name)
-            kinds = [kind for kind in checkpoint.kinds(part.name) if OPTIMIZER_KIND in kind]
+                kept[group] = state_of(self._train, item.name)
+            kinds = [kind for kind in checkpoint.kinds(item.name) if OPTIMIZER_KIND in kind]
             stored = {kind.removeprefix(OPTIMIZER_KIND) for kind in kinds}
             if stored and stored != kept[group]:
                 raise InvalidInputError(
-                    f"{checkpoint.path} holds {', '.join(sorted(stored))} of {part.name}, {mine} "
+                    f"{checkpoint.path} holds {', '.join(sorted(stored))} of {item.name}, {mine} "
                     f"with these arguments keeps {', '.join(sorted(kept[group])) or 'nothing'}",
                     hint="go on with the optimizer and the optimizer_args of the saved run",
                 )
@@ -137,10 +137,10 @@ class Update:
     def _clip(self) -> float:
         """Scale all gradients such that their common norm is at most the workload's.
 
-        Each element counts once: of replicas and of equal parts one rank's, of shards and
-        slices each. Scaled as ``torch.nn.utils.clip_grad_norm_`` does.
+        Each element counts once: of replicas and of equal slices one rank's, of shards and
+        other slices each. Scaled as ``torch.nn.utils.clip_grad_norm_`` does.
         """
-        counted = [p.tensor.grad for p in self.parts if p.counts and p.tensor.grad is not None]
+        counted = [p.tensor.grad for p in self.slices if p.counts and p.tensor.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         for grad in counted:
             squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
@@ -153,5 +153,5 @@ class Update:
         return norm
 
     def gradients(self) -> dict[str, Tensor]:
-        """Summed gradients by :attr:`Part.label`: whole parameters', or this rank's slices'."""
-        return {p.label: p.tensor.grad for p in self.parts if p.tensor.grad is not None}
+        """Summed gradients of this rank's slices, by :attr:`UpdatedSlice.label`."""
+        return {p.label: p.tensor.grad for p in self.slices if p.tensor.grad is not None}

@@ -29,17 +29,17 @@ _BF16_FACTOR = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedElements:
-    """Which elements of a full parameter a rank reports.
+    """The elements of a full parameter that a rank reports.
 
     Attributes:
         name: the parameter's full name.
-        place: of what the rank holds, where tensor parallelism cuts the parameter.
+        layout: of the local parameter, where tensor parallelism cuts it.
         span: elements of that, flattened, of which only those are reported.
         box: elements of the full parameter of which only those are reported.
     """
 
     name: str
-    place: ShardLayout | None
+    layout: ShardLayout | None
     span: tuple[int, int] | None
     box: Box | None
 
@@ -47,32 +47,32 @@ class ReportedElements:
         """These elements of a tensor like the full parameter."""
         if self.box is not None:
             return full[self.box.slices]
-        part = full if self.place is None else self.place.take(full)
+        local = full if self.layout is None else self.layout.take(full)
         if self.span is None:
-            return part
+            return local
         low, high = self.span
-        return part.reshape(-1)[low:high].reshape((high - low,) if part.dim() else ())
+        return local.reshape(-1)[low:high].reshape((high - low,) if local.dim() else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalGradients:
-    """What one rank reports of its step.
+    """The gradients of one rank's step.
 
     Attributes:
         loss: the step's loss.
         gradients: by label (:attr:`mmlaunch.execute.gradient_buckets.UpdatedSlice.label`).
-        places: what they are of, by label.
+        elements: of the full parameters, by label.
     """
 
     rank: int
     loss: float
     gradients: dict[str, Tensor]
-    places: dict[str, ReportedElements]
+    elements: dict[str, ReportedElements]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A gradient that is not what one process computes.
+    """A gradient that differs from one process's.
 
     Attributes:
         name: parameter, or ``loss``.
@@ -108,20 +108,20 @@ class Verdict:
 def planned_step(session: Session) -> LocalGradients:
     """Run one step of a session, without the update, and report its gradients."""
     loss = session.forward_backward().loss
-    parts = session.update.parts
+    slices = session.update.slices
     return LocalGradients(
         rank=session.rank,
         loss=loss,
         # A gradient that never came counts as zero: its parameter would stay on this rank.
-        gradients={part.label: _gradient_of(part.tensor).cpu() for part in parts},
-        places={
-            part.label: ReportedElements(
-                name=part.name,
-                place=session.model.places.get(part.name),
-                span=part.span,
-                box=part.box,
+        gradients={item.label: _gradient_of(item.tensor).cpu() for item in slices},
+        elements={
+            item.label: ReportedElements(
+                name=item.name,
+                layout=session.model.layouts.get(item.name),
+                span=item.span,
+                box=item.box,
             )
-            for part in parts
+            for item in slices
         },
     )
 
@@ -150,11 +150,11 @@ def compare(
         loss_error = abs(rank.loss - expected_loss) / max(abs(expected_loss), 1e-300)
         errors.append(Difference(name="loss", rank=rank.rank, error=loss_error))
         for label, grad in rank.gradients.items():
-            where = rank.places[label]
+            where = rank.elements[label]
             error = _error(grad, expected[where.name].grad, where, scale)
             errors.append(Difference(name=label, rank=rank.rank, error=error))
     reported: defaultdict[str, list[ReportedElements]] = defaultdict(list)
-    for where in (place for rank in found for place in rank.places.values()):
+    for where in (elements for rank in found for elements in rank.elements.values()):
         reported[where.name].append(where)
     errors += [
         Difference(name=name, rank=-1, error=math.inf)
@@ -175,7 +175,7 @@ def compare(
 def _rounding_noise(
     reference: Reference, expected: Mapping[str, nn.Parameter], scale: float
 ) -> float:
-    """How far gradients move when every weight does by at most half a unit of bf16.
+    """The largest change of a gradient when every weight moves by at most half a unit of bf16.
 
     A plan rounds in other places than one process, by as much, and no more often than once
     or twice in a block.
@@ -206,7 +206,7 @@ def _error(grad: Tensor, whole: Tensor | None, where: ReportedElements, scale: f
 
 
 def _is_whole(gradient: Tensor, reported: Sequence[ReportedElements]) -> bool:
-    """Whether what is reported has every element that is not zero."""
+    """Whether every element that is not zero is among the reported ones."""
     position = torch.arange(gradient.numel()).view(gradient.shape)
     missing = gradient.reshape(-1) != 0
     for where in reported:

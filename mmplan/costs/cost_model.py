@@ -19,6 +19,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
+from mmplan.schema.protocols import exchanged_numbers
 
 # Bytes of a row's logsumexp, which is computed in float32 at least.
 _STATISTIC_BYTES = 4
@@ -303,8 +304,7 @@ class CostModel(LinkCosts):
         """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
 
         Args:
-            loss: its name; a sharded loss has one number for each row of each input against
-                every input (:mod:`mmplan.zoo.losses`), others have none.
+            loss: its name; only a sharded one has any.
             samples: of the sync batch.
             inputs: number of modules whose features it takes.
             ranks: of the loss.
@@ -312,7 +312,8 @@ class CostModel(LinkCosts):
         known = self.profile.losses.get(loss)
         if known is None or not known.sharded:
             return 0.0
-        return self.all_gather_s(ranks=ranks, num_bytes=samples * inputs**2 * _STATISTIC_BYTES)
+        numbers = exchanged_numbers(samples=samples, inputs=inputs)
+        return self.all_gather_s(ranks=ranks, num_bytes=numbers * _STATISTIC_BYTES)
 
     def extrapolations(self) -> list[str]:
         """Sizes beyond the measured range, one line for each curve."""

@@ -6,19 +6,18 @@ simulation of a plan has every message and every wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from mmplan.costs.links import collective, collective_s, message
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp.slices import RankGroups
 from mmplan.solvers.sample_split import split_evenly
 
 
 def transfer_s(
     cluster: Cluster,
-    producers: RankGroups,
-    consumers: RankGroups,
+    producers: Sequence[Sequence[int]],
+    consumers: Sequence[Sequence[int]],
     *,
     samples: int,
     sample_bytes: float,

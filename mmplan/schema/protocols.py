@@ -1,0 +1,77 @@
+"""Methods that a loss's module may have besides its forward, as planner and runtime see them.
+
+Asked for by attribute, not by ``isinstance``: from Python 3.12 on the latter looks past
+``__getattr__``, by which wrappers such as ``torch.compile``'s give their module's methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmplan.ragged import Ragged
+
+
+class ShardedLoss(Protocol):
+    """A cross-sample loss of which each rank can compute its own rows' part (DistMM, 5.3).
+
+    A run uses it where all inputs of the loss are features; data fields are not sharded.
+    """
+
+    def sharded(
+        self,
+        own: Mapping[int, Tensor],
+        rows: Mapping[int, Tensor],
+        full: Sequence[Tensor],
+        exchange: Callable[[dict[int, Tensor]], list[Tensor]],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """This rank's part of the loss, and the gradient of its own features.
+
+        Args:
+            own: input to this rank's features [N, ...]; an input of which it has none is absent.
+            rows: input to the positions [N] (int64) of these rows in the sync batch.
+            full: all features [S, ...] of every input.
+            exchange: gathers statistics of rows, {input: [N, ...]} of own ones to [S, ...] of
+                every input. Every rank calls it equally often. The planner charges one call of
+                :func:`exchanged_numbers` numbers.
+
+        Returns:
+            The part of the loss, detached: the parts of all ranks add up to the forward's value.
+            {input: [N, ...]}, the gradient of the whole loss by the own features. Parts of the
+            parameters' gradients are added to their ``.grad``.
+        """
+        ...
+
+
+class CountingLoss(Protocol):
+    """A per-sample loss whose forward is a sum, which the count of the whole batch divides."""
+
+    def count(self, fields: Mapping[str, Tensor | Ragged]) -> Tensor:
+        """The number of targets of each sample, from the loss's data fields alone."""
+        ...
+
+
+def as_sharded(loss: object) -> ShardedLoss | None:
+    """The loss, where each rank can compute a part of it."""
+    return cast("ShardedLoss", loss) if hasattr(loss, "sharded") else None
+
+
+def as_counting(loss: object) -> CountingLoss | None:
+    """The loss, where it is a sum over targets that it counts."""
+    return cast("CountingLoss", loss) if hasattr(loss, "count") else None
+
+
+def exchanged_numbers(*, samples: int, inputs: int) -> int:
+    """Numbers that the ranks of a sharded loss exchange besides the features.
+
+    For each row of each input one against every input, as CLIP's logsumexps are. A profile does
+    not say what another loss exchanges, so every sharded loss is charged this.
+
+    Args:
+        samples: of the sync batch.
+        inputs: modules whose features the loss takes.
+    """
+    return samples * inputs**2
