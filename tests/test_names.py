@@ -78,9 +78,10 @@ def type_names(tree: ast.Module) -> Iterator[str]:
 
 
 def bundles(tree: ast.Module) -> Iterator[str]:
-    """Statements of the module that bind several constants."""
+    """Statements of the module that bind several constants, each to a value of its own."""
     for node in module_level(tree):
-        if isinstance(node, ast.Assign):
+        # Positions of one row, numbered by range, are one thing.
+        if isinstance(node, ast.Assign) and last_name(node.value) != "range":
             found = [n for target in node.targets for n in ast.walk(target)]
             names = [
                 n.id for n in found if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
@@ -122,6 +123,7 @@ def test_each_type_name_is_defined_once() -> None:
         ("A, _B = 1, 2", ["A, _B"]),
         ("A = B = 1", ["A, B"]),
         ("A = 1\n_B_2: int = 2\na, b = 1, 2\nC = tuple(x for X, y in z)", []),
+        ("FORWARD, BACKWARD = range(2)", []),
         ("def f():\n    A, B = 1, 2\nTABLE[KEY] = 3", []),
     ],
 )

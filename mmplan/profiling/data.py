@@ -12,7 +12,13 @@ from pathlib import Path
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.profiling.measure import MOST_SAMPLES
-from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, Progress, measure_points
+from mmplan.profiling.worker import (
+    Json,
+    ProfileSetting,
+    ProfileState,
+    ProgressCallback,
+    measure_points,
+)
 from mmplan.schema.profile import DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
 
@@ -31,7 +37,7 @@ def profile_data(
     *,
     samples: int = SAMPLES,
     state_path: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Profile:
     """A profile with the work of its data.
 

@@ -19,7 +19,7 @@ from mmplan.profiling.worker import (
     MeasuredPoints,
     ProfileSetting,
     ProfileState,
-    Progress,
+    ProgressCallback,
     measure_points,
 )
 from mmplan.schema.agreement import fingerprinted
@@ -54,7 +54,7 @@ def measure_profile(
     cluster: Cluster | None = None,
     device: DeviceType | None = None,
     num_processes: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     state_path: Path,
     quick: bool = False,
 ) -> Profile:

@@ -10,7 +10,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
-from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, Progress, measure_points
+from mmplan.profiling.worker import (
+    Json,
+    ProfileSetting,
+    ProfileState,
+    ProgressCallback,
+    measure_points,
+)
 
 # The least number with a median that one slow round does not decide.
 ROUNDS = 3
@@ -24,7 +30,7 @@ def in_rounds(
     points: Sequence[Json],
     state: ProfileState,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     rounds: int = ROUNDS,
 ) -> list[Json]:
     """Results of all points, in order, with the median over the rounds of each time.
@@ -53,8 +59,8 @@ def in_rounds(
     return [cast(Json, _median(rounds_of_point)) for rounds_of_point in results_of]
 
 
-def _shown(progress: Progress | None, number: int, rounds: int) -> Progress | None:
-    """Progress with the number of the round."""
+def _shown(progress: ProgressCallback | None, number: int, rounds: int) -> ProgressCallback | None:
+    """ProgressCallback with the number of the round."""
     if progress is None:
         return None
 

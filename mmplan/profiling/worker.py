@@ -26,7 +26,7 @@ from mmplan.wording import counted
 
 MeasuredPoints = Sequence[tuple[Json, Json]]  # points and their results
 # Points done, all points, seconds left (None before the first), what was done last.
-Progress = Callable[[int, int, float | None, str], None]
+ProgressCallback = Callable[[int, int, float | None, str], None]
 
 _ERRORS: Mapping[int, type[MMPlanError]] = {
     kind.exit_code: kind for kind in (InvalidInputError, UnfitEnvironmentError)
@@ -127,7 +127,7 @@ def measure_points(
     state: ProfileState,
     *,
     processes: int | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> list[Json]:
     """Results of all points, in order; those that the state has are not measured again.
 

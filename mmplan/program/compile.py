@@ -204,14 +204,14 @@ def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction,
     return tuple(item for slot in slots for item in slot)
 
 
-Row = tuple[Instruction, ...]
+ProgramRow = tuple[Instruction, ...]
 # (source rank, target rank, is backward)
 _Route = tuple[int, int, bool]
 # (edge, first sample, end of samples): unique on a route
 _Parcel = tuple[int, int, int]
 
 
-def match_receives(rows: Sequence[Row]) -> tuple[Row, ...]:
+def match_receives(rows: Sequence[ProgramRow]) -> tuple[ProgramRow, ...]:
     """Move receives ahead until each route's receives stand in the order of its sends.
 
     NCCL ignores tags: the n-th receive from a rank gets what that rank sends n-th. Orders
@@ -227,7 +227,9 @@ def match_receives(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(_match_row(rank, row, sent) for rank, row in enumerate(rows))
 
 
-def _match_row(rank: int, row: Row, sent: Mapping[_Route, Mapping[_Parcel, int]]) -> Row:
+def _match_row(
+    rank: int, row: ProgramRow, sent: Mapping[_Route, Mapping[_Parcel, int]]
+) -> ProgramRow:
     routes: defaultdict[_Route, list[tuple[int, int]]] = defaultdict(list)
     for position, item in enumerate(row):
         if isinstance(item, Message) and not item.is_send:

@@ -23,7 +23,7 @@ from mmplan.report.sections.timelines import (
     timeline_picture,
 )
 from mmplan.report.sections.utilisation import utilisation_matrix
-from mmplan.report.source import Event
+from mmplan.report.source import TraceEvent
 from mmplan.report.terminal.comparison_tables import (
     COLUMNS,
     baseline_words,
@@ -141,7 +141,7 @@ def _lines(comparison: Comparison) -> Iterator[StepTimeline]:
         )
 
 
-def _fitting(events: Sequence[Event], most: int) -> tuple[Sequence[Event], list[int]]:
+def _fitting(events: Sequence[TraceEvent], most: int) -> tuple[Sequence[TraceEvent], list[int]]:
     """Events of complete rows, at most ``most``: without messages, then of fewer ranks."""
     if len(events) > most:
         events = [event for event in events if event["cat"] not in ("SEND", "RECV")]

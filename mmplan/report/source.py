@@ -20,7 +20,7 @@ from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
 from mmplan.simulation.step import Simulation, simulate
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 # The trace of a thousand devices has about as much.
 _MOST_BYTES = 1 << 30
@@ -142,8 +142,8 @@ class ReportData:
     run_memory: ExpectedMemory | None
     effects: tuple[Effect, ...]
     run: Run | None
-    predicted: tuple[Event, ...]
-    measured: tuple[Event, ...]
+    predicted: tuple[TraceEvent, ...]
+    measured: tuple[TraceEvent, ...]
     timeline_notes: tuple[str, ...]
     hashes: tuple[tuple[str, str, str, str | None], ...]
     original: Path
@@ -309,10 +309,10 @@ def _load_profile(plan: Plan, original: Path) -> tuple[Profile | None, str]:
 
 def _timelines(
     simulation: Simulation | None, fault: str, run: Run | None
-) -> tuple[tuple[Event, ...], tuple[Event, ...], tuple[str, ...]]:
+) -> tuple[tuple[TraceEvent, ...], tuple[TraceEvent, ...], tuple[str, ...]]:
     notes: list[str] = []
-    predicted: tuple[Event, ...] = ()
-    measured: tuple[Event, ...] = ()
+    predicted: tuple[TraceEvent, ...] = ()
+    measured: tuple[TraceEvent, ...] = ()
     if run is not None:
         faults: list[str] = []
         events = _trace_list(_json_file(run.folder / "trace.json", faults))
@@ -342,12 +342,12 @@ def _simulated(
         return None, None, error.message
 
 
-def _trace_list(document: Any) -> list[Event]:
+def _trace_list(document: Any) -> list[TraceEvent]:
     events = document.get("traceEvents") if isinstance(document, dict) else None
     return [e for e in events if isinstance(e, dict)] if isinstance(events, list) else []
 
 
-def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
+def _of_process(events: list[TraceEvent], name: str) -> tuple[TraceEvent, ...]:
     """The complete slices of a process, shifted so that the first one starts at 0."""
     numbers = [
         e.get("pid")
@@ -359,7 +359,7 @@ def _of_process(events: list[Event], name: str) -> tuple[Event, ...]:
     return tuple(e | {"ts": e["ts"] - first} for e in slices)
 
 
-def _is_slice(event: Event) -> bool:
+def _is_slice(event: TraceEvent) -> bool:
     times = _finite(event.get("ts")), _finite(event.get("dur"))
     arguments = event.get("args", {})
     if None in times or not isinstance(event.get("tid"), int) or not isinstance(arguments, dict):

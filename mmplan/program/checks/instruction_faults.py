@@ -21,7 +21,7 @@ from mmplan.program.samples import SampleRange
 # (edge, is backward, source rank, target rank, first sample, end of samples)
 _MessageKey = tuple[int, bool, int, int, int, int]
 # (stage, operation, micro-batch) of a compute
-_ComputeKey = tuple[int, Op, int]
+_ComputeOf = tuple[int, Op, int]
 
 
 def where(program: Program, rank: int, position: int) -> str:
@@ -142,11 +142,11 @@ class _RankCheck:
         self._rank = rank
         self._row = program.instructions[rank]
         self._stages = {s.index: s for s in program.stages_of(rank)}
-        self._computes: defaultdict[_ComputeKey, list[int]] = defaultdict(list)
+        self._computes: defaultdict[_ComputeOf, list[int]] = defaultdict(list)
         self._syncs: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
         self._collectives: defaultdict[tuple[Op, int], list[int]] = defaultdict(list)
         # (compute, edge) to the ranges received for it, and positions of its messages.
-        self._received: defaultdict[tuple[_ComputeKey, int], list[SampleRange]] = defaultdict(list)
+        self._received: defaultdict[tuple[_ComputeOf, int], list[SampleRange]] = defaultdict(list)
         self._messages: list[tuple[int, Message]] = []
         for position, item in enumerate(self._row):
             self._record(position, item)
@@ -173,7 +173,7 @@ class _RankCheck:
         yield from self._collective_faults()
         yield from self._step_faults()
 
-    def _expected(self) -> Iterator[_ComputeKey]:
+    def _expected(self) -> Iterator[_ComputeOf]:
         for stage in self._stages.values():
             for mb in range(len(self._spans(stage))):
                 yield stage.index, Op.FORWARD, mb

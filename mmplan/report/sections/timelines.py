@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup
-from mmplan.report.source import Event, ReportData
+from mmplan.report.source import ReportData, TraceEvent
 from mmplan.schema.plan import Plan
 
 # Kinds in drawing order; keys are the letters that bars carry.
@@ -119,7 +119,7 @@ class StepTimeline:
 
 def timeline(
     title: str,
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     *,
     ranks: Sequence[int],
     most_bars: int = MOST_BARS,
@@ -179,7 +179,7 @@ def _least_length_s(bars: Sequence[Bar], most_bars: int) -> float:
     return max(0.0, lengths[most_bars]) if len(lengths) > most_bars else 0.0
 
 
-def _bar(event: Event) -> Bar:
+def _bar(event: TraceEvent) -> Bar:
     arguments: dict[str, Any] = event.get("args") or {}
     start_s = float(event["ts"]) * 1e-6
     samples, microbatch = arguments.get("samples"), arguments.get("microbatch")

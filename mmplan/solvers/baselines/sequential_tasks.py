@@ -23,7 +23,7 @@ from mmplan.solvers.baselines.task_options import (
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import missing, size
 
-Options = list[list[TaskOption]]
+TaskOptions = list[list[TaskOption]]
 # Share of the budget for a search among grids that differ from task to task.
 _SEARCH = 0.2
 # Grids of all tasks that are offered too, where there are pipelines.
@@ -83,7 +83,7 @@ class InTurn:
 
     # --- the searches ------------------------------------------------------------------
 
-    def _best_of_all(self, options: Options, memory_bytes: float) -> CombinationResult:
+    def _best_of_all(self, options: TaskOptions, memory_bytes: float) -> CombinationResult:
         # One grid for all is quickly found where the memory is tight, and bounds the search.
         uniform = self._best_uniform(options, memory_bytes)
         limit_s = self._request.budget_s * _SEARCH
@@ -98,7 +98,7 @@ class InTurn:
             )
         )
 
-    def _best_uniform(self, options: Options, memory_bytes: float) -> CombinationResult:
+    def _best_uniform(self, options: TaskOptions, memory_bytes: float) -> CombinationResult:
         best: Combination | None = None
         least_bytes = float("inf")
         for own in _uniform(options):
@@ -119,7 +119,7 @@ class InTurn:
 
     def _fastest(
         self,
-        options: Options,
+        options: TaskOptions,
         memory_bytes: float,
         known: Combination | None,
         limit_s: float = float("inf"),
@@ -135,7 +135,7 @@ class InTurn:
 
     # --- the answer --------------------------------------------------------------------
 
-    def _solution(self, search: Callable[[Options, float], CombinationResult]) -> Solution:
+    def _solution(self, search: Callable[[TaskOptions, float], CombinationResult]) -> Solution:
         memory_bytes = self._request.cluster.device.memory_bytes
         found = search(self._options, memory_bytes)
         if found.best is None:
@@ -190,7 +190,7 @@ def _distinct(chosen: Mapping[str, Combination]) -> dict[str, Combination]:
     return {kind: chosen[kind] for kind in found.values()}
 
 
-def _uniform(options: Options) -> Iterator[Options]:
+def _uniform(options: TaskOptions) -> Iterator[TaskOptions]:
     """The options of every grid that all tasks have."""
     grids = [{option.shape[:2] for option in own} for own in options]
     for grid in sorted(set.intersection(*grids)):

@@ -31,11 +31,13 @@ class Method:
     """The whole search, or what is left of it with a component of DistMM switched off.
 
     Attributes:
+        about: for the reference of the docs.
         choices: of every module.
         one_grid: all modules have one tp and one pp.
         same_devices: no module has more devices than another one may have.
     """
 
+    about: str = "all degrees, uneven shares"
     choices: Choices = field(default_factory=Choices)
     one_grid: bool = False
     same_devices: bool = False
@@ -43,13 +45,11 @@ class Method:
 
 METHODS = {
     "exact": Method(),
-    "even": Method(choices=Choices(uneven=False)),
-    # The partitioner's degrees.
-    "paper": Method(choices=Choices(preferred_only=True)),
-    # Without the partitioner, the load balancer, interleaved sync batches.
-    "one-grid": Method(one_grid=True),
-    "same-devices": Method(same_devices=True),
-    "drained": Method(choices=Choices(kinds=("gpipe",))),
+    "even": Method(about="equal shares for all replicas", choices=Choices(uneven=False)),
+    "paper": Method(about="the partitioner's degrees", choices=Choices(preferred_only=True)),
+    "one-grid": Method(about="without the partitioner", one_grid=True),
+    "same-devices": Method(about="without the load balancer", same_devices=True),
+    "drained": Method(about="without interleaved sync batches", choices=Choices(kinds=("gpipe",))),
 }
 
 

@@ -176,7 +176,7 @@ def dag_bound(
     return max(bound_s, least_s), durations_s
 
 
-Choices = tuple[tuple[int, int, int], ...]
+ConfigurationChoices = tuple[tuple[int, int, int], ...]
 """(chain, scaling class, position of its count) of all that runs at the same time."""
 
 
@@ -185,7 +185,7 @@ class Column:
     """A configuration, and for how many seconds it runs."""
 
     seconds: float
-    choices: Choices
+    choices: ConfigurationChoices
 
 
 def configuration_bound(
@@ -221,7 +221,7 @@ class _ColumnGeneration:
             np.where(sizes >= counts[:, None], sizes - counts[:, None], devices + 1)
             for counts in self._counts
         ]
-        self._columns: list[Choices] = []
+        self._columns: list[ConfigurationChoices] = []
 
     def run(self, deadline: float) -> tuple[float, list[Column]]:
         if not self._rows:
@@ -277,7 +277,7 @@ class _ColumnGeneration:
         duals, seconds = maximize(least / scale, rates, np.ones(len(rates)))
         return seconds * scale, duals * least
 
-    def _price(self, duals: Floats) -> tuple[float, Choices]:
+    def _price(self, duals: Floats) -> tuple[float, ConfigurationChoices]:
         """The most valuable configuration: a knapsack with one choice for each chain."""
         best = np.append(np.zeros(self._devices + 1), -np.inf)
         taken: list[tuple[int, Indices, Indices]] = []
