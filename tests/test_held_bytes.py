@@ -93,7 +93,7 @@ class Accountant:
     def __call__(self, runner: Any, stage: Stage, step: int, start: int, given: Any, later: Any):
         ledger = self.ledgers[threading.get_ident()]
         parameters = [p for b in runner._model.blocks.values() for p in b.parameters()]
-        # What a stage takes is held by its producer, or is the batch's own: see CONTRACT.
+        # What a stage takes is held by its producer, or is the batch's own.
         ledger.known = {t.untyped_storage().data_ptr() for t in (*parameters, *_tensors(given))}
         before = ledger.held
         hooks = torch.autograd.graph.saved_tensors_hooks(

@@ -130,7 +130,7 @@ def test_gpipe_with_syncs_drains_every_round(stages: int, k: int, rounds: int) -
         batch=rounds * k,
     )
     result = simulate(compile_plan(plan), FixedCosts(forward=1.0, backward=2.0))
-    # DESIGN: 43% for 4 stages, K = 4, 8 sync batches.
+    # By hand: 43% for 4 stages, K = 4, 8 sync batches.
     assert result.iteration_s == pytest.approx(rounds * (k + stages - 1) * 3.0)
     assert result.bubble_fraction == pytest.approx((stages - 1) / (k + stages - 1))
 

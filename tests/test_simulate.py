@@ -242,7 +242,7 @@ def test_shorter_times_never_lengthen_a_program_and_sharing_never_shortens_it(
 
 
 def small_program() -> Program:
-    """DESIGN's prototype: vision with two stages, text with two replicas, two sync batches."""
+    """A case worked by hand: vision with two stages, text with two replicas, two sync batches."""
     return compile_plan(
         make_plan(
             unit("vision", "image", pp=2, k=2),

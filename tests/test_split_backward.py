@@ -85,7 +85,7 @@ def test_zb_h1_of_four_stages_by_hand() -> None:
 @pytest.mark.parametrize("n", [8, 13])
 @pytest.mark.parametrize("kind", KINDS)
 def test_idle_time_of_equal_stages(kind: Kind, stages: int, n: int) -> None:
-    """DESIGN: for 8 stages and K = 8, 21 idle units, then 14, then 7."""
+    """By hand: for 8 stages and K = 8, 21 idle units, then 14, then 7."""
     whole, own = (tower(stages, n, 1, kind=kind, split=s) for s in (False, True))
     even = tower(stages, n, 1, kind=kind, split=True, even=True)
     costs = FixedCosts(forward=1.0, backward=2.0)

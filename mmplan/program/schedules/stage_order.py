@@ -10,7 +10,7 @@ from the losses upstream:
 - a stage before others must have sent what they need before the matching backward, and
   ``lead`` micro-batches more, so that they have work while it runs that backward.
 
-With equal stages this is DESIGN's optimal order: stage p of P runs K + (P-1-p) forwards
+With equal stages this order is optimal: stage p of P runs K + (P-1-p) forwards
 first. ``gpipe`` waits for its whole round instead.
 """
 
