@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,8 +37,7 @@ Change = Callable[[Program], Program]
 
 def trained_by(reductions: Reductions, index: int) -> list[nn.Parameter]:
     """The parameters of one sum."""
-    summed: Any = reductions._sums[index]
-    return [piece.parameter for piece in summed.pieces]
+    return [part.parameter for sums in reductions._sums[index] for part in sums.slices]
 
 
 def planted(change: Change, units: list[UnitSpec] = UNITS) -> tuple[list[str], Verdict]:
