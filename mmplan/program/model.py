@@ -7,11 +7,11 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mmplan.program.instructions import Instruction
+from mmplan.program.instructions import Instruction, Op
 from mmplan.program.samples import SampleRange
 
 # (stage, position of the micro-batch in its replica).
@@ -362,3 +362,16 @@ class Program(LossTable):
 def can_split(stage: Stage) -> bool:
     """Whether a stage's backward has two parts: a gradient to send on, and one of weights."""
     return stage.has_backward and stage.input_gradient and bool(stage.trainable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds of a program's computes.
+
+    Attributes:
+        computes: (stage, op, samples of the micro-batch) to seconds, hosted losses included.
+        losses: cross-sample losses to seconds after their gather.
+    """
+
+    computes: Mapping[tuple[int, Op, int], float]
+    losses: Mapping[str, float]
