@@ -107,7 +107,9 @@ def with_residuals(
     """The curve with its relative residuals at these points written down."""
     value_K = np.asarray(values, dtype=np.float64)
     got_K = np.array([curve.at(float(size)) for size in sizes])
-    error_K = np.abs(got_K - value_K) / np.maximum(value_K, _tiny(value_K))
+    # The value that stands for zero in relative errors.
+    tiny = max(float(value_K.max()) * 1e-9, 1e-300)
+    error_K = np.abs(got_K - value_K) / np.maximum(value_K, tiny)
     changes = {
         "residual_median": float(np.median(error_K)),
         "residual_p90": float(np.quantile(error_K, 0.9)),
@@ -138,11 +140,6 @@ def _checked(
             hint="sizes must be positive, values finite and not negative",
         )
     return size_K, value_K, spread_K
-
-
-def _tiny(value_K: Floats) -> float:
-    """The value that stands for zero in relative errors."""
-    return max(float(value_K.max()) * 1e-9, 1e-300)
 
 
 def _through_line(size_K: Floats, value_K: Floats) -> Curve | None:

@@ -75,12 +75,10 @@ class FoundOrder:
     Attributes:
         order: place k holds cell ``order[k]``.
         makespan: its time, in the unit of the times given.
-        given: the makespan of the order as given.
     """
 
     order: Indices
     makespan: float
-    given: float
 
 
 def search_order(
@@ -102,8 +100,8 @@ def search_order(
     """
     search = _OrderSearch(evaluate, time_FC, lists, seed)
     given = float(evaluate(np.arange(time_FC.shape[1])[None, :])[0])
-    found = search.run(given, budget)
-    return FoundOrder(order=found[0], makespan=found[1], given=given)
+    order, makespan = search.run(given, budget)
+    return FoundOrder(order=order, makespan=makespan)
 
 
 @dataclass(slots=True)

@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mmplan.costs.block_ranges import gradient_blocks
 from mmplan.costs.fit import fit_curve
-from mmplan.costs.program_costs import CostModel, ProgramCosts
+from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
-from mmplan.program.rank_metadata import BUCKET_BYTES
 from mmplan.program.samples import SampleRange, intersect
+from mmplan.program.shards import BUCKET_BYTES
 from mmplan.schema.plan import Plan
-from mmplan.schema.profile import Curve, LossProfile, ModuleProfile, Point
+from mmplan.schema.profile import Curve, ModuleProfile, Point
 from mmplan.simulation.sampled_batches import (
     RunningWorks,
     default_num_batches,
@@ -92,7 +91,7 @@ class ExpectedMemory:
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
         self.stages = StageMemory(costs)
-        self.knows_workspace = self.stages.knows_workspace
+        self.knows_workspace = all(self.stages.workspace(s) for s in costs.program.stages)
         self.gradients_back: defaultdict[int, list[int]] = defaultdict(list)
         for edge in costs.program.edges:
             if edge.carries_gradient:
@@ -368,23 +367,13 @@ class MicroBatchMemory:
 
 
 class StageMemory:
-    """The bytes of micro-batches in the stages of a program, cached.
-
-    Args:
-        costs: of the program.
-
-    Attributes:
-        knows_workspace: whether the profile has the workspace of every module that runs.
-    """
+    """The bytes of micro-batches in the stages of a program, cached."""
 
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
         self._stages: dict[tuple[int, int, float], MicroBatchMemory] = {}
         self._curves: dict[tuple[str, str, int], _Workspace | None] = {}
-        self._loss_curves: dict[str, Curve | None] = {}
-        self.knows_workspace = all(
-            self._workspace(stage) is not None for stage in costs.program.stages
-        )
+        self._loss_curves: dict[str, Curve] = {}
 
     def of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
         """Of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
@@ -394,23 +383,20 @@ class StageMemory:
         return self._stages[key]
 
     def _bytes_of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
-        cut = self.costs.costs.cut_bytes(
-            task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
-        )
         losses = [self.costs.program.losses[index].name for index in stage.hosted]
         forward, backward = self._workspaces(stage, weighted_samples)
-        passed = _passed(stage)
+        passed = passed_blocks(stage)
         return MicroBatchMemory(
             activations=self._activations(stage, weighted_samples),
             first=passed[0] if passed is not None else stage.blocks[1],
             forward=forward,
             backward=backward,
             losses=sum(self.loss_bytes(name, samples) for name in losses),
-            output=weighted_samples * cut,
+            output=weighted_samples * self.costs.output_bytes(stage),
         )
 
     def _activations(self, stage: Stage, weighted_samples: float) -> tuple[float, ...]:
-        passed = _passed(stage)
+        passed = passed_blocks(stage)
         if passed is None:
             return ()
         whole = self.costs.activation_bytes(stage, weighted_samples)
@@ -425,14 +411,13 @@ class StageMemory:
 
     def _workspaces(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
         """Peak workspace of a forward and of a backward."""
-        known = self._workspace(stage)
+        known = self.workspace(stage)
         if known is None:
             return 0.0, 0.0
-        work = self.costs.costs.sampled_work(stage.task)
         # In samples like those of the profile's points.
-        size = weighted_samples * (1.0 if work is None else work.mean(stage.module))
+        size = weighted_samples * self.costs.costs.mean_work(stage.task, stage.module)
         alone = known.forward_only.at(size)
-        passed = _passed(stage)
+        passed = passed_blocks(stage)
         if passed is None:
             return alone, 0.0
         backward = known.backward_extra.at(size)
@@ -456,7 +441,8 @@ class StageMemory:
             for block in range(*passed)
         )
 
-    def _workspace(self, stage: Stage) -> _Workspace | None:
+    def workspace(self, stage: Stage) -> _Workspace | None:
+        """The curves of a stage's module, where the profile has them."""
         key = stage.task, stage.module, stage.tp
         if key not in self._curves:
             module = self.costs.costs.profile.module(stage.module, stage.task)
@@ -465,10 +451,15 @@ class StageMemory:
 
     def loss_bytes(self, name: str, samples: int) -> float:
         """Bytes of a loss from its forward to its backward; 0 where the profile lacks it."""
+        profile = self.costs.costs.profile.losses.get(name)
+        if profile is None:
+            return 0.0
         if name not in self._loss_curves:
-            self._loss_curves[name] = _loss_curve(self.costs.costs.profile.losses.get(name))
-        curve = self._loss_curves[name]
-        return 0.0 if curve is None else curve.at(samples)
+            points = profile.points
+            self._loss_curves[name] = fit_curve(
+                [p.samples for p in points], [p.activation_bytes for p in points]
+            )
+        return self._loss_curves[name].at(samples)
 
     def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
         """Bytes of one sync batch: all features, and the loss's tensors on a rank."""
@@ -508,16 +499,6 @@ def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
     )
 
 
-def _loss_curve(loss: LossProfile | None) -> Curve | None:
-    if loss is None:
-        return None
-    return fit_curve([p.samples for p in loss.points], [p.activation_bytes for p in loss.points])
-
-
-def _passed(stage: Stage) -> tuple[int, int] | None:
-    return gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
-
-
 def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> float:
     """A lower bound of the largest ``peak_bytes`` of a plan: one stage's, and the fixed bytes.
 
@@ -531,15 +512,7 @@ def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None
     """
     lowered = lower_plan(plan) if lowered is None else lowered
     graph = lowered.graph
-    program = Program(
-        name=plan.name,
-        batches={name: task.batch for name, task in plan.tasks.items()},
-        stages=tuple(graph.stages),
-        edges=tuple(graph.edges),
-        losses=tuple(graph.losses),
-        reductions=tuple(graph.reductions),
-        instructions=tuple(() for _ in range(plan.devices)),
-    )
+    program = Program.of(plan, graph, [()] * plan.devices)
     program_costs = ProgramCosts(program, costs, plan)
     kept = lowered.simulated_graph.stages
     first_ranks = {group[0] for stage in kept for group in stage.ranks}

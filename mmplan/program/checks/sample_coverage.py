@@ -20,8 +20,8 @@ linear in the number of messages, apart from sorting.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import lcm
@@ -55,9 +55,7 @@ def coverage_faults(
         flow.run(rank, position)
     yield from flow.faults
     yield from flow.stage_faults()
-    yield from ParameterCheck(
-        program, paths=count_paths(program), gradients=flow.gradients, reduced=flow.reduced
-    ).faults()
+    yield from _ParameterCheck(program, flow).faults()
 
 
 def count_paths(program: Program) -> list[dict[int, int]]:
@@ -68,30 +66,24 @@ def count_paths(program: Program) -> list[dict[int, int]]:
         outgoing[edge.producer].append(edge)
     # Consumers have higher indices than producers.
     for stage in reversed(program.stages):
-        total: defaultdict[int, int] = defaultdict(int)
-        for loss in stage.syncs:
-            total[loss] += 1
-        for loss in stage.hosted:
-            total[loss] += any(source.own for source in program.per_sample(loss).inputs)
+        total = Counter(stage.syncs)
+        total.update(
+            loss
+            for loss in stage.hosted
+            if any(source.own for source in program.per_sample(loss).inputs)
+        )
         for edge in outgoing[stage.index]:
-            for loss, times in _edge_paths(program, edge, paths[edge.consumer]).items():
-                total[loss] += times
-        paths[stage.index] = {loss: times for loss, times in total.items() if times}
+            through, direct = _uses(program, edge)
+            if through:
+                total.update(paths[edge.consumer])
+            total.update(direct)
+        paths[stage.index] = total
     return paths
 
 
-def _edge_paths(program: Program, edge: Edge, consumer_paths: dict[int, int]) -> dict[int, int]:
-    """Numbers of paths back along an edge, through the consumer's blocks and its losses."""
-    consumer = program.stages[edge.consumer]
-    through, direct = _uses(program, consumer, edge)
-    total = dict(consumer_paths) if through else {}
-    for loss in direct:
-        total[loss] = total.get(loss, 0) + 1
-    return total
-
-
-def _uses(program: Program, consumer: Stage, edge: Edge) -> tuple[bool, list[int]]:
+def _uses(program: Program, edge: Edge) -> tuple[bool, list[int]]:
     """Whether an edge enters the consumer's blocks, and the hosted losses that take it."""
+    consumer = program.stages[edge.consumer]
     through = any(source.edge == edge.index for source in consumer.inputs)
     direct = [
         loss
@@ -114,10 +106,7 @@ class _Flow:
         self.reduced: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self._program = program
         self._dependencies = dependencies
-        self._uses = {
-            edge.index: _uses(program, program.stages[edge.consumer], edge)
-            for edge in program.edges
-        }
+        self._uses = {edge.index: _uses(program, edge) for edge in program.edges}
         self._entered: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._done: dict[_MicroBatchKey, tuple[int, int]] = {}
         self._output: defaultdict[_MicroBatchKey, Gradient] = defaultdict(lambda: defaultdict(list))
@@ -138,7 +127,6 @@ class _Flow:
         ]
 
     def run(self, rank: int, position: int) -> None:
-        """Interpret one instruction."""
         item = self._program.instructions[rank][position]
         if isinstance(item, Compute):
             if self._scattered and item.op is not Op.WEIGHT:
@@ -300,30 +288,19 @@ class _Flow:
                     )
 
 
-class ParameterCheck:
-    """Checks the samples that every part of trainable parameters counts after the reductions.
+class _ParameterCheck:
+    """The check that every parameter counts every sample as often as it should, on all its ranks.
 
     Args:
-        program: the whole program.
-        paths: per stage, loss to the number of paths from it to the stage.
-        gradients: (rank, stage) to the samples that its parameters count without reductions.
-        reduced: (reduction, rank) to the lengths of those lists, by (stage, loss), at that time.
+        flow: all instructions of the program have run.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        paths: Sequence[Mapping[int, int]],
-        gradients: Mapping[tuple[int, int], Gradient],
-        reduced: Mapping[tuple[int, int], Mapping[tuple[int, int], int]],
-    ) -> None:
-        self._program, self._paths = program, paths
-        self._gradients, self._reduced = gradients, reduced
-        self._known: dict[tuple[object, ...], list[str]] = {}
+    def __init__(self, program: Program, flow: _Flow) -> None:
+        self._program, self._flow = program, flow
+        self._paths = count_paths(program)
+        self._known: set[tuple[object, ...]] = set()
 
     def faults(self) -> Iterator[str]:
-        """All of them."""
         for owner in dict.fromkeys(stage.owner for stage in self._program.stages):
             stages = [s for s in self._program.stages if s.owner == owner]
             reductions = [r for r in self._program.block_reductions if r.owner == owner]
@@ -379,11 +356,14 @@ class ParameterCheck:
             if len(over) > 1:
                 yield f"rank {rank}: {what} is reduced {len(over)} times"
                 continue
-            adding = _adding(over[0], contributors.kind) if over else (rank,)
+            adding = (rank,)
+            if over:
+                whole = contributors.kind == "whole"
+                adding = over[0].contributors if whole else over[0].ranks
             key = stages, contributors.key, adding, over[0].index if over else None
             if key not in self._known:
-                self._known[key] = list(self._sum_faults(trained, contributors, over, adding))
-                for fault in self._known[key]:
+                self._known.add(key)
+                for fault in self._sum_faults(trained, contributors, over, adding):
                     yield f"{what}: after reduction on rank {rank}, {fault}"
 
     def _sum_faults(
@@ -412,10 +392,10 @@ class ParameterCheck:
     def _counted(
         self, rank: int, stage: int, loss: int, over: Sequence[BlockReduction]
     ) -> Sequence[CountedInterval]:
-        intervals = self._gradients.get((rank, stage), {}).get(loss, [])
+        intervals = self._flow.gradients.get((rank, stage), {}).get(loss, [])
         if not over:
             return intervals
-        return intervals[: self._reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
+        return intervals[: self._flow.reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,11 +424,6 @@ class _Contributors:
             # Every rank of a group has the whole gradient of replicated parameters.
             return index == 0 or not self.crowded
         return index == self.first * count // self.tp
-
-
-def _adding(reduction: BlockReduction, kind: str) -> tuple[int, ...]:
-    """Ranks whose gradients a reduction sums, of sharded or of replicated parameters."""
-    return reduction.contributors if kind == "whole" else reduction.ranks
 
 
 def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[BlockReduction]) -> str:

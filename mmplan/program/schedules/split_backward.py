@@ -17,8 +17,6 @@ from typing import Literal
 
 from mmplan.program.instructions import Op, ReplicaCompute
 
-"""Operation, stage, replica, micro-batch."""
-
 
 @dataclass(slots=True)
 class SplitSequence:
