@@ -16,7 +16,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 
-Block = tuple[str, int]  # owner, block
+OwnedBlock = tuple[str, int]  # owner, block
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
 # A part of a block: first and end in shards of a tp, that tp, and the number of ranks that sum it.
 StatePart = tuple[int, int, int, int]
@@ -43,15 +43,15 @@ class ProgramCosts:
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
         # The stage that the costs of a block are asked for.
-        self._stage_of: dict[Block, Stage] = {}
+        self._stage_of: dict[OwnedBlock, Stage] = {}
         # A block trains where any task trains it.
-        self._trained: set[Block] = set()
+        self._trained: set[OwnedBlock] = set()
         for stage in program.stages:
             for block in range(*stage.blocks):
                 self._stage_of.setdefault((stage.owner, block), stage)
             self._trained |= {(stage.owner, b) for part in stage.trainable for b in range(*part)}
         # The parts of each block, with the number of ranks that may shard their optimizer state.
-        self._state_parts: defaultdict[Block, list[StatePart]] = defaultdict(list)
+        self._state_parts: defaultdict[OwnedBlock, list[StatePart]] = defaultdict(list)
         for item in program.block_reductions:
             if item.parameters != "whole":
                 for block in range(*item.blocks):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +61,8 @@ def full_budget(num_microbatches: int) -> OrderBudget:
     """A budget beyond which little is gained; it grows with the number of micro-batches."""
     factor = max(1.0, num_microbatches / _DEFAULT_MICROBATCHES)
     full = OrderBudget()
-    return OrderBudget(
-        first=full.first,
-        generations=int(full.generations * factor),
-        scans=int(full.scans * factor),
-    )
+    generations, scans = int(full.generations * factor), int(full.scans * factor)
+    return replace(full, generations=generations, scans=scans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

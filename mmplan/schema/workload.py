@@ -192,7 +192,6 @@ class TaskView:
         loss_inputs: loss to its sources.
         sync_batches: cross-sample losses to their sync batch.
         frozen: module to True, False or ranges of blocks.
-        period: samples after which all sync batches begin anew; the batch without any.
     """
 
     name: str

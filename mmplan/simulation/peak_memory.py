@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
 from mmplan.costs.fit import fit_curve
 from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
@@ -116,7 +117,11 @@ class ExpectedMemory:
             for works in self._works:
                 walk = _Walk(self, rank, works)
                 start = walk.now()
-                peak = max((m.during for m in walk.by_instruction()), key=_total, default=start)
+                peak = max(
+                    (m.during for m in walk.by_instruction()),
+                    key=attrgetter("total"),
+                    default=start,
+                )
                 found.append((peak, works))
                 # Without varying work on this rank, all batches are equal.
                 if not any((stage.task, stage.module) in works for stage in stages):
@@ -239,11 +244,11 @@ class _Walk:
         freed = allocated = 0.0
         for block in range(stage.blocks[1] - 1, sizes.first - 1, -1):
             within = self.now(workspace=sizes.backward, freed=freed, new_gradients=allocated)
-            peak = max(peak, within, key=_total)
+            peak = max(peak, within, key=attrgetter("total"))
             freed += sizes.activations[block - sizes.first]
             allocated += new.get(block, 0.0)
         self._gradients += sum(new.values())
-        return max(peak, self.now(freed=freed), key=_total)
+        return max(peak, self.now(freed=freed), key=attrgetter("total"))
 
     def _new_gradients(self, stage: Stage) -> dict[int, float]:
         """Blocks that have no gradient yet, to the bytes of that gradient."""
@@ -340,10 +345,6 @@ class _Walk:
         return during
 
 
-def _total(memory: MemoryUse) -> float:
-    return memory.total
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchMemory:
     """The bytes of one micro-batch in a stage.
@@ -423,23 +424,19 @@ class StageMemory:
         backward = known.backward_extra.at(size)
         if self.costs.recomputes(stage):
             # A block runs forward again, and holds all of its activations during its backward.
-            return alone, backward + self._largest_block(stage, weighted_samples, passed)
+            largest = max(
+                self.costs.costs.activation_bytes(
+                    task=stage.task,
+                    module=stage.module,
+                    tp=stage.tp,
+                    samples=weighted_samples,
+                    blocks=(block, block + 1),
+                )
+                for block in range(*passed)
+            )
+            return alone, backward + largest
         forward = known.forward_extra.at(size)
         return (forward if passed == stage.blocks else max(forward, alone)), backward
-
-    def _largest_block(
-        self, stage: Stage, weighted_samples: float, passed: tuple[int, int]
-    ) -> float:
-        return max(
-            self.costs.costs.activation_bytes(
-                task=stage.task,
-                module=stage.module,
-                tp=stage.tp,
-                samples=weighted_samples,
-                blocks=(block, block + 1),
-            )
-            for block in range(*passed)
-        )
 
     def workspace(self, stage: Stage) -> _Workspace | None:
         """The curves of a stage's module, where the profile has them."""

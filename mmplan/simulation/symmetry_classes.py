@@ -21,6 +21,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mmplan.program.lower import lower
 from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
 from mmplan.program.samples import RangeIndex
@@ -231,7 +233,10 @@ class _Shapes:
             starts[stage.task if self._in_turn else ""] += [
                 start for start, _ in stage.microbatches[d][:count]
             ]
-        return tuple((task, dense_ranks(own)) for task, own in starts.items())
+        return tuple(
+            (task, tuple(np.unique(own, return_inverse=True)[1].tolist()))
+            for task, own in starts.items()
+        )
 
     def _syncs(self, component: Component) -> object:
         """First and last sync batch of the micro-batches of a round."""
@@ -248,12 +253,6 @@ class _Shapes:
         for unit, replicas in zip(self._plan.units, component, strict=True):
             for d in replicas:
                 yield self._stages[unit.name], d
-
-
-def dense_ranks(values: Sequence[int]) -> tuple[int, ...]:
-    """Each value's rank among the distinct ones."""
-    rank = {value: index for index, value in enumerate(sorted(set(values)))}
-    return tuple(rank[value] for value in values)
 
 
 def _ranks(plan: Plan, component: Component) -> Iterator[int]:

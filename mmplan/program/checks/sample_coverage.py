@@ -204,15 +204,12 @@ class _Flow:
         for loss, intervals in self._backward.get(microbatch, {}).items():
             sums[loss] += intervals
 
-    def _message(self, rank: int, position: int) -> int:
-        return self._dependencies.arg[rank][position]
-
     def _send_forward(self, rank: int, position: int, item: Message) -> None:
         """Send the part of the range that the sender has computed."""
         span = self._done.get((rank, item.stage, item.mb))
         if span is not None and span[0] < item.stop and item.start < span[1]:
             part = max(span[0], item.start), min(span[1], item.stop)
-            self._samples[self._message(rank, position)] = part
+            self._samples[self._dependencies.arg[rank][position]] = part
 
     def _send_backward(self, rank: int, position: int, item: Message) -> None:
         gradient = self._backward.get((rank, item.stage, item.mb))
@@ -226,7 +223,7 @@ class _Flow:
             }
         for loss in direct:
             carried.setdefault(loss, []).append((item.start, item.stop, 1))
-        self._carried[self._message(rank, position)] = carried
+        self._carried[self._dependencies.arg[rank][position]] = carried
 
     def _local_parts(
         self, rank: int, item: Sync
