@@ -36,7 +36,7 @@ from mmplan.wording import counted
 
 if TYPE_CHECKING:
     from mmlaunch.run.run import RunOptions
-    from mmplan.program.compute_times import Timings
+    from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
 
 _SETTINGS: dict[str, Any] = {

@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
@@ -16,7 +17,7 @@ from tests.programs import Kind, loss, make_plan, unit
 
 
 @dataclass(kw_only=True)
-class FixedCosts:
+class FixedCosts(ProgramCosts):
     """Costs that do not depend on sizes unless a test asks for it.
 
     Attributes:
@@ -61,16 +62,16 @@ class FixedCosts:
         loads = ((2 * (source // self.per_node), 1.0), (2 * (target // self.per_node) + 1, 1.0))
         return Traffic(seconds=self.message * (samples if self.per_sample else 1), loads=loads)
 
-    def _exchange(self, ranks: Sequence[int], seconds: float) -> Traffic | None:
+    def _between_nodes(self, ranks: Sequence[int], seconds: float) -> Traffic | None:
         nodes = sorted({rank // self.per_node for rank in ranks}) if self.per_node else []
         loads = tuple((2 * node + way, 1.0) for node in nodes for way in (0, 1))
         return Traffic(seconds=seconds, loads=loads) if len(nodes) > 1 else None
 
     def gather_traffic(self, loss: Loss) -> Traffic | None:
-        return self._exchange(loss.ranks, self.gather)
+        return self._between_nodes(loss.ranks, self.gather)
 
     def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        return self._exchange(reduction.ranks, self.reduce)
+        return self._between_nodes(reduction.ranks, self.reduce)
 
     def gather_s(self, loss: Loss) -> float:
         return self.gather
@@ -81,7 +82,7 @@ class FixedCosts:
     def reduce_s(self, reduction: Reduction) -> float:
         return self.reduce
 
-    def activation_bytes(self, stage: Stage, samples: int) -> float:
+    def activation_bytes(self, stage: Stage, samples: float) -> float:
         return self.activation if stage.has_backward else 0.0
 
     def static_bytes(self, rank: int) -> float:

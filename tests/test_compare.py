@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mmplan.costs.batch_override import with_batch
 from mmplan.errors import InfeasibleError, InvalidInputError, RunFailedError
 from mmplan.planning.compare import ComparedSetting, Comparison, compare
 from mmplan.processes import in_processes
@@ -21,7 +20,7 @@ from mmplan.report.comparison_page import _fitting, render_comparison
 from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines, setting_words
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, with_batch
 from tests.commands import Program, call
 from tests.pages import Page, check_self_contained
 from tests.solving import FACTORY, module_profile, profile, workload

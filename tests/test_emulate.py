@@ -15,9 +15,8 @@ import torch
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.session.session import Session
 from mmplan.program.compile import compile_plan
-from mmplan.program.compute_times import Timings
 from mmplan.program.instructions import Compute, Op, Sync
-from mmplan.program.model import Program
+from mmplan.program.model import Program, Timings
 from mmplan.report.report_page import render
 from mmplan.report.source import load_source
 from mmplan.schema.load import load_plan

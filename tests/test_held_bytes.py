@@ -122,7 +122,7 @@ class Measured(FixedCosts):
         super().__init__()
         self._per_sample = per_sample
 
-    def activation_bytes(self, stage: Stage, samples: int) -> float:
+    def activation_bytes(self, stage: Stage, samples: float) -> float:
         return self._per_sample[stage.index] * samples if stage.has_backward else 0.0
 
     def communicators(self, rank: int) -> int:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mmplan.program.checks.interval_counts import first_deviation, normal
+from mmplan.program.checks.sample_coverage import first_deviation, normal
 
 pieces = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(-2, 3)).map(

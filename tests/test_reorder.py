@@ -233,7 +233,7 @@ def test_the_order_is_near_the_best_of_all(seed: int) -> None:
     assert sorted(got.order) == list(range(count))
     every = np.array(list(itertools.permutations(range(count))))
     spans = order_makespans(recurrence, every, forward, backward)
-    assert got.given == spans[0]
+    assert got.makespan <= spans[0]
     assert got.makespan == order_makespans(recurrence, got.order[None], forward, backward)[0]
     assert got.makespan <= 1.015 * spans.min()
 

@@ -25,9 +25,8 @@ from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import InvalidInputError
-from mmplan.program.compute_times import Timings
 from mmplan.program.instructions import Op
-from mmplan.program.model import Stage
+from mmplan.program.model import Stage, Timings
 from mmplan.ragged import Ragged
 
 # Past the checker, which takes the decorator's ctx for position-only.

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.comm.transport import Transport
 from mmlaunch.model.shard_layout import ShardLayout
-from mmplan.program.rank_metadata import BUCKET_BYTES
-from mmplan.program.shards import Ranks
+from mmplan.program.shards import BUCKET_BYTES, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

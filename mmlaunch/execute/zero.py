@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.gradient_buckets import ParameterSlice, UpdatedSlice
 from mmlaunch.model.shard_layout import flat_parts
-from mmplan.program.rank_metadata import BUCKET_BYTES
-from mmplan.program.shards import Ranks
+from mmplan.program.shards import BUCKET_BYTES, Ranks
 
 
 class FlatShards:

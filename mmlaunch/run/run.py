@@ -13,7 +13,7 @@ from mmlaunch.run.run_record import RunRecord
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.preconditions import find_workload
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.program.compute_times import Timings
+from mmplan.program.model import Timings
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan

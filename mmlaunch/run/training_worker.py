@@ -21,7 +21,7 @@ from mmlaunch.process.peak_memory import PeakMemory
 from mmlaunch.session.session import Session, StepResult
 from mmlaunch.session.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
-from mmplan.program.compute_times import Timings
+from mmplan.program.model import Timings
 from mmplan.schema.base import write_text
 
 METRICS = "metrics.jsonl"

@@ -9,7 +9,7 @@ from statistics import median
 
 from mmlaunch.run.run import RunOptions, prepare, run
 from mmplan.errors import InvalidInputError
-from mmplan.program.compute_times import Timings
+from mmplan.program.model import Timings
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 

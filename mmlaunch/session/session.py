@@ -54,7 +54,7 @@ from mmlaunch.session.state import LocalState, gather_weights, write_final_weigh
 from mmlaunch.session.update import Update
 from mmplan.errors import NotFiniteError
 from mmplan.program.compile import compile_plan
-from mmplan.program.compute_times import Timings
+from mmplan.program.model import Timings
 from mmplan.program.shards import Ranks
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of

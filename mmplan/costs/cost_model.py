@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mmplan.costs.block_ranges import Blocks, Ranges, gradient_blocks, overlaps, running_shares
 from mmplan.costs.fit import fit_key, fit_loss, fit_module, tp_degrees
 from mmplan.costs.links import LinkCosts
-from mmplan.costs.sample_work import SampledWork, fit_for_work, sampled_work
+from mmplan.costs.sample_work import SampledWork, fit_for_work
 from mmplan.errors import InvalidInputError
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
@@ -23,6 +23,14 @@ from mmplan.schema.protocols import exchanged_numbers
 
 # Bytes of a row's logsumexp, which is computed in float32 at least.
 _STATISTIC_BYTES = 4
+# Numbers of optimizer state per parameter, for optimizers other than Adam; SGD has a momentum.
+_STATE_NUMBERS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
+# Adam's two moments.
+_ADAM_NUMBERS = 2
+# Bytes of a parameter, of its gradient and of each number of its state.
+_NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4}
+# Bytes of the copy in which a parameter is computed with.
+_COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +74,11 @@ class CostModel(LinkCosts):
         self.profile = profile
         super().__init__(cluster or profile.cluster)
         self.training = training or PlannedTraining()
-        self._work = sampled_work(
-            profile.data, seed=self.training.seed, reordered=self.training.reorder
-        )
+        seed, reorder = self.training.seed, self.training.reorder
+        self._work = {
+            task: SampledWork(work, seed=seed, reordered=reorder)
+            for task, work in profile.data.items()
+        }
         self._shares: dict[tuple[str, str], _Shares] = {}
         self._fits: dict[tuple[str, str, int], ModuleFit] = {}
         self._fitted: dict[tuple[str, int], ModuleFit] = {}
@@ -109,8 +119,10 @@ class CostModel(LinkCosts):
             # Tasks without costs of their own share the module's.
             shared = self._fit_key(task, module), tp
             if shared not in self._fitted:
-                self._fitted[shared] = self._stored_fit(task, module, tp) or fit_module(profile, tp)
-            self._fits[key] = fit_for_work(self._fitted[shared], self._mean(task, module))
+                fits = self.profile.fits
+                stored = fits and fits.modules.get(shared[0], {}).get(str(tp))
+                self._fitted[shared] = stored or fit_module(profile, tp)
+            self._fits[key] = fit_for_work(self._fitted[shared], self.mean_work(task, module))
         return self._fits[key]
 
     def sampled_work(self, task: str) -> SampledWork | None:
@@ -253,21 +265,21 @@ class CostModel(LinkCosts):
 
     def bytes_per_parameter(self, *, trainable: bool, dp: int = 1) -> float:
         """Bytes that one parameter costs a device under this training."""
-        return parameter_bytes(
-            self.training.precision,
-            self.training.optimizer,
-            trainable=trainable,
-            state_shards=dp if self.training.zero else 1,
-        )
+        number = self.gradient_bytes
+        weight = number + _COPY_BYTES[self.training.precision]
+        if not trainable:
+            return weight
+        state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
+        return weight + number + state / (dp if self.training.zero else 1)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of one parameter's gradient under this training."""
-        return gradient_bytes(self.training.precision)
+        return _NUMBER_BYTES[self.training.precision]
 
     def flops_per_sample(self, *, task: str, module: str) -> float:
         """Floating-point operations of a whole module's forward for one sample."""
-        return self._module(task, module).profile.flops_per_sample * self._mean(task, module)
+        return self._module(task, module).profile.flops_per_sample * self.mean_work(task, module)
 
     # --- cuts ------------------------------------------------------------------------
 
@@ -341,7 +353,7 @@ class CostModel(LinkCosts):
             )
         return self._shares[key]
 
-    def _mean(self, task: str, module: str) -> float:
+    def mean_work(self, task: str, module: str) -> float:
         """Mean work of a sample, in samples like those that the points were taken on."""
         known = self._work.get(task)
         return 1.0 if known is None else known.mean(module)
@@ -360,10 +372,6 @@ class CostModel(LinkCosts):
             )
         return self._whole[key]
 
-    def _stored_fit(self, task: str, module: str, tp: int) -> ModuleFit | None:
-        fits = self.profile.fits
-        return fits and fits.modules.get(self._fit_key(task, module), {}).get(str(tp))
-
     def _fit_key(self, task: str, module: str) -> str:
         return fit_key(module, task if module in self.profile.tasks.get(task, {}) else None)
 
@@ -374,31 +382,3 @@ class CostModel(LinkCosts):
 
 def _between(running: tuple[float, ...], blocks: Blocks) -> float:
     return running[blocks[1]] - running[blocks[0]]
-
-
-# Numbers of optimizer state per parameter, for optimizers other than Adam; SGD has a momentum.
-_STATE_NUMBERS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
-# Adam's two moments.
-_ADAM_NUMBERS = 2
-
-# Bytes of a parameter, of its gradient and of each number of its state.
-_NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4}
-# Bytes of the copy in which a parameter is computed with.
-_COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2}
-
-
-def gradient_bytes(precision: str) -> int:
-    """Bytes of one parameter's gradient, also what its reduction moves."""
-    return _NUMBER_BYTES[precision]
-
-
-def parameter_bytes(
-    precision: str, optimizer: str, *, trainable: bool, state_shards: int = 1
-) -> float:
-    """Bytes of one parameter on a device, its state divided by ``state_shards``."""
-    number = _NUMBER_BYTES[precision]
-    weight = number + _COPY_BYTES[precision]
-    if not trainable:
-        return weight
-    state = number * _STATE_NUMBERS.get(optimizer, _ADAM_NUMBERS)
-    return weight + gradient_bytes(precision) + state / state_shards

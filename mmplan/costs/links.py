@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
-from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
+from mmplan.schema.cluster import Cluster, Link
 
 CollectiveKind = Literal["all_reduce", "all_gather"]
 
@@ -128,9 +128,8 @@ def _of_groups(
     """Seconds, and interface seconds, of one group or of arrays of groups."""
     links = cluster.links
     inside, between = links.intra_node, between_nodes(cluster)
-    measured = [
-        _measured(kind, x) for x in (links.intra_node_collectives, links.inter_node_collectives)
-    ]
+    apart = links.intra_node_collectives, links.inter_node_collectives
+    measured: list[Link | None] = [level and getattr(level, kind) for level in apart]
     inside_s, _ = _phase(kind, group.local, num_bytes, inside, measured[0])
     between_s, carried_s = _phase(kind, group.nodes, num_bytes * sharers, between, measured[1])
     best_s = inside_s + between_s
@@ -141,13 +140,6 @@ def _of_groups(
             best_s = np.where(better, flat_s, best_s)
             carried_s = np.where(better, flat_carried_s, carried_s)
     return best_s, np.where(several & (links.inter_node is not None), carried_s, 0.0)
-
-
-def _measured(kind: CollectiveKind, links: CollectiveLinks | None) -> Link | None:
-    """The measured link of a collective, if there is one."""
-    if links is None:
-        return None
-    return links.all_reduce if kind == "all_reduce" else links.all_gather
 
 
 def _passes(kind: CollectiveKind) -> int:

@@ -12,20 +12,14 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import CrossSampleLoss, Edge, LossReduction, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
-from mmplan.program.rank_metadata import (
-    StatePart,
-    collective_groups,
-    gathered_edges,
-    state_parts,
-    trained_blocks,
-)
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 
-__all__ = ["CostModel", "ProgramCosts", "check_cluster"]
-
+OwnedBlock = tuple[str, int]  # owner, block
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
+# A part of a block: first and end in shards of a tp, that tp, and the number of ranks that sum it.
+StatePart = tuple[int, int, int, int]
 
 
 class ProgramCosts:
@@ -48,11 +42,34 @@ class ProgramCosts:
         self._rounds = {name: task.period for name, task in plan.tasks.items()}
         self._compute: dict[tuple[int, Op, int], float] = {}
         self._syncs: dict[int, float] = {}
-        self._blocks = trained_blocks(program)
-        self._state_parts = state_parts(program.reductions)
+        # The stage that the costs of a block are asked for.
+        self._stage_of: dict[OwnedBlock, Stage] = {}
+        # A block trains where any task trains it.
+        self._trained: set[OwnedBlock] = set()
+        for stage in program.stages:
+            for block in range(*stage.blocks):
+                self._stage_of.setdefault((stage.owner, block), stage)
+            self._trained |= {(stage.owner, b) for part in stage.trainable for b in range(*part)}
+        # The parts of each block, with the number of ranks that may shard their optimizer state.
+        self._state_parts: defaultdict[OwnedBlock, list[StatePart]] = defaultdict(list)
+        for item in program.block_reductions:
+            if item.parameters != "whole":
+                for block in range(*item.blocks):
+                    part = (*item.shards, item.tp, len(item.ranks))
+                    self._state_parts[item.owner, block].append(part)
         self._shard_sizes: dict[Shard, float] = {}
-        self._groups = collective_groups(program)
-        self._gathered = gathered_edges(program)
+        # The ranks of every collective.
+        self._groups = {
+            *(frozenset(group) for stage in program.stages for group in stage.ranks),
+            *(frozenset(item.ranks) for item in (*program.reductions, *program.losses)),
+        }
+        # (stage, whether its backward) to the edges whose messages its groups gather.
+        self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
+        for edge in program.edges:
+            for backward in (False, True):
+                if program.shares(edge, backward=backward) > 1:
+                    taker = edge.producer if backward else edge.consumer
+                    self._gathered[taker, backward].append(edge)
 
     # --- seconds ---------------------------------------------------------------------
 
@@ -121,14 +138,17 @@ class ProgramCosts:
             return 0.0
         # Every tensor-parallel rank of the host computes the whole loss of its micro-batch.
         losses = (self.program.losses[index].name for index in stage.hosted)
-        pairs = (self.costs.loss_s(loss=name, samples=samples) for name in losses)
-        return sum(pair[0 if op is Op.FORWARD else 1] for pair in pairs)
+        side = 0 if op is Op.FORWARD else 1
+        return sum(self.costs.loss_s(loss=name, samples=samples)[side] for name in losses)
 
     def edge_bytes(self, edge: Edge, samples: int) -> float:
         """Bytes of ``samples`` samples along an edge, the same in both directions."""
-        producer = self.program.stages[edge.producer]
-        return samples * self.costs.cut_bytes(
-            task=producer.task, module=producer.module, after_block=producer.blocks[1] - 1
+        return samples * self.output_bytes(self.program.stages[edge.producer])
+
+    def output_bytes(self, stage: Stage) -> float:
+        """Bytes per sample of the output of a stage's last block."""
+        return self.costs.cut_bytes(
+            task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
         )
 
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
@@ -191,11 +211,7 @@ class ProgramCosts:
 
     def feature_bytes(self, loss: CrossSampleLoss) -> float:
         """Bytes per sample of all features that the loss takes, each stage's once."""
-        stages = (self.program.stages[index] for index in loss.stages)
-        return sum(
-            self.costs.cut_bytes(task=s.task, module=s.module, after_block=s.blocks[1] - 1)
-            for s in stages
-        )
+        return sum(self.output_bytes(self.program.stages[index]) for index in loss.stages)
 
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
@@ -221,8 +237,7 @@ class ProgramCosts:
         if isinstance(reduction, LossReduction) or reduction.parameters == "whole":
             return 0.0
         numbers = sum(
-            self._block_parameters(self._blocks[reduction.owner, block].stage, block)
-            for block in range(*reduction.blocks)
+            self._block_parameters(reduction.owner, block) for block in range(*reduction.blocks)
         )
         first, end = reduction.shards
         return numbers * (end - first) / reduction.tp * self.costs.gradient_bytes
@@ -234,7 +249,7 @@ class ProgramCosts:
 
         Only blocks that a gradient passes keep anything: nothing is saved before them.
         """
-        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        passed = passed_blocks(stage)
         if passed is None:
             return 0.0
         return self.costs.activation_bytes(
@@ -253,11 +268,9 @@ class ProgramCosts:
     def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
         """Bytes of a rank's gradients, of each block (owner, block) that trains."""
         return {
-            (owner, block): self._block_parameters(info.stage, block)
-            / tp
-            * self.costs.gradient_bytes
+            (owner, block): self._block_parameters(owner, block) / tp * self.costs.gradient_bytes
             for owner, block, tp, _ in self._shards(rank)
-            if (info := self._blocks[owner, block]).trainable
+            if (owner, block) in self._trained
         }
 
     def static_bytes(self, rank: int) -> float:
@@ -269,13 +282,12 @@ class ProgramCosts:
 
     def _shard_bytes(self, shard: Shard) -> float:
         if shard not in self._shard_sizes:
-            info = self._blocks[shard[:2]]
-            numbers = self._block_parameters(info.stage, shard[1])
+            numbers = self._block_parameters(*shard[:2])
             self._shard_sizes[shard] = sum(
                 numbers
                 * (end - first)
                 / tp
-                * self.costs.bytes_per_parameter(trainable=info.trainable, dp=ranks)
+                * self.costs.bytes_per_parameter(trainable=shard[:2] in self._trained, dp=ranks)
                 for first, end, tp, ranks in self._parts_of(shard)
             )
         return self._shard_sizes[shard]
@@ -300,7 +312,8 @@ class ProgramCosts:
                 shards[key] = shard if shards.get(key, shard) == shard else (1, 0)
         return {(*key, *shard) for key, shard in shards.items()}
 
-    def _block_parameters(self, stage: Stage, block: int) -> float:
+    def _block_parameters(self, owner: str, block: int) -> float:
+        stage = self._stage_of[owner, block]
         return self.costs.parameters(
             task=stage.task, module=stage.module, blocks=(block, block + 1)
         )
@@ -347,17 +360,22 @@ class ProgramCosts:
         flops: defaultdict[str, float] = defaultdict(float)
         for stage in self.program.stages:
             flops[stage.module] += self._stage_flops(stage)
-        return dict(flops)
+        return flops
 
     def _stage_flops(self, stage: Stage) -> float:
         task, module = stage.task, stage.module
         ranges = [stage.blocks, *stage.trainable]
-        passed = gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
+        passed = passed_blocks(stage)
         if passed is not None:
             ranges.append(passed)
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
+
+
+def passed_blocks(stage: Stage) -> tuple[int, int] | None:
+    """The blocks of a stage that a gradient passes; see :func:`gradient_blocks`."""
+    return gradient_blocks(stage.blocks, stage.trainable, input_gradient=stage.input_gradient)
 
 
 def check_cluster(profile: Profile, cluster: Cluster | None) -> None:

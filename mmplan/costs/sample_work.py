@@ -9,7 +9,6 @@ B = samples of a draw.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,13 +139,6 @@ def _replica_counts(most: int) -> list[int]:
         counts |= {start + start * k // _PER_OCTAVE for k in range(_PER_OCTAVE)}
         start *= 2
     return sorted(count for count in counts if count <= most)
-
-
-def sampled_work(
-    data: Mapping[str, DataWork], *, seed: int, reordered: bool
-) -> dict[str, SampledWork]:
-    """The data of every task that a profile knows."""
-    return {task: SampledWork(work, seed=seed, reordered=reordered) for task, work in data.items()}
 
 
 def fit_for_work(fit: ModuleFit, mean: float) -> ModuleFit:

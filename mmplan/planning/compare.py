@@ -15,7 +15,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from mmplan.costs.batch_override import with_batch
 from mmplan.costs.cost_model import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.planning import planner
@@ -24,7 +23,7 @@ from mmplan.program.trace import trace_events
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload, check_tasks
+from mmplan.schema.workload import Workload, check_tasks, with_batch
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.simulation.utilisation import ModuleUse, module_uses
 from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS

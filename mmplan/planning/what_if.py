@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmplan.costs.batch_override import with_batch
 from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError, MMPlanError
@@ -23,7 +22,7 @@ from mmplan.processes import in_processes
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, with_batch
 from mmplan.simulation.symmetry import predict
 
 # Other batches over the plan's.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.lower import lower
-from mmplan.program.model import Graph, PerSampleLoss, Program, Stage
+from mmplan.program.model import Edge, Graph, PerSampleLoss, Program, Stage
+from mmplan.program.samples import SampleRange
 from mmplan.program.schedules.global_order import Event, Handover, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
@@ -40,30 +41,16 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     """
     batches = {name: task.batch for name, task in plan.tasks.items()}
     links = [edge_links(graph.stages, edge) for edge in graph.edges]
-    timeline = OrderBuilder(
-        stages=graph.stages,
-        edges=graph.edges,
-        losses=graph.losses,
-        reductions=graph.reductions,
-        batches=batches,
-        orders=orders,
-        links=links,
-    )
+    timeline = OrderBuilder(graph, batches, orders, links)
     projection = _Projection(graph, links, plan.devices)
     for event in timeline.run():
         projection.add(event)
-    return Program(
-        name=plan.name,
-        batches=batches,
-        stages=tuple(graph.stages),
-        edges=tuple(graph.edges),
-        losses=tuple(graph.losses),
-        reductions=tuple(graph.reductions),
-        instructions=match_receives(
-            [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
-        ),
-        predicted_s=plan.predicted.iteration_s,
-    )
+    rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
+    return Program.of(plan, graph, match_receives(rows))
+
+
+# An edge, the ranks of the group at its other end, and the samples that it carries.
+_Transfer = tuple[Edge, tuple[int, ...], SampleRange]
 
 
 class _Projection:
@@ -72,16 +59,19 @@ class _Projection:
     def __init__(self, graph: Graph, links: Sequence[Sequence[Handover]], num_ranks: int) -> None:
         self._graph = graph
         self._rows: list[list[Instruction]] = [[] for _ in range(num_ranks)]
-        self._incoming: defaultdict[tuple[int, int, int], list[tuple[int, Handover]]] = defaultdict(
-            list
-        )
-        self._outgoing: defaultdict[tuple[int, int, int], list[tuple[int, Handover]]] = defaultdict(
-            list
-        )
+        # By (stage, replica, micro-batch).
+        self._incoming: defaultdict[tuple[int, int, int], list[_Transfer]] = defaultdict(list)
+        self._outgoing: defaultdict[tuple[int, int, int], list[_Transfer]] = defaultdict(list)
         for edge in graph.edges:
+            senders, receivers = (
+                graph.stages[edge.producer].ranks,
+                graph.stages[edge.consumer].ranks,
+            )
             for link in links[edge.index]:
-                self._outgoing[edge.producer, link.d, link.mb].append((edge.index, link))
-                self._incoming[edge.consumer, link.d2, link.mb2].append((edge.index, link))
+                outgoing = edge, receivers[link.d2], link.span
+                self._outgoing[edge.producer, link.d, link.mb].append(outgoing)
+                incoming = edge, senders[link.d], link.span
+                self._incoming[edge.consumer, link.d2, link.mb2].append(incoming)
         self._to_forward = self._forwards_per_sync()
         self._started: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._complete: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -111,9 +101,12 @@ class _Projection:
             row = self._rows[rank]
             match event.op:
                 case Op.FORWARD:
-                    row += self._forward(event, t, rank)
+                    key = event.index, event.d, event.mb
+                    row += self._compute(event, t, self._incoming[key], self._outgoing[key])
+                    row += self._starts_after(event, rank)
                 case Op.BACKWARD | Op.INPUT:
-                    row += self._backward(event, t)
+                    key = event.index, event.d, event.mb
+                    row += self._compute(event, t, self._outgoing[key], self._incoming[key])
                 case Op.WEIGHT:
                     row.append(Compute(event.op, event.index, event.mb))
                 case Op.SYNC_WAIT:
@@ -122,22 +115,26 @@ class _Projection:
                 case _:
                     row.append(Collective(event.op, event.index))
 
-    def _forward(self, event: Event, t: int, rank: int) -> list[Instruction]:
-        stage = self._graph.stages[event.index]
-        key = event.index, event.d, event.mb
+    def _compute(
+        self, event: Event, t: int, taken: Sequence[_Transfer], given: Sequence[_Transfer]
+    ) -> Iterator[Instruction]:
+        """A forward or backward on rank t of its group, with the messages around it."""
+        forward = event.op is Op.FORWARD
+        receive, send = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
+        for edge, group, span in taken:
+            if forward or edge.carries_gradient:
+                peer = group[t % len(group)]
+                yield Message(receive, event.index, event.mb, edge.index, peer, *span)
+        yield Compute(event.op, event.index, event.mb)
+        for edge, group, span in given:
+            if forward or edge.carries_gradient:
+                for peer in group[t :: len(event.ranks)]:
+                    yield Message(send, event.index, event.mb, edge.index, peer, *span)
+
+    def _starts_after(self, event: Event, rank: int) -> list[Instruction]:
+        """Starts of the sync batches of which a forward is the rank's last."""
         items: list[Instruction] = []
-        for edge, link in self._incoming[key]:
-            group = self._graph.stages[self._graph.edges[edge].producer].ranks[link.d]
-            items.append(_message(Op.RECV_F, event, edge, group[t % len(group)], link))
-        items.append(Compute(Op.FORWARD, event.index, event.mb))
-        for edge, link in self._outgoing[key]:
-            group = self._graph.stages[self._graph.edges[edge].consumer].ranks[link.d2]
-            items += [
-                _message(Op.SEND_F, event, edge, peer, link)
-                for t2, peer in enumerate(group)
-                if t2 % stage.tp == t
-            ]
-        for loss, g in self._syncs_of(stage, event.d, event.mb):
+        for loss, g in self._syncs_of(self._graph.stages[event.index], event.d, event.mb):
             self._to_forward[rank, loss, g] -= 1
             if self._to_forward[rank, loss, g] == 0:
                 items += self._starts(rank, loss, g)
@@ -159,32 +156,9 @@ class _Projection:
         self._started[rank, loss] += len(items)
         return items
 
-    def _backward(self, event: Event, t: int) -> list[Instruction]:
-        stage = self._graph.stages[event.index]
-        key = event.index, event.d, event.mb
-        items: list[Instruction] = []
-        for edge, link in self._outgoing[key]:
-            if self._graph.edges[edge].carries_gradient:
-                group = self._graph.stages[self._graph.edges[edge].consumer].ranks[link.d2]
-                items.append(_message(Op.RECV_B, event, edge, group[t % len(group)], link))
-        items.append(Compute(event.op, event.index, event.mb))
-        for edge, link in self._incoming[key]:
-            if self._graph.edges[edge].carries_gradient:
-                group = self._graph.stages[self._graph.edges[edge].producer].ranks[link.d]
-                items += [
-                    _message(Op.SEND_B, event, edge, peer, link)
-                    for t2, peer in enumerate(group)
-                    if t2 % stage.tp == t
-                ]
-        return items
-
     def rows(self) -> list[tuple[Instruction, ...]]:
         """Every rank's program; a rank without work has an empty row."""
         return [(*row, Step()) if row else () for row in self._rows]
-
-
-def _message(op: Op, event: Event, edge: int, peer: int, link: Handover) -> Message:
-    return Message(op, event.index, event.mb, edge, peer, *link.span)
 
 
 def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction, ...]:

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
+from mmplan.program.instructions import (
+    Collective,
+    Compute,
+    Instruction,
+    Message,
+    MessageKey,
+    Op,
+    Sync,
+)
 from mmplan.program.model import Program
 
 # Kinds of instructions. A GROUP instruction starts on all ranks of its group together.
@@ -18,9 +26,6 @@ ALONE = 2
 GROUP = 3
 START = 4
 STEP = 5
-
-# (edge, is backward, source rank, target rank, first sample, end of samples)
-MessageKey = tuple[int, bool, int, int, int, int]
 
 
 @dataclass(slots=True)
@@ -108,18 +113,15 @@ class _Builder:
         self.dependencies.input_messages.append(inputs)
 
     def _message(self, rank: int, item: Message) -> tuple[int, int]:
-        backward = item.op is Op.SEND_B or item.op is Op.RECV_B
-        sends = item.is_send
-        source, target = (rank, item.peer) if sends else (item.peer, rank)
-        key = (item.edge, backward, source, target, item.start, item.stop)
+        key = item.key(rank)
         known = self._message_ids.get(key)
         if known is None:
             known = self._message_ids[key] = len(self.dependencies.messages)
             self.dependencies.messages.append(key)
-            pair = self._link_ids.setdefault((source, target), len(self._link_ids))
+            pair = self._link_ids.setdefault(key[2:4], len(self._link_ids))
             self.dependencies.link.append(pair)
             self.dependencies.num_links = len(self._link_ids)
-        return (SEND if sends else POST), known
+        return (SEND if item.is_send else POST), known
 
     def _collective(self, item: Collective) -> int:
         owner = self._program.losses if item.op is Op.COUNT else self._program.reductions

@@ -1,4 +1,4 @@
-"""What a rank does, as values: small, immutable, printed on one line and parsed back.
+"""What a rank does, as values: small, immutable, printed on one line.
 
 ``0F3`` runs the forward of stage 0 on its micro-batch 3, as torch.distributed.pipelining
 prints it. A message adds the edge, the other rank and the global samples that it carries:
@@ -7,11 +7,8 @@ prints it. A message adds the edge, the other rank and the global samples that i
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
-
-from mmplan.errors import InvalidInputError
 
 
 class Op(StrEnum):
@@ -35,6 +32,10 @@ class Op(StrEnum):
 # Looked up once: programs have hundreds of thousands of instructions.
 _BACKWARDS = (Op.BACKWARD, Op.INPUT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
+_OF_GRADIENTS = (Op.SEND_B, Op.RECV_B)
+
+# (edge, is backward, source rank, target rank, first sample, end of samples)
+MessageKey = tuple[int, bool, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,12 @@ class Message:
         """Whether this end sends."""
         return self.op in _SENDS
 
+    def key(self, rank: int) -> MessageKey:
+        """The transfer of which this is the end on ``rank``."""
+        source, target = (rank, self.peer) if self.is_send else (self.peer, rank)
+        backward = self.op in _OF_GRADIENTS
+        return self.edge, backward, source, target, self.start, self.stop
+
     def __str__(self) -> str:
         arrow = ">" if self.is_send else "<"
         return (
@@ -126,40 +133,7 @@ class Step:
 ReplicaCompute = tuple[Op, int, int, int]
 Instruction = Compute | Message | Sync | Collective | Step
 
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_MESSAGE = re.compile(r"(\d+)((?:SEND|RECV)_[FB])(\d+):e(\d+)([<>])(\d+)\[(\d+),(\d+)\)")
-_SYNC = re.compile(r"(SYNC_START|SYNC_WAIT):(\d+)\.(\d+)")
-_COLLECTIVE = re.compile(r"(COUNT|REDUCE):(\d+)")
-
-
-def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as ``text``.
-
-    Raises:
-        InvalidInputError: none does.
-    """
-    if text == Op.STEP:
-        return Step()
-    if m := _COMPUTE.fullmatch(text):
-        return Compute(Op(m[2]), int(m[1]), int(m[3]))
-    if m := _MESSAGE.fullmatch(text):
-        message = Message(
-            Op(m[2]), int(m[1]), int(m[3]), int(m[4]), int(m[6]), int(m[7]), int(m[8])
-        )
-        if str(message) == text:
-            return message
-    if m := _SYNC.fullmatch(text):
-        return Sync(Op(m[1]), int(m[2]), int(m[3]))
-    if m := _COLLECTIVE.fullmatch(text):
-        return Collective(Op(m[1]), int(m[2]))
-    raise InvalidInputError(f"{text!r} is not an instruction", hint="0F3, 1SEND_B0:e2>4[0,8) are")
-
 
 def format_row(instructions: tuple[Instruction, ...]) -> str:
     """One rank's program on one line."""
     return " ".join(map(str, instructions))
-
-
-def parse_row(text: str) -> tuple[Instruction, ...]:
-    """The program that prints as ``text``; see :func:`parse_instruction`."""
-    return tuple(map(parse_instruction, text.split()))

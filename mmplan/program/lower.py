@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
+from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import (
@@ -149,7 +150,16 @@ def _add_loss(
     index = len(graph.losses)
     sources = [names.parse_source(text, task.modules) for text in loss.inputs]
     stages = sorted({last[s.module] for s in sources if s.module is not None})
-    weight = loss.weight * task.weight
+    # A per-sample loss is computed on the last stage that it takes something from.
+    hosts = stages if loss.sync_batch else stages[-1:]
+    ranks = tuple(sorted({rank for s in hosts for rank in graph.stages[s].members}))
+    common: dict[str, Any] = {
+        "index": index,
+        "name": name,
+        "task": task_name,
+        "weight": loss.weight * task.weight,
+        "ranks": ranks,
+    }
     if loss.sync_batch is None:
         host = stages[-1]
         inputs = tuple(
@@ -158,25 +168,11 @@ def _add_loss(
             else _source(graph, text, task, last, host)
             for s, text in zip(sources, loss.inputs, strict=True)
         )
-        ranks = _ranks(graph, [host])
-        made = PerSampleLoss(
-            index=index,
-            name=name,
-            task=task_name,
-            weight=weight,
-            ranks=ranks,
-            host=host,
-            inputs=inputs,
-        )
+        made = PerSampleLoss(**common, host=host, inputs=inputs)
         graph.stages[host] = replace(graph.stages[host], hosted=(*graph.stages[host].hosted, index))
     else:
-        ranks = _ranks(graph, stages)
         made = CrossSampleLoss(
-            index=index,
-            name=name,
-            task=task_name,
-            weight=weight,
-            ranks=ranks,
+            **common,
             sync_batch=loss.sync_batch,
             inputs=tuple(
                 LossInput(
@@ -193,10 +189,6 @@ def _add_loss(
             )
     _check_placement(plan, task_name, name, ranks)
     graph.losses.append(made)
-
-
-def _ranks(graph: Graph, stages: list[int]) -> tuple[int, ...]:
-    return tuple(sorted({rank for s in stages for rank in graph.stages[s].members}))
 
 
 def _check_placement(plan: Plan, task: str, name: str, ranks: tuple[int, ...]) -> None:
@@ -289,16 +281,7 @@ def _reductions(graph: Graph) -> Iterator[Reduction]:
         for blocks, total in _block_sums(stages):
             # A part that one rank has alone is summed too: ZeRO-1 updates shards by their parts.
             if len(total.ranks) > 1 or total.parameters == "cut":
-                yield BlockReduction(
-                    index=index,
-                    owner=owner,
-                    blocks=blocks,
-                    tp=total.tp,
-                    shards=total.shards,
-                    parameters=total.parameters,
-                    ranks=total.ranks,
-                    contributors=total.contributors,
-                )
+                yield BlockReduction(index=index, owner=owner, blocks=blocks, **asdict(total))
                 index += 1
     for name in dict.fromkeys(loss.name for loss in graph.losses):
         ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))

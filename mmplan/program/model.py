@@ -7,12 +7,14 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
-from mmplan.program.instructions import Instruction
+from mmplan.program.instructions import Instruction, Op
 from mmplan.program.samples import SampleRange
+from mmplan.program.shards import ShardSum
+from mmplan.schema.plan import Plan
 
 # (stage, position of the micro-batch in its replica).
 MicroBatch = tuple[int, int]
@@ -142,14 +144,12 @@ class LossInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossSampleLoss:
-    """A term of the step's loss over whole sync batches.
+class _LossTerm:
+    """A term of the step's loss.
 
     Attributes:
         weight: the loss's weight times the task's.
-        ranks: every rank of the last stages it takes features from, sorted.
-        sync_batch: samples of one sync batch.
-        inputs: its arguments.
+        ranks: every rank of the last stages it takes features from, or of its host; sorted.
     """
 
     index: int
@@ -157,6 +157,16 @@ class CrossSampleLoss:
     task: str
     weight: float
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossSampleLoss(_LossTerm):
+    """A term of the step's loss over whole sync batches.
+
+    Attributes:
+        sync_batch: samples of one sync batch.
+    """
+
     sync_batch: int
     inputs: tuple[LossInput, ...]
 
@@ -180,21 +190,13 @@ class CrossSampleLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerSampleLoss:
+class PerSampleLoss(_LossTerm):
     """A term of the step's loss that a stage's forward computes, micro-batch by micro-batch.
 
     Attributes:
-        weight: the loss's weight times the task's.
-        ranks: the host's.
         host: the stage.
-        inputs: its arguments there.
     """
 
-    index: int
-    name: str
-    task: str
-    weight: float
-    ranks: tuple[int, ...]
     host: int
     inputs: tuple[Source, ...]
 
@@ -241,28 +243,17 @@ class LossTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockReduction:
-    """Gradients of blocks that are summed over ranks (:mod:`mmplan.program.shards` says which).
+class BlockReduction(ShardSum):
+    """Gradients of blocks that are summed over ranks.
 
     Attributes:
         owner: module (``share`` followed).
         blocks: half-open range of blocks.
-        tp: shards of which every cut parameter has so many.
-        shards: half-open range of the shards that are summed.
-        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
-        ranks: sorted; one only where a part of its shard is held by no other.
-        contributors: those of them that bring the gradients of whole parameters; the others,
-            which have the same ones, only take the sum.
     """
 
     index: int
     owner: str
     blocks: tuple[int, int]
-    tp: int
-    shards: tuple[int, int]
-    parameters: Literal["all", "cut", "whole"]
-    ranks: tuple[int, ...]
-    contributors: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +323,22 @@ class Program(LossTable):
         default_factory=dict[int, list[Stage]], init=False, repr=False, compare=False
     )
 
+    @classmethod
+    def of(
+        cls, plan: Plan, graph: Graph, instructions: Iterable[tuple[Instruction, ...]]
+    ) -> Program:
+        """The program of a plan with a graph and the rows of its ranks."""
+        return cls(
+            name=plan.name,
+            batches={name: task.batch for name, task in plan.tasks.items()},
+            stages=tuple(graph.stages),
+            edges=tuple(graph.edges),
+            losses=tuple(graph.losses),
+            reductions=tuple(graph.reductions),
+            instructions=tuple(instructions),
+            predicted_s=plan.predicted.iteration_s,
+        )
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks, idle ones included."""
@@ -362,3 +369,16 @@ class Program(LossTable):
 def can_split(stage: Stage) -> bool:
     """Whether a stage's backward has two parts: a gradient to send on, and one of weights."""
     return stage.has_backward and stage.input_gradient and bool(stage.trainable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds of a program's computes, for emulated runs, which wait instead of computing.
+
+    Attributes:
+        computes: (stage, op, samples of the micro-batch) to seconds, hosted losses included.
+        losses: cross-sample losses to seconds after their gather.
+    """
+
+    computes: Mapping[tuple[int, Op, int], float]
+    losses: Mapping[str, float]

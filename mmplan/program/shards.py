@@ -27,6 +27,10 @@ from typing import Literal
 
 from mmplan.errors import InvalidInputError
 
+# Bytes of a gradient bucket. A sum needs one bucket of memory beside the gradients; smaller
+# buckets would pay the latency more often. Chosen by hand.
+BUCKET_BYTES = 1 << 26
+
 Ranks = tuple[int, ...]
 # Half-open, in shards.
 Span = tuple[int, int]
@@ -38,10 +42,11 @@ class ShardSum:
 
     Attributes:
         tp: shards are of this size: a cut parameter has so many.
-        shards: the shards summed.
-        parameters: cut ones, whole ones, or both.
-        ranks: who gets the sum, in ascending order.
-        contributors: those of them whose gradients of whole parameters are summed.
+        shards: half-open range of the shards that are summed.
+        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+        ranks: sorted; one only where a part of its shard is held by no other.
+        contributors: those of them that bring the gradients of whole parameters; the others,
+            which have the same ones, only take the sum.
     """
 
     tp: int

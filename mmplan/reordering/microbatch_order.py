@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +61,8 @@ def full_budget(num_microbatches: int) -> OrderBudget:
     """A budget beyond which little is gained; it grows with the number of micro-batches."""
     factor = max(1.0, num_microbatches / _DEFAULT_MICROBATCHES)
     full = OrderBudget()
-    return OrderBudget(
-        first=full.first,
-        generations=int(full.generations * factor),
-        scans=int(full.scans * factor),
-    )
+    generations, scans = int(full.generations * factor), int(full.scans * factor)
+    return replace(full, generations=generations, scans=scans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +72,10 @@ class FoundOrder:
     Attributes:
         order: place k holds cell ``order[k]``.
         makespan: its time, in the unit of the times given.
-        given: the makespan of the order as given.
     """
 
     order: Indices
     makespan: float
-    given: float
 
 
 def search_order(
@@ -102,8 +97,8 @@ def search_order(
     """
     search = _OrderSearch(evaluate, time_FC, lists, seed)
     given = float(evaluate(np.arange(time_FC.shape[1])[None, :])[0])
-    found = search.run(given, budget)
-    return FoundOrder(order=found[0], makespan=found[1], given=given)
+    order, makespan = search.run(given, budget)
+    return FoundOrder(order=order, makespan=makespan)
 
 
 @dataclass(slots=True)

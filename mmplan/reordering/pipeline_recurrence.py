@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Indices
 from mmplan.errors import InvalidInputError
-from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
+from mmplan.program.instructions import (
+    Collective,
+    Compute,
+    Instruction,
+    Message,
+    MessageKey,
+    Op,
+    Sync,
+)
 from mmplan.program.model import Program
 
 # (stage, replica, micro-batch, operation) of a compute.
@@ -112,18 +120,18 @@ class _Nodes:
         self._program = program
         self._ids: dict[Hashable, int] = {}
         # The node after which each message is sent, and the messages that each node takes.
-        self._sent: dict[Hashable, int] = {}
-        self._takes: list[tuple[int, Hashable]] = []
+        self._sent: dict[MessageKey, int] = {}
+        self._takes: list[tuple[int, MessageKey]] = []
         self.keys: list[_ComputeKey] = []
         self.waits: list[set[int]] = []
 
     def add_row(self, rank: int, row: Sequence[Instruction]) -> None:
         replicas = {s.index: s.place(rank)[0] for s in self._program.stages_of(rank)}
-        posted: defaultdict[tuple[int, bool, int], list[Hashable]] = defaultdict(list)
+        posted: defaultdict[tuple[int, bool, int], list[MessageKey]] = defaultdict(list)
         last = -1
         for item in row:
             if isinstance(item, Message):
-                key = _message_key(rank, item)
+                key = item.key(rank)
                 if item.is_send:
                     self._sent[key] = last
                 else:
@@ -180,12 +188,6 @@ class _Nodes:
             self.keys.append(_NO_COMPUTE)
             self.waits.append(set(rest[start : start + _MAX_WAITS]))
         return helpers
-
-
-def _message_key(rank: int, item: Message) -> Hashable:
-    backward = item.op in (Op.SEND_B, Op.RECV_B)
-    ends = (rank, item.peer) if item.is_send else (item.peer, rank)
-    return item.edge, backward, ends, item.start, item.stop
 
 
 def _levels(waits: Sequence[set[int]]) -> list[list[int]]:

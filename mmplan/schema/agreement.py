@@ -124,21 +124,16 @@ def check_profiled(profile: Profile, workload: Workload) -> None:
     Raises:
         InvalidInputError: a factory or its arguments are others.
     """
-    specs: list[tuple[str, Fingerprint | None, ModuleSpec | LossSpec]] = [
-        (f"modules.{name}", profile.modules[name].fingerprint, spec)
-        for name, spec in workload.modules.items()
-        if name in profile.modules
-    ]
-    specs += [
-        (f"losses.{name}", profile.losses[name].fingerprint, spec)
-        for name, spec in workload.losses.items()
-        if name in profile.losses
-    ]
-    for where, made, spec in specs:
-        differences = [] if made is None else list(_of_another(where, made, spec))
-        if differences:
+    profiled = {f"modules.{name}": item for name, item in profile.modules.items()}
+    profiled |= {f"losses.{name}": item for name, item in profile.losses.items()}
+    specs = {f"modules.{name}": spec for name, spec in workload.modules.items()}
+    specs |= {f"losses.{name}": spec for name, spec in workload.losses.items()}
+    for where, spec in specs.items():
+        made = profiled[where].fingerprint if where in profiled else None
+        difference = next(_of_another(where, made, spec), None) if made else None
+        if difference:
             raise InvalidInputError(
-                f"profile {profile.name} is of another model: {differences[0]}",
+                f"profile {profile.name} is of another model: {difference}",
                 hint="profile this workload again: mmplan profile WORKLOAD -o PROFILE",
             )
 

@@ -136,7 +136,7 @@ def parse_document(model: type[DocumentT], data: object, *, source: str) -> Docu
     except ValidationError as error:
         if error.error_count() > _MANY_FAULTS:
             return parse_document(model, _excerpt(data), source=source)
-        raise _explain(error, model, data, source) from None
+        raise _explain(error, model, cast(Json, data), source) from None
 
 
 def _excerpt(data: Any) -> Any:
@@ -167,13 +167,13 @@ def read_text(path: Path, *, most_bytes: int = _MOST_BYTES) -> str:
                 hint=f"at most {size(most_bytes)} are read",
             )
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        if isinstance(error, ValueError) and not isinstance(error, UnicodeDecodeError):
-            reason = str(error)  # a path with a null byte
-        raise InvalidInputError(
-            f"{path}: cannot be read: {reason}", hint="check the path"
-        ) from None
+    except OSError as error:
+        reason = error.strerror
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+    except ValueError as error:
+        reason = str(error)  # a path with a null byte
+    raise InvalidInputError(f"{path}: cannot be read: {reason}", hint="check the path")
 
 
 def parse_text(text: str, path: Path) -> object:
@@ -266,18 +266,8 @@ _MENDS = {
 }
 
 
-def document_kind(data: object) -> str | None:
-    """Which of our files parsed data looks like, by the fields that only one of them has."""
-    fields: set[object] = (
-        set(cast("dict[object, object]", data)) if isinstance(data, dict) else set()
-    )
-    for kind, marks in _MARKS.items():
-        if fields >= marks:
-            return kind
-    return None
-
-
-_MARKS: dict[str, set[object]] = {
+# Fields that only one of our files has.
+_MARKS: dict[str, set[str]] = {
     "plan": {"units"},
     "profile": {"cluster", "modules"},
     "cluster": {"devices_per_node"},
@@ -286,11 +276,11 @@ _MARKS: dict[str, set[object]] = {
 
 
 def _explain(
-    error: ValidationError, model: type[Document], data: object, source: str
+    error: ValidationError, model: type[Document], data: Json, source: str
 ) -> InvalidInputError:
     """One line for the first fault; the others are only counted."""
     faults = error.errors(include_url=False)
-    found = document_kind(data)
+    found = next((kind for kind, marks in _MARKS.items() if data.keys() >= marks), None)
     if any(fault["type"] == "missing" for fault in faults) and found not in (None, model.kind):
         return InvalidInputError(
             f"{source}: this is a {found}, not a {model.kind}",
@@ -335,12 +325,8 @@ def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]
 
 def _place(fault: ErrorDetails) -> str:
     # Union branches show up in the location as type names with brackets or lower-case tags.
-    parts = [p for p in fault["loc"] if isinstance(p, int) or not _is_branch_tag(p)]
-    return ".".join(str(part) for part in parts)
-
-
-def _is_branch_tag(part: str) -> bool:
-    return "[" in part or part in _BRANCH_TAGS
+    parts = map(str, fault["loc"])
+    return ".".join(part for part in parts if "[" not in part and part not in _BRANCH_TAGS)
 
 
 _BRANCH_TAGS = {"bool", "int", "constrained-int", "str", "float", "list", "tuple"}

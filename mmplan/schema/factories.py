@@ -15,12 +15,11 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.ragged import Ragged
-from mmplan.schema.workload import DataSpec, Workload
+from mmplan.schema.workload import DataSpec, LossSpec, ModuleSpec, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -47,9 +46,10 @@ def import_factory(spec: str, folder: Path, *, field: str = "factory") -> Callab
     found: Any = _import(module_name, folder, spec=spec, field=field)
     for part in attribute.split("."):
         if not hasattr(found, part):
+            file = getattr(found, "__file__", None) or module_name
             raise InvalidInputError(
                 f"{field}: {spec}: {module_name} has no {attribute!r}",
-                hint=f"correct the name, or define it in {_file_of(found, module_name)}",
+                hint=f"correct the name, or define it in {file}",
             )
         found = getattr(found, part)
     if not callable(found):
@@ -98,9 +98,8 @@ def build_module(
     """
     spec = workload.modules[name]
     field = f"modules.{name}"
-    factory = import_factory(spec.factory, folder, field=f"{field}.factory")
-    with _seeded(workload.train.seed, spec.share or name), _on_device(device):
-        module = _call(factory, spec.args, folder, field=field)
+    seeded = workload.train.seed, spec.share or name
+    module = _made(spec, folder, field=field, seeded=seeded, device=device)
     _check_module(module, field=field, factory=spec.factory, on_meta=device == "meta")
     frozen_blocks(spec.frozen, len(module), field=f"{field}.frozen")
     return module.to(device=device, dtype=dtype_of(workload.train.precision))
@@ -118,9 +117,8 @@ def build_loss(
 
     spec = workload.losses[name]
     field = f"losses.{name}"
-    factory = import_factory(spec.factory, folder, field=f"{field}.factory")
-    with _seeded(workload.train.seed, field), _on_device(device):
-        loss = _call(factory, spec.args, folder, field=field)
+    seeded = workload.train.seed, field
+    loss = _made(spec, folder, field=field, seeded=seeded, device=device)
     if not isinstance(loss, nn.Module):
         raise InvalidInputError(
             f"{field}.factory: {spec.factory} returned a {type(loss).__name__}, not an nn.Module",
@@ -278,21 +276,13 @@ def _where(error: BaseException, folder: Path) -> str:
     """file:line of the innermost frame of the user's own files, else of anyone's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [(f.f_code.co_filename, line) for f, line in _frames(error.__traceback__)]
+    frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
     usable = [f for f in frames if "importlib" not in f[0] and f[0] != __file__]
     inside = [f for f in usable if Path(f[0]).is_relative_to(folder.resolve())]
     # A virtual environment inside the workload's folder is not the user's code.
     own = [f for f in inside if "site-packages" not in f[0]]
     file, line = (own or usable or frames or [("?", 0)])[-1]
     return f"{file}:{line}"
-
-
-def _frames(tb: TracebackType | None) -> Iterator[tuple[Any, int]]:
-    return traceback.walk_tb(tb)
-
-
-def _file_of(found: object, otherwise: str) -> str:
-    return str(getattr(found, "__file__", None) or otherwise)
 
 
 @contextmanager
@@ -306,12 +296,20 @@ def _seeded(train_seed: int, name: str) -> Generator[None]:
         yield
 
 
-@contextmanager
-def _on_device(device: str | None) -> Generator[None]:
+def _made(
+    spec: ModuleSpec | LossSpec,
+    folder: Path,
+    *,
+    field: str,
+    seeded: tuple[int, str],
+    device: str | None,
+) -> Any:
+    """The object of a factory, on the CPU or without memory."""
     import torch
 
-    with torch.device("meta" if device == "meta" else "cpu"):
-        yield
+    factory = import_factory(spec.factory, folder, field=f"{field}.factory")
+    with _seeded(*seeded), torch.device("meta" if device == "meta" else "cpu"):
+        return _call(factory, spec.args, folder, field=field)
 
 
 def _check_module(module: object, *, field: str, factory: str, on_meta: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mmplan.schema.plan import Plan, PlannedTask, Unit
+from mmplan.schema.plan import Plan, Unit
 from mmplan.schema.workload import parse_source
 
 
@@ -114,15 +114,11 @@ def _losses(plan: Plan) -> Iterator[str]:
                     f"tasks.{name}.losses.{loss}.sync_batch: {planned.sync_batch} does not divide "
                     f"the batch of {task.batch}"
                 )
-            yield from _loss_inputs(f"tasks.{name}.losses.{loss}.inputs", task, planned.inputs)
+            if not any(parse_source(text, task.modules).module for text in planned.inputs):
+                yield f"tasks.{name}.losses.{loss}.inputs: names no module of the task"
     for loss in plan.losses:
         if loss.task not in plan.tasks or loss.name not in plan.tasks[loss.task].losses:
             yield f"losses: there is no loss {loss.name!r} in task {loss.task!r}"
-
-
-def _loss_inputs(where: str, task: PlannedTask, inputs: tuple[str | None, ...]) -> Iterator[str]:
-    if not any(parse_source(text, task.modules).module for text in inputs):
-        yield f"{where}: names no module of the task"
 
 
 def _waves(plan: Plan) -> Iterator[str]:

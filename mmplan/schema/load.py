@@ -41,12 +41,9 @@ def load_any(path: Path) -> Workload | Profile | Plan | Cluster:
     fields = set(cast("dict[str, object]", data)) if isinstance(data, dict) else set[str]()
     if fields & {"units", "solver"}:
         return load_plan(path)
-    return parse_document(_kind(fields), data, source=str(path))
-
-
-def _kind(fields: set[str]) -> type[Workload] | type[Profile] | type[Cluster]:
+    kind: type[Workload] | type[Profile] | type[Cluster] = Workload
     if "devices_per_node" in fields:
-        return Cluster
-    if "source" in fields or {"cluster", "modules"} <= fields:
-        return Profile
-    return Workload
+        kind = Cluster
+    elif "source" in fields or {"cluster", "modules"} <= fields:
+        kind = Profile
+    return parse_document(kind, data, source=str(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -192,7 +193,7 @@ class Curve(Record):
     def _pieces_fit(self) -> Curve:
         if len(self.slopes) != len(self.knots) + 1:
             raise ValueError(f"{len(self.slopes)} slopes for {len(self.knots)} knots")
-        if any(b <= a for a, b in zip(self.knots, self.knots[1:], strict=False)):
+        if any(b <= a for a, b in pairwise(self.knots)):
             raise ValueError("knots must increase")
         return self
 
@@ -349,19 +350,3 @@ def load_profile(path: str | Path) -> Profile:
         InvalidInputError: the file or its contents are wrong; names file and field.
     """
     return load_document(Profile, path)
-
-
-__all__ = [
-    "Curve",
-    "DataWork",
-    "Fingerprint",
-    "Fits",
-    "LossFit",
-    "LossPoint",
-    "LossProfile",
-    "ModuleFit",
-    "ModuleProfile",
-    "Point",
-    "Profile",
-    "load_profile",
-]

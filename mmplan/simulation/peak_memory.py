@@ -18,17 +18,19 @@ differs from that number in both directions:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 
-from mmplan.costs.microbatch_memory import MicroBatchMemory, StageMemory
-from mmplan.costs.program_costs import CostModel, ProgramCosts
+from mmplan.costs.fit import fit_curve
+from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
-from mmplan.program.model import MicroBatch, Program, Stage
-from mmplan.program.rank_metadata import BUCKET_BYTES
+from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
+from mmplan.program.shards import BUCKET_BYTES
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Curve, ModuleProfile, Point
 from mmplan.simulation.sampled_batches import (
     RunningWorks,
     default_num_batches,
@@ -90,7 +92,7 @@ class ExpectedMemory:
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
         self.stages = StageMemory(costs)
-        self.knows_workspace = self.stages.knows_workspace
+        self.knows_workspace = all(self.stages.workspace(s) for s in costs.program.stages)
         self.gradients_back: defaultdict[int, list[int]] = defaultdict(list)
         for edge in costs.program.edges:
             if edge.carries_gradient:
@@ -115,7 +117,11 @@ class ExpectedMemory:
             for works in self._works:
                 walk = _Walk(self, rank, works)
                 start = walk.now()
-                peak = max((m.during for m in walk.by_instruction()), key=_total, default=start)
+                peak = max(
+                    (m.during for m in walk.by_instruction()),
+                    key=attrgetter("total"),
+                    default=start,
+                )
                 found.append((peak, works))
                 # Without varying work on this rank, all batches are equal.
                 if not any((stage.task, stage.module) in works for stage in stages):
@@ -238,11 +244,11 @@ class _Walk:
         freed = allocated = 0.0
         for block in range(stage.blocks[1] - 1, sizes.first - 1, -1):
             within = self.now(workspace=sizes.backward, freed=freed, new_gradients=allocated)
-            peak = max(peak, within, key=_total)
+            peak = max(peak, within, key=attrgetter("total"))
             freed += sizes.activations[block - sizes.first]
             allocated += new.get(block, 0.0)
         self._gradients += sum(new.values())
-        return max(peak, self.now(freed=freed), key=_total)
+        return max(peak, self.now(freed=freed), key=attrgetter("total"))
 
     def _new_gradients(self, stage: Stage) -> dict[int, float]:
         """Blocks that have no gradient yet, to the bytes of that gradient."""
@@ -339,8 +345,155 @@ class _Walk:
         return during
 
 
-def _total(memory: MemoryUse) -> float:
-    return memory.total
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchMemory:
+    """The bytes of one micro-batch in a stage.
+
+    Attributes:
+        activations: of the blocks that a gradient passes, from first to last; held from the
+            forward to the backward.
+        first: the first of these blocks.
+        forward: peak workspace of the forward, without its activations.
+        backward: peak workspace of the backward.
+        losses: of its hosted losses, held as activations are.
+        output: of the last block.
+    """
+
+    activations: tuple[float, ...]
+    first: int
+    forward: float
+    backward: float
+    losses: float
+    output: float
+
+
+class StageMemory:
+    """The bytes of micro-batches in the stages of a program, cached."""
+
+    def __init__(self, costs: ProgramCosts) -> None:
+        self.costs = costs
+        self._stages: dict[tuple[int, int, float], MicroBatchMemory] = {}
+        self._curves: dict[tuple[str, str, int], _Workspace | None] = {}
+        self._loss_curves: dict[str, Curve] = {}
+
+    def of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
+        """Of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
+        key = stage.index, samples, weighted_samples
+        if key not in self._stages:
+            self._stages[key] = self._bytes_of(stage, samples, weighted_samples)
+        return self._stages[key]
+
+    def _bytes_of(self, stage: Stage, samples: int, weighted_samples: float) -> MicroBatchMemory:
+        losses = [self.costs.program.losses[index].name for index in stage.hosted]
+        forward, backward = self._workspaces(stage, weighted_samples)
+        passed = passed_blocks(stage)
+        return MicroBatchMemory(
+            activations=self._activations(stage, weighted_samples),
+            first=passed[0] if passed is not None else stage.blocks[1],
+            forward=forward,
+            backward=backward,
+            losses=sum(self.loss_bytes(name, samples) for name in losses),
+            output=weighted_samples * self.costs.output_bytes(stage),
+        )
+
+    def _activations(self, stage: Stage, weighted_samples: float) -> tuple[float, ...]:
+        passed = passed_blocks(stage)
+        if passed is None:
+            return ()
+        whole = self.costs.activation_bytes(stage, weighted_samples)
+        shares = [
+            self.costs.costs.activation_share(
+                task=stage.task, module=stage.module, blocks=(block, block + 1)
+            )
+            for block in range(*passed)
+        ]
+        total = sum(shares)
+        return tuple(whole * (s / total if total else 1 / len(shares)) for s in shares)
+
+    def _workspaces(self, stage: Stage, weighted_samples: float) -> tuple[float, float]:
+        """Peak workspace of a forward and of a backward."""
+        known = self.workspace(stage)
+        if known is None:
+            return 0.0, 0.0
+        # In samples like those of the profile's points.
+        size = weighted_samples * self.costs.costs.mean_work(stage.task, stage.module)
+        alone = known.forward_only.at(size)
+        passed = passed_blocks(stage)
+        if passed is None:
+            return alone, 0.0
+        backward = known.backward_extra.at(size)
+        if self.costs.recomputes(stage):
+            # A block runs forward again, and holds all of its activations during its backward.
+            largest = max(
+                self.costs.costs.activation_bytes(
+                    task=stage.task,
+                    module=stage.module,
+                    tp=stage.tp,
+                    samples=weighted_samples,
+                    blocks=(block, block + 1),
+                )
+                for block in range(*passed)
+            )
+            return alone, backward + largest
+        forward = known.forward_extra.at(size)
+        return (forward if passed == stage.blocks else max(forward, alone)), backward
+
+    def workspace(self, stage: Stage) -> _Workspace | None:
+        """The curves of a stage's module, where the profile has them."""
+        key = stage.task, stage.module, stage.tp
+        if key not in self._curves:
+            module = self.costs.costs.profile.module(stage.module, stage.task)
+            self._curves[key] = _fitted(module, stage.tp)
+        return self._curves[key]
+
+    def loss_bytes(self, name: str, samples: int) -> float:
+        """Bytes of a loss from its forward to its backward; 0 where the profile lacks it."""
+        profile = self.costs.costs.profile.losses.get(name)
+        if profile is None:
+            return 0.0
+        if name not in self._loss_curves:
+            points = profile.points
+            self._loss_curves[name] = fit_curve(
+                [p.samples for p in points], [p.activation_bytes for p in points]
+            )
+        return self._loss_curves[name].at(samples)
+
+    def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
+        """Bytes of one sync batch: all features, and the loss's tensors on a rank."""
+        samples = loss.sync_batch
+        whole_bytes = self.loss_bytes(loss.name, samples)
+        known = self.costs.costs.profile.losses.get(loss.name)
+        parts = len(loss.ranks) if known is not None and known.sharded else 1
+        return samples * self.costs.feature_bytes(loss), whole_bytes / parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workspace:
+    """Curves over the micro-batch size of the workspace fields of :class:`Point`."""
+
+    forward_only: Curve
+    forward_extra: Curve
+    backward_extra: Curve
+
+
+def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
+    """Workspace of one tp; None where no point has it.
+
+    Workspace is a peak over the blocks: a stage of some blocks takes as much as the module.
+    """
+    points = [p for p in module.points if p.tp == tp and p.backward_extra_bytes is not None]
+    whole = [p for p in points if p.blocks in (None, module.blocks)] or points
+    if not whole:
+        return None
+
+    def curve(value: Callable[[Point], float | None]) -> Curve:
+        return fit_curve([p.microbatch for p in whole], [value(p) or 0.0 for p in whole])
+
+    return _Workspace(
+        forward_only=curve(lambda p: p.forward_only_bytes),
+        forward_extra=curve(lambda p: p.forward_extra_bytes),
+        backward_extra=curve(lambda p: p.backward_extra_bytes),
+    )
 
 
 def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> float:
@@ -356,15 +509,7 @@ def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None
     """
     lowered = lower_plan(plan) if lowered is None else lowered
     graph = lowered.graph
-    program = Program(
-        name=plan.name,
-        batches={name: task.batch for name, task in plan.tasks.items()},
-        stages=tuple(graph.stages),
-        edges=tuple(graph.edges),
-        losses=tuple(graph.losses),
-        reductions=tuple(graph.reductions),
-        instructions=tuple(() for _ in range(plan.devices)),
-    )
+    program = Program.of(plan, graph, [()] * plan.devices)
     program_costs = ProgramCosts(program, costs, plan)
     kept = lowered.simulated_graph.stages
     first_ranks = {group[0] for stage in kept for group in stage.ranks}

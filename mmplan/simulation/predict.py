@@ -8,9 +8,8 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_plan
-from mmplan.program.compute_times import Timings
 from mmplan.program.instructions import Compute
-from mmplan.program.model import Program
+from mmplan.program.model import Program, Timings
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile

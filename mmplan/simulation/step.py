@@ -9,79 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.clocks import Clocks, Durations, Shared, replay
 from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
-from mmplan.program.model import CrossSampleLoss, Edge, Program, Reduction, Stage
-from mmplan.program.network import Traffic
+from mmplan.program.model import Edge, Program
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
 
 CostAnswer = TypeVar("CostAnswer")
-
-
-class Costs(Protocol):
-    """The costs of a program; :mod:`mmplan.costs.program_costs` has them from a profile."""
-
-    def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
-        """Seconds of a forward or backward (or a part of one), hosted losses included."""
-        ...
-
-    def message_s(
-        self, source: int, target: int, edge: Edge, samples: int, backward: bool
-    ) -> float:
-        """Seconds of one message of an output, or of its gradient."""
-        ...
-
-    def message_traffic(
-        self, source: int, target: int, edge: Edge, samples: int, backward: bool
-    ) -> Traffic | None:
-        """The part of these seconds that needs network interfaces of nodes, if there is one."""
-        ...
-
-    def gather_s(self, loss: CrossSampleLoss) -> float:
-        """Seconds of a batch-sync that can be hidden: the gather of its features."""
-        ...
-
-    def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
-        """The part of these seconds that needs network interfaces of nodes, if there is one."""
-        ...
-
-    def sync_s(self, loss: CrossSampleLoss) -> float:
-        """Seconds of a whole batch-sync: gather, loss, gradient."""
-        ...
-
-    def reduce_s(self, reduction: Reduction) -> float:
-        """Seconds of a reduction."""
-        ...
-
-    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        """The part of these seconds that needs network interfaces of nodes, if there is one."""
-        ...
-
-    def activation_bytes(self, stage: Stage, samples: int) -> float:
-        """Bytes that a device holds of a micro-batch from its forward to its backward."""
-        ...
-
-    def static_bytes(self, rank: int) -> float:
-        """Weights, gradients and optimizer state."""
-        ...
-
-    def communicator_bytes(self, rank: int) -> float:
-        """Device memory of the communicators of a rank."""
-        ...
-
-    def flops(self) -> float:
-        """Useful FLOPs of the step."""
-        ...
-
-    def module_flops(self) -> dict[str, float]:
-        """Each module's part of :meth:`flops`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +41,7 @@ class Simulation:
     """
 
     program: Program = field(repr=False)
-    costs: Costs = field(repr=False)
+    costs: ProgramCosts = field(repr=False)
     clocks: Clocks = field(repr=False)
     iteration_s: float
     busy_s: tuple[float, ...]
@@ -138,7 +78,7 @@ class Simulation:
 
     def events(self) -> Iterator[TimedInstruction]:
         """Every instruction but STEP with its times, rank by rank in program order."""
-        for rank in _ranks(self.program):
+        for rank in range(self.program.num_ranks):
             yield from self.events_of(rank)
 
     def events_of(self, rank: int) -> Iterator[TimedInstruction]:
@@ -151,7 +91,7 @@ class Simulation:
 
 
 @rare_collections()
-def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simulation:
+def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) -> Simulation:
     """Run one step of a program that has no faults.
 
     A send returns at once and its message arrives ``message_s`` later; the messages from
@@ -182,10 +122,10 @@ def simulate(program: Program, costs: Costs, *, contention: bool = True) -> Simu
             hint="mmplan check PLAN lists every fault; solve the workload again",
         )
     iteration_s = max((row[-1] for row in clocks.end if row), default=0.0)
-    busy = tuple(_seconds(program, durations, rank, (Compute, Sync)) for rank in _ranks(program))
+    ranks = range(program.num_ranks)
+    busy = tuple(_seconds(program, durations, rank, (Compute, Sync)) for rank in ranks)
     communication = tuple(
-        clocks.exposed[rank] + _seconds(program, durations, rank, (Collective,))
-        for rank in _ranks(program)
+        clocks.exposed[rank] + _seconds(program, durations, rank, (Collective,)) for rank in ranks
     )
     used = tuple(any(isinstance(x, Compute) for x in row) for row in program.instructions)
     return Simulation(
@@ -222,12 +162,8 @@ def prediction(simulation: Simulation, plan: Plan) -> Prediction:
     )
 
 
-def _ranks(program: Program) -> range:
-    return range(program.num_ranks)
-
-
 def durations_of(
-    program: Program, costs: Costs, dependencies: Dependencies, *, contention: bool = True
+    program: Program, costs: ProgramCosts, dependencies: Dependencies, *, contention: bool = True
 ) -> Durations:
     """Seconds of every instruction, message and gather of a program."""
     losses = [program.cross_sample(index) for index, _ in dependencies.syncs]
@@ -239,7 +175,7 @@ def durations_of(
     )
 
 
-def _shared(program: Program, costs: Costs, dependencies: Dependencies) -> Shared | None:
+def _shared(program: Program, costs: ProgramCosts, dependencies: Dependencies) -> Shared | None:
     """The use of nodes' interfaces, if two transfers can use one at the same time."""
     gathers = {
         index: costs.gather_traffic(program.cross_sample(index))
@@ -271,7 +207,7 @@ def _shared(program: Program, costs: Costs, dependencies: Dependencies) -> Share
     return None
 
 
-def _instruction_seconds(program: Program, costs: Costs) -> list[list[float]]:
+def _instruction_seconds(program: Program, costs: ProgramCosts) -> list[list[float]]:
     """Seconds of computes, losses and reductions; zero for the rest."""
     known: dict[tuple[int, Op, int], float] = {}
     loss_s = {
@@ -330,17 +266,17 @@ def _seconds(
     return sum(seconds for item, seconds in row if isinstance(item, kinds))
 
 
-def peak_bytes(program: Program, costs: Costs) -> tuple[float, ...]:
+def peak_bytes(program: Program, costs: ProgramCosts) -> tuple[float, ...]:
     """The planned memory of each rank at its peak, as it stands in a plan's ``memory_bytes``."""
     return tuple(
         costs.static_bytes(rank)
         + costs.communicator_bytes(rank)
         + max(accumulate(_activation_changes(program, costs, rank), initial=0.0))
-        for rank in _ranks(program)
+        for rank in range(program.num_ranks)
     )
 
 
-def _activation_changes(program: Program, costs: Costs, rank: int) -> Iterator[float]:
+def _activation_changes(program: Program, costs: ProgramCosts, rank: int) -> Iterator[float]:
     """The activation bytes that a rank gains and loses, in program order.
 
     The forward of a micro-batch allocates them. The backward frees them, of a split one its

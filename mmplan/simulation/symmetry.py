@@ -82,22 +82,13 @@ def simulated(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) 
         InvalidInputError: the plan's schedules wait for each other.
     """
     lowered = lower_plan(plan) if lowered is None else lowered
-    program, quotient = (
-        compile_graph(plan, lowered.simulated_graph, lowered.orders),
-        lowered.quotient,
-    )
+    program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
+    quotient = lowered.quotient
     if quotient is None:
         whole_step = simulate(program, ProgramCosts(program, costs, plan))
         return whole_step, {r: r for r in range(plan.devices) if whole_step.used[r]}
-    graph = lowered.graph
     # The whole plan, with the instructions of the representatives only.
-    whole = replace(
-        program,
-        stages=tuple(graph.stages),
-        edges=tuple(graph.edges),
-        losses=tuple(graph.losses),
-        reductions=tuple(graph.reductions),
-    )
+    whole = Program.of(plan, lowered.graph, program.instructions)
     simulation = simulate(program, _WholeCosts(whole, costs, plan, quotient))
     return _expanded(simulation, quotient, plan), quotient.representative
 

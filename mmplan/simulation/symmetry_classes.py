@@ -3,22 +3,31 @@
 A *component* is a set of replicas that exchange samples or share ranks. Components meet in syncs,
 in reductions and on the network interfaces of nodes. Two components are equivalent where their
 micro-batches have the same sizes, order and sync batches, and where their ranks are spread over
-nodes in the same way (see :mod:`mmplan.simulation.node_symmetry` for several components on a
-node). The quotient keeps one component of each class, with the samples that it has in the plan.
+nodes in the same way. The quotient keeps one component of each class, with the samples that it has
+in the plan.
+
+Components whose ranks lie on several nodes send over the nodes' interfaces and slow each other
+down where they share one. Colour refinement computes the classes of components and of nodes
+together. In the end, components of one class lie on nodes of the same classes, in the same
+slots. Nodes of one class carry equally many components of each class in each slot, and take part
+in the same collectives. So each transfer of a component has an equal one in every component of
+its class, at interfaces that are equally full. Fair rates are unique, so equal transfers have
+equal rates. By induction over time, components of one class do everything at the same time.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from mmplan.program.lower import lower
 from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
 from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
-from mmplan.simulation.node_symmetry import EquivalenceClasses, by_appearance, refine_classes
 
 Replica = tuple[int, int]  # unit's position in the plan, d
 Component = tuple[tuple[int, ...], ...]  # per unit, its replicas
@@ -224,7 +233,10 @@ class _Shapes:
             starts[stage.task if self._in_turn else ""] += [
                 start for start, _ in stage.microbatches[d][:count]
             ]
-        return tuple((task, dense_ranks(own)) for task, own in starts.items())
+        return tuple(
+            (task, tuple(np.unique(own, return_inverse=True)[1].tolist()))
+            for task, own in starts.items()
+        )
 
     def _syncs(self, component: Component) -> object:
         """First and last sync batch of the micro-batches of a round."""
@@ -241,12 +253,6 @@ class _Shapes:
         for unit, replicas in zip(self._plan.units, component, strict=True):
             for d in replicas:
                 yield self._stages[unit.name], d
-
-
-def dense_ranks(values: Sequence[int]) -> tuple[int, ...]:
-    """Each value's rank among the distinct ones."""
-    rank = {value: index for index, value in enumerate(sorted(set(values)))}
-    return tuple(rank[value] for value in values)
 
 
 def _ranks(plan: Plan, component: Component) -> Iterator[int]:
@@ -293,3 +299,86 @@ def _some_replicas(stage: Stage, replicas: Sequence[int], *, merges_tp: bool) ->
         microbatches=tuple(stage.microbatches[d] for d in replicas),
         rounds=tuple(stage.rounds[d] for d in replicas),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EquivalenceClasses:
+    """Classes of components and nodes.
+
+    Attributes:
+        component_class: of each component.
+        node_class: of each node; -1 for a node without components.
+        slots: of each component, for each of its ranks the node, and that node's number among
+            the component's nodes.
+        on_node: for each node, how many components of a class have a slot there.
+    """
+
+    component_class: Sequence[int]
+    node_class: Sequence[int]
+    slots: Sequence[Sequence[tuple[int, int]]]
+    on_node: Sequence[Counter[tuple[int, int]]]
+
+    def multiplicities(self, component: int) -> list[int]:
+        """For each rank, how many components of the class have the same slot on its node."""
+        own = self.component_class[component]
+        return [self.on_node[node][own, slot] for node, slot in self.slots[component]]
+
+
+def refine_classes(
+    shapes: Sequence[Hashable],
+    nodes: Sequence[Sequence[int]],
+    collectives: Sequence[Collection[int]],
+) -> EquivalenceClasses:
+    """The coarsest classes.
+
+    Args:
+        shapes: of each component; components of different shapes are of different classes.
+        nodes: of each component, the node of each of its ranks.
+        collectives: the nodes of each collective.
+    """
+    slots = [list(zip(own, by_appearance(own), strict=True)) for own in nodes]
+    num_nodes = 1 + max((node for own in (*nodes, *collectives) for node in own), default=-1)
+    takes_part: defaultdict[int, list[int]] = defaultdict(list)
+    for index, members in enumerate(collectives):
+        for node in members:
+            takes_part[node].append(index)
+    node_class = by_appearance(tuple(takes_part[node]) for node in range(num_nodes))
+    component_class = by_appearance(
+        (shape, tuple(slot for _, slot in own)) for shape, own in zip(shapes, slots, strict=True)
+    )
+    while True:
+        on_node = _on_nodes(component_class, slots, num_nodes)
+        finer_nodes = by_appearance(
+            (own, frozenset(there.items())) for own, there in zip(node_class, on_node, strict=True)
+        )
+        finer_components = by_appearance(
+            (own, tuple(finer_nodes[node] for node, _ in _interfaces(taken)))
+            for own, taken in zip(component_class, slots, strict=True)
+        )
+        if (finer_nodes, finer_components) == (node_class, component_class):
+            return EquivalenceClasses(
+                component_class=component_class, node_class=node_class, slots=slots, on_node=on_node
+            )
+        node_class, component_class = finer_nodes, finer_components
+
+
+def _on_nodes(
+    component_class: Sequence[int], slots: Sequence[Sequence[tuple[int, int]]], num_nodes: int
+) -> list[Counter[tuple[int, int]]]:
+    counts: list[Counter[tuple[int, int]]] = [Counter() for _ in range(num_nodes)]
+    for own, taken in zip(component_class, slots, strict=True):
+        for node, slot in _interfaces(taken):
+            counts[node][own, slot] += 1
+    return counts
+
+
+def _interfaces(slots: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The (node, slot) pairs whose interfaces a component uses: none where it has one node."""
+    distinct = list(dict.fromkeys(slots))
+    return distinct if len(distinct) > 1 else []
+
+
+def by_appearance(names: Iterable[Hashable]) -> list[int]:
+    """The number of each name, in the order in which the names first appear."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(name, len(known)) for name in names]

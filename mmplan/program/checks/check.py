@@ -47,33 +47,21 @@ def _reason(
 ) -> str:
     for message in dependencies.input_messages[rank].get(position, ()):
         edge, _, source, _, start, stop = dependencies.messages[message]
-        if not _is_sent(dependencies, stuck, source, message):
+        end = stuck.get(source, len(dependencies.kind[source]))
+        done = zip(dependencies.kind[source][:end], dependencies.arg[source][:end], strict=True)
+        if (SEND, message) not in done:
             return f"rank {source} has not sent samples [{start},{stop}) of edge {edge}"
     if dependencies.kind[rank][position] == GROUP:
         group = dependencies.arg[rank][position]
-        missing = [
-            r for r in _members(program, rank, position) if not _at(dependencies, stuck, r, group)
-        ]
+        present = {
+            r
+            for r, i in stuck.items()
+            if (dependencies.kind[r][i], dependencies.arg[r][i]) == (GROUP, group)
+        }
+        missing = [r for r in _members(program, rank, position) if r not in present]
         if missing:
             return f"ranks {missing} do not come"
     return "the sync is not started on all its ranks"
-
-
-def _is_sent(dependencies: Dependencies, stuck: dict[int, int], source: int, message: int) -> bool:
-    end = stuck.get(source, len(dependencies.kind[source]))
-    return any(
-        dependencies.kind[source][i] == SEND and dependencies.arg[source][i] == message
-        for i in range(end)
-    )
-
-
-def _at(dependencies: Dependencies, stuck: dict[int, int], rank: int, group: int) -> bool:
-    position = stuck.get(rank)
-    return (
-        position is not None
-        and dependencies.kind[rank][position] == GROUP
-        and dependencies.arg[rank][position] == group
-    )
 
 
 def _members(program: Program, rank: int, position: int) -> tuple[int, ...]:

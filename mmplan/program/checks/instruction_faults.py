@@ -7,7 +7,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.instructions import (
+    Collective,
+    Compute,
+    Instruction,
+    Message,
+    MessageKey,
+    Op,
+    Step,
+    Sync,
+)
 from mmplan.program.model import (
     BlockReduction,
     CrossSampleLoss,
@@ -18,8 +27,6 @@ from mmplan.program.model import (
 )
 from mmplan.program.samples import SampleRange
 
-# (edge, is backward, source rank, target rank, first sample, end of samples)
-_MessageKey = tuple[int, bool, int, int, int, int]
 # (stage, operation, micro-batch) of a compute
 _ComputeOf = tuple[int, Op, int]
 
@@ -73,9 +80,9 @@ def _message_reference_fault(program: Program, item: Message) -> str | None:
     if item.peer >= program.num_ranks:
         return f"there is no rank {item.peer}"
     edge = program.edges[item.edge]
-    at_producer = item.op in (Op.SEND_F, Op.RECV_B)
-    expected = edge.producer if at_producer else edge.consumer
-    other = edge.consumer if at_producer else edge.producer
+    expected, other = edge.producer, edge.consumer
+    if item.op in (Op.RECV_F, Op.SEND_B):
+        expected, other = other, expected
     if item.stage != expected:
         return f"edge {edge.index} goes from stage {edge.producer} to {edge.consumer}"
     if program.stages[other].find_place(item.peer) is None:
@@ -165,7 +172,6 @@ class _RankCheck:
             self._collectives[item.op, item.index].append(position)
 
     def faults(self) -> Iterator[str]:
-        """All of them."""
         yield from self._compute_faults()
         yield from self._message_faults()
         yield from self._input_faults()
@@ -183,8 +189,7 @@ class _RankCheck:
                     yield stage.index, Op.WEIGHT, mb
 
     def _spans(self, stage: Stage) -> Sequence[SampleRange]:
-        place = stage.find_place(self._rank)
-        return stage.microbatches[place[0]] if place else ()
+        return stage.microbatches[stage.place(self._rank)[0]]
 
     def _compute_faults(self) -> Iterator[str]:
         expected = set(self._expected())
@@ -276,9 +281,8 @@ class _RankCheck:
             host = loss.host if isinstance(loss, PerSampleLoss) else None
             expected = int(host is not None and self._rank in loss.ranks)
             yield from self._once(f"COUNT:{loss.index}", counts, expected)
-            for (stage, op, _), positions in self._computes.items():
-                forward = stage == host and op is Op.FORWARD
-                if forward and counts and positions and positions[0] < counts[0]:
+            for (stage, op, _), positions in self._computes.items() if counts else ():
+                if stage == host and op is Op.FORWARD and positions and positions[0] < counts[0]:
                     yield f"{self._at(positions[0])}: comes before {self._row[counts[0]]}"
         for reduction in self._program.reductions:
             positions = self._collectives[Op.REDUCE, reduction.index]
@@ -298,10 +302,9 @@ class _RankCheck:
                 overlaps = stage.blocks[0] < b and a < stage.blocks[1]
                 contributes = stage.owner == reduction.owner and overlaps
             # In a split backward, I makes the gradients of some parameters and W those of the rest.
-            ops = [
-                _backward_of(stage),
-                *([Op.WEIGHT] if isinstance(reduction, BlockReduction) else []),
-            ]
+            ops = [_backward_of(stage)]
+            if isinstance(reduction, BlockReduction):
+                ops.append(Op.WEIGHT)
             for mb in range(len(self._spans(stage)) if contributes else 0):
                 for late in (self._computes[stage.index, op, mb] for op in ops):
                     if late and late[-1] > reduce:
@@ -329,27 +332,15 @@ def _op_of(item: Message, stage: Stage) -> Op:
     return Op.FORWARD if item.op in (Op.SEND_F, Op.RECV_F) else _backward_of(stage)
 
 
-def _ends(program: Program) -> tuple[dict[_MessageKey, list[str]], dict[_MessageKey, list[str]]]:
-    """Places of the sends and of the receives of each message."""
-    sends: defaultdict[_MessageKey, list[str]] = defaultdict(list)
-    receives: defaultdict[_MessageKey, list[str]] = defaultdict(list)
+def _pairing_faults(program: Program) -> Iterator[str]:
+    """Each send has one receive with the same edge, samples and ranks."""
+    sends: defaultdict[MessageKey, list[str]] = defaultdict(list)
+    receives: defaultdict[MessageKey, list[str]] = defaultdict(list)
     for rank, row in enumerate(program.instructions):
         for position, item in enumerate(row):
             if isinstance(item, Message):
                 ends = sends if item.is_send else receives
-                ends[_pair(rank, item)].append(where(program, rank, position))
-    return sends, receives
-
-
-def _pair(rank: int, item: Message) -> _MessageKey:
-    source, target = (rank, item.peer) if item.is_send else (item.peer, rank)
-    backward = item.op in (Op.SEND_B, Op.RECV_B)
-    return item.edge, backward, source, target, item.start, item.stop
-
-
-def _pairing_faults(program: Program) -> Iterator[str]:
-    """Each send has one receive with the same edge, samples and ranks."""
-    sends, receives = _ends(program)
+                ends[item.key(rank)].append(where(program, rank, position))
     for key in sorted(sends.keys() | receives.keys()):
         out, back = sends.get(key, []), receives.get(key, [])
         if not back:
@@ -367,12 +358,12 @@ def _order_faults(program: Program) -> Iterator[str]:
 
     NCCL ignores tags: the n-th receive takes the n-th send.
     """
-    sent: defaultdict[tuple[int, int, bool], list[_MessageKey]] = defaultdict(list)
-    received: defaultdict[tuple[int, int, bool], list[_MessageKey]] = defaultdict(list)
+    sent: defaultdict[tuple[int, int, bool], list[MessageKey]] = defaultdict(list)
+    received: defaultdict[tuple[int, int, bool], list[MessageKey]] = defaultdict(list)
     for rank, row in enumerate(program.instructions):
         for item in row:
             if isinstance(item, Message):
-                key = _pair(rank, item)
+                key = item.key(rank)
                 (sent if item.is_send else received)[key[2], key[3], key[1]].append(key)
     for route in sorted(sent.keys() | received.keys()):
         for n, (out, back) in enumerate(zip(sent[route], received[route], strict=False)):

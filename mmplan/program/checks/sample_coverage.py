@@ -20,16 +20,22 @@ linear in the number of messages, apart from sorting.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
 
 from mmplan.program.checks.instruction_faults import touching, untiled, where
-from mmplan.program.checks.interval_counts import cut, normal
-from mmplan.program.checks.parameter_coverage import Gradient, ParameterCheck
 from mmplan.program.dependencies import Dependencies
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
-from mmplan.program.model import Edge, Program, Reduction, Stage
+from mmplan.program.model import BlockReduction, Edge, Program, Reduction, Stage
+from mmplan.program.shards import held_shards, is_crowded
 
+# (first sample, end of samples, count)
+CountedInterval = tuple[int, int, int]
+# Loss to the samples that the gradient counts.
+Gradient = dict[int, list[CountedInterval]]
 # (rank, stage, micro-batch)
 _MicroBatchKey = tuple[int, int, int]
 
@@ -49,9 +55,7 @@ def coverage_faults(
         flow.run(rank, position)
     yield from flow.faults
     yield from flow.stage_faults()
-    yield from ParameterCheck(
-        program, paths=count_paths(program), gradients=flow.gradients, reduced=flow.reduced
-    ).faults()
+    yield from _ParameterCheck(program, flow).faults()
 
 
 def count_paths(program: Program) -> list[dict[int, int]]:
@@ -62,30 +66,24 @@ def count_paths(program: Program) -> list[dict[int, int]]:
         outgoing[edge.producer].append(edge)
     # Consumers have higher indices than producers.
     for stage in reversed(program.stages):
-        total: defaultdict[int, int] = defaultdict(int)
-        for loss in stage.syncs:
-            total[loss] += 1
-        for loss in stage.hosted:
-            total[loss] += any(source.own for source in program.per_sample(loss).inputs)
+        total = Counter(stage.syncs)
+        total.update(
+            loss
+            for loss in stage.hosted
+            if any(source.own for source in program.per_sample(loss).inputs)
+        )
         for edge in outgoing[stage.index]:
-            for loss, times in _edge_paths(program, edge, paths[edge.consumer]).items():
-                total[loss] += times
-        paths[stage.index] = {loss: times for loss, times in total.items() if times}
+            through, direct = _uses(program, edge)
+            if through:
+                total.update(paths[edge.consumer])
+            total.update(direct)
+        paths[stage.index] = total
     return paths
 
 
-def _edge_paths(program: Program, edge: Edge, consumer_paths: dict[int, int]) -> dict[int, int]:
-    """Numbers of paths back along an edge, through the consumer's blocks and its losses."""
-    consumer = program.stages[edge.consumer]
-    through, direct = _uses(program, consumer, edge)
-    total = dict(consumer_paths) if through else {}
-    for loss in direct:
-        total[loss] = total.get(loss, 0) + 1
-    return total
-
-
-def _uses(program: Program, consumer: Stage, edge: Edge) -> tuple[bool, list[int]]:
+def _uses(program: Program, edge: Edge) -> tuple[bool, list[int]]:
     """Whether an edge enters the consumer's blocks, and the hosted losses that take it."""
+    consumer = program.stages[edge.consumer]
     through = any(source.edge == edge.index for source in consumer.inputs)
     direct = [
         loss
@@ -108,10 +106,7 @@ class _Flow:
         self.reduced: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
         self._program = program
         self._dependencies = dependencies
-        self._uses = {
-            edge.index: _uses(program, program.stages[edge.consumer], edge)
-            for edge in program.edges
-        }
+        self._uses = {edge.index: _uses(program, edge) for edge in program.edges}
         self._entered: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         self._done: dict[_MicroBatchKey, tuple[int, int]] = {}
         self._output: defaultdict[_MicroBatchKey, Gradient] = defaultdict(lambda: defaultdict(list))
@@ -132,7 +127,6 @@ class _Flow:
         ]
 
     def run(self, rank: int, position: int) -> None:
-        """Interpret one instruction."""
         item = self._program.instructions[rank][position]
         if isinstance(item, Compute):
             if self._scattered and item.op is not Op.WEIGHT:
@@ -210,15 +204,12 @@ class _Flow:
         for loss, intervals in self._backward.get(microbatch, {}).items():
             sums[loss] += intervals
 
-    def _message(self, rank: int, position: int) -> int:
-        return self._dependencies.arg[rank][position]
-
     def _send_forward(self, rank: int, position: int, item: Message) -> None:
         """Send the part of the range that the sender has computed."""
         span = self._done.get((rank, item.stage, item.mb))
         if span is not None and span[0] < item.stop and item.start < span[1]:
             part = max(span[0], item.start), min(span[1], item.stop)
-            self._samples[self._message(rank, position)] = part
+            self._samples[self._dependencies.arg[rank][position]] = part
 
     def _send_backward(self, rank: int, position: int, item: Message) -> None:
         gradient = self._backward.get((rank, item.stage, item.mb))
@@ -232,7 +223,7 @@ class _Flow:
             }
         for loss in direct:
             carried.setdefault(loss, []).append((item.start, item.stop, 1))
-        self._carried[self._message(rank, position)] = carried
+        self._carried[self._dependencies.arg[rank][position]] = carried
 
     def _local_parts(
         self, rank: int, item: Sync
@@ -292,3 +283,200 @@ class _Flow:
                         f"stage {stage.index} ({stage.unit}{shard}): the micro-batches that "
                         f"enter it {fault}"
                     )
+
+
+class _ParameterCheck:
+    """The check that every parameter counts every sample as often as it should, on all its ranks.
+
+    Args:
+        flow: all instructions of the program have run.
+    """
+
+    def __init__(self, program: Program, flow: _Flow) -> None:
+        self._program, self._flow = program, flow
+        self._paths = count_paths(program)
+        self._known: set[tuple[object, ...]] = set()
+
+    def faults(self) -> Iterator[str]:
+        for owner in dict.fromkeys(stage.owner for stage in self._program.stages):
+            stages = [s for s in self._program.stages if s.owner == owner]
+            reductions = [r for r in self._program.block_reductions if r.owner == owner]
+            spans = [s.blocks for s in stages] + [r.blocks for r in reductions]
+            spans += [span for s in stages for span in s.trainable]
+            for a, b in pairwise(sorted({x for span in spans for x in span})):
+                holders = [s for s in stages if _inside(a, b, s.blocks)]
+                trained = [s for s in holders if any(_inside(a, b, t) for t in s.trainable)]
+                if trained:
+                    covering = [r for r in reductions if _inside(a, b, r.blocks)]
+                    yield from self._segment_faults((a, b), holders, trained, covering)
+
+    def _segment_faults(
+        self,
+        blocks: tuple[int, int],
+        holders: Sequence[Stage],
+        trained: Sequence[Stage],
+        reductions: Sequence[BlockReduction],
+    ) -> Iterator[str]:
+        """Faults of a range of blocks with one set of holders."""
+        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
+        tp = lcm(*map(len, groups), *(r.tp for r in reductions))
+        ends = {i * (tp // len(g)) for g in groups for i in range(len(g) + 1)}
+        ends |= {end * (tp // r.tp) for r in reductions for end in r.shards}
+        name = f"blocks [{blocks[0]},{blocks[1]}) of {trained[0].owner}"
+        held = held_shards(groups)
+        crowded = is_crowded(groups)
+        for part in pairwise(sorted(ends)):
+            ranks = sorted(rank for rank, (i, n) in held.items() if part[0] * n // tp == i)
+            within = [r for r in reductions if _covers(r, part, tp)]
+            for kind in ("cut", "whole"):
+                sums = [r for r in within if r.parameters in ("all", kind)]
+                what = f"{name}{_part_name(part, tp, kind, sums)}"
+                contributors = _Contributors(kind=kind, first=part[0], tp=tp, crowded=crowded)
+                yield from self._part_faults(what, contributors, ranks, trained, sums)
+
+    def _part_faults(
+        self,
+        what: str,
+        contributors: _Contributors,
+        ranks: Sequence[int],
+        trained: Sequence[Stage],
+        sums: Sequence[BlockReduction],
+    ) -> Iterator[str]:
+        """Faults of the parameters of one part, cut or whole, on all its holders."""
+        stages = tuple(s.index for s in trained)
+        for item in sums if contributors.kind == "cut" else ():
+            others = sorted(set(item.ranks) - set(ranks))
+            if others:
+                yield f"reduction {item.index}: ranks {others} do not hold {what}"
+        for rank in ranks:
+            over = [r for r in sums if rank in r.ranks]
+            if len(over) > 1:
+                yield f"rank {rank}: {what} is reduced {len(over)} times"
+                continue
+            adding = (rank,)
+            if over:
+                whole = contributors.kind == "whole"
+                adding = over[0].contributors if whole else over[0].ranks
+            key = stages, contributors.key, adding, over[0].index if over else None
+            if key not in self._known:
+                self._known.add(key)
+                for fault in self._sum_faults(trained, contributors, over, adding):
+                    yield f"{what}: after reduction on rank {rank}, {fault}"
+
+    def _sum_faults(
+        self,
+        trained: Sequence[Stage],
+        contributors: _Contributors,
+        over: Sequence[BlockReduction],
+        ranks: Sequence[int],
+    ) -> Iterator[str]:
+        for stage in trained:
+            batch = self._program.batches[stage.task]
+            for loss, times in self._paths[stage.index].items():
+                intervals: list[CountedInterval] = []
+                for other in ranks:
+                    place = stage.find_place(other)
+                    if place is not None and contributors.include(place[1], stage.tp):
+                        intervals += self._counted(other, stage.index, loss, over)
+                off = first_deviation(normal(intervals), 0, batch, times)
+                if off:
+                    name = self._program.losses[loss].name
+                    yield (
+                        f"loss {name} counts samples [{off[0]},{off[1]}) of stage {stage.index} "
+                        f"{off[2]} times instead of {times}"
+                    )
+
+    def _counted(
+        self, rank: int, stage: int, loss: int, over: Sequence[BlockReduction]
+    ) -> Sequence[CountedInterval]:
+        intervals = self._flow.gradients.get((rank, stage), {}).get(loss, [])
+        if not over:
+            return intervals
+        return intervals[: self._flow.reduced.get((over[0].index, rank), {}).get((stage, loss), 0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Contributors:
+    """The ranks of a stage that have a gradient of the parameters of one part.
+
+    Attributes:
+        kind: of the parameters, "cut" (sharded) or "whole" (replicated).
+        first: the part's first shard of ``tp``.
+        crowded: see :mod:`mmplan.program.shards`.
+    """
+
+    kind: str
+    first: int
+    tp: int
+    crowded: bool
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal sets of ranks."""
+        return self.first, self.tp, self.crowded and self.kind
+
+    def include(self, index: int, count: int) -> bool:
+        """Whether shard ``index`` of a stage's ``count`` is one of them."""
+        if self.kind == "whole":
+            # Every rank of a group has the whole gradient of replicated parameters.
+            return index == 0 or not self.crowded
+        return index == self.first * count // self.tp
+
+
+def _part_name(part: tuple[int, int], tp: int, kind: str, sums: Sequence[BlockReduction]) -> str:
+    if kind == "whole" and not any(r.parameters == "all" for r in sums):
+        return f", parameters that tp leaves whole (shards [{part[0]},{part[1]}) of {tp})"
+    if tp == 1:
+        return ""
+    shards = f"shard {part[0]}" if part[1] == part[0] + 1 else f"shards [{part[0]},{part[1]})"
+    return f", tp {shards} of {tp}"
+
+
+def _covers(reduction: BlockReduction, part: tuple[int, int], tp: int) -> bool:
+    """Whether a reduction sums a part, given in shards of ``tp``."""
+    (a, b), (first, end) = part, reduction.shards
+    return first * tp <= a * reduction.tp and b * reduction.tp <= end * tp
+
+
+def _inside(a: int, b: int, span: tuple[int, int]) -> bool:
+    return span[0] <= a and b <= span[1]
+
+
+def normal(intervals: Iterable[CountedInterval]) -> list[CountedInterval]:
+    """The same sum as sorted, disjoint, merged intervals with counts other than zero."""
+    changes: dict[int, int] = {}
+    for start, stop, times in intervals:
+        changes[start] = changes.get(start, 0) + times
+        changes[stop] = changes.get(stop, 0) - times
+    result: list[CountedInterval] = []
+    times, previous = 0, 0
+    for position in sorted(changes):
+        if not changes[position]:
+            continue
+        if times and previous < position:
+            result.append((previous, position, times))
+        times += changes[position]
+        previous = position
+    return result
+
+
+def cut(intervals: Iterable[CountedInterval], start: int, stop: int) -> list[CountedInterval]:
+    """The part of disjoint intervals inside ``[start, stop)``."""
+    return [
+        (max(a, start), min(b, stop), times) for a, b, times in intervals if a < stop and b > start
+    ]
+
+
+def first_deviation(
+    intervals: Iterable[CountedInterval], start: int, stop: int, times: int
+) -> CountedInterval | None:
+    """The first samples of a sum that are not counted ``times`` in ``[start, stop)``.
+
+    Samples outside should be counted 0 times.
+    """
+    expected = (start, stop, -times)
+    difference = normal([*intervals, expected] if times else intervals)
+    if not difference:
+        return None
+    a, b, off = difference[0]
+    return a, b, off + (times if start <= a < stop else 0)

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op, ReplicaCompute
-from mmplan.program.model import CrossSampleLoss, Edge, Loss, LossReduction, Reduction, Stage
+from mmplan.program.model import CrossSampleLoss, Edge, Graph, LossReduction, Reduction, Stage
 from mmplan.program.samples import RangeIndex, SampleRange
 from mmplan.program.schedules.plan_order import Orders
 from mmplan.program.schedules.split_backward import Room, SplitSequence, room_of, split_sequence
@@ -69,11 +69,11 @@ class Event:
 
     op: Op
     index: int
-    d: int
-    mb: int
     ranks: tuple[int, ...]
-    duration: int
     first_sample: int
+    d: int = 0
+    mb: int = 0
+    duration: int = 0
     waiting_for: int = 0
     ready_at: int = 0
     then: list[Event] = field(default_factory=list)
@@ -88,26 +88,22 @@ class OrderBuilder:
     """Builds the events of a graph and schedules them.
 
     Args:
+        graph: whose events they are.
+        batches: samples of a step, by task.
         orders: :func:`mmplan.program.schedules.plan_order.order_stages`.
         links: per edge, :func:`edge_links`.
     """
 
     def __init__(
         self,
-        *,
-        stages: Sequence[Stage],
-        edges: Sequence[Edge],
-        losses: Sequence[Loss],
-        reductions: Sequence[Reduction],
+        graph: Graph,
         batches: dict[str, int],
         orders: Orders,
         links: Sequence[Sequence[Handover]],
     ) -> None:
-        self._stages = stages
-        self._edges = edges
-        self._losses = losses
+        self._stages, self._edges, self._losses = graph.stages, graph.edges, graph.losses
         self._batches = batches
-        self._computes: dict[tuple[Op, int, int, int], Event] = {}
+        self._computes: dict[ReplicaCompute, Event] = {}
         self._sequences: list[list[Event]] = []
         self._syncs: dict[tuple[int, int], Event] = {}
         self._forwards_before = orders.forwards_before
@@ -119,12 +115,12 @@ class OrderBuilder:
             self._sequences.append(self._events(parts))
         for first, second in orders.precedences:
             self._computes[second].after(self._computes[first])
-        for edge in edges:
+        for edge in graph.edges:
             self._connect(edge, links[edge.index])
-        for loss in losses:
+        for loss in graph.cross_sample_losses:
             self._add_syncs(loss)
         self._take_turns(orders.following)
-        self._reductions = [self._reduction(r) for r in reductions]
+        self._reductions = [self._reduction(r) for r in graph.reductions]
 
     def _split(self, sequences: Sequence[list[ReplicaCompute]]) -> Iterator[SplitSequence]:
         """The sequences, backwards in two parts where stages have them so."""
@@ -195,18 +191,14 @@ class OrderBuilder:
                 producer = self._computes[Op.BACKWARD, edge.producer, link.d, link.mb]
                 producer.after(self._computes[Op.BACKWARD, edge.consumer, link.d2, link.mb2])
 
-    def _add_syncs(self, loss: Loss) -> None:
-        if not isinstance(loss, CrossSampleLoss):
-            return
+    def _add_syncs(self, loss: CrossSampleLoss) -> None:
         batch = self._batches[loss.task]
         syncs = [
             Event(
                 op=Op.SYNC_WAIT,
                 index=loss.index,
-                d=0,
                 mb=g,
                 ranks=loss.ranks,
-                duration=0,
                 first_sample=g * loss.sync_batch,
             )
             for g in range(batch // loss.sync_batch)
@@ -278,10 +270,7 @@ class OrderBuilder:
         event = Event(
             op=Op.REDUCE,
             index=reduction.index,
-            d=0,
-            mb=0,
             ranks=reduction.ranks,
-            duration=0,
             first_sample=max(self._batches.values()),
         )
         # It blocks its ranks until the last is there, so it comes after all of their work.

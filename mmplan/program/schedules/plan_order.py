@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from mmplan.program.instructions import Op, ReplicaCompute
@@ -33,14 +33,10 @@ class Orders:
     """
 
     forwards_before: list[list[list[int]]]
-    sequences: list[list[ReplicaCompute]] = field(default_factory=list)
-    precedences: list[tuple[ReplicaCompute, ReplicaCompute]] = field(default_factory=list)
-    turns: dict[int, list[tuple[ReplicaCompute, ReplicaCompute | None]]] = field(
-        default_factory=dict[int, list[tuple[ReplicaCompute, ReplicaCompute | None]]]
-    )
-    following: dict[tuple[str, int], list[ReplicaCompute]] = field(
-        default_factory=dict[tuple[str, int], list[ReplicaCompute]]
-    )
+    sequences: list[list[ReplicaCompute]]
+    precedences: list[tuple[ReplicaCompute, ReplicaCompute]]
+    turns: dict[int, list[tuple[ReplicaCompute, ReplicaCompute | None]]]
+    following: dict[tuple[str, int], list[ReplicaCompute]]
 
 
 def order_stages(plan: Plan, graph: Graph) -> Orders:

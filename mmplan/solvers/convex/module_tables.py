@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
-from mmplan.costs.curves import curve_values
+from mmplan.costs.fit import curve_values
 from mmplan.costs.links import all_reduce_s, between_nodes
 from mmplan.solvers.convex.branch_and_bound import Options
 from mmplan.solvers.convex.stage_tables import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
-from mmplan.costs.curves import curve_values
+from mmplan.costs.fit import curve_values
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.mpsp.bounds import DeviceSecondsCurve, curve, level_bound
 from mmplan.solvers.mpsp.instance import Chain
