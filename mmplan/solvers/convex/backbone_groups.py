@@ -16,9 +16,9 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
-from mmplan.solvers.convex.branch_and_bound import Group, Options
-from mmplan.solvers.convex.module_tables import ModuleTables, Table
-from mmplan.solvers.convex.stage_tables import UNLIMITED
+from mmplan.solvers.convex.branch_and_bound import Group, longest_after
+from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, Table
+from mmplan.solvers.pareto import lower_hull
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
@@ -127,14 +127,12 @@ class Pipelines:
                         Group(
                             steps=frame.steps,
                             bound_s=float(bound),
-                            build=lambda frame=frame: self.options(frame),
+                            build=lambda frame=frame: [
+                                self.table(k, frame).options for k in range(len(self.modules))
+                            ],
                         )
                     )
         return groups
-
-    def options(self, frame: BackboneShape) -> list[Options]:
-        """The options of every module in a group."""
-        return [self.table(k, frame).options for k in range(len(self.modules))]
 
     def table(self, k: int, frame: BackboneShape) -> Table:
         """The options of one module, and what they mean."""
@@ -153,10 +151,7 @@ class Pipelines:
 
     def depths_after(self) -> list[int]:
         """Least stages after each module."""
-        after = [0] * len(self.modules)
-        for k in reversed(range(len(self.modules))):
-            after[k] = max((1 + after[c] for p, c in self.edges if p == k), default=0)
-        return after
+        return longest_after([1] * len(self.modules), self.edges)
 
     def _backbone_sizes(self) -> list[int]:
         batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
@@ -294,24 +289,7 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     stage, warm = own.times(size_B)
     work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
     fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
-    return _lower_hull(np.stack([work[fits], warm[fits]], axis=1))
-
-
-def _lower_hull(points: Floats) -> Floats:
-    """Corners where ``rate * x + y`` is least for some rate >= 0."""
-    ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
-    lowest = np.minimum.accumulate(ordered[:, 1])
-    better = np.append(True, ordered[1:, 1] < lowest[:-1])[: len(ordered)]
-    corners: list[tuple[float, float]] = []
-    for x, y in ordered[better]:
-        while len(corners) > 1 and _above(corners[-2], corners[-1], (x, y)):
-            corners.pop()
-        corners.append((float(x), float(y)))
-    return np.array(corners).reshape(-1, 2)
-
-
-def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
 def _fewest(own: ModuleTables, after: int) -> int:

@@ -32,8 +32,7 @@ from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import Options, plan_value
-from mmplan.solvers.convex.module_tables import SelectedOption, Table
-from mmplan.solvers.convex.stage_tables import FIXED, LOSS, STATE
+from mmplan.solvers.convex.module_tables import FIXED, LOSS, STATE, SelectedOption, Table
 from mmplan.solvers.problem import Problem
 from mmplan.wording import counted
 

@@ -14,9 +14,8 @@ from mmplan.schema.plan import Schedule, Slice, Unit, Wave
 from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
 from mmplan.solvers.mpsp.metaops import MetaOp
-from mmplan.solvers.mpsp.placement import Placed
+from mmplan.solvers.mpsp.placement import Placed, RankRange, UnplacedSlice
 from mmplan.solvers.mpsp.scaling_curves import Allocation, Scaling
-from mmplan.solvers.mpsp.slices import RankRange, UnplacedSlice
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import cut, split_evenly
 
