@@ -128,16 +128,18 @@ class Pipelines:
                             steps=frame.steps,
                             bound_s=float(bound),
                             build=lambda frame=frame: [
-                                self.table(k, frame).options for k in range(len(self.modules))
+                                table.options for table in self.tables_of(frame)
                             ],
                         )
                     )
         return groups
 
-    def table(self, k: int, frame: BackboneShape) -> Table:
-        """The options of one module, and what they mean."""
-        dp, size = self.replicas(k, frame)
-        return self.tables[k].table(dp, size, steps=frame.steps, interleaved=frame.interleaved)
+    def tables_of(self, frame: BackboneShape) -> list[Table]:
+        """The options of every module in a group, and what they mean."""
+        return [
+            own.table(*self.replicas(k, frame), steps=frame.steps, interleaved=frame.interleaved)
+            for k, own in enumerate(self.tables)
+        ]
 
     def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
         """(dp, largest micro-batch) that one module may have in a group."""
@@ -240,7 +242,7 @@ class _Bounds:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
         if self.empty or not frames:
             return np.full(len(frames), np.inf)
-        own, shapes, devices = self._own, self._own.known, self._pipelines.problem.devices
+        own, shapes, devices = self._own, self._own.shapes, self._pipelines.problem.devices
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
         samples_G = np.array([frame.samples for frame in frames])
@@ -287,8 +289,8 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     # Times grow with the size: those of a range's start, shared out over its last size.
     size_B, last_B = sizes[:-1], sizes[1:] - 1
     stage, warm = own.times(size_B)
-    work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
-    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
+    work = np.array(own.tps)[:, None, None] * own.shapes.pp[:, None] * stage / last_B
+    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.shapes.vpp == 1)[:, None]
     return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
@@ -297,5 +299,5 @@ def _fewest(own: ModuleTables, after: int) -> int:
     if own.empty:
         return UNLIMITED
     fits = _optimistic_depth_limit(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
-    taken = np.array(own.tps)[:, None] * own.known.pp
+    taken = np.array(own.tps)[:, None] * own.shapes.pp
     return int(np.where(fits, taken, UNLIMITED).min())

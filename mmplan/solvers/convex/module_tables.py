@@ -9,7 +9,7 @@ its slowest or fullest, B = (dp, micro-batch size).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,53 +75,36 @@ class Shapes:
         return np.where(self.vpp > 1, 2 * self.pp + self.slack, self.pp)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockCosts:
+class _BlockCosts:
     """What every block of a module adds to its stage, [L] each.
 
     Attributes:
         work: share of the module's time.
+        held: share of the module's activations.
         passed: 1 where a gradient passes.
         trains: 1 where the weights train.
-        held: share of the module's activations.
-        parameters: their number.
-        input_bytes: of the block's input, per sample.
-        cut_bytes: of its output, per sample.
+        cut_bytes: of the block's output, per sample.
     """
 
-    work: Floats
-    passed: Floats
-    trains: Floats
-    held: Floats
-    parameters: Floats
-    input_bytes: Floats
-    cut_bytes: Floats
-
-    @staticmethod
-    def of(problem: Problem, module: str) -> BlockCosts:
-        """Read from the cost model."""
-        costs, task, count = problem.costs, problem.task.name, problem.blocks(module)
-        each = [(b, b + 1) for b in range(count)]
-        cut_bytes = [costs.cut_bytes(task=task, module=module, after_block=b) for b in range(count)]
+    def __init__(self, problem: Problem, module: str) -> None:
+        costs, task = problem.costs, problem.task.name
+        each = [(b, b + 1) for b in range(problem.blocks(module))]
         facts = [problem.stage(module, block) for block in each]
-        return BlockCosts(
-            work=np.array([costs.work_share(task=task, module=module, blocks=b) for b in each]),
-            passed=np.array([float(fact.passed is not None) for fact in facts]),
-            trains=np.array([float(bool(fact.trainable)) for fact in facts]),
-            held=np.array(
-                [costs.activation_share(task=task, module=module, blocks=b) for b in each]
-            ),
-            parameters=np.array(
-                [costs.parameters(task=task, module=module, blocks=b) for b in each]
-            ),
-            input_bytes=np.array([cut_bytes[max(b - 1, 0)] for b in range(count)]),
-            cut_bytes=np.array(cut_bytes),
-        )
+
+        def array(value: Callable[..., float]) -> Floats:
+            return np.array([value(task=task, module=module, blocks=block) for block in each])
+
+        self.work = array(costs.work_share)
+        self.held = array(costs.activation_share)
+        self.parameters = array(costs.parameters)
+        self.passed = np.array([float(fact.passed is not None) for fact in facts])
+        self.trains = np.array([float(bool(fact.trainable)) for fact in facts])
+        self.cut_bytes = np.array([problem.output_bytes(module, b) for b, _ in each])
 
 
 def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int]]) -> Shapes:
     """Tables of a module's stages for some (pp, vpp)."""
-    blocks = BlockCosts.of(problem, module)
+    blocks = _BlockCosts(problem, module)
     cuts = module_cuts(problem, module, max(pp * vpp for pp, vpp in shapes))
     tables = [_Tables(problem, module, blocks, cuts[pp * vpp - 1], pp, vpp) for pp, vpp in shapes]
     return Shapes(
@@ -144,7 +127,7 @@ class _Tables:
         self,
         problem: Problem,
         module: str,
-        blocks: BlockCosts,
+        blocks: _BlockCosts,
         cuts: tuple[tuple[int, int], ...],
         pp: int,
         vpp: int,
@@ -156,7 +139,9 @@ class _Tables:
         ahead = np.array([ONE_F_ONE_B.in_flight(1, count - 1 - c) for c in range(count)])
         passed = self._summed(blocks.work * blocks.passed)
         held = self._summed(blocks.held * blocks.passed)
-        inputs = self._summed(blocks.input_bytes * blocks.passed)
+        inputs = self._summed(
+            np.append(blocks.cut_bytes[:1], blocks.cut_bytes[:-1]) * blocks.passed
+        )
         fixed, state = self._parameter_bytes()
         seconds = [
             self._summed(blocks.work) + (passed if again else 0.0),
@@ -265,7 +250,6 @@ class SelectedOption:
     pp: int
     vpp: int
     dp: int
-    size: int
     cuts: tuple[tuple[int, int], ...]
 
 
@@ -278,14 +262,12 @@ class Table:
         tp: index into the module's degrees of each row.
         shape: index of its (pp, vpp).
         dp: replicas.
-        size: largest micro-batch.
     """
 
     options: Options
     tp: Ints
     shape: Ints
     dp: Ints
-    size: Ints
 
 
 class ModuleTables:
@@ -294,6 +276,9 @@ class ModuleTables:
     Args:
         backbone: the module whose replicas set the micro-batches.
         interleaved: whether it may have vpp > 1.
+
+    Attributes:
+        empty: whether pins, profile and devices leave no degrees at all; it then has no ``shapes``.
     """
 
     def __init__(self, problem: Problem, module: str, *, backbone: bool, interleaved: bool) -> None:
@@ -302,25 +287,14 @@ class ModuleTables:
         self.pins = problem.request.workload.modules[module].plan
         self.tps = allowed_tensor_degrees(problem, module)
         shapes = self._shape_candidates()
-        self.shapes: Shapes | None = module_shapes(problem, module, shapes) if shapes else None
+        self.empty = not (shapes and self.tps)
         self._remembered: tuple[Floats, Floats] | None = None
         self._tp = np.array(self.tps, dtype=np.int64)[:, None, None]
         if not self.empty:
+            self.shapes = module_shapes(problem, module, shapes)
             scale = self._link_scale()
-            self._stages = self.known.seconds * scale[:, :, None]
-            self._total = self.known.total * scale
-
-    @property
-    def empty(self) -> bool:
-        """Whether pins, profile and devices leave no degrees at all."""
-        return self.shapes is None or not self.tps
-
-    @property
-    def known(self) -> Shapes:
-        """The shapes of a module that has any."""
-        if self.shapes is None:
-            raise ValueError(f"module {self.module} has no shapes")
-        return self.shapes
+            self._stages = self.shapes.seconds * scale[:, :, None]
+            self._total = self.shapes.total * scale
 
     def _shape_candidates(self) -> list[tuple[int, int]]:
         blocks = self.problem.blocks(self.module)
@@ -349,7 +323,7 @@ class ModuleTables:
             steps: micro-batches of a step.
             interleaved: whether vpp > 1 is possible with these steps.
         """
-        shapes = self.known
+        shapes = self.shapes
         wrong = shapes.vpp > 1
         if interleaved:
             wrong &= steps % shapes.pp != 0
@@ -369,18 +343,16 @@ class ModuleTables:
             tp=tp_index,
             shape=shape,
             dp=dp_B[b],
-            size=size_B[b],
         )
 
     def pick(self, table: Table, row: int) -> SelectedOption:
         """The degrees of a row."""
-        shapes, q = self.known, int(table.shape[row])
+        shapes, q = self.shapes, int(table.shape[row])
         return SelectedOption(
             tp=self.tps[int(table.tp[row])],
             pp=int(shapes.pp[q]),
             vpp=int(shapes.vpp[q]),
             dp=int(table.dp[row]),
-            size=int(table.size[row]),
             cuts=shapes.cuts[q],
         )
 
@@ -399,7 +371,7 @@ class ModuleTables:
         compute = self._total[:, :, : LOSS + 1] @ basis[:, : LOSS + 1]
         messages = self._total[:, :, LOSS + 1 :] @ basis[:, LOSS + 1 :]
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
-        vpp = self.known.vpp[:, None]
+        vpp = self.shapes.vpp[:, None]
         fill = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
         return stage, fill + messages
 
@@ -442,7 +414,7 @@ class ModuleTables:
 
         Between nodes the ranks of a TP group receive shares, over one link, and gather them.
         """
-        cluster, shapes = self.problem.request.cluster, self.known
+        cluster, shapes = self.problem.request.cluster, self.shapes
         one_node = self.problem.devices <= cluster.devices_per_node
         near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
         inside, between = cluster.links.intra_node, between_nodes(cluster)
@@ -472,7 +444,7 @@ class ModuleTables:
         one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
         after the last stage.
         """
-        shapes, cluster = self.known, self.problem.request.cluster
+        shapes, cluster = self.shapes, self.problem.request.cluster
         num_bytes = shapes.gradient_bytes[:, None] / self._tp
         if not shapes.gradient_bytes.any():
             return np.zeros((len(self.tps), len(shapes.pp), len(dp_B)))
@@ -508,7 +480,7 @@ class ModuleTables:
         self, dp_B: Ints, size_B: Ints, memory_bytes: float
     ) -> tuple[Floats, Floats, Floats]:
         """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        problem, table = self.problem, self.known.bytes[:, :, :, None]
+        problem, table = self.problem, self.shapes.bytes[:, :, :, None]
         tp = self._tp[..., None]
         groups = (
             table[:, :, GROUPS]

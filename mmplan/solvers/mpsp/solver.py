@@ -7,9 +7,6 @@ on the ranks where the slices are placed, with the transfers between slices, + t
 gradients. The bound is that of the forwards plus that of the backwards, each the best of the
 relaxations in :mod:`mmplan.solvers.mpsp.bounds`, with every MetaOp on its own best degrees; it
 knows no links. Method ``wavefront`` is Spindle's scheduler as printed.
-
-Trial schedules, made without a search, tell how much memory is missing. Candidates are staged
-schedules, for models that no device holds, and the schedules that a search finds.
 """
 
 from __future__ import annotations
@@ -81,6 +78,9 @@ class PlacedCandidate:
 
 class CandidateFinder:
     """Finds candidates for one number of rounds after another.
+
+    Trial schedules, made without a search, tell how much memory is missing. Candidates are staged
+    schedules, for models that no device holds, and the schedules that a search finds.
 
     Attributes:
         problems: by task.
