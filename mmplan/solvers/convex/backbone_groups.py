@@ -117,6 +117,8 @@ class Pipelines:
         """Every group with a bound; those in which some module fits nowhere are left out."""
         self.frames = []
         groups: list[Group] = []
+        if any(own.empty for own in self.tables):
+            return groups
         bounds = _Bounds(self)
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
@@ -221,7 +223,7 @@ class _Bounds:
         others = {k: own for k, own in enumerate(tables) if k != self._k}
         hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
         self._fewest = sum(_fewest(own, self._after[k]) for k, own in others.items())
-        self.empty = self._own.empty or any(not len(hull) for hull in hulls.values())
+        self.empty = any(not len(hull) for hull in hulls.values())
         self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
         self._added = [] if self.empty else self._paths_added(hulls)
         self._rows: dict[int, tuple[Floats, Floats]] = {}
@@ -281,8 +283,6 @@ def _optimistic_depth_limit(own: ModuleTables, size_B: Ints) -> Ints:
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
-    if own.empty:
-        return np.zeros((0, 2))
     spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
     sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
     sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
@@ -296,8 +296,6 @@ def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
 
 def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
-    if own.empty:
-        return UNLIMITED
     fits = _optimistic_depth_limit(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
     taken = np.array(own.tps)[:, None] * own.shapes.pp
     return int(np.where(fits, taken, UNLIMITED).min())

@@ -185,7 +185,7 @@ class Relaxation:
         own, problem = self._pipelines.tables[k], self._pipelines.problem
         dp, size = self._pipelines.replicas(k, frame)
         rows: list[Floats] = []
-        if own.empty or not len(dp):
+        if not len(dp):
             return np.zeros((5, 0))
         basis = own.basis(size)
         for t, tp in enumerate(own.tps):

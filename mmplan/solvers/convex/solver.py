@@ -23,7 +23,7 @@ from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
-from mmplan.solvers.convex.module_tables import ModuleTables, SelectedOption
+from mmplan.solvers.convex.module_tables import SelectedOption
 from mmplan.solvers.convex.relaxation import relax
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
@@ -248,7 +248,12 @@ def _explain(problem: Problem) -> InfeasibleError:
     pipelines = Pipelines(problem)
     for own in pipelines.tables:
         if own.empty:
-            return _no_degrees(problem, own)
+            degrees = problem.costs.tp_options(task=problem.task.name, module=own.module)
+            return InfeasibleError(
+                f"module {own.module}: no tp, pp and vpp fit its plan ({own.pins}), the profile's "
+                f"tp {', '.join(map(str, degrees))} and {counted(problem.devices, 'device')}",
+                hint=f"loosen modules.{own.module}.plan, or profile it at another tp",
+            )
     if len(pipelines.modules) > problem.devices:
         missing = len(pipelines.modules) - problem.devices
         return InfeasibleError(
@@ -262,7 +267,11 @@ def _explain(problem: Problem) -> InfeasibleError:
     units = _least(round(1 / PRECISION), lambda n: bool(_plan(_with_memory(problem, n * unit))[1]))
     memory = None if units is None else units * unit
     if devices is None and memory is None:
-        return _no_degrees(problem, None)
+        return InfeasibleError(
+            f"no degrees that the modules' plans allow fit a batch of {problem.task.batch} on "
+            f"{counted(problem.devices, 'device')}, whatever their memory",
+            hint="loosen dp, pp, vpp or microbatch in the modules' plan",
+        )
     return _missing(problem, devices, memory)
 
 
@@ -304,21 +313,6 @@ def _rounded_up(num_bytes: float) -> str:
     """Three digits that are enough."""
     digits = 10 ** max(0, math.floor(math.log10(max(num_bytes, 1.0))) - 2)
     return size(math.ceil(num_bytes / digits) * digits)
-
-
-def _no_degrees(problem: Problem, own: ModuleTables | None) -> InfeasibleError:
-    if own is None:
-        return InfeasibleError(
-            f"no degrees that the modules' plans allow fit a batch of {problem.task.batch} on "
-            f"{counted(problem.devices, 'device')}, whatever their memory",
-            hint="loosen dp, pp, vpp or microbatch in the modules' plan",
-        )
-    degrees = problem.costs.tp_options(task=problem.task.name, module=own.module)
-    return InfeasibleError(
-        f"module {own.module}: no tp, pp and vpp fit its plan ({own.pins}), the profile's tp "
-        f"{', '.join(map(str, degrees))} and {counted(problem.devices, 'device')}",
-        hint=f"loosen modules.{own.module}.plan, or profile it at another tp",
-    )
 
 
 def _plan(problem: Problem) -> tuple[Pipelines, list[FormulaPlan]]:

@@ -297,10 +297,8 @@ def continuous_optimum(instance: Instance, members: Sequence[int]) -> float:
     falling = [np.minimum.accumulate(chain.both_s.sum(axis=1)) for chain in chains]
 
     def needed(seconds: float) -> float:
-        total = 0.0
-        for own, time_s in zip(counts, falling, strict=True):
-            total += float(np.interp(-seconds, -time_s, own))
-        return total
+        pairs = zip(counts, falling, strict=True)
+        return sum(float(np.interp(-seconds, -time_s, own)) for own, time_s in pairs)
 
     low = max(float(t[-1]) for t in falling)
     high = sum(float(t[0]) for t in falling)

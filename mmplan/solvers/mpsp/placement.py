@@ -28,6 +28,17 @@ from mmplan.arrays import Floats, Indices, Ints
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
 
+# Sums of bytes in another order are equal up to this share of the memory.
+_ROUNDING = 1e-9
+# Times that differ by less than this share are one instant: sums of times are rounded.
+_SAME_INSTANT = 1e-9
+# Weights of memory in use against input and new parameters, in the order of tries. By hand.
+_MEMORY_WEIGHTS = (0.3, 3.0, 30.0)
+# Communicators that a rank is assumed to have; the simulation counts them. Chosen by hand.
+_ASSUMED_COMMUNICATORS = 8
+# Cost of input from another rank of the same node, as a share of that from another node.
+_SAME_NODE = 0.5
+
 RankRange = tuple[int, int]
 """The first rank, and the one after the last."""
 
@@ -124,9 +135,6 @@ def block_shards(slices: Sequence[UnplacedSlice]) -> Iterator[BlockShard]:
 
 _Contents = tuple[int, float]
 """Bit mask of the block shards on a rank, and the bytes of its activations."""
-
-# Sums of bytes in another order are equal up to this share of the memory.
-_ROUNDING = 1e-9
 
 
 def pack(
@@ -294,16 +302,6 @@ def _shard_masks(slices: Sequence[UnplacedSlice]) -> tuple[list[int], list[int],
     return masks, conflicts, [shard.fixed_bytes for shard in shards]
 
 
-# Times that differ by less than this share are one instant: sums of times are rounded.
-_SAME_INSTANT = 1e-9
-# Weights of memory in use against input and new parameters, in the order of tries. By hand.
-_MEMORY_WEIGHTS = (0.3, 3.0, 30.0)
-# Communicators that a rank is assumed to have; the simulation counts them. Chosen by hand.
-_ASSUMED_COMMUNICATORS = 8
-# Cost of input from another rank of the same node, as a share of that from another node.
-_SAME_NODE = 0.5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """Slices on ranks.
@@ -323,12 +321,6 @@ class Placed:
     backward_s: float
     reduce_s: float
     memory_bytes: tuple[float, ...]
-
-    @property
-    def memory_imbalance(self) -> float:
-        """Memory of the peak rank over the mean."""
-        mean = sum(self.memory_bytes) / len(self.memory_bytes)
-        return max(self.memory_bytes) / mean if mean else 1.0
 
 
 def place(

@@ -30,12 +30,13 @@ from mmplan.solvers.mpsp.placement import Placed, UnplacedSlice, place
 from mmplan.solvers.mpsp.scaling_curves import Scaling, Scalings
 from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule
 from mmplan.solvers.mpsp.staged_schedules import staged_schedules
-from mmplan.solvers.mpsp.to_plan import BlockMemory, Emitter
+from mmplan.solvers.mpsp.to_plan import BlockMemory, Emitter, waves
 from mmplan.solvers.mpsp.transfer_costs import spread_s
 from mmplan.solvers.mpsp.wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import size
 
+METHODS = {"search": "the best of many schedules", "wavefront": "Spindle's scheduler as printed"}
 # Least share of the budget for the search. Chosen by hand: less finds worse schedules.
 _MIN_SEARCH_SHARE = 0.3
 # Largest share of the budget for the search. Chosen by hand: the rest is for simulating.
@@ -58,6 +59,23 @@ MAX_TP_CHOICES = 4
 _STAGED_MICROBATCHES = 32
 # Staged schedules are kept within this factor of the best: their estimates compare well.
 _STAGED_WITHIN = 1.03
+# A step has at most 2 to the power of this rounds: it ends the loop. Chosen by hand.
+_MAX_DOUBLINGS = 12
+# Share of the search time that is left, for the bounds.
+_BOUND_SHARE = 0.2
+# A tp choice is searched where its trial schedules lack less than this share of the memory: the
+# search may fit where they do not. Chosen by hand.
+_SEARCHED_SHORTFALL = 0.1
+# Numbers of rounds that are tried after the first at which staged schedules fit. Chosen by hand.
+_FURTHER_ROUNDS = 3
+# Candidates within this factor of the best estimate are simulated: estimates do not have every
+# message. Chosen by hand.
+_SIMULATED_WITHIN = 1.08
+# The same for staged schedules, whose estimates may be half too large.
+_STAGED_SIMULATED_WITHIN = 1.5
+# All candidates are simulated where the best one fills more than this share of the memory: the
+# memory is an estimate too, and the best one may not fit.
+_NEARLY_FULL = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,7 @@ class CandidateFinder:
 
     Attributes:
         problems: by task.
+        ops: the MetaOps of all tasks.
         least_shortfall_bytes: of a device, over all placements that failed.
         staged_can_fit: False once staged schedules did not even fit without activations.
     """
@@ -96,7 +115,7 @@ class CandidateFinder:
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
         self._block_memory = BlockMemory(self.problems)
-        self._ops = contract(request.workload, request.tasks)
+        self.ops = contract(request.workload, request.tasks)
         self._memory_bytes = request.cluster.device.memory_bytes
         self.least_shortfall_bytes = math.inf
         self.staged_can_fit = True
@@ -104,10 +123,6 @@ class CandidateFinder:
     def left_s(self) -> float:
         """Seconds that searches still have."""
         return max(0.0, self._until - time.monotonic())
-
-    def scalings(self, rounds: int, *, least_microbatches: int = 1) -> Scalings:
-        """Scaling curves of all MetaOps."""
-        return Scalings(self._ops, self.problems, rounds, least_microbatches=least_microbatches)
 
     def emitter(self, scalings: Sequence[Scaling], rounds: int) -> Emitter:
         """The instance of these curves, as slices, units and waves."""
@@ -153,7 +168,7 @@ class CandidateFinder:
         """Schedules that divide the blocks among groups of devices, the fewest groups that fit."""
         found: list[PlacedCandidate] = []
         fits_without_activations = False
-        scalings = self.scalings(rounds, least_microbatches=_STAGED_MICROBATCHES)
+        scalings = Scalings(self.ops, self.problems, rounds, _STAGED_MICROBATCHES)
         for chosen in scalings.tp_choices()[:MAX_TP_CHOICES]:
             emitter = self.emitter(chosen, rounds)
             fixed_bytes = emitter.least_fixed_bytes()
@@ -166,7 +181,9 @@ class CandidateFinder:
                 if isinstance(placed, Placed):
                     label = f"blocks divided among {staged.groups} groups of devices"
                     found.append(
-                        _candidate(emitter, staged.schedule, placed, rounds, label, staged=True)
+                        _candidate(
+                            emitter, staged.schedule, slices, placed, rounds, label, staged=True
+                        )
                     )
                     break
                 self._failed(placed)
@@ -213,7 +230,9 @@ class CandidateFinder:
                 limit_s = request.budget_s * _PLACEMENT_SHARE
                 placed = self._place(slices, min(limit_s, self.left_s()) if fits else limit_s)
                 if isinstance(placed, Placed):
-                    candidate = _candidate(emitter, schedule, placed, rounds, label, staged=False)
+                    candidate = _candidate(
+                        emitter, schedule, slices, placed, rounds, label, staged=False
+                    )
                     best_s = min(best_s, candidate.candidate.objective_s)
                     fits = True
                     yield candidate
@@ -274,45 +293,29 @@ class CandidateFinder:
 def _candidate(
     emitter: Emitter,
     schedule: ChainSchedule,
+    slices: Sequence[UnplacedSlice],
     placed: Placed,
     rounds: int,
     label: str,
     *,
     staged: bool,
 ) -> PlacedCandidate:
-    notes = [f"{label}; the peak device holds {placed.memory_imbalance:.3g} x the mean memory"]
+    peak_bytes = max(placed.memory_bytes)
+    mean_bytes = sum(placed.memory_bytes) / len(placed.memory_bytes)
+    imbalance = peak_bytes / mean_bytes if mean_bytes else 1.0
+    notes = [f"{label}; the peak device holds {imbalance:.3g} x the mean memory"]
     if rounds > 1:
         notes.append(f"the waves run {rounds} times a step, each on 1/{rounds} of the batches")
+    units = emitter.units(schedule, placed)
     candidate = Candidate(
-        units=emitter.units(schedule, placed),
-        waves=emitter.waves(schedule, placed),
+        units=units,
+        waves=waves(units, slices, placed),
         objective_s=rounds * (placed.forward_s + placed.backward_s) + placed.reduce_s,
         closed_form=False,
         kind=label,
         notes=tuple(notes),
     )
-    peak_bytes = max(placed.memory_bytes)
     return PlacedCandidate(candidate=candidate, rounds=rounds, peak_bytes=peak_bytes, staged=staged)
-
-
-METHODS = {"search": "the best of many schedules", "wavefront": "Spindle's scheduler as printed"}
-# Largest number of rounds of a step: it ends the loop. Chosen by hand.
-_MAX_ROUNDS = 4096
-# Share of the search time that is left, for the bounds.
-_BOUND_SHARE = 0.2
-# A tp choice is searched where its trial schedules lack less than this share of the memory: the
-# search may fit where they do not. Chosen by hand.
-_SEARCHED_SHORTFALL = 0.1
-# Numbers of rounds that are tried after the first at which staged schedules fit. Chosen by hand.
-_FURTHER_ROUNDS = 3
-# Candidates within this factor of the best estimate are simulated: estimates do not have every
-# message. Chosen by hand.
-_SIMULATED_WITHIN = 1.08
-# The same for staged schedules, whose estimates may be half too large.
-_STAGED_SIMULATED_WITHIN = 1.5
-# All candidates are simulated where the best one fills more than this share of the memory: the
-# memory is an estimate too, and the best one may not fit.
-_NEARLY_FULL = 0.95
 
 
 def solve_mpsp(request: Request) -> Solution:
@@ -346,7 +349,7 @@ def _solve(request: Request, method: str) -> Solution:
     # More rounds save activations only: this is False once trial schedules lack memory without.
     can_fit_unstaged = True
     for rounds in _rounds(finder.problems):
-        scalings = finder.scalings(rounds)
+        scalings = Scalings(finder.ops, finder.problems, rounds)
         at_own_best = finder.emitter(scalings.at_own_best(), rounds)
         if not finder.activations_fit(at_own_best):
             continue
@@ -384,14 +387,12 @@ def _solve(request: Request, method: str) -> Solution:
 
 def _rounds(problems: Mapping[str, Problem]) -> Iterator[int]:
     """Numbers of rounds that every task's batch can be cut into, whole sync batches in each."""
-    rounds = 1
-    while rounds <= _MAX_ROUNDS:
+    for rounds in (2**i for i in range(_MAX_DOUBLINGS + 1)):
         if all(
             p.rounds % rounds == 0 if p.task.sync_batches else p.task.batch % rounds == 0
             for p in problems.values()
         ):
             yield rounds
-        rounds *= 2
 
 
 def _solution(
