@@ -68,6 +68,7 @@ class Pipelines:
         edges: (producer, consumer) as positions in ``modules``.
         backbone: position of the module whose replicas set the micro-batches.
         tables: of every module.
+        depths_after: least stages after each module.
         frames: of every group.
 
     Raises:
@@ -99,11 +100,9 @@ class Pipelines:
             )
             for k, module in enumerate(self.modules)
         ]
-        self._check_vpp()
+        self.depths_after = longest_after([1] * len(self.modules), self.edges)
         self._microbatches, self._divisible = microbatches, divisible
         self.frames: list[BackboneShape] = []
-
-    def _check_vpp(self) -> None:
         for tables in self.tables:
             vpp = tables.pins.vpp
             if not tables.backbone and vpp is not None and not tables.pins.allows("vpp", 1):
@@ -152,10 +151,6 @@ class Pipelines:
             whole = frame.samples % dp == 0
             dp, size = dp[whole], size[whole]
         return dp, size
-
-    def depths_after(self) -> list[int]:
-        """Least stages after each module."""
-        return longest_after([1] * len(self.modules), self.edges)
 
     def _backbone_sizes(self) -> list[int]:
         batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
@@ -218,7 +213,7 @@ class _Bounds:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines, self._k = pipelines, pipelines.backbone
         self._own = pipelines.tables[self._k]
-        self._after = pipelines.depths_after()
+        self._after = pipelines.depths_after
         batch, tables = pipelines.problem.task.batch, pipelines.tables
         others = {k: own for k, own in enumerate(tables) if k != self._k}
         hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
@@ -226,7 +221,6 @@ class _Bounds:
         self.empty = any(not len(hull) for hull in hulls.values())
         self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
         self._added = [] if self.empty else self._paths_added(hulls)
-        self._rows: dict[int, tuple[Floats, Floats]] = {}
 
     def _paths_added(self, hulls: dict[int, Floats]) -> list[Floats]:
         """phi on the grid, summed up along each path through the backbone."""

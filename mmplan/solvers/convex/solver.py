@@ -63,14 +63,10 @@ def solve_convex(request: Request) -> Solution:
     node = request.cluster.devices_per_node
     if request.devices <= node:
         return best_pipelines(problem)
-    return _with_one_node(problem, replace(problem, request=_first(request, node)))
-
-
-def _first(request: Request, devices: int) -> Request:
-    """The request on the first devices only."""
-    cluster = request.cluster.take(devices)
+    cluster = request.cluster.take(node)
     costs = CostModel(request.costs.profile, cluster, request.costs.training)
-    return replace(request, cluster=cluster, devices=devices, costs=costs)
+    on_one = replace(request, cluster=cluster, devices=node, costs=costs)
+    return _with_one_node(problem, replace(problem, request=on_one))
 
 
 def _with_one_node(whole: Problem, node: Problem) -> Solution:
@@ -333,13 +329,12 @@ def _listed(problem: Problem) -> str:
 def _fullest(problem: Problem) -> tuple[str, float]:
     """The module that needs most bytes on a device, with all devices to itself."""
     pipelines = Pipelines(problem)
-    after = pipelines.depths_after()
     one = np.ones(1, dtype=np.int64)
     needed: dict[str, float] = {}
     for k, own in enumerate(pipelines.tables):
         many = np.array([max(1, problem.devices)], dtype=np.int64)
         needed[own.module] = min(
-            float(own.needed_bytes(dp, one, problem.task.batch, after[k]).min())
+            float(own.needed_bytes(dp, one, problem.task.batch, pipelines.depths_after[k]).min())
             for dp in (one, many)
         )
     fullest = max(needed, key=lambda module: needed[module])

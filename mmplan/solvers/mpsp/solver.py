@@ -26,12 +26,11 @@ from mmplan.solvers.mpsp.initial_schedules import portfolio
 from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, Evaluator
 from mmplan.solvers.mpsp.metaops import contract
-from mmplan.solvers.mpsp.placement import Placed, UnplacedSlice, place
+from mmplan.solvers.mpsp.placement import Placed, UnplacedSlice, place, spread_s
 from mmplan.solvers.mpsp.scaling_curves import Scaling, Scalings
 from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule
 from mmplan.solvers.mpsp.staged_schedules import staged_schedules
 from mmplan.solvers.mpsp.to_plan import BlockMemory, Emitter, waves
-from mmplan.solvers.mpsp.transfer_costs import spread_s
 from mmplan.solvers.mpsp.wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import size
