@@ -20,8 +20,7 @@ from mmplan.solvers.mpsp.bounds import (
     level_bound,
     phase_bound,
 )
-from mmplan.solvers.mpsp.fluid_schedules import FluidScheduler
-from mmplan.solvers.mpsp.initial_schedules import bi_point
+from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, bi_point
 from mmplan.solvers.mpsp.instance import Chain, Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Evaluator
 from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule

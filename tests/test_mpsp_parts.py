@@ -16,8 +16,7 @@ from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.bounds import curve, level_bound, maximize
 from mmplan.solvers.mpsp.initial_schedules import block_ends, whole_blocks
 from mmplan.solvers.mpsp.instance import Instance
-from mmplan.solvers.mpsp.slices import RankGroups
-from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
+from mmplan.solvers.mpsp.placement import RankGroups, reductions_s, transfer_s
 from mmplan.solvers.sample_split import split_evenly
 from tests.mpsp_cases import instances
 from tests.solving import cluster

@@ -12,9 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp.memory_packing import pack
-from mmplan.solvers.mpsp.placement import Placed, place
-from mmplan.solvers.mpsp.slices import RankGroups, UnplacedSlice
+from mmplan.solvers.mpsp.placement import Placed, RankGroups, UnplacedSlice, pack, place
 from tests.solving import cluster
 
 

@@ -28,7 +28,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from mmplan.simulation.predict import compute_timings, plan_costs
 from mmplan.simulation.step import simulate
-from mmplan.solvers.mpsp.transfer_costs import transfer_s
+from mmplan.solvers.mpsp.placement import transfer_s
 from tests.gloo_entries import gradients
 from tests.plants import with_rows
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit

@@ -69,6 +69,26 @@ def staircase(
     return kept
 
 
+def lower_hull(points: Floats) -> Floats:
+    """Corners [h, 2], by ascending x, where ``rate * x + y`` is least for some rate >= 0.
+
+    Args:
+        points: [n, 2], x and y.
+    """
+    ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
+    lowest = np.minimum.accumulate(ordered[:, 1])
+    better = np.append(True, ordered[1:, 1] < lowest[:-1])[: len(ordered)]
+    hull: list[tuple[float, float]] = []
+    for x, y in ordered[better].tolist():
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2:]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return np.array(hull).reshape(-1, 2)
+
+
 def _dominated(rows: Floats, others: Floats) -> NDArray[np.bool_]:
     """[i, j]: whether other row j equals or dominates row i."""
     result = np.ones((len(rows), len(others)), dtype=np.bool_)

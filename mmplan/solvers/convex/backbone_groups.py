@@ -16,9 +16,9 @@ import numpy as np
 
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InvalidInputError
-from mmplan.solvers.convex.branch_and_bound import Group, Options
-from mmplan.solvers.convex.module_tables import ModuleTables, Table
-from mmplan.solvers.convex.stage_tables import UNLIMITED
+from mmplan.solvers.convex.branch_and_bound import Group, longest_after
+from mmplan.solvers.convex.module_tables import UNLIMITED, ModuleTables, Table
+from mmplan.solvers.pareto import lower_hull
 from mmplan.solvers.partitioner import backbone_of
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
@@ -68,6 +68,7 @@ class Pipelines:
         edges: (producer, consumer) as positions in ``modules``.
         backbone: position of the module whose replicas set the micro-batches.
         tables: of every module.
+        depths_after: least stages after each module.
         frames: of every group.
 
     Raises:
@@ -99,11 +100,9 @@ class Pipelines:
             )
             for k, module in enumerate(self.modules)
         ]
-        self._check_vpp()
+        self.depths_after = longest_after([1] * len(self.modules), self.edges)
         self._microbatches, self._divisible = microbatches, divisible
         self.frames: list[BackboneShape] = []
-
-    def _check_vpp(self) -> None:
         for tables in self.tables:
             vpp = tables.pins.vpp
             if not tables.backbone and vpp is not None and not tables.pins.allows("vpp", 1):
@@ -117,6 +116,8 @@ class Pipelines:
         """Every group with a bound; those in which some module fits nowhere are left out."""
         self.frames = []
         groups: list[Group] = []
+        if any(own.empty for own in self.tables):
+            return groups
         bounds = _Bounds(self)
         for microbatch in self._backbone_sizes():
             frames = list(self._frames(microbatch))
@@ -127,19 +128,19 @@ class Pipelines:
                         Group(
                             steps=frame.steps,
                             bound_s=float(bound),
-                            build=lambda frame=frame: self.options(frame),
+                            build=lambda frame=frame: [
+                                table.options for table in self.tables_of(frame)
+                            ],
                         )
                     )
         return groups
 
-    def options(self, frame: BackboneShape) -> list[Options]:
-        """The options of every module in a group."""
-        return [self.table(k, frame).options for k in range(len(self.modules))]
-
-    def table(self, k: int, frame: BackboneShape) -> Table:
-        """The options of one module, and what they mean."""
-        dp, size = self.replicas(k, frame)
-        return self.tables[k].table(dp, size, steps=frame.steps, interleaved=frame.interleaved)
+    def tables_of(self, frame: BackboneShape) -> list[Table]:
+        """The options of every module in a group, and what they mean."""
+        return [
+            own.table(*self.replicas(k, frame), steps=frame.steps, interleaved=frame.interleaved)
+            for k, own in enumerate(self.tables)
+        ]
 
     def replicas(self, k: int, frame: BackboneShape) -> tuple[Ints, Ints]:
         """(dp, largest micro-batch) that one module may have in a group."""
@@ -150,13 +151,6 @@ class Pipelines:
             whole = frame.samples % dp == 0
             dp, size = dp[whole], size[whole]
         return dp, size
-
-    def depths_after(self) -> list[int]:
-        """Least stages after each module."""
-        after = [0] * len(self.modules)
-        for k in reversed(range(len(self.modules))):
-            after[k] = max((1 + after[c] for p, c in self.edges if p == k), default=0)
-        return after
 
     def _backbone_sizes(self) -> list[int]:
         batch, pins = self.problem.task.batch, self.tables[self.backbone].pins
@@ -219,15 +213,14 @@ class _Bounds:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines, self._k = pipelines, pipelines.backbone
         self._own = pipelines.tables[self._k]
-        self._after = pipelines.depths_after()
+        self._after = pipelines.depths_after
         batch, tables = pipelines.problem.task.batch, pipelines.tables
         others = {k: own for k, own in enumerate(tables) if k != self._k}
         hulls = {k: _hull(own, batch, self._after[k]) for k, own in others.items()}
         self._fewest = sum(_fewest(own, self._after[k]) for k, own in others.items())
-        self.empty = self._own.empty or any(not len(hull) for hull in hulls.values())
+        self.empty = any(not len(hull) for hull in hulls.values())
         self._rate = np.concatenate([[0.0], np.geomspace(1e-6, 1.0, RATES) * 2 * batch])
         self._added = [] if self.empty else self._paths_added(hulls)
-        self._rows: dict[int, tuple[Floats, Floats]] = {}
 
     def _paths_added(self, hulls: dict[int, Floats]) -> list[Floats]:
         """phi on the grid, summed up along each path through the backbone."""
@@ -245,7 +238,7 @@ class _Bounds:
         """A bound for each group of one micro-batch; inf where the backbone fits in no way."""
         if self.empty or not frames:
             return np.full(len(frames), np.inf)
-        own, shapes, devices = self._own, self._own.known, self._pipelines.problem.devices
+        own, shapes, devices = self._own, self._own.shapes, self._pipelines.problem.devices
         steps_G = np.array([frame.steps for frame in frames])
         dp_G = np.array([frame.replicas for frame in frames])
         samples_G = np.array([frame.samples for frame in frames])
@@ -284,40 +277,19 @@ def _optimistic_depth_limit(own: ModuleTables, size_B: Ints) -> Ints:
 
 def _hull(own: ModuleTables, batch: int, after: int) -> Floats:
     """[H, 2]: (device-seconds of a stage per sample, warm-up) that no mix of others beats."""
-    if own.empty:
-        return np.zeros((0, 2))
     spread = np.geomspace(64, 2 * batch + 65, 64).astype(np.int64)
     sizes = np.unique(np.concatenate([np.arange(1, 65), spread]))
     sizes = sizes[: int(np.searchsorted(sizes, batch, side="right")) + 1]
     # Times grow with the size: those of a range's start, shared out over its last size.
     size_B, last_B = sizes[:-1], sizes[1:] - 1
     stage, warm = own.times(size_B)
-    work = np.array(own.tps)[:, None, None] * own.known.pp[:, None] * stage / last_B
-    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.known.vpp == 1)[:, None]
-    return _lower_hull(np.stack([work[fits], warm[fits]], axis=1))
-
-
-def _lower_hull(points: Floats) -> Floats:
-    """Corners where ``rate * x + y`` is least for some rate >= 0."""
-    ordered = points[np.lexsort((points[:, 1], points[:, 0]))]
-    lowest = np.minimum.accumulate(ordered[:, 1])
-    better = np.append(True, ordered[1:, 1] < lowest[:-1])[: len(ordered)]
-    corners: list[tuple[float, float]] = []
-    for x, y in ordered[better]:
-        while len(corners) > 1 and _above(corners[-2], corners[-1], (x, y)):
-            corners.pop()
-        corners.append((float(x), float(y)))
-    return np.array(corners).reshape(-1, 2)
-
-
-def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    work = np.array(own.tps)[:, None, None] * own.shapes.pp[:, None] * stage / last_B
+    fits = (_optimistic_depth_limit(own, size_B) >= after) & (own.shapes.vpp == 1)[:, None]
+    return lower_hull(np.stack([work[fits], warm[fits]], axis=1))
 
 
 def _fewest(own: ModuleTables, after: int) -> int:
     """A bound on the devices of a module."""
-    if own.empty:
-        return UNLIMITED
     fits = _optimistic_depth_limit(own, np.ones(1, dtype=np.int64))[:, :, 0] >= after
-    taken = np.array(own.tps)[:, None] * own.known.pp
+    taken = np.array(own.tps)[:, None] * own.shapes.pp
     return int(np.where(fits, taken, UNLIMITED).min())

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from mmplan.arrays import Floats, Ints
 from mmplan.solvers.pareto import pareto_rows
 
 Edges = Sequence[tuple[int, int]]
+Weight = TypeVar("Weight", int, float)
 # Partial plans that are extended at a time: enough for numpy, few enough to find good ones soon.
 CHUNK = 1024
 # Values this close are the same: sums of floats in another order.
@@ -80,7 +82,7 @@ class Group:
     build: Callable[[], Sequence[Options]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class FormulaPlan:
     """A plan: its group, each module's option in it, and its value T."""
 
@@ -116,9 +118,9 @@ def best_plans(
         if groups[index].bound_s * (1 - ROUNDING) >= best.limit_s:
             break
         _GroupSearch(groups[index], index, edges, devices, best).run()
-        if any_plan and best.plans():
+        if any_plan and best.plans:
             break
-    return best.plans()
+    return best.plans
 
 
 def plan_value(
@@ -133,10 +135,23 @@ def plan_value(
 
 def longest_path(weights: Sequence[float], edges: Edges) -> float:
     """The largest sum of weights along a path."""
-    after = [0.0] * len(weights)
+    return max(w + after for w, after in zip(weights, longest_after(weights, edges), strict=True))
+
+
+def longest_after(weights: Sequence[Weight], edges: Edges) -> list[Weight]:
+    """For each module the largest sum of weights along a path that begins after it."""
+    after = [type(weight)() for weight in weights]
     for k in reversed(range(len(weights))):
-        after[k] = weights[k] + max((after[c] for p, c in edges if p == k), default=0.0)
-    return max(after)
+        after[k] = max((weights[c] + after[c] for p, c in edges if p == k), default=after[k])
+    return after
+
+
+def _longest_before(weights: Sequence[float], edges: Edges) -> list[float]:
+    """For each module the largest sum of weights along a path that ends before it."""
+    before = [0.0] * len(weights)
+    for k in range(len(weights)):
+        before[k] = max((before[p] + weights[p] for p, c in edges if c == k), default=0.0)
+    return before
 
 
 class _Best:
@@ -144,23 +159,23 @@ class _Best:
 
     def __init__(self, top: int) -> None:
         self._top = top
-        self._found: list[tuple[float, int, tuple[int, ...]]] = []
+        self.plans: list[FormulaPlan] = []
 
     @property
     def limit_s(self) -> float:
         """Plans must be better than this to be kept."""
-        return self._found[-1][0] if len(self._found) >= self._top else float("inf")
+        return self.plans[-1].value_s if len(self.plans) >= self._top else float("inf")
 
     def add(self, group: int, values: Floats, choices: NDArray[np.int64]) -> None:
         rows = np.flatnonzero(values < self.limit_s)
         if len(rows) > self._top:
             rows = rows[np.argpartition(values[rows], self._top)[: self._top]]
-        self._found += [(float(values[r]), group, tuple(int(o) for o in choices[r])) for r in rows]
-        self._found.sort()
-        del self._found[self._top :]
-
-    def plans(self) -> list[FormulaPlan]:
-        return [FormulaPlan(value_s=v, group=g, choice=c) for v, g, c in self._found]
+        self.plans += [
+            FormulaPlan(value_s=float(values[r]), group=group, choice=tuple(choices[r].tolist()))
+            for r in rows
+        ]
+        self.plans.sort()
+        del self.plans[self._top :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,14 +248,15 @@ class _GroupSearch:
         spare = self._devices - sum(fewest)
         if spare < 0:
             return False
-        self._least_stage_s = self._stage_by_devices(range(len(self._kept)))[1](
-            np.array([self._devices])
-        )[0]
+        least_stage = self._stage_by_devices(range(len(self._kept)))
+        self._least_stage_s = least_stage(np.array([self._devices]))[0]
         self._least_reduce_s = max(float(own.reduce_s.min()) for own in self._kept)
         least_warm = [float(own.warm_s.min()) for own in self._kept]
-        least_depth = self._depths([int(own.depth.min()) for own in self._kept])
+        least_depth = longest_after([int(own.depth.min()) for own in self._kept], self._edges)
+        before_s = _longest_before(least_warm, self._edges)
+        after_s = longest_after(least_warm, self._edges)
         for k, own in enumerate(self._kept):
-            through = self._through(least_warm, k) - least_warm[k] + own.warm_s
+            through = before_s[k] + least_warm[k] + after_s[k] - least_warm[k] + own.warm_s
             warm = np.maximum(through, longest_path(least_warm, self._edges))
             value = (
                 warm
@@ -257,23 +273,6 @@ class _GroupSearch:
             )
         return all(map(len, self._kept))
 
-    def _through(self, weights: Sequence[float], module: int) -> float:
-        """The largest sum of weights along a path through a module."""
-        before = [0.0] * len(weights)
-        after = [0.0] * len(weights)
-        for k in range(len(weights)):
-            before[k] = max((before[p] + weights[p] for p, c in self._edges if c == k), default=0.0)
-        for k in reversed(range(len(weights))):
-            after[k] = max((after[c] + weights[c] for p, c in self._edges if p == k), default=0.0)
-        return before[module] + weights[module] + after[module]
-
-    def _depths(self, depth: Sequence[int]) -> list[int]:
-        """Stages after each module, on the longest path."""
-        after = [0] * len(depth)
-        for k in reversed(range(len(depth))):
-            after[k] = max((depth[c] + after[c] for p, c in self._edges if p == k), default=0)
-        return after
-
     def _front(self, k: int) -> NDArray[np.intp]:
         """Options that no other one equals or beats, as far as they can change a plan."""
         own = self._kept[k]
@@ -284,7 +283,7 @@ class _GroupSearch:
             np.maximum(own.reduce_s, self._least_reduce_s),
         ]
         # Depths matter where some module before has little memory, limits up to what may follow.
-        most = self._depths([int(o.depth.max()) for o in self._kept])
+        most = longest_after([int(o.depth.max()) for o in self._kept], self._edges)
         if any(int(self._kept[p].depth_limit.min()) < most[p] for p in self._before(k)):
             columns.append(own.depth.astype(np.float64))
         if int(own.depth_limit.min()) < most[k]:
@@ -300,12 +299,10 @@ class _GroupSearch:
 
     # --- combining them -----------------------------------------------------------------
 
-    def _stage_by_devices(
-        self, modules: Sequence[int] | range
-    ) -> tuple[Floats, Callable[[Ints], Floats]]:
+    def _stage_by_devices(self, modules: Sequence[int]) -> Callable[[Ints], Floats]:
         """Function of devices: the least ``max stage`` of some modules, inf where too few."""
-        if not len(modules):
-            return np.zeros(0), lambda left: np.zeros(len(left))
+        if not modules:
+            return lambda left: np.zeros(len(left))
         limits = np.unique(np.concatenate([self._kept[k].stage_s for k in modules]))
         needed = np.zeros(len(limits))
         for k in modules:
@@ -320,19 +317,13 @@ class _GroupSearch:
             # ``needed`` falls: the first entry that fits is the least stage time.
             return padded[np.searchsorted(-needed, -left.astype(np.float64), side="left")]
 
-        return limits, least
+        return least
 
     def _prepare(self) -> None:
         """Bounds on what the modules that are still open add, for each level."""
-        kept = self._kept
-        least_warm = [float(own.warm_s.min()) for own in kept]
-        # before[k]: least warm-ups on the longest path into k.
-        self._before_s = [0.0] * len(kept)
-        for k in range(len(kept)):
-            self._before_s[k] = max(
-                (self._before_s[p] + least_warm[p] for p, c in self._edges if c == k), default=0.0
-            )
-        self._least_stage = [self._stage_by_devices(range(k))[1] for k in range(len(kept))]
+        least_warm = [float(own.warm_s.min()) for own in self._kept]
+        self._before_s = _longest_before(least_warm, self._edges)
+        self._least_stage = [self._stage_by_devices(range(k)) for k in range(len(self._kept))]
         self._least_path_s = longest_path(least_warm, self._edges)
 
     def _extend(self, partial: _Partial, k: int) -> None:

@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import merge
 from typing import Any
 
@@ -31,9 +32,8 @@ import numpy as np
 from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
-from mmplan.solvers.convex.branch_and_bound import Options, plan_value
-from mmplan.solvers.convex.module_tables import SelectedOption, Table
-from mmplan.solvers.convex.stage_tables import FIXED, LOSS, STATE
+from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest_after, plan_value
+from mmplan.solvers.convex.module_tables import FIXED, LOSS, STATE, Table
 from mmplan.solvers.problem import Problem
 from mmplan.wording import counted
 
@@ -145,15 +145,6 @@ class AlgorithmOne:
         return Relaxed(value_s=float(self._problem.value) * scale, devices=shares * devices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounded:
-    """A relaxation's answer with whole stages."""
-
-    frame: BackboneShape
-    picks: dict[str, SelectedOption]
-    value_s: float
-
-
 class Relaxation:
     """The relaxation over all degrees of one task's modules.
 
@@ -164,12 +155,12 @@ class Relaxation:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._devices = pipelines.problem.devices
-        self._known: dict[BackboneShape, list[Table]] = {}
+        self._tables = cache(pipelines.tables_of)
 
     def candidates(self, frame: BackboneShape) -> Candidates:
         """Every tp and dp in a frame, best relaxation first."""
         columns = [self._module(k, frame) for k in range(len(self._pipelines.modules))]
-        grid = np.indices([len(c[0]) for c in columns]).reshape(len(columns), -1)
+        grid = np.indices([c.shape[1] for c in columns]).reshape(len(columns), -1)
         picked = [
             np.stack([c[i][g] for c, g in zip(columns, grid, strict=True)], axis=1)
             for i in range(5)
@@ -189,26 +180,23 @@ class Relaxation:
             value_s=value[order],
         )
 
-    def _module(
-        self, k: int, frame: BackboneShape
-    ) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-        """tp, dp, seconds of a micro-batch, device-seconds, fewest devices."""
+    def _module(self, k: int, frame: BackboneShape) -> Floats:
+        """Rows of tp, dp, seconds of a micro-batch, device-seconds, fewest devices."""
         own, problem = self._pipelines.tables[k], self._pipelines.problem
         dp, size = self._pipelines.replicas(k, frame)
         rows: list[Floats] = []
-        if own.empty or not len(dp):
-            return np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0)
+        if not len(dp):
+            return np.zeros((5, 0))
         basis = own.basis(size)
         for t, tp in enumerate(own.tps):
-            seconds = own.known.total[0, : LOSS + 1] @ basis[t, : LOSS + 1]
+            seconds = own.shapes.total[0, : LOSS + 1] @ basis[t, : LOSS + 1]
             shards = dp if problem.costs.training.zero else 1
             # All stages' bytes: some stage holds at least their mean.
-            table = own.known.total_bytes / tp
+            table = own.shapes.total_bytes / tp
             stages = (table[FIXED] + table[STATE] / shards) / problem.memory_bytes
             fewest = tp * dp * np.maximum(1.0, stages)
             rows.append(np.stack([np.full(len(dp), tp), dp, seconds, tp * dp * seconds, fewest]))
-        both = np.concatenate(rows, axis=1)
-        return both[0], both[1], both[2], both[3], both[4]
+        return np.concatenate(rows, axis=1)
 
     def _longest(self, warm_CK: Floats) -> Floats:
         after = np.zeros_like(warm_CK)
@@ -218,56 +206,43 @@ class Relaxation:
                     after[:, k] = np.maximum(after[:, k], after[:, c] + warm_CK[:, c])
         return (after + warm_CK).max(axis=1)
 
-    def rounded(self, found: Candidates, row: int, devices: Floats) -> Rounded | None:
+    def rounded(self, found: Candidates, row: int, devices: Floats) -> FormulaPlan | None:
         """The best way to round each module's stages down or up; None where none fits."""
         frame, pipelines = found.frame, self._pipelines
         tables = self._tables(frame)
         options = [table.options for table in tables]
-        best: tuple[float, tuple[int, ...]] | None = None
         degrees = zip(found.tp[row], found.dp[row], devices, strict=True)
         rows = [
             self._whole(k, tables[k], int(tp), int(dp), float(x) / float(tp * dp))
             for k, (tp, dp, x) in enumerate(degrees)
         ]
-        for choice in itertools.product(*rows):
-            if self._fits(options, choice):
-                value = plan_value(options, choice, frame.steps, pipelines.edges)
-                best = min(best or (value, choice), (value, choice))
-        if best is None:
-            return None
-        picks = {
-            module: pipelines.tables[k].pick(tables[k], best[1][k])
-            for k, module in enumerate(pipelines.modules)
-        }
-        return Rounded(frame=frame, picks=picks, value_s=best[0])
-
-    def _tables(self, frame: BackboneShape) -> list[Table]:
-        if frame not in self._known:
-            count = len(self._pipelines.modules)
-            self._known[frame] = [self._pipelines.table(k, frame) for k in range(count)]
-        return self._known[frame]
+        group = pipelines.frames.index(frame)
+        fitting = (
+            FormulaPlan(
+                value_s=plan_value(options, choice, frame.steps, pipelines.edges),
+                group=group,
+                choice=choice,
+            )
+            for choice in itertools.product(*rows)
+            if self._fits(options, choice)
+        )
+        return min(fitting, default=None)
 
     def _whole(self, k: int, table: Table, tp: int, dp: int, stages: float) -> list[int]:
         """Rows of the module's options with the nearest numbers of stages."""
         own = self._pipelines.tables[k]
-        pp = own.known.pp[own.known.vpp == 1]
+        pp = own.shapes.pp[own.shapes.vpp == 1]
         below, above = pp[pp <= stages + ROUNDING], pp[pp >= stages - ROUNDING]
         wanted = {int(near) for near in (*below[-1:], *above[:1])}
         same = (table.tp == own.tps.index(tp)) & (table.dp == dp)
-        same &= own.known.vpp[table.shape] == 1
-        return [
-            int(i) for i in np.flatnonzero(same & np.isin(own.known.pp[table.shape], [*wanted]))
-        ]
+        same &= own.shapes.vpp[table.shape] == 1
+        return np.flatnonzero(same & np.isin(own.shapes.pp[table.shape], [*wanted])).tolist()
 
     def _fits(self, options: Sequence[Options], choice: Sequence[int]) -> bool:
         rows = list(zip(options, choice, strict=True))
         if sum(int(own.devices[o]) for own, o in rows) > self._devices:
             return False
-        after = [0] * len(rows)
-        for k in reversed(range(len(rows))):
-            for p, c in self._pipelines.edges:
-                if p == k:
-                    after[k] = max(after[k], after[c] + int(rows[c][0].depth[rows[c][1]]))
+        after = longest_after([int(own.depth[o]) for own, o in rows], self._pipelines.edges)
         return all(int(own.depth_limit[o]) >= n for (own, o), n in zip(rows, after, strict=True))
 
 
@@ -275,7 +250,7 @@ class Relaxation:
 class RelaxedPlans:
     """Rounded plans, best first, and a bound on the formula over all candidates."""
 
-    rounded: tuple[Rounded, ...]
+    rounded: tuple[FormulaPlan, ...]
     formula_bound_s: float
     pipelines: Pipelines
 
@@ -303,7 +278,7 @@ def relax(problem: Problem) -> RelaxedPlans:
             skipped_s = bounds[frame]
             break
         rows.append(_rows(index, relaxation.candidates(frame)))
-    plans: list[Rounded] = []
+    plans: list[FormulaPlan] = []
     bound_s = skipped_s
     program = AlgorithmOne(len(pipelines.modules))
     for value, _, row, found in merge(*rows, key=lambda item: item[:3]):
@@ -345,15 +320,3 @@ def _nothing_rounds(problem: Problem, bound_s: float) -> InfeasibleError:
         f"the convex relaxation has no solution on {counted(problem.devices, 'device')}",
         hint="use --method exact, which says what is missing",
     )
-
-
-__all__ = [
-    "AlgorithmOne",
-    "Candidates",
-    "Relaxation",
-    "Relaxed",
-    "RelaxedPlans",
-    "Rounded",
-    "relax",
-    "water_filling",
-]

@@ -1,6 +1,6 @@
 """MMScale: an encoder, an LLM and a generator on devices of their own, planned exactly.
 
-``exact`` finds the optimum of :mod:`.convex_core`'s formula over the degrees of every module;
+``exact`` finds the optimum of :mod:`.branch_and_bound`'s formula over the degrees of every module;
 ``cvxpy`` solves the paper's convex relaxation and rounds it.
 
 Source: MMScale (Algorithm 1), with whole blocks, whole samples, memory as the pipeline
@@ -9,10 +9,13 @@ holds it, and gradient reductions and messages in the objective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
+
+import numpy as np
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -22,11 +25,10 @@ from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, best_plans
 from mmplan.solvers.convex.module_tables import SelectedOption
 from mmplan.solvers.convex.relaxation import relax
-from mmplan.solvers.convex.why_infeasible import explain
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.sample_split import split_evenly
-from mmplan.wording import counted
+from mmplan.wording import counted, size
 
 METHODS = {
     "exact": "the integer optimum of the formula",
@@ -34,6 +36,10 @@ METHODS = {
 }
 # Plans asked of the search for each one wanted: some may have no placement.
 SPARE = 2
+# Nothing that is still infeasible with so many times the devices or bytes is a matter of them.
+MOST_DOUBLINGS = 12
+# Bytes are found to this part of what a device has.
+PRECISION = 1 / 256
 
 
 def solve_convex(request: Request) -> Solution:
@@ -57,14 +63,10 @@ def solve_convex(request: Request) -> Solution:
     node = request.cluster.devices_per_node
     if request.devices <= node:
         return best_pipelines(problem)
-    return _with_one_node(problem, replace(problem, request=_first(request, node)))
-
-
-def _first(request: Request, devices: int) -> Request:
-    """The request on the first devices only."""
-    cluster = request.cluster.take(devices)
+    cluster = request.cluster.take(node)
     costs = CostModel(request.costs.profile, cluster, request.costs.training)
-    return replace(request, cluster=cluster, devices=devices, costs=costs)
+    on_one = replace(request, cluster=cluster, devices=node, costs=costs)
+    return _with_one_node(problem, replace(problem, request=on_one))
 
 
 def _with_one_node(whole: Problem, node: Problem) -> Solution:
@@ -117,18 +119,21 @@ def best_pipelines(problem: Problem) -> Solution:
     Raises:
         InfeasibleError: too few devices, or too little memory; names what is missing.
     """
-    top, asked = problem.request.top, _asks_for_vpp(problem)
+    top, specs = problem.request.top, problem.request.workload.modules
+    asked = any(specs[module].plan.vpp is not None for module in problem.task.modules)
     searches = [Pipelines(problem, interleaved=asked)]
     if top > 1 and not asked:
         searches.append(Pipelines(problem))
-    found = [(pipelines, _found(pipelines, top)) for pipelines in searches]
-    values = [plans[0].value_s for _, plans in found if plans]
-    if not values:
-        raise explain(problem)
+    wanted = top if top == 1 else SPARE * top
+    values: list[float] = []
     candidates: dict[tuple[Unit, ...], Candidate] = {}
-    for pipelines, plans in found:
-        for candidate in islice(candidates_of(pipelines, plans), top):
+    for own in searches:
+        plans = best_plans(own.groups(), own.edges, devices=problem.devices, top=wanted)
+        values += [plan.value_s for plan in plans[:1]]
+        for candidate in islice(candidates_of(own, plans), top):
             candidates.setdefault(candidate.units, candidate)
+    if not values:
+        raise _explain(problem)
     if not candidates:
         raise _no_placement()
     return Solution(
@@ -139,18 +144,9 @@ def best_pipelines(problem: Problem) -> Solution:
     )
 
 
-def _asks_for_vpp(problem: Problem) -> bool:
-    specs = problem.request.workload.modules
-    return any(specs[module].plan.vpp is not None for module in problem.task.modules)
-
-
 def _solve_relaxed(problem: Problem) -> Solution:
     plans = relax(problem)
-    made = (
-        make_candidate(plans.pipelines, plan.frame, plan.picks, plan.value_s)
-        for plan in plans.rounded
-    )
-    candidates = list(islice((c for c in made if c is not None), problem.request.top))
+    candidates = list(islice(candidates_of(plans.pipelines, plans.rounded), problem.request.top))
     if not candidates:
         raise _no_placement()
     return Solution(
@@ -169,43 +165,30 @@ def _no_placement() -> InfeasibleError:
     )
 
 
-def _found(pipelines: Pipelines, top: int) -> list[FormulaPlan]:
-    groups = pipelines.groups()
-    return best_plans(
-        groups,
-        pipelines.edges,
-        devices=pipelines.problem.devices,
-        top=top if top == 1 else SPARE * top,
-    )
-
-
 def candidates_of(pipelines: Pipelines, found: Sequence[FormulaPlan]) -> Iterator[Candidate]:
-    """The plans that can be placed, with their units."""
+    """The plans that can be placed with no tensor-parallel group across nodes."""
+    problem = pipelines.problem
     for plan in found:
         frame = pipelines.frames[plan.group]
         picks = {
-            module: pipelines.tables[k].pick(pipelines.table(k, frame), plan.choice[k])
-            for k, module in enumerate(pipelines.modules)
+            own.module: own.pick(table, row)
+            for own, table, row in zip(
+                pipelines.tables, pipelines.tables_of(frame), plan.choice, strict=True
+            )
         }
-        candidate = make_candidate(pipelines, frame, picks, plan.value_s)
-        if candidate is not None:
-            yield candidate
-
-
-def make_candidate(
-    pipelines: Pipelines, frame: BackboneShape, picks: dict[str, SelectedOption], value_s: float
-) -> Candidate | None:
-    """Units on ranks; None where some tensor-parallel group would cross nodes."""
-    problem = pipelines.problem
-    grids = place_modules(
-        {name: (pick.dp, pick.pp, pick.tp) for name, pick in picks.items()},
-        cluster=problem.request.cluster,
-        devices=problem.devices,
-    )
-    if grids is None:
-        return None
-    units = tuple(_unit(problem, name, pick, frame, grids[name]) for name, pick in picks.items())
-    return Candidate(units=units, objective_s=value_s, notes=tuple(_notes(pipelines, frame)))
+        grids = place_modules(
+            {name: (pick.dp, pick.pp, pick.tp) for name, pick in picks.items()},
+            cluster=problem.request.cluster,
+            devices=problem.devices,
+        )
+        if grids is not None:
+            yield Candidate(
+                units=tuple(
+                    _unit(problem, name, pick, frame, grids[name]) for name, pick in picks.items()
+                ),
+                objective_s=plan.value_s,
+                notes=tuple(_notes(pipelines, frame)),
+            )
 
 
 def _unit(
@@ -254,3 +237,137 @@ def _notes(pipelines: Pipelines, frame: BackboneShape) -> Iterator[str]:
             f"the batch of {batch} is no multiple of {counted(frame.samples, 'sample')}: the "
             f"last step of the pipeline takes {last}"
         )
+
+
+def _explain(problem: Problem) -> InfeasibleError:
+    """Why no pipeline fits: the tightest constraint, and the devices or bytes that are missing."""
+    pipelines = Pipelines(problem)
+    for own in pipelines.tables:
+        if own.empty:
+            degrees = problem.costs.tp_options(task=problem.task.name, module=own.module)
+            return InfeasibleError(
+                f"module {own.module}: no tp, pp and vpp fit its plan ({own.pins}), the profile's "
+                f"tp {', '.join(map(str, degrees))} and {counted(problem.devices, 'device')}",
+                hint=f"loosen modules.{own.module}.plan, or profile it at another tp",
+            )
+    if len(pipelines.modules) > problem.devices:
+        missing = len(pipelines.modules) - problem.devices
+        return InfeasibleError(
+            f"convex gives each of {len(pipelines.modules)} modules devices of its own, there "
+            f"are {problem.devices}: {missing} missing",
+            hint=f"give it {counted(missing, 'more device')}, or use --solver auto, which may "
+            "share them",
+        )
+    devices = _least(problem.devices, lambda n: bool(_plan(_with_devices(problem, n))[1]))
+    unit = problem.memory_bytes * PRECISION
+    units = _least(round(1 / PRECISION), lambda n: bool(_plan(_with_memory(problem, n * unit))[1]))
+    memory = None if units is None else units * unit
+    if devices is None and memory is None:
+        return InfeasibleError(
+            f"no degrees that the modules' plans allow fit a batch of {problem.task.batch} on "
+            f"{counted(problem.devices, 'device')}, whatever their memory",
+            hint="loosen dp, pp, vpp or microbatch in the modules' plan",
+        )
+    return _missing(problem, devices, memory)
+
+
+def _missing(problem: Problem, devices: int | None, memory: float | None) -> InfeasibleError:
+    have = problem.memory_bytes
+    ways: list[str] = []
+    if devices is not None:
+        ways.append(counted(devices - problem.devices, "more device"))
+    if memory is not None:
+        ways.append(f"{_rounded_up(memory - have)} more on each device")
+    modules = ", ".join(problem.task.modules)
+    if memory is None:
+        listed = _listed(_with_devices(problem, devices or problem.devices))
+        return InfeasibleError(
+            f"devices are the tightest constraint: a pipeline of {modules} takes at least "
+            f"{devices} ({listed}), there are {problem.devices}",
+            hint=f"give it {ways[0]}, or use --solver auto, which may share them",
+        )
+    fullest, needed = _fullest(problem)
+    if needed > have:
+        reason = (
+            f"module {fullest} needs {_rounded_up(needed)} on a device at best, a device "
+            f"has {size(have)}"
+        )
+    else:
+        listed = "" if devices is None else f" ({_listed(_with_devices(problem, devices))})"
+        reason = (
+            f"with {size(have)} on a device, a pipeline of {modules} takes "
+            f"{counted(devices, 'device') if devices else 'more than any number of devices'}"
+            f"{listed}, there are {problem.devices}"
+        )
+    return InfeasibleError(
+        f"memory is the tightest constraint: {reason}",
+        hint=f"give it {' or '.join(ways)}, recompute: full for {fullest}, or zero: 1",
+    )
+
+
+def _rounded_up(num_bytes: float) -> str:
+    """Three digits that are enough."""
+    digits = 10 ** max(0, math.floor(math.log10(max(num_bytes, 1.0))) - 2)
+    return size(math.ceil(num_bytes / digits) * digits)
+
+
+def _plan(problem: Problem) -> tuple[Pipelines, list[FormulaPlan]]:
+    pipelines = Pipelines(problem)
+    found = best_plans(pipelines.groups(), pipelines.edges, devices=problem.devices, any_plan=True)
+    return pipelines, found
+
+
+def _listed(problem: Problem) -> str:
+    pipelines, found = _plan(problem)
+    tables = pipelines.tables_of(pipelines.frames[found[0].group])
+    return ", ".join(
+        f"{module} {table.options.devices[row]}"
+        for module, table, row in zip(pipelines.modules, tables, found[0].choice, strict=True)
+    )
+
+
+def _fullest(problem: Problem) -> tuple[str, float]:
+    """The module that needs most bytes on a device, with all devices to itself."""
+    pipelines = Pipelines(problem)
+    one = np.ones(1, dtype=np.int64)
+    needed: dict[str, float] = {}
+    for k, own in enumerate(pipelines.tables):
+        many = np.array([max(1, problem.devices)], dtype=np.int64)
+        needed[own.module] = min(
+            float(own.needed_bytes(dp, one, problem.task.batch, pipelines.depths_after[k]).min())
+            for dp in (one, many)
+        )
+    fullest = max(needed, key=lambda module: needed[module])
+    return fullest, needed[fullest]
+
+
+def _with_devices(problem: Problem, devices: int) -> Problem:
+    cluster = problem.request.cluster
+    if cluster.device.is_cpu:
+        cluster = cluster.model_copy(update={"nodes": 1, "devices_per_node": devices})
+    else:
+        nodes = -(-devices // cluster.devices_per_node)
+        cluster = cluster.model_copy(update={"nodes": nodes})
+    return replace(problem, request=replace(problem.request, devices=devices, cluster=cluster))
+
+
+def _with_memory(problem: Problem, memory_bytes: float) -> Problem:
+    cluster = problem.request.cluster
+    device = cluster.device.model_copy(update={"memory_bytes": memory_bytes})
+    cluster = cluster.model_copy(update={"device": device})
+    return replace(problem, request=replace(problem.request, cluster=cluster))
+
+
+def _least(have: int, enough: Callable[[int], bool]) -> int | None:
+    """The least number above ``have`` that is enough, None where doubling does not find one."""
+    low, high = have, 2 * have
+    for _ in range(MOST_DOUBLINGS):
+        if enough(high):
+            break
+        low, high = high, 2 * high
+    else:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high

@@ -22,11 +22,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from mmplan.arrays import Floats, Indices, Ints
+from mmplan.arrays import Floats, Indices
 from mmplan.schema.plan import ScalingCurve
 from mmplan.solvers.mpsp.instance import (
     Chain,
@@ -35,6 +34,7 @@ from mmplan.solvers.mpsp.instance import (
     faster_counts,
     scaling_classes,
 )
+from mmplan.solvers.pareto import lower_hull
 from mmplan.wording import counted
 
 # Bisection steps of the continuous optimum: more than a double has bits.
@@ -76,33 +76,16 @@ def curve(counts: Sequence[int], table_s: Floats) -> DeviceSecondsCurve:
         counts: valid device counts, K of them.
         table_s: ``[K, L]`` seconds of its blocks.
     """
-    starts: list[tuple[float, float]] = []
-    edges: list[tuple[float, float]] = []
-    for time_s in scaling_classes(table_s):
-        corners = _hull(np.array(counts), time_s)
-        starts.append(corners[0])
-        edges += [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(corners)]
+    hulls = [
+        lower_hull(np.stack([time_s, np.array(counts) * time_s], axis=1))
+        for time_s in scaling_classes(table_s)
+    ]
+    start = np.sum([hull[0] for hull in hulls], axis=0) if hulls else np.zeros(2)
     # Edges in the order of their slopes make the sum of convex curves (a Minkowski sum).
-    edges.sort(key=lambda edge: edge[1] / edge[0])
-    path = np.array([np.sum(starts, axis=0) if starts else (0.0, 0.0), *edges], dtype=np.float64)
+    edges = [edge for hull in hulls for edge in np.diff(hull, axis=0)]
+    path = np.array([start, *sorted(edges, key=lambda edge: edge[1] / edge[0])])
     times, areas = np.cumsum(path, axis=0).T
     return DeviceSecondsCurve(time_s=times, area_s=areas)
-
-
-def _hull(counts: Ints, time_s: Floats) -> list[tuple[float, float]]:
-    """Lower left hull of the points (T, n T), by ascending T."""
-    hull: list[tuple[float, float]] = []
-    for point in sorted(zip(time_s.tolist(), (counts * time_s).tolist(), strict=True)):
-        if hull and point[1] >= hull[-1][1]:
-            continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return hull
-
-
-def _is_above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 
 def level_bound(curves: Sequence[DeviceSecondsCurve], devices: int) -> float:
@@ -314,10 +297,8 @@ def continuous_optimum(instance: Instance, members: Sequence[int]) -> float:
     falling = [np.minimum.accumulate(chain.both_s.sum(axis=1)) for chain in chains]
 
     def needed(seconds: float) -> float:
-        total = 0.0
-        for own, time_s in zip(counts, falling, strict=True):
-            total += float(np.interp(-seconds, -time_s, own))
-        return total
+        pairs = zip(counts, falling, strict=True)
+        return sum(float(np.interp(-seconds, -time_s, own)) for own, time_s in pairs)
 
     low = max(float(t[-1]) for t in falling)
     high = sum(float(t[0]) for t in falling)
@@ -456,5 +437,5 @@ def _scaling_curve(chain: Chain, rounds: int) -> ScalingCurve:
     return ScalingCurve(
         name=chain.name,
         devices=tuple(chain.counts[k] for k in faster),
-        seconds=tuple(float(seconds[k]) for k in faster),
+        seconds=tuple(seconds[faster].tolist()),
     )

@@ -1,14 +1,27 @@
-"""Initial schedules: bi-point cuts under priority rules, and a configuration program's answer.
+"""Initial schedules: bi-point cuts, a configuration program's answer, and fluid schedules.
 
 A chain that should take a given time runs on the next larger count first and then on the smaller
 one, or the other way round, so that both together take that time (bi-point discretization,
 Spindle, arXiv:2409.03365, section 3.3).
+
+Fluid schedules share the devices out anew whenever a chain ends. At every such instant each chain
+that may run has a time left: until the end C, less its tail, which is the time of the chains after
+it. A chain needs the smallest count that finishes it in that time; it needs none yet where it can
+wait. Bisection finds the least C for which these needs fit the devices. Devices that are left over
+go to chains that waited, then to those with the least slack. Blocks may be cut anywhere here and
+are rounded at the end; list scheduling then makes a schedule. The tails decide. They start from the
+seconds that the graph's bound gives each chain. Random changes follow, of all chains' seconds or of
+some; a change stays where the schedule became shorter.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
 from itertools import pairwise
 
 import numpy as np
@@ -232,3 +245,235 @@ def _by_priority_rules(instance: Instance, cuts: Sequence[BlockCuts]) -> Iterato
             ]
             for m, own in enumerate(cuts)
         ]
+
+
+# All values below are chosen by hand; they trade variety of the draws against depth.
+# Slack with which a chain waits, as shares of the longest chain's seconds.
+_WAIT_SHARES = (0.0, 0.1, 0.3, math.inf)
+# Shares by which the time left may grow so that a chain keeps its count; 0 is drawn twice as often.
+_KEEP_SHARES = (0.0, 0.0, 0.02, 0.1)
+# Largest relative change of a chain's seconds, where all start from the bound or some change.
+_LARGE_CHANGE = 0.3
+# Largest relative change where all chains' seconds change together.
+_SMALL_CHANGE = 0.1
+# Share of the chains that change where some do.
+_CHANGED_CHAINS = 0.3
+# Share of the draws that start from the best settings so far.
+_FROM_BEST = 0.7
+# Share of these that draw the other settings anew.
+_NEW_RULES = 0.2
+# Share of the draws that are patient.
+_PATIENT = 0.2
+# Bisection steps for the end C: 1/16384 of the range.
+_BISECTIONS = 14
+# Shares of a chain below this are rounding errors: it has ended.
+_DONE = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FluidSettings:
+    """Parameters of a fluid schedule.
+
+    Attributes:
+        spans_s: assumed seconds of each chain; the tails are sums of them.
+        wait_s: a chain with more slack than this does not start yet.
+        patient: slack is computed with the chain's largest count, else with its smallest.
+        keep_share: share by which the time left may grow so that a chain keeps its count.
+    """
+
+    spans_s: tuple[float, ...]
+    wait_s: float
+    patient: bool
+    keep_share: float
+
+
+class FluidScheduler:
+    """Draws settings around the graph bound's seconds of each chain, and makes their segments."""
+
+    def __init__(self, instance: Instance, spans_s: Sequence[float], rng: random.Random) -> None:
+        chains = instance.chains
+        self._devices = instance.devices
+        self._rng = rng
+        self._spans_s = tuple(spans_s)
+        self._longest_s = max(spans_s)
+        totals = [c.both_s.sum(axis=1) for c in chains]
+        self._kept = [faster_counts(own) for own in totals]
+        pairs = list(zip(chains, totals, self._kept, strict=True))
+        self._counts = [[c.counts[k] for k in kept] for c, _, kept in pairs]
+        # Speeds ascend with the counts: bisection finds the smallest count that is fast enough.
+        self._seconds = [[float(total[k]) for k in kept] for _, total, kept in pairs]
+        self._speeds = [[1 / x for x in own] for own in self._seconds]
+        self._then = instance.successors()
+        self._num_before = [len(set(c.after)) for c in chains]
+        self._ends = [block_ends(chain.both_s) for chain in chains]
+
+    def draw(self, best: FluidSettings | None) -> FluidSettings:
+        """Random settings near the best ones, or anywhere."""
+        rng = self._rng
+        if best is None or rng.random() > _FROM_BEST:
+            spans = tuple(self._changed(x, _LARGE_CHANGE) for x in self._spans_s)
+            return self._with_new_rules(spans)
+        if rng.random() < 0.5:
+            spans = tuple(
+                self._changed(x, _LARGE_CHANGE) if rng.random() < _CHANGED_CHAINS else x
+                for x in best.spans_s
+            )
+        else:
+            spans = tuple(self._changed(x, _SMALL_CHANGE) for x in best.spans_s)
+        if rng.random() < _NEW_RULES:
+            return self._with_new_rules(spans)
+        return replace(best, spans_s=spans)
+
+    def _changed(self, span_s: float, change: float) -> float:
+        return span_s * (1 + self._rng.uniform(-change, change))
+
+    def first(self) -> list[FluidSettings]:
+        """The bound's own seconds, with each rule of waiting."""
+        return [
+            FluidSettings(
+                spans_s=self._spans_s,
+                wait_s=share * self._longest_s,
+                patient=patient,
+                keep_share=0.0,
+            )
+            for patient in (True, False)
+            for share in _WAIT_SHARES
+        ]
+
+    def _with_new_rules(self, spans_s: tuple[float, ...]) -> FluidSettings:
+        rng = self._rng
+        return FluidSettings(
+            spans_s=spans_s,
+            wait_s=rng.choice(_WAIT_SHARES) * self._longest_s,
+            patient=rng.random() < _PATIENT,
+            keep_share=rng.choice(_KEEP_SHARES),
+        )
+
+    def segments(self, settings: FluidSettings) -> ChainSegments:
+        """The segments of the settings' schedule; the priority of each is its start."""
+        spans_s, tails = settings.spans_s, [0.0] * len(settings.spans_s)
+        for m in reversed(range(len(tails))):
+            tails[m] = max((tails[j] + spans_s[j] for j in self._then[m]), default=0.0)
+        state = _State(self._num_before, tails)
+        shares: list[list[tuple[int, float, float]]] = [[] for _ in self._num_before]
+        while state.active:
+            self._share_out(state, settings)
+            self._advance(state, shares)
+        return [whole_blocks(ends, own) for ends, own in zip(self._ends, shares, strict=True)]
+
+    def _share_out(self, state: _State, settings: FluidSettings) -> None:
+        """Choose counts for the chains that may run now."""
+        end_s, wanted = self._least_end(state, settings)
+        if settings.keep_share and state.chosen:
+            later_s = state.now + (end_s - state.now) * (1 + settings.keep_share)
+            smallest = self._needs(state, later_s, settings)
+            for m, i in state.chosen.items():
+                if smallest[m] <= i <= wanted[m] + 2:
+                    wanted[m] = i
+        # The least slack on the smallest count comes first.
+        order = sorted(
+            state.active, key=lambda m: end_s - state.tails[m] - state.left[m] * self._seconds[m][0]
+        )
+        chosen, free = state.chosen, self._devices
+        chosen.clear()
+        for m in order:
+            if wanted[m] >= 0:
+                i = min(wanted[m], bisect_right(self._counts[m], free) - 1)
+                if i >= 0:
+                    chosen[m], free = i, free - self._counts[m][i]
+        for m in order:
+            if wanted[m] < 0 and self._counts[m][0] <= free:
+                chosen[m], free = 0, free - self._counts[m][0]
+        self._extend(state, end_s, free)
+
+    def _extend(self, state: _State, end_s: float, free: int) -> None:
+        """Give the free devices to the chain with the least slack, one count up at a time."""
+        chosen = state.chosen
+        slack = [
+            (end_s - state.tails[m] - state.left[m] * self._seconds[m][i], m)
+            for m, i in chosen.items()
+        ]
+        heapify(slack)
+        while slack and free > 0:
+            m = slack[0][1]
+            counts, i = self._counts[m], chosen[m] + 1
+            if i == len(counts) or counts[i] - counts[i - 1] > free:
+                heappop(slack)
+                continue
+            chosen[m], free = i, free - counts[i] + counts[i - 1]
+            heapreplace(slack, (end_s - state.tails[m] - state.left[m] * self._seconds[m][i], m))
+
+    def _least_end(self, state: _State, settings: FluidSettings) -> tuple[float, dict[int, int]]:
+        """The least end for which all needs fit the devices, and these needs."""
+        low = high = 0.0
+        for m in state.active:
+            base, left = state.now + state.tails[m], state.left[m]
+            low = max(low, base + left * self._seconds[m][-1])
+            high = max(high, base + left * self._seconds[m][0])
+        wanted = self._needs(state, low, settings)
+        if self._fits(wanted):
+            return low, wanted
+        best = self._needs(state, high, settings)
+        if self._fits(best):
+            for _ in range(_BISECTIONS):
+                middle = (low + high) / 2
+                wanted = self._needs(state, middle, settings)
+                if self._fits(wanted):
+                    high, best = middle, wanted
+                else:
+                    low = middle
+        return high, best
+
+    def _needs(self, state: _State, end_s: float, settings: FluidSettings) -> dict[int, int]:
+        """Position of the count that each chain needs; -1 where it can wait."""
+        found: dict[int, int] = {}
+        for m in state.active:
+            time_s = (end_s - state.now - state.tails[m]) * (1 + _DONE)
+            left, speeds = state.left[m], self._speeds[m]
+            slack_s = time_s - left * self._seconds[m][-1 if settings.patient else 0]
+            if m not in state.chosen and slack_s > settings.wait_s:
+                found[m] = -1
+            elif time_s <= 0:
+                found[m] = len(speeds) - 1
+            else:
+                found[m] = min(bisect_left(speeds, left / time_s), len(speeds) - 1)
+        return found
+
+    def _fits(self, wanted: dict[int, int]) -> bool:
+        return sum(self._counts[m][i] for m, i in wanted.items() if i >= 0) <= self._devices
+
+    def _advance(self, state: _State, shares: list[list[tuple[int, float, float]]]) -> None:
+        """Run the chosen chains until the first one ends."""
+        step_s = min(state.left[m] * self._seconds[m][i] for m, i in state.chosen.items())
+        for m, i in list(state.chosen.items()):
+            done = min(state.left[m], step_s * self._speeds[m][i])
+            shares[m].append((self._kept[m][i], done, state.now))
+            state.left[m] -= done
+            if state.left[m] <= _DONE:
+                state.end(m, self._then[m])
+        state.now += step_s
+
+
+class _State:
+    """Progress of a fluid schedule: what share of each chain is left, and which chains may run.
+
+    Attributes:
+        chosen: position of the count of each chain that runs.
+    """
+
+    def __init__(self, num_before: Sequence[int], tails: list[float]) -> None:
+        self.now = 0.0
+        self.tails = tails
+        self.left = [1.0] * len(tails)
+        self.active = [m for m, count in enumerate(num_before) if not count]
+        self.chosen: dict[int, int] = {}
+        self._num_before = list(num_before)
+
+    def end(self, m: int, then: Sequence[int]) -> None:
+        """End a chain; those after it may run once all their producers have ended."""
+        self.active.remove(m)
+        del self.chosen[m]
+        for other in then:
+            self._num_before[other] -= 1
+            if not self._num_before[other]:
+                self.active.append(other)

@@ -7,25 +7,125 @@ already, for another task), input from other ranks, and memory in use. A slice w
 free together waits for them, so the result is a valid schedule whatever times the input has. A rank
 holds a block as one shard only, so slices of other tensor-parallel degrees go to other ranks. Where
 memory is too small, the placement starts again with a larger weight of memory; at last it takes the
-ranks that :mod:`mmplan.solvers.mpsp.memory_packing` finds.
+ranks that a search by memory alone finds (:func:`pack`).
 Spindle's device placement (arXiv:2409.03365) has the same aims; these costs are our own.
+
+Shape suffixes: N = ranks; B = blocks of a slice.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from math import lcm
 
 import numpy as np
 
 from mmplan.arrays import Floats, Indices, Ints
+from mmplan.costs.links import collective, collective_s, message
 from mmplan.schema.cluster import Cluster
-from mmplan.solvers.mpsp.memory_packing import pack
-from mmplan.solvers.mpsp.slices import RankGroups, UnplacedSlice, block_shards
-from mmplan.solvers.mpsp.transfer_costs import reductions_s, transfer_s
+from mmplan.solvers.sample_split import split_evenly
 
+
+def transfer_s(
+    cluster: Cluster,
+    producers: Sequence[Sequence[int]],
+    consumers: Sequence[Sequence[int]],
+    *,
+    samples: int,
+    sample_bytes: float,
+) -> float:
+    """Seconds until every replica of the consumer has its samples' activations.
+
+    A rank receives from one rank of every producer that holds some of its samples, from all of them
+    at the same time; its own activations need no message. From another node each rank of a
+    tensor-parallel group receives a part, and the group gathers the parts. All messages that leave
+    a node share one interface, and so do all that come to it.
+
+    Args:
+        producers: ranks of each replica of the slice that sends.
+        consumers: ranks of each replica of the slice that receives.
+        samples: samples that travel together, one micro-batch of every replica.
+        sample_bytes: bytes of one sample.
+    """
+    longest_s, sender = 0.0, 0
+    interfaces: dict[tuple[int, bool], float] = {}
+    ends = list(accumulate(split_evenly(samples, len(producers))))
+    first = 0
+    for consumer, stop in zip(
+        consumers, accumulate(split_evenly(samples, len(consumers))), strict=True
+    ):
+        while ends[sender] <= first and sender + 1 < len(ends):
+            sender += 1
+        target = consumer[0]
+        for p in range(sender, len(ends)):
+            part = min(stop, ends[p]) - max(first, ends[p - 1] if p else 0)
+            source = producers[p][0]
+            if part > 0 and source != target:
+                num_bytes = part * sample_bytes
+                own = message(cluster, source, target, num_bytes)
+                gather_s = 0.0
+                if own.interface_s:
+                    if len(consumer) > 1:
+                        gather_s = collective_s(cluster, "all_gather", consumer, num_bytes)
+                    for side in ((cluster.node_of(source), True), (cluster.node_of(target), False)):
+                        interfaces[side] = interfaces.get(side, 0.0) + own.interface_s
+                longest_s = max(longest_s, own.seconds + gather_s)
+            if ends[p] >= stop:
+                break
+        first = stop
+    return max([longest_s, *interfaces.values()])
+
+
+def spread_s(cluster: Cluster, devices: int, num_bytes: float) -> float:
+    """Seconds of moving bytes between slices on all devices, before their ranks are known.
+
+    With several nodes, half of the bytes is assumed to stay inside its node; all interfaces carry
+    the rest.
+    """
+    nodes = -(-devices // cluster.devices_per_node)
+    links = cluster.links
+    if nodes == 1 or links.inter_node is None:
+        own = links.intra_node
+        return own.latency_s + num_bytes / devices / own.bandwidth_bytes_per_s
+    own = links.inter_node
+    return own.latency_s + num_bytes / 2 / nodes / own.bandwidth_bytes_per_s
+
+
+def reductions_s(
+    cluster: Cluster, shards: Iterable[tuple[frozenset[tuple[int, ...]], float]]
+) -> float:
+    """Seconds of all reductions of gradients.
+
+    The reductions of one rank run one after another. Those of different ranks run at the same
+    time, but share the interfaces of their nodes.
+
+    Args:
+        shards: of every block shard the tensor-parallel groups that hold it, and the bytes of
+            gradients that one rank contributes.
+    """
+    bytes_of: dict[frozenset[tuple[int, ...]], float] = {}
+    for groups, num_bytes in shards:
+        bytes_of[groups] = bytes_of.get(groups, 0.0) + num_bytes
+    busy: dict[int, float] = {}
+    interfaces: dict[int, float] = {}
+    for groups, num_bytes in bytes_of.items():
+        if len(groups) > 1 and num_bytes:
+            firsts = [group[0] for group in groups]
+            tp = len(next(iter(groups)))
+            own = collective(cluster, "all_reduce", firsts, num_bytes, sharers=tp)
+            for rank in (rank for group in groups for rank in group):
+                busy[rank] = busy.get(rank, 0.0) + own.seconds
+            for node in {cluster.node_of(rank) for rank in firsts}:
+                interfaces[node] = interfaces.get(node, 0.0) + own.interface_s
+    return max([0.0, *busy.values(), *interfaces.values()])
+
+
+# Sums of bytes in another order are equal up to this share of the memory.
+_ROUNDING = 1e-9
 # Times that differ by less than this share are one instant: sums of times are rounded.
 _SAME_INSTANT = 1e-9
 # Weights of memory in use against input and new parameters, in the order of tries. By hand.
@@ -34,6 +134,268 @@ _MEMORY_WEIGHTS = (0.3, 3.0, 30.0)
 _ASSUMED_COMMUNICATORS = 8
 # Cost of input from another rank of the same node, as a share of that from another node.
 _SAME_NODE = 0.5
+
+RankRange = tuple[int, int]
+"""The first rank, and the one after the last."""
+
+RankGroups = tuple[tuple[int, ...], ...]
+"""Ranks of each replica; those of one tensor-parallel group together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnplacedSlice:
+    """A segment of a MetaOp with its degrees, times and bytes, to be given ranks.
+
+    Attributes:
+        rank_range: ranks that it may use.
+        start_s: its start in the schedule.
+        after: the slices that end before it starts, each with the bytes a sample that it sends.
+        samples: of a round.
+        num_microbatches: of a replica; all but the last travel while others are computed.
+        owner: the module whose parameters it uses.
+        blocks: the first, and the one after the last.
+        fixed_bytes: ``[B]`` parameters, gradients and optimizer state of each block on one rank.
+        gradient_bytes: ``[B]`` what each rank contributes to the reduction of the gradients.
+        activation_bytes: of a round, on one rank.
+    """
+
+    tp: int
+    dp: int
+    rank_range: RankRange
+    start_s: float
+    forward_s: float
+    backward_s: float
+    after: tuple[tuple[int, float], ...]
+    samples: int
+    num_microbatches: int
+    owner: str
+    blocks: tuple[int, int]
+    fixed_bytes: Floats
+    gradient_bytes: Floats
+    activation_bytes: float
+
+    @property
+    def num_groups(self) -> int:
+        """Tensor-parallel groups among which its replicas are chosen."""
+        return (self.rank_range[1] - self.rank_range[0]) // self.tp
+
+    @property
+    def group_ranks(self) -> slice:
+        """Ranks of these groups."""
+        return slice(self.rank_range[0], self.rank_range[0] + self.num_groups * self.tp)
+
+    def group_max(self, value_N: Floats) -> Floats:
+        """The largest value in each of these groups."""
+        own = value_N[self.group_ranks]
+        return own if self.tp == 1 else own.reshape(-1, self.tp).max(axis=1)
+
+    def group(self, index: int) -> tuple[int, ...]:
+        """Ranks of a group."""
+        first = self.rank_range[0] + index * self.tp
+        return tuple(range(first, first + self.tp))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShard:
+    """Blocks that the same slices (by index) run at one degree, and their bytes on one rank."""
+
+    owner: str
+    tp: int
+    blocks: tuple[int, int]
+    slices: tuple[int, ...]
+    fixed_bytes: float
+    gradient_bytes: float
+
+
+def block_shards(slices: Sequence[UnplacedSlice]) -> Iterator[BlockShard]:
+    """All blocks of the slices, cut wherever a slice of that module and degree begins or ends."""
+    members: dict[tuple[str, int], list[int]] = {}
+    for i, slice_ in enumerate(slices):
+        members.setdefault((slice_.owner, slice_.tp), []).append(i)
+    for (owner, tp), own in members.items():
+        for a, b in pairwise(sorted({edge for i in own for edge in slices[i].blocks})):
+            users = [i for i in own if slices[i].blocks[0] <= a < slices[i].blocks[1]]
+            if users:
+                cuts = [
+                    (slices[i], a - slices[i].blocks[0], b - slices[i].blocks[0]) for i in users
+                ]
+                yield BlockShard(
+                    owner=owner,
+                    tp=tp,
+                    blocks=(a, b),
+                    slices=tuple(users),
+                    fixed_bytes=max(float(x.fixed_bytes[c:d].sum()) for x, c, d in cuts),
+                    gradient_bytes=max(float(x.gradient_bytes[c:d].sum()) for x, c, d in cuts),
+                )
+
+
+_Contents = tuple[int, float]
+"""Bit mask of the block shards on a rank, and the bytes of its activations."""
+
+
+def pack(
+    slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, *, deadline: float
+) -> list[RankGroups] | None:
+    """Groups of ranks for every slice by memory alone: a depth-first search with backtracking.
+
+    Time does not matter here: a slice can wait for any ranks. No rank may have more than its memory
+    of parameters (each block once, however many slices run it) and activations. Slices get ranks
+    largest first, one tensor-parallel group after another; groups that need least new memory are
+    tried first. Where a slice no longer fits anywhere, the last choice is taken back. Of ranks with
+    equal contents one is tried; a state that failed is not tried again, in whatever order its ranks
+    are.
+
+    None where there is no such placement, or none was found before ``deadline``, a time of the
+    monotonic clock.
+    """
+    return _Packing(slices, devices, memory_bytes, deadline).run()
+
+
+class _Packing:
+    def __init__(
+        self, slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, deadline: float
+    ) -> None:
+        self._slices = slices
+        self._memory_bytes = memory_bytes * (1 + _ROUNDING)
+        self._deadline = deadline
+        self._contents: list[_Contents] = [(0, 0.0)] * devices
+        self._chosen: list[list[int]] = [[] for _ in slices]
+        alone_bytes = [float(own.fixed_bytes.sum()) + own.activation_bytes for own in slices]
+        self._order = sorted(range(len(slices)), key=lambda i: (-alone_bytes[i], i))
+        # Sets of so many neighbouring ranks could change places: they hold whole groups of every
+        # slice. Only sets on the same side of every range's ends are alike.
+        self._set_size = lcm(*(slice_.tp for slice_ in slices))
+        self._range_ends = sorted({edge for slice_ in slices for edge in slice_.rank_range})
+        self._masks, self._conflicts, self._shard_bytes = _shard_masks(slices)
+        self._bytes_of_mask: dict[int, float] = {}
+        self._failed: set[object] = set()
+
+    def run(self) -> list[RankGroups] | None:
+        """Depth first, with a stack of the options left at each step."""
+        steps = [i for i in self._order for _ in range(self._slices[i].dp)]
+        stack = [self._options(steps[0])]
+        keys: list[object] = [None]
+        undo: list[list[_Contents]] = []
+        while stack:
+            if time.monotonic() > self._deadline:
+                return None
+            i = steps[len(stack) - 1]
+            group = next(stack[-1], None)
+            if group is None:
+                self._failed.add(keys.pop())
+                stack.pop()
+                if undo:
+                    self._take_back(steps[len(stack) - 1], undo.pop())
+                continue
+            undo.append(self._give(i, group))
+            if len(stack) == len(steps):
+                return [
+                    tuple(slice_.group(index) for index in sorted(own))
+                    for slice_, own in zip(self._slices, self._chosen, strict=True)
+                ]
+            following = steps[len(stack)]
+            key = self._key(len(stack), following)
+            if key in self._failed or not self._all_fit(following):
+                self._take_back(i, undo.pop())
+                continue
+            stack.append(self._options(following))
+            keys.append(key)
+        return None
+
+    def _give(self, i: int, index: int) -> list[_Contents]:
+        """Give a group to a slice; returns what its ranks held before."""
+        slice_, shards = self._slices[i], self._masks[i]
+        ranks = slice_.group(index)
+        before = [self._contents[rank] for rank in ranks]
+        for rank, (mask, activations) in zip(ranks, before, strict=True):
+            self._contents[rank] = mask | shards, activations + slice_.activation_bytes
+        self._chosen[i].append(index)
+        return before
+
+    def _take_back(self, i: int, before: Sequence[_Contents]) -> None:
+        index = self._chosen[i].pop()
+        for rank, contents in zip(self._slices[i].group(index), before, strict=True):
+            self._contents[rank] = contents
+
+    def _options(self, i: int) -> Iterator[int]:
+        """Groups in which a slice fits, one of each kind, by the new memory that they need."""
+        slice_, shards = self._slices[i], self._masks[i]
+        kinds: dict[object, tuple[float, float, int]] = {}
+        for index in range(slice_.num_groups):
+            if index not in self._chosen[i] and self._fits(i, index):
+                ranks = slice_.group(index)
+                contents = [self._contents[rank] for rank in ranks]
+                new_bytes = max(
+                    self._fixed_bytes(mask | shards) - self._fixed_bytes(mask)
+                    for mask, _ in contents
+                )
+                used_bytes = max(self._fixed_bytes(mask) + more for mask, more in contents)
+                kinds.setdefault(self._kind(i, ranks), (new_bytes, used_bytes, index))
+        return iter([index for _, _, index in sorted(kinds.values())])
+
+    def _kind(self, i: int, ranks: Sequence[int]) -> object:
+        """Groups of one kind have the same position in sets of ranks that hold the same."""
+        first = ranks[0] - ranks[0] % self._set_size
+        return ranks[0] - first, self._rank_set(i, first)
+
+    def _rank_set(self, i: int, first: int) -> tuple[int, tuple[_Contents, ...], tuple[int, ...]]:
+        """Number of range ends before a set, its contents, and which of its groups a slice has."""
+        slice_, until = self._slices[i], first + self._set_size
+        starts = (slice_.rank_range[0] + index * slice_.tp for index in self._chosen[i])
+        own = tuple(sorted(start - first for start in starts if first <= start < until))
+        ends_before = sum(edge <= first for edge in self._range_ends)
+        return ends_before, tuple(self._contents[first:until]), own
+
+    def _key(self, depth: int, i: int) -> object:
+        """The state before a step for a slice; equal sets of ranks may change places."""
+        firsts = range(0, len(self._contents), self._set_size)
+        return depth, tuple(sorted(self._rank_set(i, first) for first in firsts))
+
+    def _all_fit(self, i: int) -> bool:
+        """Whether each slice from this one on fits in as many groups as it still needs."""
+        for j in self._order[self._order.index(i) :]:
+            slice_, needed = self._slices[j], self._slices[j].dp - len(self._chosen[j])
+            others = (g for g in range(slice_.num_groups) if g not in self._chosen[j])
+            if len(list(islice((g for g in others if self._fits(j, g)), needed))) < needed:
+                return False
+        return True
+
+    def _fits(self, i: int, index: int) -> bool:
+        """Whether a slice fits the ranks of a group beside what they hold."""
+        slice_ = self._slices[i]
+        for rank in slice_.group(index):
+            mask, activations = self._contents[rank]
+            if mask & self._conflicts[i]:
+                return False
+            fixed_bytes = self._fixed_bytes(mask | self._masks[i])
+            if fixed_bytes + activations + slice_.activation_bytes > self._memory_bytes:
+                return False
+        return True
+
+    def _fixed_bytes(self, mask: int) -> float:
+        """Bytes of the block shards in a mask."""
+        if mask not in self._bytes_of_mask:
+            own = (size for bit, size in enumerate(self._shard_bytes) if mask >> bit & 1)
+            self._bytes_of_mask[mask] = sum(own)
+        return self._bytes_of_mask[mask]
+
+
+def _shard_masks(slices: Sequence[UnplacedSlice]) -> tuple[list[int], list[int], list[float]]:
+    """Block shards as bits.
+
+    Returns:
+        Per slice the bits of its shards, and the bits of its blocks' shards of other degrees; and
+        the bytes of every shard.
+    """
+    shards = list(block_shards(slices))
+    masks, conflicts = [0] * len(slices), [0] * len(slices)
+    for i, slice_ in enumerate(slices):
+        first, end = slice_.blocks
+        for bit, shard in enumerate(shards):
+            overlaps = shard.blocks[0] < end and first < shard.blocks[1]
+            if shard.owner == slice_.owner and overlaps:
+                (masks if shard.tp == slice_.tp else conflicts)[i] |= 1 << bit
+    return masks, conflicts, [shard.fixed_bytes for shard in shards]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +417,6 @@ class Placed:
     backward_s: float
     reduce_s: float
     memory_bytes: tuple[float, ...]
-
-    @property
-    def memory_imbalance(self) -> float:
-        """Memory of the peak rank over the mean."""
-        mean = sum(self.memory_bytes) / len(self.memory_bytes)
-        return max(self.memory_bytes) / mean if mean else 1.0
 
 
 def place(

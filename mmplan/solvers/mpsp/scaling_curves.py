@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -83,14 +84,13 @@ class Scalings:
         ops: Sequence[MetaOp],
         problems: Mapping[str, Problem],
         rounds: int,
-        *,
         least_microbatches: int = 1,
     ) -> None:
         self._ops = ops
         self._problems = problems
         self._rounds = rounds
         self._least_microbatches = least_microbatches
-        self._curves: dict[tuple[int, int | None], DeviceSecondsCurve] = {}
+        self._curve = cache(self._compute_curve)
         # Per MetaOp and tp, the rows by number of devices.
         self._rows: list[dict[int, dict[int, _Row]]] = []
         for op in ops:
@@ -98,8 +98,7 @@ class Scalings:
             degrees = degree_candidates(problems[op.task], op.module)
             rows = {tp: self._rows_at(op, tp) for tp in sorted(tp for tp, pp in degrees if pp == 1)}
             self._rows.append({tp: own for tp, own in rows.items() if own})
-        for op, rows in zip(ops, self._rows, strict=True):
-            if not rows:
+            if not self._rows[-1]:
                 raise InfeasibleError(
                     f"{op.name}: no degrees that its plan and profile allow fit "
                     f"{counted(problems[op.task].devices, 'device')}",
@@ -156,12 +155,10 @@ class Scalings:
         curves = [self._curve(m, tps.get(op.owner)) for m, op in enumerate(self._ops)]
         return level_bound(curves, self._problems[self._ops[0].task].devices)
 
-    def _curve(self, m: int, tp: int | None) -> DeviceSecondsCurve:
+    def _compute_curve(self, m: int, tp: int | None) -> DeviceSecondsCurve:
         """Curve of a MetaOp at one tp, or on its own best degrees."""
-        if (m, tp) not in self._curves:
-            chain = self._scaling(m, tp).chain(0)
-            self._curves[m, tp] = curve(chain.counts, chain.both_s)
-        return self._curves[m, tp]
+        chain = self._scaling(m, tp).chain(0)
+        return curve(chain.counts, chain.both_s)
 
     def _at(self, tps: Mapping[str, int]) -> list[Scaling]:
         """The MetaOps with the tp of their modules, or on their own best degrees."""
@@ -169,15 +166,12 @@ class Scalings:
 
     def _scaling(self, m: int, tp: int | None) -> Scaling:
         """The fastest allocation of every number of devices, at one tp or at any."""
-        best: dict[int, _Row] = {}
-        for rows in self._rows[m].values() if tp is None else (self._rows[m][tp],):
-            for count, row in rows.items():
-                if (
-                    count not in best
-                    or (row[1] + row[2]).sum() < (best[count][1] + best[count][2]).sum()
-                ):
-                    best[count] = row
-        allocations, forward, backward = zip(*(best[n] for n in sorted(best)), strict=True)
+        at_tps = list(self._rows[m].values()) if tp is None else [self._rows[m][tp]]
+        best = (
+            min((rows[n] for rows in at_tps if n in rows), key=lambda row: (row[1] + row[2]).sum())
+            for n in sorted({n for rows in at_tps for n in rows})
+        )
+        allocations, forward, backward = zip(*best, strict=True)
         return Scaling(
             op=self._ops[m],
             allocations=allocations,
@@ -273,7 +267,7 @@ class _ModuleTimes:
     def pinned(self, dp_D: Ints, samples: int, allowed: Sequence[int]) -> _ShareSplit:
         """Each number of replicas with the fastest allowed size; left out where none fits."""
         share_D = -(-samples // dp_D)
-        found: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+        found: list[tuple[int, ...]] = []
         for dp, share in zip(dp_D.tolist(), share_D.tolist(), strict=True):
             sizes = [size for size in allowed if size <= share]
             if sizes:
@@ -284,12 +278,9 @@ class _ModuleTimes:
                 )
                 forward, backward = self.seconds(tried)
                 best = int((forward.sum(axis=1) + backward.sum(axis=1)).argmin())
-                found.append((dp, tuple(tried.size[best]), tuple(tried.count[best])))
-        return _ShareSplit(
-            dp=np.array([dp for dp, _, _ in found], dtype=np.int64),
-            size=np.array([sizes for _, sizes, _ in found], dtype=np.int64).reshape(-1, 2),
-            count=np.array([counts for _, _, counts in found], dtype=np.int64).reshape(-1, 2),
-        )
+                found.append((dp, *tried.size[best], *tried.count[best]))
+        table = np.array(found, dtype=np.int64).reshape(-1, 5)
+        return _ShareSplit(dp=table[:, 0], size=table[:, 1:3], count=table[:, 3:])
 
     def seconds(self, split: _ShareSplit) -> tuple[Floats, Floats]:
         """Forward and backward ``[D, L]`` of the busiest replica's micro-batches."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mmplan.solvers.mpsp.bounds import Column, configuration_bound, curve, dag_bound, level_bound
-from mmplan.solvers.mpsp.fluid_schedules import FluidScheduler
-from mmplan.solvers.mpsp.initial_schedules import from_columns, portfolio
+from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, from_columns, portfolio
 from mmplan.solvers.mpsp.instance import Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
 

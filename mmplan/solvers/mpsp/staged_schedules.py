@@ -19,8 +19,8 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
+from mmplan.solvers.mpsp.placement import RankRange
 from mmplan.solvers.mpsp.scaling_curves import Scaling
-from mmplan.solvers.mpsp.slices import RankRange
 
 # Largest number of groups. Chosen by hand: with too few micro-batches many groups are idle.
 _MAX_GROUPS = 16

@@ -14,9 +14,8 @@ from mmplan.schema.plan import Schedule, Slice, Unit, Wave
 from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
 from mmplan.solvers.mpsp.metaops import MetaOp
-from mmplan.solvers.mpsp.placement import Placed
+from mmplan.solvers.mpsp.placement import Placed, RankRange, UnplacedSlice
 from mmplan.solvers.mpsp.scaling_curves import Allocation, Scaling
-from mmplan.solvers.mpsp.slices import RankRange, UnplacedSlice
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import cut, split_evenly
 
@@ -187,30 +186,31 @@ class Emitter:
             )
         return tuple(units)
 
-    def waves(self, schedule: ChainSchedule, placed: Placed) -> tuple[Wave, ...]:
-        """Slices that start together are a wave; it lasts until its last slice ends."""
-        by_start: dict[float, list[Slice]] = {}
-        for index, (m, i, segment) in enumerate(_segments(schedule)):
-            k, first, end, _ = segment
-            chain, start_s = self.instance.chains[m], placed.starts[index]
-            by_start.setdefault(start_s, []).append(
-                Slice(
-                    unit=f"{self._scalings[m].op.name}.{i}",
-                    blocks=(first, end),
-                    devices=chain.counts[k],
-                    ranks=tuple(rank for group in placed.groups[index] for rank in group),
-                    start_s=start_s,
-                    duration_s=float(chain.forward_s[k, first:end].sum()),
-                )
-            )
-        return tuple(
-            Wave(
+
+def waves(
+    units: Sequence[Unit], slices: Sequence[UnplacedSlice], placed: Placed
+) -> tuple[Wave, ...]:
+    """Slices that start together are a wave; it lasts until its last slice ends."""
+    by_start: dict[float, list[Slice]] = {}
+    for unit, own, groups, start_s in zip(units, slices, placed.groups, placed.starts, strict=True):
+        by_start.setdefault(start_s, []).append(
+            Slice(
+                unit=unit.name,
+                blocks=own.blocks,
+                devices=own.tp * own.dp,
+                ranks=tuple(rank for group in groups for rank in group),
                 start_s=start_s,
-                duration_s=max(slice_.duration_s for slice_ in own),
-                slices=tuple(own),
+                duration_s=own.forward_s,
             )
-            for start_s, own in sorted(by_start.items())
         )
+    return tuple(
+        Wave(
+            start_s=start_s,
+            duration_s=max(slice_.duration_s for slice_ in own),
+            slices=tuple(own),
+        )
+        for start_s, own in sorted(by_start.items())
+    )
 
 
 def _microbatches(share: int, allocation: Allocation, count: int) -> tuple[int, ...]:
