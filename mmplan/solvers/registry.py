@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.solvers.baselines.colocated import solve_colocated
-from mmplan.solvers.baselines.deepspeed import solve_deepspeed
 from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
-from mmplan.solvers.baselines.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.baselines.megatron import solve_deepspeed, solve_megatron, solve_megatron_rigid
 from mmplan.solvers.baselines.ratio import solve_ratio
 from mmplan.solvers.baselines.spindle import solve_spindle_optimus, solve_spindle_seq
 from mmplan.solvers.convex.solver import solve_convex

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule
-from mmplan.solvers.baselines.grid_search import check_exact
-from mmplan.solvers.distmm.stage_costs import Stages
+from mmplan.solvers.baselines.one_grid import check_exact
+from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.pareto import staircase
 from mmplan.solvers.partitioner import tensor_degrees
 from mmplan.solvers.placement import make_unit

@@ -18,12 +18,19 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import Unit
-from mmplan.solvers.baselines.combine_tasks import Combination, fastest
-from mmplan.solvers.baselines.grid_search import check_exact
-from mmplan.solvers.baselines.shared_parameters import Holding, Ledger
-from mmplan.solvers.baselines.task_options import Communicators, TaskOption, by_owner, named
+from mmplan.solvers.baselines.one_grid import check_exact
+from mmplan.solvers.baselines.sequential_tasks import (
+    Combination,
+    Communicators,
+    Holding,
+    Ledger,
+    TaskOption,
+    by_owner,
+    fastest,
+    named,
+)
+from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.distmm.solver import solve_distmm
-from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import missing, size
 

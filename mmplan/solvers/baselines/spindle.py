@@ -19,12 +19,18 @@ from dataclasses import dataclass, replace
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Unit
-from mmplan.solvers.baselines.grid_search import allowed, check_exact, nothing_allowed, too_large
-from mmplan.solvers.baselines.layouts import colocated_layouts
 from mmplan.solvers.baselines.megatron import solve_megatron
-from mmplan.solvers.baselines.one_grid import Layout, OneGrid, Split
-from mmplan.solvers.baselines.sequential_tasks import InTurn
-from mmplan.solvers.baselines.task_options import named
+from mmplan.solvers.baselines.one_grid import (
+    Layout,
+    OneGrid,
+    Split,
+    allowed,
+    check_exact,
+    colocated_layouts,
+    nothing_allowed,
+    too_large,
+)
+from mmplan.solvers.baselines.sequential_tasks import InTurn, named
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.sample_split import smallest_divisors

@@ -1,7 +1,7 @@
 """DistMM: every module on devices of its own, the formula's optimum and the plans next to it.
 
 Source: DistMM, NSDI 2024, sections 4 and 5, with the objective of :mod:`.balancer`; for
-modules that take each other's outputs, of :mod:`.chains`.
+modules that take each other's outputs, of :mod:`.chained_modules`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.distmm.balancer import OptionTable, balance_best_first, make_table
 from mmplan.solvers.distmm.chained_modules import ChainSearch
-from mmplan.solvers.distmm.module_options import Choices, Coupling, ModuleOptions, Option
-from mmplan.solvers.distmm.stage_costs import Stages
+from mmplan.solvers.distmm.module_options import Choices, Coupling, ModuleOptions, Option, Stages
 from mmplan.solvers.placement import last_stage_ranks, make_unit, place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.search_budget import SearchBudget
