@@ -17,7 +17,7 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.solvers.convex.backbone_groups import Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Group, Options, best_plans
 from mmplan.solvers.convex.solver import candidates_of
-from mmplan.solvers.distmm.solver import best_candidates, check_feasible, make_options
+from mmplan.solvers.distmm.solver import METHODS, best_candidates, check_feasible, make_options
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import counted
 
@@ -105,7 +105,7 @@ def proportional(weights: Sequence[float], total: int) -> list[int]:
 
 def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate], float]:
     """The optimum of distmm's formula with every module inside its share."""
-    modules = make_options(problem)
+    modules = make_options(problem, METHODS["exact"])
     check_feasible(problem, modules)
     for name, own in modules.items():
         fewest = min(option.devices for option in own.options)

@@ -6,6 +6,7 @@ seconds of the slowest stage on the slowest replica's largest micro-batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,13 +93,10 @@ class Stages:
         """Forward and backward seconds of every stage for one micro-batch."""
         key = size, dp if self.problem.varies else 1
         if key not in self._times:
+            stages = [self.problem.stage_s(self.module, cut, self.tp, *key) for cut in self.blocks]
             self._times[key] = tuple(
                 (forward_s + own[0], backward_s + own[1])
-                for (forward_s, backward_s), own in zip(
-                    (self.problem.stage_s(self.module, cut, self.tp, *key) for cut in self.blocks),
-                    self._gathers_s(size),
-                    strict=True,
-                )
+                for (forward_s, backward_s), own in zip(stages, self._gathers_s(size), strict=True)
             )
         return self._times[key]
 
@@ -107,11 +105,9 @@ class Stages:
         key = size, dp if self.problem.varies else 1
         if key not in self._work:
             times = self.times(*key)
+            forward_s, backward_s = zip(*times, strict=True)
             self._work[key] = StageSeconds(
-                max(f for f, _ in times),
-                max(b for _, b in times),
-                sum(f + b for f, b in times),
-                sum(b for _, b in times),
+                max(forward_s), max(backward_s), sum(map(sum, times)), sum(backward_s)
             )
         return self._work[key]
 
@@ -401,39 +397,28 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """Why options were dropped: the least bytes that any of them would have needed."""
-
-    needed_bytes: float
-    tp: int
-    pp: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What every module may choose from; the defaults are everything.
+class Method:
+    """The whole search, or what is left of it with a component of DistMM switched off.
 
     Attributes:
+        about: for the reference of the docs.
         uneven: shares of a round may differ by replica.
         preferred_only: stop at the first degrees with a feasible option (the partitioner).
         kinds: orders of a module's stages, the best first.
-        most_devices: of a module.
+        one_grid: all modules have one tp and one pp.
+        same_devices: no module has more devices than another one may have.
     """
 
+    about: str = "all degrees, uneven shares"
     uneven: bool = True
     preferred_only: bool = False
     kinds: tuple[ScheduleKind, ...] = ("batch-sync", "gpipe")
-    most_devices: int | None = None
+    one_grid: bool = False
+    same_devices: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coupling:
-    """Modules that must agree in something.
-
-    Attributes:
-        name: of the coupling.
-        key: what of their options must be equal.
-    """
+class Coupling(NamedTuple):
+    """Modules that must agree in something: ``key`` of their options must be equal."""
 
     name: str
     key: Callable[[Option], Hashable]
@@ -445,23 +430,21 @@ class ModuleOptions:
     Args:
         problem: its task, devices and costs.
         module: its name.
-        choices: what it may choose from.
+        method: what is left of the search.
         coupling: whom it must agree with; options do not dominate those that others may need.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        module: str,
-        *,
-        choices: Choices = Choices(),
-        coupling: Coupling | None = None,
+        self, problem: Problem, module: str, method: Method, coupling: Coupling | None
     ) -> None:
         self.module, self.coupling = module, coupling
-        self.shortage: Shortage | None = None
-        most = choices.most_devices or problem.devices
+        # Why options were dropped: the least bytes that any of them would have needed, tp and pp.
+        self.shortage: tuple[float, int, int] | None = None
+        most = problem.devices
+        if method.same_devices:
+            most = max(1, most // len(problem.task.modules))
         self.tried = [(tp, pp) for tp, pp in degree_candidates(problem, module) if tp * pp <= most]
-        self._problem, self._choices, self._most = problem, choices, most
+        self._problem, self._method, self._most = problem, method, most
         self._pins = problem.request.workload.modules[module].plan
         options: list[Option] = []
         # Of each tp the last number of stages with which everything fitted.
@@ -475,7 +458,7 @@ class ModuleOptions:
             self._is_all = True
             options += self._of_degrees(stages)
             enough |= {tp: slowest} if self._is_all else {}
-            if options and choices.preferred_only:
+            if options and method.preferred_only:
                 break
         groups: dict[Hashable, list[Option]] = {}
         chained = problem.chained()
@@ -490,7 +473,7 @@ class ModuleOptions:
         counts = replica_counts(
             problem.round_samples,
             self._most // devices,
-            uneven=self._choices.uneven,
+            uneven=self._method.uneven,
             pins=self._pins,
         )
         for dp in counts:
@@ -500,11 +483,10 @@ class ModuleOptions:
 
     def _options(self, stages: Stages, dp: int, share: int, size: int) -> Iterator[Option]:
         """One for each order that fits."""
-        orders = stages.orders(dp, -(-share // size), size, self._choices.kinds)
+        orders = stages.orders(dp, -(-share // size), size, self._method.kinds)
         self._is_all &= orders.is_all
-        needed = orders.needed_bytes
-        if not orders.found and (self.shortage is None or needed < self.shortage.needed_bytes):
-            self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
+        if not orders.found and (self.shortage is None or orders.needed_bytes < self.shortage[0]):
+            self.shortage = orders.needed_bytes, stages.tp, stages.pp
         for kind, lead in orders.found:
             yield self._option(stages, dp, share, size, kind, lead)
 
@@ -583,19 +565,13 @@ def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
     size = max(unit.microbatches[0])
     held = stages.held(size)
 
-    def fits(count: int) -> bool:
+    def is_too_large(count: int) -> bool:
         flights = stages.in_flight(unit.schedule.kind, count, unit.schedule.lead)
-        return all(h * n <= s for h, n, s in zip(held, flights, spare, strict=True))
+        return any(h * n > s for h, n, s in zip(held, flights, spare, strict=True))
 
-    low, high = 0, 1
-    while high * size * unit.dp < UNLIMITED and fits(high):
-        low, high = high, 2 * high
-    if high * size * unit.dp >= UNLIMITED:
-        return UNLIMITED
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * size * unit.dp
+    most = -(-UNLIMITED // (size * unit.dp))
+    count = bisect_left(range(1, most), True, key=is_too_large)
+    return UNLIMITED if count == most - 1 else count * size * unit.dp
 
 
 def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[float]]:
