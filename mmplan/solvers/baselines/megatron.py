@@ -19,7 +19,7 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Literal
@@ -31,7 +31,6 @@ from mmplan.solvers.baselines.one_grid import (
     ModuleGrid,
     allowed,
     best_grids,
-    check_exact,
     colocated_layouts,
     depths,
 )
@@ -52,11 +51,11 @@ def solve_megatron(request: Request) -> Solution:
         InvalidInputError: a method.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    check_exact(request, "megatron")
+    request.check_exact("megatron")
     if len(request.tasks) > 1:
-        return InTurn(request, "megatron", colocated_layouts).on_one_grid()
-    problem = _problem(request, "megatron")
-    return _solve(request, "megatron", list(colocated_layouts(problem)))
+        return InTurn(request, "megatron", colocated_layouts).solution(on_one_grid=True)
+    problem = Problem(request=request, task=request.only_task("megatron"))
+    return _solve(problem, "megatron", colocated_layouts(problem))
 
 
 def solve_megatron_rigid(request: Request) -> Solution:
@@ -67,14 +66,10 @@ def solve_megatron_rigid(request: Request) -> Solution:
             cross-sample loss, shared parameters or no chain of modules.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    problem = _problem(request, "megatron-rigid")
+    request.check_exact("megatron-rigid")
+    problem = Problem(request=request, task=request.only_task("megatron-rigid"))
     _check_chain(problem)
-    return _solve(request, "megatron-rigid", list(_rigid_layouts(problem)))
-
-
-def _problem(request: Request, solver: str) -> Problem:
-    check_exact(request, solver)
-    return Problem(request=request, task=request.only_task(solver))
+    return _solve(problem, "megatron-rigid", _rigid_layouts(problem))
 
 
 def _check_chain(problem: Problem) -> None:
@@ -93,8 +88,7 @@ def _check_chain(problem: Problem) -> None:
         )
 
 
-def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution:
-    problem = _problem(request, solver)
+def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution:
     fitting = [layout for layout in layouts if allowed(problem, layout)]
     if not fitting:
         raise InfeasibleError(
@@ -151,11 +145,11 @@ def solve_deepspeed(request: Request) -> Solution:
         InvalidInputError: a method.
         InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
     """
-    check_exact(request, "deepspeed")
+    request.check_exact("deepspeed")
     training = request.costs.training.model_copy(update={"zero": _ZERO})
     costs = CostModel(request.costs.profile, request.cluster, training)
     sharded = replace(request, costs=costs)
-    solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).on_own_grids()
+    solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).solution()
     candidates = tuple(replace(c, zero=_ZERO) for c in solution.candidates)
     return replace(solution, candidates=candidates)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
-from mmplan.solvers.problem import Blocks, Candidate, Problem, Request
+from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
 from mmplan.wording import counted, missing, size
 
@@ -29,18 +29,6 @@ from mmplan.wording import counted, missing, size
 LARGEST_MICROBATCH = 64
 # Numbers of pipeline positions up to this are all tried.
 ALL_DEPTHS = 16
-
-
-def check_exact(request: Request, solver: str) -> None:
-    """Refuse a method of a solver that has one only.
-
-    Raises:
-        InvalidInputError: another one than exact.
-    """
-    if request.method not in (None, "exact"):
-        raise InvalidInputError(
-            f"--method {request.method}: {solver} knows exact", hint="leave --method out"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +108,24 @@ class OneGrid:
         Of the replicas that leave the slowest one the same share only the fewest are tried,
         where more of them can make neither room (ZeRO-1) nor a loss faster.
         """
-        samples = self.problem.round_samples
-        for dp in self._counts() if replicas is None else replicas:
-            for limit, pinned in self._limits(-(-samples // dp)):
+        if replicas is None:
+            every = bool(self.problem.costs.training.zero or self.problem.task.sync_batches)
+            replicas = self.counts(every=every)
+        for dp in replicas:
+            for limit, pinned in self._limits(-(-self.problem.round_samples // dp)):
                 split = self._split(dp, limit, pinned)
                 if self._allowed(split):
                     yield split
 
-    def _counts(self) -> Iterable[int]:
-        samples, specs = self.problem.round_samples, self.problem.request.workload.modules
-        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
-        if pinned or self.problem.costs.training.zero or self.problem.task.sync_batches:
+    def counts(self, *, every: bool = False) -> Iterable[int]:
+        """Replicas, each number the smallest that leaves the slowest its share.
+
+        All numbers where one is pinned.
+        """
+        specs = self.problem.request.workload.modules
+        if every or any(specs[module].plan.dp is not None for module in self.layout.places):
             return range(1, self.most + 1)
-        return [int(n) for n in smallest_divisors(samples) if n <= self.most]
+        return [int(n) for n in smallest_divisors(self.problem.round_samples) if n <= self.most]
 
     def _limits(self, share: int) -> list[tuple[int, bool]]:
         specs = self.problem.request.workload.modules
@@ -155,7 +148,10 @@ class OneGrid:
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
         shares = split_evenly(self.problem.round_samples, dp)
-        sizes = [_cut(share, shares[0], limit, pinned) for share in (shares[0], shares[-1])]
+        sizes = [
+            cut(share, limit, pinned=pinned, largest_share=shares[0])
+            for share in (shares[0], shares[-1])
+        ]
         least = min(min(own) for own in sizes)
         return Split(
             dp=dp,
@@ -360,7 +356,10 @@ class OneGrid:
     def units(self, split: Split) -> tuple[Unit, ...]:
         """The modules' units on ranks 0, 1, ...: replicas, then positions, then TP."""
         shares = split_evenly(self.problem.round_samples, split.dp)
-        sizes = [_cut(share, shares[0], split.limit, split.pinned) for share in shares]
+        sizes = [
+            cut(share, split.limit, pinned=split.pinned, largest_share=shares[0])
+            for share in shares
+        ]
         return tuple(self._unit(module, split, sizes) for module in self.layout.places)
 
     def _unit(self, module: str, split: Split, sizes: Sequence[tuple[int, ...]]) -> Unit:
@@ -397,13 +396,6 @@ class OneGrid:
                 for way in range(_inner_dp(place, split.inner_dp))
             )
         )
-
-
-def _cut(share: int, largest_share: int, limit: int, pinned: bool) -> tuple[int, ...]:
-    """As many micro-batches as the largest share has, so that replicas keep step."""
-    if pinned:
-        return cut(share, limit, pinned=True)
-    return split_evenly(share, min(share, -(-largest_share // limit)))
 
 
 def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
@@ -465,9 +457,7 @@ def best_grids(
     grids = [grid for grid in (OneGrid(problem, layout) for layout in layouts) if grid.most]
     lacking = [(grid.least_bytes(), grid.layout) for grid in grids]
     roomy = [
-        grid
-        for grid, (least, _) in zip(grids, lacking, strict=True)
-        if least <= problem.memory_bytes
+        g for g, (least, _) in zip(grids, lacking, strict=True) if least <= problem.memory_bytes
     ]
     entries = [
         (grid.compute_s(split), k, split) for k, grid in enumerate(roomy) for split in grid.splits()
@@ -479,7 +469,7 @@ def best_grids(
         raise too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
     return [
         (Candidate(units=roomy[k].units(split), objective_s=value_s), roomy[k])
-        for value_s, k, split in _firsts_first(found, _top(problem))
+        for value_s, k, split in _firsts_first(found, problem.request.top)
     ]
 
 
@@ -492,8 +482,8 @@ def _visit(
     """Position of a grid to its splits that fit, best first; what does not joins ``lacking``."""
     found: dict[int, list[tuple[float, Split]]] = {}
     for compute_s, k, split in entries:
-        firsts = sorted(own[0][0] for own in found.values())
-        if len(firsts) >= _top(problem) and compute_s >= firsts[_top(problem) - 1]:
+        firsts, top = sorted(own[0][0] for own in found.values()), problem.request.top
+        if len(firsts) >= top and compute_s >= firsts[top - 1]:
             break
         needed = grids[k].needed_bytes(split)
         if needed > problem.memory_bytes:
@@ -516,10 +506,6 @@ def _firsts_first(
     )
     chosen = sorted(item[1:] for item in ranked[:top])
     return [(value_s, k, found[k][place][1]) for value_s, k, place in chosen]
-
-
-def _top(problem: Problem) -> int:
-    return max(problem.request.top, 1)
 
 
 def allowed(problem: Problem, layout: Layout) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,26 +37,13 @@ from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import missing, size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """Where one task's use of a module keeps its parameters.
-
-    Attributes:
-        owner: the module whose parameters they are.
-        blocks: of each pipeline stage.
-        grid: their ranks.
-    """
+class Holding(NamedTuple):
+    """Where one task's use of a module keeps its parameters: blocks of each stage, and ranks."""
 
     task: str
     module: str
-    owner: str
     blocks: tuple[Blocks, ...]
     grid: RankGrid
-
-    @property
-    def place(self) -> tuple[tuple[Blocks, ...], RankGrid]:
-        """Equal for holdings that share all that they hold."""
-        return self.blocks, self.grid
 
 
 class Ledger:
@@ -80,10 +68,6 @@ class Ledger:
             self._numbers[holding] = len(self._holdings)
             self._holdings.append(holding)
         return self._numbers[holding]
-
-    def holding(self, number: int) -> Holding:
-        """The holding of a number."""
-        return self._holdings[number]
 
     def parameters_bytes(self, numbers: frozenset[int]) -> Floats:
         """[D] bytes of weights, gradients and state that holdings of one owner take together."""
@@ -223,7 +207,9 @@ def grid_options(
             splits = list(grid.splits([dp]))
             if splits:
                 # Layouts for all devices have no module that a TP group holds whole.
-                holdings = _holdings(problem, ledger, grid, splits[0])
+                places = grid.layout.places.items()
+                held = [(m, place.cuts, grid.ranks(m, splits[0])) for m, place in places]
+                holdings = by_owner(problem, ledger, held)
                 options = (_option(grid, split, holdings) for split in splits)
                 found += staircase(options, lambda o: (o.time_s, float(o.held_bytes.max())))
     return found
@@ -243,30 +229,21 @@ def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) ->
     )
 
 
-def _holdings(
-    problem: Problem, ledger: Ledger, grid: OneGrid, split: Split
+def by_owner(
+    problem: Problem, ledger: Ledger, held: Iterable[tuple[str, tuple[Blocks, ...], RankGrid]]
 ) -> dict[str, frozenset[int]]:
-    specs = problem.request.workload.modules
-    return by_owner(
-        ledger,
-        (
-            Holding(
-                task=problem.task.name,
-                module=module,
-                owner=specs[module].share or module,
-                blocks=place.cuts,
-                grid=grid.ranks(module, split),
-            )
-            for module, place in grid.layout.places.items()
-        ),
-    )
+    """Numbers of the holdings of every owner.
 
-
-def by_owner(ledger: Ledger, holdings: Iterable[Holding]) -> dict[str, frozenset[int]]:
-    """Numbers of the holdings of every owner."""
+    Args:
+        problem: of their task.
+        ledger: gives the numbers.
+        held: module, blocks of each pipeline stage, and ranks.
+    """
     found: dict[str, set[int]] = {}
-    for item in holdings:
-        found.setdefault(item.owner, set()).add(ledger.number(item))
+    for module, blocks, grid in held:
+        owner = problem.request.workload.modules[module].share or module
+        number = ledger.number(Holding(problem.task.name, module, blocks, grid))
+        found.setdefault(owner, set()).add(number)
     return {owner: frozenset(own) for owner, own in found.items()}
 
 
@@ -333,16 +310,12 @@ class CombinationResult:
     least_bytes: float
 
 
-def fastest(
-    ledger: Ledger,
-    options: Sequence[Sequence[TaskOption]],
-    *,
-    memory_bytes: float,
-    communicator_bytes: float = 0.0,
-    better_than_s: float = np.inf,
-    limit_s: float = np.inf,
-) -> CombinationResult:
-    """The combination with the least T that fits.
+class _OutOfTimeError(Exception):
+    pass
+
+
+class CombinationSearch:
+    """The search for the combination with the least T that fits.
 
     Args:
         ledger: knows the options' holdings.
@@ -350,25 +323,16 @@ def fastest(
         memory_bytes: of a device.
         communicator_bytes: of a device, for each communicator.
         better_than_s: others are not looked for.
-        limit_s: of a quiet core for the search; where they do not suffice ``bound_s`` is less
-            than T.
     """
-    search = _CombinationSearch(ledger, options, memory_bytes, communicator_bytes, better_than_s)
-    return search.run(SearchBudget(limit_s))
 
-
-class _OutOfTimeError(Exception):
-    pass
-
-
-class _CombinationSearch:
     def __init__(
         self,
         ledger: Ledger,
         options: Sequence[Sequence[TaskOption]],
+        *,
         memory_bytes: float,
         communicator_bytes: float,
-        better_than_s: float,
+        better_than_s: float = np.inf,
     ) -> None:
         self._ledger, self._memory, self._each = ledger, memory_bytes, communicator_bytes
         self._options = [sorted(own, key=lambda o: o.alone_s) for own in options]
@@ -397,9 +361,12 @@ class _CombinationSearch:
             found[owner] = np.maximum(found.get(owner, 0.0), least)
         return found
 
-    def run(self, budget: SearchBudget) -> CombinationResult:
-        """Search to the end, or as far as the budget goes."""
-        self._budget = budget
+    def run(self, limit_s: float) -> CombinationResult:
+        """Search to the end, or for so many seconds of a quiet core.
+
+        Where they do not suffice ``bound_s`` is less than T.
+        """
+        self._budget = SearchBudget(limit_s)
         bound_s = self._rest.least_s(0, 0.0)
         try:
             self._go(0, (), {}, 0.0)
@@ -435,11 +402,15 @@ class _CombinationSearch:
             self._go(i + 1, (*chosen, option), joined(held, option), time_s + option.time_s)
 
     def _reduce_s(self, held: Held) -> float:
+        """Seconds of the reductions on the device where they take longest."""
         if not self._summed:
             return 0.0
         key = frozenset(held.items())
         if key not in self._sums:
-            self._sums[key] = summed_s(self._ledger, held)
+            total = np.zeros(self._ledger.devices)
+            for numbers in held.values():
+                total += reduce(np.maximum, (self._ledger.reduce_s(n) for n in sorted(numbers)))
+            self._sums[key] = float(total.max())
         return self._sums[key]
 
     def _fullest_bytes(self, i: int, chosen: Sequence[TaskOption], held: Held) -> float:
@@ -495,14 +466,6 @@ def joined(held: Held, option: TaskOption) -> Held:
     return {**held, **{o: held.get(o, frozenset()) | own for o, own in option.holdings.items()}}
 
 
-def summed_s(ledger: Ledger, held: Held) -> float:
-    """Seconds of the reductions on the device where they take longest."""
-    total = np.zeros(ledger.devices)
-    for numbers in held.values():
-        total += reduce(np.maximum, (ledger.reduce_s(number) for number in sorted(numbers)))
-    return float(total.max())
-
-
 def communicators(chosen: Sequence[TaskOption]) -> int:
     """Of a device that runs all of the tasks."""
     groups = frozenset().union(*(o.communicators.groups for o in chosen))
@@ -552,22 +515,6 @@ class InTurn:
             raise nothing_allowed(problem, self._solver, layouts)
         return options
 
-    def on_own_grids(self) -> Solution:
-        """Every task on its own best grid.
-
-        Raises:
-            InfeasibleError: no combination fits the memory; names what is missing.
-        """
-        return self._solution(self._best_of_all)
-
-    def on_one_grid(self) -> Solution:
-        """All tasks with the same tp and pipeline positions, and replicas as far as samples go.
-
-        Raises:
-            InfeasibleError: no grid fits the memory; names what is missing.
-        """
-        return self._solution(self._best_uniform)
-
     # --- the searches ------------------------------------------------------------------
 
     def _best_of_all(self, options: TaskOptions, memory_bytes: float) -> CombinationResult:
@@ -611,18 +558,26 @@ class InTurn:
         known: Combination | None,
         limit_s: float = float("inf"),
     ) -> CombinationResult:
-        return fastest(
+        search = CombinationSearch(
             self._ledger,
             options,
             memory_bytes=memory_bytes,
             communicator_bytes=self._request.cluster.device.communicator_bytes,
             better_than_s=known.time_s if known is not None else float("inf"),
-            limit_s=limit_s,
         )
+        return search.run(limit_s)
 
     # --- the answer --------------------------------------------------------------------
 
-    def _solution(self, search: Callable[[TaskOptions, float], CombinationResult]) -> Solution:
+    def solution(self, *, on_one_grid: bool = False) -> Solution:
+        """Every task on its own best grid, or all on one.
+
+        On one grid they have the same tp and pipeline positions, and replicas as far as samples go.
+
+        Raises:
+            InfeasibleError: no combination fits the memory; names what is missing.
+        """
+        search = self._best_uniform if on_one_grid else self._best_of_all
         memory_bytes = self._request.cluster.device.memory_bytes
         found = search(self._options, memory_bytes)
         if found.best is None:

@@ -57,7 +57,7 @@ def solve_convex(request: Request) -> Solution:
     node = request.cluster.devices_per_node
     if request.devices <= node:
         return best_pipelines(problem)
-    return _with_one_node(problem, replace(problem, request=_first(request, node)))
+    return _with_one_node(problem, Problem(request=_first(request, node), task=problem.task))
 
 
 def _first(request: Request, devices: int) -> Request:
