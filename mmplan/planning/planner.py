@@ -524,25 +524,15 @@ def other_orders(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
     """
     for sync_lead in (1, 2):
         yield tuple(
-            _reordered(unit, {"sync_lead": sync_lead})
-            if unit.schedule.kind == "batch-sync" and _rounds(unit) > 1
+            _changed(unit, sync_lead=sync_lead)
+            if unit.schedule.kind == "batch-sync" and unit.samples[0] > sum(unit.microbatches[0])
             else unit
             for unit in units
         )
     yield tuple(
-        _reordered(unit, {"kind": "batch-sync", "lead": 0})
-        if unit.schedule.kind == "gpipe"
-        else unit
+        _changed(unit, kind="batch-sync", lead=0) if unit.schedule.kind == "gpipe" else unit
         for unit in units
     )
-
-
-def _rounds(unit: Unit) -> int:
-    return unit.samples[0] // sum(unit.microbatches[0])
-
-
-def _reordered(unit: Unit, changes: Mapping[str, str | int]) -> Unit:
-    return unit.model_copy(update={"schedule": unit.schedule.model_copy(update=changes)})
 
 
 def none_fits(
@@ -602,7 +592,11 @@ def straggler_note(plan: Plan, costs: CostModel) -> str | None:
 def pinned_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
     """The units with the backwards that the workload asks for; "auto" begins with fused ones."""
     return tuple(
-        _changed(unit, split=workload.modules[unit.module].plan.split_backward is True, even=False)
+        _changed(
+            unit,
+            split_backward=workload.modules[unit.module].plan.split_backward is True,
+            even_in_flight=False,
+        )
         for unit in units
     )
 
@@ -637,13 +631,13 @@ def _variants(units: Sequence[Unit], workload: Workload) -> Iterator[tuple[Unit,
     for even in (False, True):
         if any(free) and (not even or any(unit.pp > 1 for unit in units)):
             yield tuple(
-                _changed(unit, split=True, even=even) if is_free else unit
+                _changed(unit, split_backward=True, even_in_flight=even) if is_free else unit
                 for unit, is_free in zip(units, free, strict=True)
             )
 
 
-def _changed(unit: Unit, *, split: bool, even: bool) -> Unit:
-    changes = {"split_backward": split, "even_in_flight": even}
+def _changed(unit: Unit, **changes: str | int) -> Unit:
+    """The unit with changes of its schedule."""
     return unit.model_copy(update={"schedule": unit.schedule.model_copy(update=changes)})
 
 

@@ -273,10 +273,13 @@ def replans(
 
 def _settings(plan: Plan) -> list[_Setting]:
     cluster, devices = plan.cluster, plan.devices
-    step = 1 if cluster.device.is_cpu else cluster.devices_per_node
-    node = "process" if cluster.device.is_cpu else "node"
+    if cluster.device.is_cpu:
+        node, step, larger = "process", 1, {"devices_per_node": cluster.devices_per_node + 1}
+    else:
+        node, step, larger = "node", cluster.devices_per_node, {"nodes": cluster.nodes + 1}
+    more = cluster.model_copy(update=larger)
     settings = [
-        _Setting(change=f"one {node} more", cluster=_one_more(cluster), devices=devices + step),
+        _Setting(change=f"one {node} more", cluster=more, devices=devices + step),
         _Setting(change=f"one {node} less", cluster=cluster, devices=devices - step),
         _Setting(
             change="links of twice the speed", cluster=_faster_links(cluster), devices=devices
@@ -288,27 +291,15 @@ def _settings(plan: Plan) -> list[_Setting]:
     return settings
 
 
-def _replanned(
-    setting: _Setting,
-    *,
-    plan: Plan,
-    plan_path: Path,
-    profile: Profile,
-    profile_path: Path,
-    workload: Workload,
-    workload_path: Path,
-) -> Replan:
+def _replanned(setting: _Setting, *, plan: Plan, workload: Workload, **files: Any) -> Replan:
     try:
         solved = solve_again(
             plan,
             workload=_of_batch(workload, setting.times),
-            workload_path=workload_path,
-            profile=profile,
-            profile_path=profile_path,
-            plan_path=plan_path,
             cluster=setting.cluster,
             devices=setting.devices,
             tasks=tuple(plan.tasks),
+            **files,
         )
     except MMPlanError as error:
         return Replan(change=setting.change, times=setting.times, why=error.message)
@@ -320,12 +311,6 @@ def _of_batch(workload: Workload, times: Fraction) -> Workload:
     if batch.denominator > 1:
         raise InvalidInputError(f"a batch of {workload.batch} times {times} is no whole number")
     return workload if times == 1 else with_batch(workload, int(batch), scale_sync=True)
-
-
-def _one_more(cluster: Cluster) -> Cluster:
-    if cluster.device.is_cpu:
-        return cluster.model_copy(update={"devices_per_node": cluster.devices_per_node + 1})
-    return cluster.model_copy(update={"nodes": cluster.nodes + 1})
 
 
 def _faster_links(cluster: Cluster) -> Cluster:
