@@ -234,7 +234,7 @@ def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., P
     """Plans for other tasks with the given plan's profile, devices and solver."""
 
     def planned(tasks: tuple[str, ...], output: Path) -> Plan:
-        from mmplan.planning.replan import replan
+        from mmplan.planning.what_if import replan
 
         out.text(f"planning for the tasks {', '.join(tasks)}")
         return replan(

@@ -16,7 +16,6 @@ from mmplan.solvers.distmm.balancer import (
     balance,
     balance_best_first,
     make_table,
-    objective_s,
 )
 
 
@@ -57,7 +56,11 @@ def solve_all(
     except InfeasibleError:
         return []
     for plan in found:
-        assert plan.objective_s == objective_s(tables, plan.choice, rounds=rounds)
+        first_s, round_s, last_s = (
+            max(getattr(t, name)[o] for t, o in zip(tables, plan.choice, strict=True))
+            for name in ("first_s", "round_s", "last_s")
+        )
+        assert plan.objective_s == first_s + (rounds - 1) * round_s + last_s
         assert plan.devices == tuple(
             int(t.devices[o]) for t, o in zip(tables, plan.choice, strict=True)
         )

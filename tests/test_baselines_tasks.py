@@ -25,9 +25,8 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, resolve_tasks
-from mmplan.solvers.baselines.deepspeed import solve_deepspeed
 from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
-from mmplan.solvers.baselines.megatron import solve_megatron
+from mmplan.solvers.baselines.megatron import solve_deepspeed, solve_megatron
 from mmplan.solvers.baselines.spindle import share_out, solve_spindle_optimus, solve_spindle_seq
 from mmplan.solvers.distmm.solver import solve_distmm
 from mmplan.solvers.problem import Problem, Request, Solution

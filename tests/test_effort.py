@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmplan.solvers import search_budget as effort
-from mmplan.solvers.distmm.chained_modules import ChainPlan, ChainSearch
+from mmplan.solvers.distmm.chained_modules import ChainSearch, Choice
 from mmplan.solvers.distmm.module_options import Option
 from mmplan.solvers.search_budget import CLOCK_FACTOR, SearchBudget
 
@@ -63,7 +63,7 @@ def options(seed: int) -> list[Option]:
 
 
 def test_a_busy_machine_finds_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(step_s: float, seconds: float) -> list[ChainPlan]:
+    def found(step_s: float, seconds: float) -> list[Choice]:
         clock(monkeypatch, step_s)
         chain = ChainSearch(
             [options(s) for s in range(4)], edges=[(0, 1), (1, 3)], rounds=1, devices=48

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmplan.costs.cost_model import CostModel
-from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
+from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.planning import planner
 from mmplan.processes import in_processes
 from mmplan.program.trace import trace_events
@@ -26,7 +26,7 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks, with_batch
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.simulation.utilisation import ModuleUse, module_uses
-from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS
+from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS, no_plan
 
 # Seconds of each solver's search.
 BUDGET_S = 0.5
@@ -207,6 +207,7 @@ def compare(
         workload_path=workload_path,
         profile=profile,
         profile_path=profile_path,
+        plan_path=workload_path.with_suffix(".plan.json"),
         cluster=machine,
         budget_s=budget_s,
         patience_s=budget_s * (SWEEP_PATIENCE if len({j.setting for j in jobs}) > 1 else PATIENCE),
@@ -300,31 +301,18 @@ def _longest_first(jobs: Sequence[_Job]) -> list[_Job]:
     return sorted(jobs, key=order)
 
 
-def _solved(
-    job: _Job,
-    *,
-    workload_path: Path,
-    profile: Profile,
-    profile_path: Path,
-    cluster: Cluster,
-    budget_s: float,
-    patience_s: float,
-) -> Solved | Refused:
+def _solved(job: _Job, *, profile: Profile, **setting: Any) -> Solved | Refused:
+    """The plan of a job; ``setting`` is that of :func:`mmplan.planning.planner.solve`."""
     steps = BestSteps() if job.with_details else None
     try:
         plan = planner.solve(
             job.workload,
-            workload_path=workload_path,
             profile=profile,
-            profile_path=profile_path,
-            plan_path=workload_path.with_suffix(".plan.json"),
-            cluster=cluster,
             devices=job.setting.devices,
             solver=job.solver,
             tasks=job.tasks,
-            budget_s=budget_s,
-            patience_s=patience_s,
             steps=steps,
+            **setting,
         )
     except MMPlanError as error:
         return Refused(solver=job.solver, setting=job.setting, error=error)
@@ -345,7 +333,7 @@ def _baseline(
     names = [item.solver for item in ordered]
     reasons = {item.solver: item.error for item in refused if item.setting == main}
     if not names:
-        raise _none_fits(reasons)
+        raise no_plan(_by_message(reasons), reasons)
     if asked is None:
         uniform = [name for name in names if name in UNIFORM]
         return (uniform[0], UNIFORM_REASON) if uniform else (names[-1], "the slowest of these")
@@ -357,19 +345,16 @@ def _baseline(
     return asked, "as asked"
 
 
-def _none_fits(reasons: Mapping[str, MMPlanError]) -> MMPlanError:
-    short = [error for error in reasons.values() if isinstance(error, InfeasibleError)]
+def _by_message(reasons: Mapping[str, MMPlanError]) -> str:
+    """Every reason once, with its solvers."""
     by_message: defaultdict[str, list[str]] = defaultdict(list)
     for solver, error in reasons.items():
         by_message[error.message].append(solver)
     # A reason of all solvers needs none of their names.
-    text = "; ".join(
+    return "; ".join(
         f"{', '.join(solvers)}: {message}" if len(by_message) > 1 else message
         for message, solvers in by_message.items()
     )
-    if not short:
-        return InvalidInputError(text, hint=next(iter(reasons.values())).hint)
-    return InfeasibleError(text, hint=short[-1].hint)
 
 
 def _best_first(items: Iterable[Solved]) -> list[Solved]:

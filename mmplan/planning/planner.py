@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from mmplan.costs.program_costs import CostModel, check_cluster
-from mmplan.errors import InvalidInputError
+from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.planning.measured_trials import (
     SimulatedPlan,
     Trials,
@@ -19,35 +20,43 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
-from mmplan.planning.plan_parts import (
-    extrapolations,
-    file_reference,
-    none_fits,
-    other_orders,
-    peak_bytes,
-    placed_losses,
-    planned_tasks,
-    straggler_note,
-)
-from mmplan.planning.split_backward import FUSED, best_backwards, pinned_backwards, split_notes
 from mmplan.processes import rare_collections
+from mmplan.program.lower import lower
 from mmplan.program.ties import check_ties
-from mmplan.schema.agreement import check_profiled
+from mmplan.schema.agreement import check_profiled, planned_task
+from mmplan.schema.base import file_sha256
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Asked, Plan, PlannedTraining, Prediction, SolverReport
+from mmplan.schema.plan import (
+    Asked,
+    FileReference,
+    Plan,
+    PlanLoss,
+    PlannedTask,
+    PlannedTraining,
+    Prediction,
+    SolverReport,
+    Unit,
+)
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modules
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.simulation.symmetry_classes import LoweredPlan, lower_plan
-from mmplan.solvers.distmm.largest_sync_batch import largest_of_all_tasks
-from mmplan.solvers.problem import Candidate, Request, Solution, first_of_each_kind
+from mmplan.solvers.distmm.module_options import largest_of_all_tasks
+from mmplan.solvers.placement import last_stage_ranks
+from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
 from mmplan.solvers.registry import SearchProgress, solutions_of
-from mmplan.wording import counted, rank_ranges
+from mmplan.wording import counted, missing, rank_ranges, size
 
+# Straggler factors below it are not worth a note.
+_LEAST_STRAGGLER = 1.005
+# A plan with split backwards must shorten the step to less than this share; chosen by hand.
+SHORTER = 0.99
+# End of the label of the same plan with fused backwards.
+FUSED = ", fused backwards"
 # Plans beyond the first of each kind are simulated for at most this many search budgets.
 SIMULATION_BUDGETS = 10
 # Instructions that a quiet core compiles and simulates in a second. Patience is counted in
@@ -450,3 +459,197 @@ class _CandidatePlans:
                 f"{counted(len(self._too_large), 'simulated plan')} did not fit the memory"
             )
         return [*notes, *self._search_notes]
+
+
+def file_reference(path: str | Path, folder: Path) -> FileReference:
+    """A file's path relative to the plan's folder, and its hash."""
+    relative = Path(os.path.relpath(Path(path).resolve(), folder)).as_posix()
+    return FileReference(path=relative, sha256=file_sha256(path))
+
+
+def planned_tasks(request: Request) -> dict[str, PlannedTask]:
+    """The workload's tasks as the plan's file has them, for compiling and simulating.
+
+    Raises:
+        InvalidInputError: blocks are frozen that a module does not have.
+    """
+    planned: dict[str, PlannedTask] = {}
+    for name, task in request.tasks.items():
+        blocks = {m: request.costs.num_blocks(task=name, module=m) for m in task.modules}
+        _check_frozen(task, blocks)
+        planned[name] = planned_task(request.workload, task, blocks)
+    return planned
+
+
+def _check_frozen(task: TaskView, blocks: Mapping[str, int]) -> None:
+    """Only the profile knows how many blocks there are."""
+    for module, frozen in task.frozen.items():
+        for a, b in () if isinstance(frozen, bool) else frozen:
+            if b > blocks[module]:
+                raise InvalidInputError(
+                    f"modules.{module}.frozen: [{a}, {b}] ends beyond its {blocks[module]} blocks",
+                    hint=f"blocks count from 0, the last range may end at {blocks[module]}; if the "
+                    "module has changed, profile it again",
+                )
+
+
+def placed_losses(request: Request, units: Sequence[Unit]) -> tuple[PlanLoss, ...]:
+    """Cross-sample losses on all ranks that have their features, others on their host module's."""
+    placed: list[PlanLoss] = []
+    for name, task in request.tasks.items():
+        problem = Problem(request=request, task=task)
+        last = {
+            module: max(
+                (u for u in units if (u.task, u.module) == (name, module)),
+                key=lambda u: u.blocks[-1],
+            )
+            for module in task.modules
+        }
+        for loss in task.loss_inputs:
+            modules = (
+                problem.synced_modules(loss)
+                if loss in task.sync_batches
+                else [m for m in task.modules if loss in problem.hosted_losses(m)]
+            )
+            ranks = sorted({rank for module in modules for rank in last_stage_ranks(last[module])})
+            placed.append(PlanLoss(name=loss, task=name, ranks=tuple(ranks)))
+    return tuple(placed)
+
+
+def other_orders(units: Sequence[Unit]) -> Iterator[tuple[Unit, ...]]:
+    """The same units in orders that have the same formula.
+
+    One or two more forwards before a batch-sync may hide it; and where memory holds one round
+    only, batch-sync order without warm-up forwards may idle less than gpipe.
+    """
+    for sync_lead in (1, 2):
+        yield tuple(
+            _changed(unit, sync_lead=sync_lead)
+            if unit.schedule.kind == "batch-sync" and unit.samples[0] > sum(unit.microbatches[0])
+            else unit
+            for unit in units
+        )
+    yield tuple(
+        _changed(unit, kind="batch-sync", lead=0) if unit.schedule.kind == "gpipe" else unit
+        for unit in units
+    )
+
+
+def none_fits(
+    too_large: Sequence[float],
+    dropped: Sequence[InvalidInputError],
+    memory_bytes: float,
+    notes: Sequence[str],
+) -> InfeasibleError | InvalidInputError:
+    """The error for a search without a plan.
+
+    Args:
+        too_large: peak memory of each candidate that does not fit, bytes.
+        dropped: errors of the candidates that cannot run.
+        memory_bytes: memory of a device.
+        notes: remarks on the search.
+    """
+    if not too_large:
+        return dropped[0]
+    return InfeasibleError(
+        f"the smallest of {counted(len(too_large), 'plan')} holds {size(min(too_large))} "
+        f"on a device, {'; '.join((missing(min(too_large), memory_bytes), *notes))}",
+        hint="raise --top, use more devices, recompute: full, or a smaller sync_batch",
+    )
+
+
+def peak_bytes(predicted: Prediction) -> float:
+    """Predicted peak memory of the device with the highest one."""
+    return max(predicted.memory_bytes, default=0.0)
+
+
+def extrapolations(plan: Plan, costs: CostModel) -> list[str]:
+    """Sizes of this plan beyond those that were measured."""
+    asked = CostModel(costs.profile, costs.cluster, costs.training)
+    for unit in plan.units:
+        for samples in sorted({number for sizes in unit.microbatches for number in sizes}):
+            asked.forward_s(task=unit.task, module=unit.module, tp=unit.tp, samples=samples)
+    for task in plan.tasks.values():
+        for name, loss in task.losses.items():
+            if loss.sync_batch is not None:
+                asked.loss_s(loss=name, samples=loss.sync_batch)
+    return asked.extrapolations()
+
+
+def straggler_note(plan: Plan, costs: CostModel) -> str | None:
+    """The predicted work of the busiest replicas; None where all samples cost the same."""
+    factors: list[str] = []
+    for unit in plan.units:
+        samples = plan.tasks[unit.task].period
+        factor = costs.straggler(task=unit.task, module=unit.module, dp=unit.dp, samples=samples)
+        if factor >= _LEAST_STRAGGLER:
+            factors.append(f"{factor:.3g} x the mean of {unit.name}'s {unit.dp}")
+    if not factors:
+        return None
+    return f"by the profile's data the busiest replicas have {', '.join(factors)}"
+
+
+def pinned_backwards(units: Sequence[Unit], workload: Workload) -> tuple[Unit, ...]:
+    """The units with the backwards that the workload asks for; "auto" begins with fused ones."""
+    return tuple(
+        _changed(
+            unit,
+            split_backward=workload.modules[unit.module].plan.split_backward is True,
+            even_in_flight=False,
+        )
+        for unit in units
+    )
+
+
+def best_backwards(
+    plan: Plan, workload: Workload, cluster: Cluster, simulated: Callable[[Plan], Plan]
+) -> Plan:
+    """The plan as it is, or with split backwards where that is faster and fits the memory.
+
+    Args:
+        plan: simulated.
+        workload: its pins decide which modules may change.
+        cluster: its devices' memory is the limit.
+        simulated: adds the prediction to a plan.
+    """
+    best = plan
+    for units in _variants(plan.units, workload):
+        changed = plan.model_copy(update={"units": units})
+        if not any(stage.split for stage in lower(changed).stages):
+            return best
+        with suppress(InvalidInputError):
+            changed = simulated(changed)
+            faster = changed.predicted.iteration_s < SHORTER * best.predicted.iteration_s
+            if faster and peak_bytes(changed.predicted) <= cluster.device.memory_bytes:
+                best = changed
+    return best
+
+
+def _variants(units: Sequence[Unit], workload: Workload) -> Iterator[tuple[Unit, ...]]:
+    """First with the fused backwards' micro-batches in flight, then with the same on all stages."""
+    free = [workload.modules[unit.module].plan.split_backward == "auto" for unit in units]
+    for even in (False, True):
+        if any(free) and (not even or any(unit.pp > 1 for unit in units)):
+            yield tuple(
+                _changed(unit, split_backward=True, even_in_flight=even) if is_free else unit
+                for unit, is_free in zip(units, free, strict=True)
+            )
+
+
+def _changed(unit: Unit, **changes: str | int) -> Unit:
+    """The unit with changes of its schedule."""
+    return unit.model_copy(update={"schedule": unit.schedule.model_copy(update=changes)})
+
+
+def split_notes(plan: Plan, fused: Plan) -> list[str]:
+    """The gain of splitting, if the plan is not the one with fused backwards."""
+    if plan is fused:
+        return []
+    names = [unit.name for unit in plan.units if unit.schedule.split_backward]
+    gain = 1 - plan.predicted.iteration_s / fused.predicted.iteration_s
+    even = any(unit.schedule.even_in_flight for unit in plan.units)
+    more = ", later stages hold more micro-batches for it" if even else ""
+    return [
+        f"{', '.join(names)}: weight gradients wait for idle times (split backward){more}; the "
+        f"step takes {gain:.1%} less than with fused backwards, which are what the formula knows"
+    ]

@@ -1,4 +1,4 @@
-"""The step's time with a faster part of the plan, and with another cluster or batch.
+"""Plan again: the same work for other tasks, or with faster parts, another cluster or batch.
 
 :func:`part_effects` keeps the plan and simulates its program with one part made faster: the
 bottleneck is the part that shortens the step most. :func:`replans` plans again with a node more
@@ -17,12 +17,13 @@ from typing import Any
 from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.planning.replan import solve_again
+from mmplan.planning import planner
 from mmplan.processes import in_processes
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Link
-from mmplan.schema.plan import Plan
+from mmplan.schema.plan import Asked, Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, with_batch
+from mmplan.simulation.predict import plan_profile
 from mmplan.simulation.symmetry import predict
 
 # Other batches over the plan's.
@@ -38,6 +39,80 @@ NUM_REPLANS = 3 + len(BATCHES)
 MESSAGES = "messages"
 LOSSES = "losses"
 REDUCTIONS = "gradient reductions"
+
+
+def replan(
+    plan: Plan,
+    plan_path: Path,
+    *,
+    workload: Workload,
+    workload_path: Path,
+    tasks: Sequence[str],
+    output: Path,
+) -> Plan:
+    """A plan for other tasks, with the plan's cluster, devices, solver and options.
+
+    Args:
+        plan: the present plan.
+        plan_path: its file; the profile's path is relative to it.
+        workload: of the plan.
+        workload_path: its file.
+        tasks: names of tasks of the workload.
+        output: file of the new plan.
+
+    Raises:
+        InvalidInputError: an unknown task, or the profile is gone or has changed.
+        InfeasibleError: these tasks do not fit the plan's devices.
+    """
+    what = f"planning for the tasks {', '.join(tasks)}"
+    try:
+        profile = plan_profile(plan, plan_path)
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"{what}: {error.message}",
+            hint="put it back, or solve for them: mmplan solve WORKLOAD --profile PROFILE "
+            f"--tasks {','.join(tasks)}",
+        ) from None
+    try:
+        return solve_again(
+            plan,
+            workload=workload,
+            workload_path=workload_path,
+            profile=profile,
+            profile_path=plan_path.parent / plan.profile.path,
+            plan_path=output,
+            cluster=plan.cluster,
+            devices=plan.devices,
+            tasks=tasks,
+        )
+    except MMPlanError as error:
+        raise type(error)(f"{what}: {error.message}", hint=error.hint) from None
+
+
+def solve_again(plan: Plan, *, workload: Workload, **setting: Any) -> Plan:
+    """A new plan by the solver and the options of a plan.
+
+    Args:
+        plan: has the solver and its options.
+        workload: may be another one.
+        setting: files, cluster, devices and tasks; see :func:`mmplan.planning.planner.solve`.
+    """
+    asked = plan.solver.asked or _default_options(plan)
+    return planner.solve(
+        workload,
+        solver=asked.solver,
+        method=asked.method,
+        top=asked.top,
+        budget_s=asked.budget_s,
+        **setting,
+    )
+
+
+def _default_options(plan: Plan) -> Asked:
+    """Options for a plan without recorded ones: its solver, or any for a plan made by hand."""
+    if plan.solver.name in planner.SOLVERS | planner.BASELINES:
+        return Asked(solver=plan.solver.name, method=plan.solver.method)
+    return Asked(solver="auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +272,13 @@ def replans(
 
 def _settings(plan: Plan) -> list[_Setting]:
     cluster, devices = plan.cluster, plan.devices
-    step = 1 if cluster.device.is_cpu else cluster.devices_per_node
-    node = "process" if cluster.device.is_cpu else "node"
+    if cluster.device.is_cpu:
+        node, step, larger = "process", 1, {"devices_per_node": cluster.devices_per_node + 1}
+    else:
+        node, step, larger = "node", cluster.devices_per_node, {"nodes": cluster.nodes + 1}
+    more = cluster.model_copy(update=larger)
     settings = [
-        _Setting(change=f"one {node} more", cluster=_one_more(cluster), devices=devices + step),
+        _Setting(change=f"one {node} more", cluster=more, devices=devices + step),
         _Setting(change=f"one {node} less", cluster=cluster, devices=devices - step),
         _Setting(
             change="links of twice the speed", cluster=_faster_links(cluster), devices=devices
@@ -212,27 +290,15 @@ def _settings(plan: Plan) -> list[_Setting]:
     return settings
 
 
-def _replanned(
-    setting: _Setting,
-    *,
-    plan: Plan,
-    plan_path: Path,
-    profile: Profile,
-    profile_path: Path,
-    workload: Workload,
-    workload_path: Path,
-) -> Replan:
+def _replanned(setting: _Setting, *, plan: Plan, workload: Workload, **files: Any) -> Replan:
     try:
         solved = solve_again(
             plan,
             workload=_of_batch(workload, setting.times),
-            workload_path=workload_path,
-            profile=profile,
-            profile_path=profile_path,
-            plan_path=plan_path,
             cluster=setting.cluster,
             devices=setting.devices,
             tasks=tuple(plan.tasks),
+            **files,
         )
     except MMPlanError as error:
         return Replan(change=setting.change, times=setting.times, why=error.message)
@@ -244,12 +310,6 @@ def _of_batch(workload: Workload, times: Fraction) -> Workload:
     if batch.denominator > 1:
         raise InvalidInputError(f"a batch of {workload.batch} times {times} is no whole number")
     return workload if times == 1 else with_batch(workload, int(batch), scale_sync=True)
-
-
-def _one_more(cluster: Cluster) -> Cluster:
-    if cluster.device.is_cpu:
-        return cluster.model_copy(update={"devices_per_node": cluster.devices_per_node + 1})
-    return cluster.model_copy(update={"nodes": cluster.nodes + 1})
 
 
 def _faster_links(cluster: Cluster) -> Cluster:

@@ -48,12 +48,6 @@ def place_modules(
     return None
 
 
-def idle_ranks(grids: Mapping[str, RankGrid], devices: int) -> tuple[int, ...]:
-    """Ranks of no grid."""
-    used = {rank for grid in grids.values() for rank in grid.members}
-    return tuple(rank for rank in range(devices) if rank not in used)
-
-
 def _size(shape: Shape) -> int:
     dp, pp, tp = shape
     return dp * pp * tp
@@ -100,16 +94,11 @@ def make_unit(
         ranks=grid.ranks,
         blocks=blocks,
         samples=tuple(share * problem.rounds for share in shares),
-        microbatches=tuple(_microbatches(share, shares[0], size, pinned) for share in shares),
+        microbatches=tuple(
+            cut(share, size, pinned=pinned, largest_share=shares[0]) for share in shares
+        ),
         schedule=schedule,
     )
-
-
-def _microbatches(share: int, largest_share: int, size: int, pinned: bool) -> tuple[int, ...]:
-    """As many micro-batches as the largest share has, so that replicas stay in step."""
-    if pinned:
-        return cut(share, size, pinned=True)
-    return split_evenly(share, min(share, -(-largest_share // size)))
 
 
 def last_stage_ranks(unit: Unit) -> tuple[int, ...]:

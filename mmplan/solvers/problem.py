@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from mmplan.costs.block_ranges import Blocks, gradient_blocks
@@ -51,6 +51,17 @@ class Request:
                 hint="choose one with --tasks, or plan them together with --solver mpsp",
             )
         return next(iter(self.tasks.values()))
+
+    def check_exact(self, solver: str) -> None:
+        """Refuse a method of a solver that has one only.
+
+        Raises:
+            InvalidInputError: another one than exact.
+        """
+        if self.method not in (None, "exact"):
+            raise InvalidInputError(
+                f"--method {self.method}: {solver} knows exact", hint="leave --method out"
+            )
 
     def check_not_interleaved(self, solver: str) -> None:
         """Refuse a workload that asks for interleaved chunks, for solvers without them.
@@ -146,43 +157,24 @@ class StageProperties:
     hosted: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One task: its rounds, and its modules' stages, times and bytes."""
+    """One task: its rounds, and its modules' stages, times and bytes.
 
-    request: Request
-    task: TaskView
-    _stages: dict[tuple[str, Blocks], StageProperties] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    Attributes:
+        devices: N.
+        round_samples: of one sync batch, or of the batch.
+        rounds: per optimizer step, G.
+        memory_bytes: of a device.
+    """
 
-    @property
-    def costs(self) -> CostModel:
-        """The profile's costs."""
-        return self.request.costs
-
-    @property
-    def devices(self) -> int:
-        """N."""
-        return self.request.devices
-
-    @property
-    def round_samples(self) -> int:
-        """Samples of a round: one sync batch, or the batch."""
-        return self.task.period
-
-    @property
-    def rounds(self) -> int:
-        """Rounds per optimizer step, G."""
-        return self.task.batch // self.task.period
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of a device."""
-        return self.request.cluster.device.memory_bytes
+    def __init__(self, *, request: Request, task: TaskView) -> None:
+        self.request, self.task, self.costs = request, task, request.costs
+        self.devices = request.devices
+        self.round_samples = task.period
+        self.rounds = task.batch // task.period
+        self.memory_bytes = request.cluster.device.memory_bytes
+        self._stages: dict[tuple[str, Blocks], StageProperties] = {}
+        self._seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = {}
 
     def blocks(self, module: str) -> int:
         """Blocks of a module."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.solvers.baselines.colocated import solve_colocated
-from mmplan.solvers.baselines.deepspeed import solve_deepspeed
 from mmplan.solvers.baselines.distmm_mt import solve_distmm_mt
-from mmplan.solvers.baselines.megatron import solve_megatron, solve_megatron_rigid
+from mmplan.solvers.baselines.megatron import solve_deepspeed, solve_megatron, solve_megatron_rigid
 from mmplan.solvers.baselines.ratio import solve_ratio
 from mmplan.solvers.baselines.spindle import solve_spindle_optimus, solve_spindle_seq
 from mmplan.solvers.convex.solver import solve_convex
@@ -79,14 +78,19 @@ def solutions_of(
             if solver in SOLVERS:
                 refused[solver] = error
     if not solutions:
-        reasons = "; ".join(f"{solver}: {error.message}" for solver, error in refused.items())
-        short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
-        if not short:
-            raise InvalidInputError(reasons, hint=next(iter(refused.values())).hint)
-        # Solvers that share devices come last: their shortfall is the smallest.
-        raise InfeasibleError(reasons, hint=short[-1].hint)
+        reasons = (f"{solver}: {error.message}" for solver, error in refused.items())
+        raise no_plan("; ".join(reasons), refused)
     return solutions, [
         f"{solver} does not apply: {error.message}"
         for solver, error in refused.items()
         if isinstance(error, InfeasibleError)
     ]
+
+
+def no_plan(message: str, refused: Mapping[str, MMPlanError]) -> MMPlanError:
+    """The error where every solver refused: infeasible where that is one solver's reason."""
+    short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
+    if not short:
+        return InvalidInputError(message, hint=next(iter(refused.values())).hint)
+    # Solvers that share devices come last: their shortfall is the smallest.
+    return InfeasibleError(message, hint=short[-1].hint)

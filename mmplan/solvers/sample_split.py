@@ -16,15 +16,15 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     return (least + 1,) * larger + (least,) * (parts - larger)
 
 
-def cut(share: int, size: int, *, pinned: bool) -> tuple[int, ...]:
+def cut(share: int, size: int, *, pinned: bool, largest_share: int = 0) -> tuple[int, ...]:
     """Micro-batches of at most ``size`` samples, as equal as possible.
 
-    A pinned size is kept as it is, and a smaller micro-batch may come last.
+    There are as many as the largest share has, so that replicas keep step. A pinned size is kept
+    as it is, and a smaller micro-batch may come last.
     """
-    count = -(-share // size)
     if pinned:
         return (size,) * (share // size) + ((share % size,) if share % size else ())
-    return split_evenly(share, count)
+    return split_evenly(share, min(share, -(-max(share, largest_share) // size)))
 
 
 def replica_counts(samples: int, most: int, *, uneven: bool, pins: Pins) -> list[int]:

@@ -13,15 +13,14 @@ where a node more makes the links slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule
-from mmplan.solvers.baselines.grid_search import check_exact
-from mmplan.solvers.distmm.stage_costs import Stages
+from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.pareto import staircase
 from mmplan.solvers.partitioner import tensor_degrees
 from mmplan.solvers.placement import make_unit
@@ -68,10 +67,10 @@ def solve_colocated(request: Request) -> Solution:
         InfeasibleError: the modules do not fit a device's memory together, or their pins
             do not allow to share all devices.
     """
-    check_exact(request, "colocated")
+    request.check_exact("colocated")
     problem = Problem(request=request, task=request.only_task("colocated"))
     request.check_not_interleaved("colocated")
-    found = _ColocationSearch(problem).run()[: max(request.top, 1)]
+    found = _ColocationSearch(problem).run()[: request.top]
     return Solution(
         solver="colocated",
         method="exact",
@@ -184,7 +183,7 @@ class _ColocationSearch:
         for name, own in parts.items():
             if not own:
                 raise self._not_shared(name)
-            wholes = _undominated(
+            sums = (
                 _PartialShare(
                     parts=(*whole.parts, part),
                     reach=(*whole.reach, part.tp * part.dp) if problem.task.sync_batches else (),
@@ -194,6 +193,8 @@ class _ColocationSearch:
                 for whole in wholes
                 for part in own
             )
+            # Of those that reach the same ranks, those that no other beats in time and bytes.
+            wholes = staircase(sums, lambda w: (w.time_s, w.held_bytes), group=lambda w: w.reach)
         fitting = [whole for whole in wholes if whole.held_bytes <= problem.memory_bytes]
         if not fitting:
             needed = min(w.held_bytes for w in wholes)
@@ -224,11 +225,6 @@ class _ColocationSearch:
                 dict(zip(problem.task.modules, ranks, strict=False))
             )
         return whole.time_s + problem.rounds * self._syncs[whole.reach]
-
-
-def _undominated(wholes: Iterable[_PartialShare]) -> list[_PartialShare]:
-    """Of those that reach the same ranks, those that no other beats in time and bytes."""
-    return staircase(wholes, lambda w: (w.time_s, w.held_bytes), group=lambda w: w.reach)
 
 
 def _candidate(problem: Problem, whole: _PartialShare, value_s: float) -> Candidate:

@@ -18,12 +18,17 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import Unit
-from mmplan.solvers.baselines.combine_tasks import Combination, fastest
-from mmplan.solvers.baselines.grid_search import check_exact
-from mmplan.solvers.baselines.shared_parameters import Holding, Ledger
-from mmplan.solvers.baselines.task_options import Communicators, TaskOption, by_owner, named
+from mmplan.solvers.baselines.sequential_tasks import (
+    Combination,
+    CombinationSearch,
+    Communicators,
+    Ledger,
+    TaskOption,
+    by_owner,
+    named,
+)
+from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.distmm.solver import solve_distmm
-from mmplan.solvers.distmm.stage_costs import Stages
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import missing, size
 
@@ -42,7 +47,7 @@ def solve_distmm_mt(request: Request) -> Solution:
         InvalidInputError: a method, or a pinned vpp (:class:`NotApplicableError`).
         InfeasibleError: a task has no plan, or the tasks' plans do not fit together.
     """
-    check_exact(request, "distmm-mt")
+    request.check_exact("distmm-mt")
     if len(request.tasks) == 1:
         return replace(solve_distmm(request), solver="distmm-mt")
     planning = _TaskPlans(request)
@@ -86,13 +91,13 @@ class _TaskPlans:
         ):
             if solution is not None:
                 own += [_option(problem, self._ledger, c) for c in solution.candidates]
-        found = fastest(
+        search = CombinationSearch(
             self._ledger,
             self._options,
             memory_bytes=device.memory_bytes,
             communicator_bytes=device.communicator_bytes,
-            limit_s=self._request.budget_s / len(_SHARES),
         )
+        found = search.run(self._request.budget_s / len(_SHARES))
         return found.best if found.best is not None else found.least_bytes
 
     def _planned(self, name: str, share: float) -> Solution | None:
@@ -135,7 +140,6 @@ class _TaskPlans:
 
 
 def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOption:
-    holdings = [_holding(problem, unit) for unit in candidate.units]
     return TaskOption(
         task=problem.task.name,
         time_s=candidate.objective_s,
@@ -144,19 +148,9 @@ def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOptio
             (_held(problem, unit) for unit in candidate.units), np.zeros(problem.devices)
         ),
         communicators=_communicators(problem, candidate.units),
-        holdings=by_owner(ledger, holdings),
+        holdings=by_owner(problem, ledger, ((u.module, u.blocks, u.grid) for u in candidate.units)),
         shape=(0, 0, 0),
         make=lambda: candidate.units,
-    )
-
-
-def _holding(problem: Problem, unit: Unit) -> Holding:
-    return Holding(
-        task=unit.task,
-        module=unit.module,
-        owner=problem.request.workload.modules[unit.module].share or unit.module,
-        blocks=unit.blocks,
-        grid=unit.grid,
     )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's plans, as baselines: one grid of TP x DP x PP for a whole multimodal model.
+"""One grid for a whole multimodal model, as baselines: Megatron's plans and DeepSpeed's.
 
 ``megatron`` cuts every module into the same number of stages; position p of the pipeline
 runs stage p of each. Where a loss takes a whole sync batch there is no PP, which would
@@ -8,21 +8,38 @@ leave fewer ranks to share that batch.
 before or after it, with the backbone's TP and DP: the ranks of a TP group split the module,
 or each holds all of it and they share out the samples, whichever is faster.
 
-Source: Megatron-LM, arXiv:2104.04473; the rigid form is the baseline of MMScale.
+``deepspeed`` holds all modules whole on every device, the optimizer state cut by ZeRO-1, which is
+what the runtime has; several tasks run one after another. What there is to choose are the
+micro-batches, whose gradients are accumulated. A batch that N does not divide leaves some devices
+one sample more; a round of fewer samples than devices leaves devices over.
+
+Source: Megatron-LM, arXiv:2104.04473; the rigid form is the baseline of MMScale; ZeRO,
+arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
+from typing import Literal
 
+from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError
-from mmplan.solvers.baselines.grid_search import allowed, best_grids, check_exact
-from mmplan.solvers.baselines.layouts import colocated_layouts, depths
-from mmplan.solvers.baselines.one_grid import Layout, ModuleGrid
+from mmplan.solvers.baselines.one_grid import (
+    Layout,
+    ModuleGrid,
+    allowed,
+    best_grids,
+    colocated_layouts,
+    depths,
+)
 from mmplan.solvers.baselines.sequential_tasks import InTurn
 from mmplan.solvers.partitioner import backbone_of, module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
+
+# Of the runtime's stages the one that holds least; it moves as many bytes as none.
+_ZERO: Literal[1] = 1
 
 
 def solve_megatron(request: Request) -> Solution:
@@ -34,11 +51,11 @@ def solve_megatron(request: Request) -> Solution:
         InvalidInputError: a method.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    check_exact(request, "megatron")
+    request.check_exact("megatron")
     if len(request.tasks) > 1:
-        return InTurn(request, "megatron", colocated_layouts).on_one_grid()
-    problem = _problem(request, "megatron")
-    return _solve(request, "megatron", list(colocated_layouts(problem)))
+        return InTurn(request, "megatron", colocated_layouts).solution(on_one_grid=True)
+    problem = Problem(request=request, task=request.only_task("megatron"))
+    return _solve(problem, "megatron", colocated_layouts(problem))
 
 
 def solve_megatron_rigid(request: Request) -> Solution:
@@ -49,14 +66,10 @@ def solve_megatron_rigid(request: Request) -> Solution:
             cross-sample loss, shared parameters or no chain of modules.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    problem = _problem(request, "megatron-rigid")
+    request.check_exact("megatron-rigid")
+    problem = Problem(request=request, task=request.only_task("megatron-rigid"))
     _check_chain(problem)
-    return _solve(request, "megatron-rigid", list(_rigid_layouts(problem)))
-
-
-def _problem(request: Request, solver: str) -> Problem:
-    check_exact(request, solver)
-    return Problem(request=request, task=request.only_task(solver))
+    return _solve(problem, "megatron-rigid", _rigid_layouts(problem))
 
 
 def _check_chain(problem: Problem) -> None:
@@ -75,8 +88,7 @@ def _check_chain(problem: Problem) -> None:
         )
 
 
-def _solve(request: Request, solver: str, layouts: Sequence[Layout]) -> Solution:
-    problem = _problem(request, solver)
+def _solve(problem: Problem, solver: str, layouts: Iterable[Layout]) -> Solution:
     fitting = [layout for layout in layouts if allowed(problem, layout)]
     if not fitting:
         raise InfeasibleError(
@@ -124,3 +136,27 @@ def _may_be_replicated(problem: Problem, module: str, tp: int) -> list[bool]:
     known = problem.costs.tp_options(task=problem.task.name, module=module)
     possible = {False: tp in known, True: tp > 1 and 1 in known}
     return [replicated for replicated, fits in possible.items() if fits]
+
+
+def solve_deepspeed(request: Request) -> Solution:
+    """The fastest micro-batches that fit, exact by the formula.
+
+    Raises:
+        InvalidInputError: a method.
+        InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
+    """
+    request.check_exact("deepspeed")
+    training = request.costs.training.model_copy(update={"zero": _ZERO})
+    costs = CostModel(request.costs.profile, request.cluster, training)
+    sharded = replace(request, costs=costs)
+    solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).solution()
+    candidates = tuple(replace(c, zero=_ZERO) for c in solution.candidates)
+    return replace(solution, candidates=candidates)
+
+
+def _replicated(problem: Problem) -> Iterator[Layout]:
+    """Every module whole on every device, where the profile knows modules whole."""
+    modules = problem.task.modules
+    if all(1 in tensor_degrees(problem, module) for module in modules):
+        places = {m: ModuleGrid(first=0, cuts=((0, problem.blocks(m)),)) for m in modules}
+        yield Layout(tp=1, positions=1, places=places)

@@ -1,4 +1,4 @@
-"""One TP x DP grid of pipeline positions for a whole model: its time, bytes and units.
+"""One TP x DP grid of pipeline positions for a whole model: its formula, and its exact optimum.
 
 A layout gives every module consecutive positions 0..Q-1 of one pipeline; modules may share
 positions. With N_mb micro-batches a step, G rounds of K each,
@@ -16,14 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from mmplan.errors import InfeasibleError
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
-from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.partitioner import module_cuts, tensor_degrees
+from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
+from mmplan.wording import counted, missing, size
 
 # Micro-batches of a pipeline that are tried without pins: 1, 2, 4, ...
 LARGEST_MICROBATCH = 64
+# Numbers of pipeline positions up to this are all tried.
+ALL_DEPTHS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,19 +108,24 @@ class OneGrid:
         Of the replicas that leave the slowest one the same share only the fewest are tried,
         where more of them can make neither room (ZeRO-1) nor a loss faster.
         """
-        samples = self.problem.round_samples
-        for dp in self._counts() if replicas is None else replicas:
-            for limit, pinned in self._limits(-(-samples // dp)):
+        if replicas is None:
+            every = bool(self.problem.costs.training.zero or self.problem.task.sync_batches)
+            replicas = self.counts(every=every)
+        for dp in replicas:
+            for limit, pinned in self._limits(-(-self.problem.round_samples // dp)):
                 split = self._split(dp, limit, pinned)
                 if self._allowed(split):
                     yield split
 
-    def _counts(self) -> Iterable[int]:
-        samples, specs = self.problem.round_samples, self.problem.request.workload.modules
-        pinned = any(specs[module].plan.dp is not None for module in self.layout.places)
-        if pinned or self.problem.costs.training.zero or self.problem.task.sync_batches:
+    def counts(self, *, every: bool = False) -> Iterable[int]:
+        """Replicas, each number the smallest that leaves the slowest its share.
+
+        All numbers where one is pinned.
+        """
+        specs = self.problem.request.workload.modules
+        if every or any(specs[module].plan.dp is not None for module in self.layout.places):
             return range(1, self.most + 1)
-        return [int(n) for n in smallest_divisors(samples) if n <= self.most]
+        return [int(n) for n in smallest_divisors(self.problem.round_samples) if n <= self.most]
 
     def _limits(self, share: int) -> list[tuple[int, bool]]:
         specs = self.problem.request.workload.modules
@@ -138,7 +148,10 @@ class OneGrid:
 
     def _split(self, dp: int, limit: int, pinned: bool) -> Split:
         shares = split_evenly(self.problem.round_samples, dp)
-        sizes = [_cut(share, shares[0], limit, pinned) for share in (shares[0], shares[-1])]
+        sizes = [
+            cut(share, limit, pinned=pinned, largest_share=shares[0])
+            for share in (shares[0], shares[-1])
+        ]
         least = min(min(own) for own in sizes)
         return Split(
             dp=dp,
@@ -343,7 +356,10 @@ class OneGrid:
     def units(self, split: Split) -> tuple[Unit, ...]:
         """The modules' units on ranks 0, 1, ...: replicas, then positions, then TP."""
         shares = split_evenly(self.problem.round_samples, split.dp)
-        sizes = [_cut(share, shares[0], split.limit, split.pinned) for share in shares]
+        sizes = [
+            cut(share, split.limit, pinned=split.pinned, largest_share=shares[0])
+            for share in shares
+        ]
         return tuple(self._unit(module, split, sizes) for module in self.layout.places)
 
     def _unit(self, module: str, split: Split, sizes: Sequence[tuple[int, ...]]) -> Unit:
@@ -382,13 +398,6 @@ class OneGrid:
         )
 
 
-def _cut(share: int, largest_share: int, limit: int, pinned: bool) -> tuple[int, ...]:
-    """As many micro-batches as the largest share has, so that replicas keep step."""
-    if pinned:
-        return cut(share, limit, pinned=True)
-    return split_evenly(share, min(share, -(-largest_share // limit)))
-
-
 def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
     """Replicas of a module in one replica of the grid."""
     return inner_dp if place.replicated else 1
@@ -397,3 +406,146 @@ def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
 def _own(place: ModuleGrid, size: int, inner_dp: int) -> int:
     """The module's largest micro-batch."""
     return -(-size // _inner_dp(place, inner_dp))
+
+
+def colocated_layouts(problem: Problem) -> Iterator[Layout]:
+    """Every tp and number of positions; with a loss over sync batches one position only."""
+    modules, specs = problem.task.modules, problem.request.workload.modules
+    degrees = set.intersection(*(set(tensor_degrees(problem, m)) for m in modules))
+    whole = problem.task.sync_batches or any(specs[m].share for m in modules)
+    cuts = {m: module_cuts(problem, m, 1 if whole else problem.blocks(m)) for m in modules}
+    for positions in [1] if whole else depths(problem, modules):
+        places = {m: _place(problem, m, cuts[m], positions) for m in modules}
+        for tp in sorted(degrees):
+            yield Layout(tp=tp, positions=positions, places=places)
+
+
+def _place(
+    problem: Problem, module: str, cuts: Sequence[tuple[Blocks, ...]], positions: int
+) -> ModuleGrid:
+    """A stage on every position; with fewer blocks, on the first or, after others, the last."""
+    stages = min(positions, len(cuts))
+    first = positions - stages if problem.producers(module) else 0
+    return ModuleGrid(first=first, cuts=cuts[stages - 1])
+
+
+def depths(problem: Problem, modules: Sequence[str]) -> list[int]:
+    """Numbers of stages: all small ones, of larger ones those that make a largest stage smaller."""
+    found = set(range(1, ALL_DEPTHS + 1))
+    for module in modules:
+        found |= {int(n) for n in smallest_divisors(problem.blocks(module))}
+        pinned = problem.request.workload.modules[module].plan.pp
+        if pinned is not None:
+            found |= {pinned} if isinstance(pinned, int) else set(pinned)
+    most = max(problem.blocks(module) for module in modules)
+    return sorted(n for n in found if n <= most)
+
+
+def best_grids(
+    problem: Problem, solver: str, layouts: Sequence[Layout]
+) -> list[tuple[Candidate, OneGrid]]:
+    """The best split of each of the ``top`` best layouts by the formula, best first: exact.
+
+    Where there are fewer layouts their next best splits follow. Layouts differ in what the
+    formula leaves out (stages on common devices wait for each other), so simulation has more
+    to choose from than among the best splits of one of them. Splits are visited in the order
+    of their time without reductions and syncs, until no later one can come before those found.
+
+    Raises:
+        InfeasibleError: nothing that devices and pins allow, or nothing that fits the memory.
+    """
+    grids = [grid for grid in (OneGrid(problem, layout) for layout in layouts) if grid.most]
+    lacking = [(grid.least_bytes(), grid.layout) for grid in grids]
+    roomy = [
+        g for g, (least, _) in zip(grids, lacking, strict=True) if least <= problem.memory_bytes
+    ]
+    entries = [
+        (grid.compute_s(split), k, split) for k, grid in enumerate(roomy) for split in grid.splits()
+    ]
+    if not entries and (roomy or not grids):
+        raise nothing_allowed(problem, solver, layouts)
+    found = _visit(problem, roomy, sorted(entries, key=lambda entry: entry[0]), lacking)
+    if not found:
+        raise too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
+    return [
+        (Candidate(units=roomy[k].units(split), objective_s=value_s), roomy[k])
+        for value_s, k, split in _firsts_first(found, problem.request.top)
+    ]
+
+
+def _visit(
+    problem: Problem,
+    grids: Sequence[OneGrid],
+    entries: Sequence[tuple[float, int, Split]],
+    lacking: list[tuple[float, Layout]],
+) -> dict[int, list[tuple[float, Split]]]:
+    """Position of a grid to its splits that fit, best first; what does not joins ``lacking``."""
+    found: dict[int, list[tuple[float, Split]]] = {}
+    for compute_s, k, split in entries:
+        firsts, top = sorted(own[0][0] for own in found.values()), problem.request.top
+        if len(firsts) >= top and compute_s >= firsts[top - 1]:
+            break
+        needed = grids[k].needed_bytes(split)
+        if needed > problem.memory_bytes:
+            lacking.append((needed, grids[k].layout))
+            continue
+        own = found.setdefault(k, [])
+        own.append((grids[k].step_s(split), split))
+        own.sort(key=lambda pair: pair[0])
+    return found
+
+
+def _firsts_first(
+    found: Mapping[int, Sequence[tuple[float, Split]]], top: int
+) -> list[tuple[float, int, Split]]:
+    """The best split of each grid, then the others, ``top`` in all; by value."""
+    ranked = sorted(
+        (place > 0, value_s, k, place)
+        for k, own in found.items()
+        for place, (value_s, _) in enumerate(own)
+    )
+    chosen = sorted(item[1:] for item in ranked[:top])
+    return [(value_s, k, found[k][place][1]) for value_s, k, place in chosen]
+
+
+def allowed(problem: Problem, layout: Layout) -> bool:
+    """Whether the modules' pins allow a layout's degrees."""
+    specs = problem.request.workload.modules
+    return all(
+        specs[module].plan.allows("tp", 1 if place.replicated else layout.tp)
+        and specs[module].plan.allows("pp", len(place.cuts))
+        and specs[module].plan.allows("vpp", 1)
+        for module, place in layout.places.items()
+    )
+
+
+def nothing_allowed(problem: Problem, solver: str, layouts: Sequence[Layout]) -> InfeasibleError:
+    """What to say where no layout has a split that devices and pins allow."""
+    fewest = min((layout.tp * layout.positions for layout in layouts), default=0)
+    if fewest > problem.devices:
+        return InfeasibleError(
+            f"{solver} needs at least {counted(fewest, 'device')} for one replica, there are "
+            f"{problem.devices}: {fewest - problem.devices} missing",
+            hint=f"give it {counted(fewest, 'device')} or more",
+        )
+    modules = problem.task.modules
+    specs = problem.request.workload.modules
+    pins = {m: p for m in modules if (p := specs[m].plan.model_dump(exclude_none=True))}
+    return InfeasibleError(
+        f"{solver} has one grid for {', '.join(modules)}: no degrees and micro-batch fit all of "
+        f"their plans {pins} on {counted(problem.devices, 'device')}",
+        hint="loosen the modules' plan, or use --solver auto",
+    )
+
+
+def too_large(
+    problem: Problem, solver: str, lacking: Sequence[tuple[float, Layout]]
+) -> InfeasibleError:
+    """What to say where nothing fits the memory: by the layout that lacks least."""
+    needed, layout = min(lacking, key=lambda item: item[0])
+    return InfeasibleError(
+        f"{solver} needs at least {size(needed)} on a device (tp {layout.tp}, "
+        f"{counted(layout.positions, 'pipeline position')}), "
+        f"{missing(needed, problem.memory_bytes)}",
+        hint="give it more devices, recompute: full, zero: 1, or a smaller sync_batch",
+    )

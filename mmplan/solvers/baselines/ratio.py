@@ -13,11 +13,11 @@ from itertools import islice
 
 import numpy as np
 
-from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Group, Options, best_plans
 from mmplan.solvers.convex.solver import candidates_of
-from mmplan.solvers.distmm.solver import best_candidates, check_feasible, make_options
+from mmplan.solvers.distmm.solver import METHODS, best_candidates, check_feasible, make_options
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.wording import counted
 
@@ -29,10 +29,7 @@ def solve_ratio(request: Request) -> Solution:
         InvalidInputError: several tasks (:class:`NotApplicableError`), or a method.
         InfeasibleError: fewer devices than modules, or a module that does not fit its share.
     """
-    if request.method not in (None, "exact"):
-        raise InvalidInputError(
-            f"--method {request.method}: ratio knows exact", hint="leave --method out"
-        )
+    request.check_exact("ratio")
     problem = Problem(request=request, task=request.only_task("ratio"))
     weights, measure = module_weights(problem)
     if len(weights) > request.devices:
@@ -105,7 +102,7 @@ def proportional(weights: Sequence[float], total: int) -> list[int]:
 
 def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate], float]:
     """The optimum of distmm's formula with every module inside its share."""
-    modules = make_options(problem)
+    modules = make_options(problem, METHODS["exact"])
     check_feasible(problem, modules)
     for name, own in modules.items():
         fewest = min(option.devices for option in own.options)
@@ -122,7 +119,7 @@ def _apart(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate]
 
 def _pipelines(problem: Problem, shares: Mapping[str, int]) -> tuple[list[Candidate], float]:
     """The optimum of convex's formula with every module inside its share."""
-    top = max(problem.request.top, 1)
+    top = problem.request.top
     # As under convex: what interleaved chunks wait for is for the simulation to say.
     pinned = any(problem.request.workload.modules[module].plan.vpp for module in shares)
     candidates, bound_s = _pipelines_of(problem, shares, top, interleaved=top > 1 or pinned)

@@ -19,15 +19,19 @@ from dataclasses import dataclass, replace
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Unit
-from mmplan.solvers.baselines.grid_search import allowed, check_exact, nothing_allowed, too_large
-from mmplan.solvers.baselines.layouts import colocated_layouts
 from mmplan.solvers.baselines.megatron import solve_megatron
-from mmplan.solvers.baselines.one_grid import Layout, OneGrid, Split
-from mmplan.solvers.baselines.sequential_tasks import InTurn
-from mmplan.solvers.baselines.task_options import named
+from mmplan.solvers.baselines.one_grid import (
+    Layout,
+    OneGrid,
+    Split,
+    allowed,
+    colocated_layouts,
+    nothing_allowed,
+    too_large,
+)
+from mmplan.solvers.baselines.sequential_tasks import InTurn, named
 from mmplan.solvers.placement import place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
-from mmplan.solvers.sample_split import smallest_divisors
 
 
 def solve_spindle_seq(request: Request) -> Solution:
@@ -37,10 +41,10 @@ def solve_spindle_seq(request: Request) -> Solution:
         InvalidInputError: a method.
         InfeasibleError: pins, devices or memory leave no grid; names what is missing.
     """
-    check_exact(request, "spindle-seq")
+    request.check_exact("spindle-seq")
     if len(request.tasks) == 1:
         return replace(solve_megatron(request), solver="spindle-seq")
-    return InTurn(request, "spindle-seq", colocated_layouts).on_own_grids()
+    return InTurn(request, "spindle-seq", colocated_layouts).solution()
 
 
 def solve_spindle_optimus(request: Request) -> Solution:
@@ -52,7 +56,7 @@ def solve_spindle_optimus(request: Request) -> Solution:
         InvalidInputError: a method.
         InfeasibleError: a task fits no devices, or all together need more than there are.
     """
-    check_exact(request, "spindle-optimus")
+    request.check_exact("spindle-optimus")
     if len(request.tasks) == 1:
         return replace(solve_megatron(request), solver="spindle-optimus")
     problems = [Problem(request=request, task=task) for task in request.tasks.values()]
@@ -119,7 +123,7 @@ def _points(problem: Problem) -> list[_Point]:
     lacking: list[tuple[float, Layout]] = []
     for layout in layouts:
         grid = OneGrid(problem, layout)
-        for dp in _counts(problem, grid) if allowed(problem, layout) else ():
+        for dp in grid.counts() if allowed(problem, layout) else ():
             splits = sorted(grid.splits([dp]), key=grid.compute_s)
             needed = [grid.needed_bytes(split) for split in splits]
             lacking += [(own, layout) for own in needed]
@@ -138,15 +142,6 @@ def _points(problem: Problem) -> list[_Point]:
     if not found:
         raise too_large(problem, "spindle-optimus", lacking)
     return found
-
-
-def _counts(problem: Problem, grid: OneGrid) -> list[int]:
-    """Replicas, each number the smallest that leaves the slowest its share; all where one is
-    pinned."""
-    specs = problem.request.workload.modules
-    if any(specs[module].plan.dp is not None for module in problem.task.modules):
-        return list(range(1, grid.most + 1))
-    return [int(n) for n in smallest_divisors(problem.round_samples) if n <= grid.most]
 
 
 def _curve(points: Sequence[_Point]) -> list[_Point]:

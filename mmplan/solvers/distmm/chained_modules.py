@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,11 +56,16 @@ CHANGE_S = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainPlan:
-    """A choice, its formula value, and a bound on all that come after it."""
+class Choice:
+    """Options for all modules: the formula without its syncs, and the proof so far.
+
+    Attributes:
+        objective_s: the formula without G s.
+        bound_s: no later choice has a smaller one.
+    """
 
     options: tuple[Option, ...]
-    value_s: float
+    objective_s: float
     bound_s: float
 
 
@@ -96,7 +102,7 @@ class ChainSearch:
 
     def best_first(
         self, *, top: int, budget: SearchBudget, first: Sequence[Sequence[Option]] = ()
-    ) -> list[ChainPlan]:
+    ) -> list[Choice]:
         """The ``top`` best choices that differ in degrees, as far as the budget goes.
 
         A first, greedy descent always ends, so there is at least one.
@@ -135,7 +141,7 @@ class ChainSearch:
                 else:
                     heapq.heappush(heap, (child_bound, -len(child), next(ticket), child))
         return [
-            ChainPlan(options=self._picked(c), value_s=value, bound_s=min(value, unproven))
+            Choice(options=self._picked(c), objective_s=value, bound_s=min(value, unproven))
             for value, c in sorted(best.values())
         ]
 
@@ -228,15 +234,17 @@ class ChainSearch:
 
     def _estimate(self, columns: Sequence[Floats]) -> Floats:
         """The formula without the waits for cut micro-batches."""
-        forward = _longest([self._lower(path, columns, FILL_F, STEADY_F) for path in self._paths])
+        reduce_s = [_longest(columns[m][REDUCE] for m in path) for path in self._paths]
+        return self._along_paths(columns, reduce_s)
+
+    def _along_paths(self, columns: Sequence[Floats], after_s: Sequence[Floats | float]) -> Floats:
+        """The formula's lower bound, with what follows the backwards of each path."""
+        forward = _longest(_lower(path, columns, FILL_F, STEADY_F) for path in self._paths)
         backward = _longest(
-            [
-                self._lower(path, columns, DRAIN_B, STEADY_B)
-                + _longest([columns[m][REDUCE] for m in path])
-                for path in self._paths
-            ]
+            _lower(path, columns, DRAIN_B, STEADY_B) + last
+            for path, last in zip(self._paths, after_s, strict=True)
         )
-        round_s = _longest([column[ROUND] for column in columns])
+        round_s = _longest(column[ROUND] for column in columns)
         return forward + (self._rounds - 1) * round_s + backward
 
     def _children(self, chosen: tuple[int, ...]) -> list[tuple[float, tuple[int, ...]]]:
@@ -258,18 +266,8 @@ class ChainSearch:
             others = self._fewest_from[m + 1] - int(self._taken[i].min())
             possible = self._times[i][self._taken[i] <= left - others]
             columns.append(possible.min(axis=0)[:, None])
-        forward = _longest([self._lower(path, columns, FILL_F, STEADY_F) for path in self._paths])
-        backward = _longest([self._lower(path, columns, DRAIN_B, STEADY_B) for path in self._paths])
-        round_s = _longest([column[ROUND] for column in columns])
-        summed = forward + (self._rounds - 1) * round_s + backward
+        summed = self._along_paths(columns, [0.0] * len(self._paths))
         return np.maximum(summed, self._left_over(chosen, rows, used))
-
-    @staticmethod
-    def _lower(path: tuple[int, ...], columns: Sequence[Floats], fill: int, steady: int) -> Floats:
-        total = columns[path[0]][fill]
-        for m in path[1:]:
-            total = total + columns[m][fill]
-        return total + _longest([columns[m][steady] for m in path])
 
     def _left_over(self, chosen: tuple[int, ...], rows: NDArray[np.intp], used: int) -> Floats:
         """Bound by one module's own work: all rounds of the slowest of the free modules.
@@ -335,11 +333,13 @@ def _path_s(
     return float(total + max(rows[m][steady] + each[m] for m in path))
 
 
-def _longest(values: Sequence[Floats]) -> Floats:
-    result = values[0]
-    for value in values[1:]:
-        result = np.maximum(result, value)
-    return result
+def _lower(path: tuple[int, ...], columns: Sequence[Floats], fill: int, steady: int) -> Floats:
+    """The path's time without waits for cut micro-batches."""
+    return sum(columns[m][fill] for m in path) + _longest(columns[m][steady] for m in path)
+
+
+def _longest(values: Iterable[Floats]) -> Floats:
+    return reduce(np.maximum, values)
 
 
 def _fewest_within(limits: Floats, values: Floats, taken: NDArray[np.int64]) -> Floats:

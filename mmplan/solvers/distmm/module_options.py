@@ -6,21 +6,305 @@ seconds of the slowest stage on the slowest replica's largest micro-batch.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from mmplan.arrays import Floats
 from mmplan.program.schedules.registry import POLICIES
-from mmplan.schema.plan import ScheduleKind
-from mmplan.solvers.distmm.stage_costs import Stages
+from mmplan.schema.plan import ScheduleKind, Unit
 from mmplan.solvers.pareto import pareto_rows
-from mmplan.solvers.partitioner import degree_candidates
-from mmplan.solvers.problem import Problem
+from mmplan.solvers.partitioner import degree_candidates, module_stages
+from mmplan.solvers.problem import Blocks, Problem, Request
 from mmplan.solvers.sample_split import microbatch_sizes, replica_counts
 
-# Rows compared with the front at a time.
-CHUNK = 256
+# Far beyond any device: a unit that still fits is not limited by memory.
+UNLIMITED = 2**40
+# Micro-batches that a stage runs ahead of the next one, so that messages hide behind work.
+LONG_LEAD = 2
+
+
+class StageOrders(NamedTuple):
+    """Orders of a module's stages that fit the memory, each with its lead.
+
+    Attributes:
+        needed_bytes: of the smallest, whether it fits or not.
+        is_all: nothing was left out for lack of memory.
+    """
+
+    found: list[tuple[ScheduleKind, int]]
+    needed_bytes: float
+    is_all: bool
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of one micro-batch.
+
+    Attributes:
+        forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
+        busy_s: of all stages.
+        backwards_s: of all stages, their backwards only.
+    """
+
+    forward_s: float
+    backward_s: float
+    busy_s: float
+    backwards_s: float
+
+
+class Stages:
+    """A module cut into stages at given degrees; remembers what it was asked."""
+
+    def __init__(self, problem: Problem, module: str, tp: int, pp: int) -> None:
+        self.problem, self.module, self.tp, self.pp = problem, module, tp, pp
+        self.blocks: tuple[Blocks, ...] = module_stages(problem, module, pp)
+        self._times: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
+        self._held: dict[int, tuple[float, ...]] = {}
+        self._fixed: dict[int, tuple[float, ...]] = {}
+        self._reduce: dict[int, tuple[float, float]] = {}
+        self._work: dict[tuple[int, int], StageSeconds] = {}
+        self._transfers: dict[int, list[float]] = {}
+        self._intervals: dict[tuple[int, int, int], float] = {}
+        # The same as arrays, one number for each stage.
+        self._held_P: dict[int, Floats] = {}
+        self._fixed_P: dict[int, Floats] = {}
+        self._flights_P: dict[tuple[ScheduleKind, int, int], Floats] = {}
+        self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
+        self._later = len(_downstream(problem, module))
+        nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
+        self._apart = [here != there for here, there in pairwise(nodes)]
+        # Messages take a latency and a time in proportion to the samples.
+        self._transfer_s = self._transfers_s(0)
+        self._transfer_per_sample_s = [
+            one - none for none, one in zip(self._transfer_s, self._transfers_s(1), strict=True)
+        ]
+        self._gathered: dict[int, list[tuple[float, float]]] = {}
+        # Bytes of gradients to sum, None where a stage has none.
+        self._summed = [
+            problem.gradient_bytes(module, cut, tp) if problem.trainable(module, cut) else None
+            for cut in self.blocks
+        ]
+
+    def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
+        """Forward and backward seconds of every stage for one micro-batch."""
+        key = size, dp if self.problem.varies else 1
+        if key not in self._times:
+            stages = [self.problem.stage_s(self.module, cut, self.tp, *key) for cut in self.blocks]
+            self._times[key] = tuple(
+                (forward_s + own[0], backward_s + own[1])
+                for (forward_s, backward_s), own in zip(stages, self._gathers_s(size), strict=True)
+            )
+        return self._times[key]
+
+    def work(self, size: int, dp: int) -> StageSeconds:
+        """Most and all seconds of any stage for one micro-batch."""
+        key = size, dp if self.problem.varies else 1
+        if key not in self._work:
+            times = self.times(*key)
+            forward_s, backward_s = zip(*times, strict=True)
+            self._work[key] = StageSeconds(
+                max(forward_s), max(backward_s), sum(map(sum, times)), sum(backward_s)
+            )
+        return self._work[key]
+
+    def _gathers_s(self, size: int) -> list[tuple[float, float]]:
+        """Forward and backward, of every stage: bringing together what came in shares."""
+        if size not in self._gathered:
+            cuts = [0.0] * (self.pp + 1)
+            for p in range(self.pp - 1 if self.tp > 1 else 0):
+                if self._apart[p]:
+                    cuts[p + 1] = self.problem.costs.gather_shares_s(
+                        ranks=range(p * self.tp, (p + 1) * self.tp),
+                        num_bytes=size * self._cut_bytes(p),
+                    )
+            backs = [self._backward[p] * cut for p, cut in enumerate(cuts[1:])]
+            self._gathered[size] = list(zip(cuts[:-1], backs, strict=True))
+        return self._gathered[size]
+
+    def _cut_bytes(self, p: int) -> float:
+        """Per sample, after a stage."""
+        return self.problem.output_bytes(self.module, self.blocks[p][1] - 1)
+
+    def slowest(self) -> tuple[float, float, float]:
+        """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""
+        times, problem = self.times(1, 1), self.problem
+        return (
+            max(f for f, _ in times),
+            max(b for _, b in times),
+            max(problem.gradient_bytes(self.module, cut, self.tp) for cut in self.blocks),
+        )
+
+    def held(self, size: int) -> tuple[float, ...]:
+        """Bytes that each stage holds of one micro-batch."""
+        if size not in self._held:
+            self._held[size] = tuple(
+                self.problem.held_bytes(self.module, blocks, self.tp, size)
+                for blocks in self.blocks
+            )
+        return self._held[size]
+
+    def fixed(self, dp: int) -> tuple[float, ...]:
+        """Bytes of parameters, and of communicators, on each stage's devices."""
+        key = dp if self.problem.costs.training.zero or dp == 1 else 2
+        if key not in self._fixed:
+            each = self.problem.request.cluster.device.communicator_bytes
+            self._fixed[key] = tuple(
+                self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
+                + (each * self._communicators(blocks, dp) if each else 0.0)
+                for blocks in self.blocks
+            )
+        return self._fixed[key]
+
+    def _communicators(self, blocks: Blocks, dp: int) -> int:
+        """One each for TP group, reduction and messages; one for losses, and each one's gather."""
+        problem, module = self.problem, self.module
+        edges = bool(problem.producers(module) or problem.consumers(module))
+        syncs = sum(module in problem.synced_modules(x) for x in problem.task.sync_batches)
+        last = blocks[1] == problem.blocks(module)
+        reduced = dp > 1 and bool(problem.trainable(module, blocks))
+        several = problem.devices > 1
+        losses = (syncs > 0) + syncs if last and several else 0
+        return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
+
+    def in_flight(self, kind: ScheduleKind, count: int, lead: int = 1) -> list[int]:
+        """Most micro-batches that each stage holds of the G K of a step.
+
+        A stage without a backward holds only the one that it computes.
+        """
+        policy, total = POLICIES[kind], self.problem.rounds * count
+        ahead = [lead * (self.pp - 1 - p) + self._later for p in range(self.pp)]
+        return [
+            min(total, policy.in_flight(count, stages)) if backward else 1
+            for stages, backward in zip(ahead, self._backward, strict=True)
+        ]
+
+    def orders(self, dp: int, count: int, size: int, kinds: Sequence[ScheduleKind]) -> StageOrders:
+        """The orders that fit the memory.
+
+        The first of ``kinds`` that fits, and, where messages between sync batches would hold
+        it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
+        """
+        needed = float("inf")
+        allowed: Sequence[ScheduleKind] = kinds if self.problem.task.sync_batches else ("1f1b",)
+        for kind in allowed:
+            runs_ahead = POLICIES[kind].runs_ahead
+            lead = int(runs_ahead)
+            own = self._needed_bytes(dp, size, (kind, count, lead))
+            needed = min(needed, own)
+            if own > self.problem.memory_bytes:
+                continue
+            found: list[tuple[ScheduleKind, int]] = [(kind, lead)]
+            is_all = kind == allowed[0]
+            if runs_ahead and self.problem.rounds > 1 and any(self.transfers(size)):
+                longer = self._needed_bytes(dp, size, (kind, count, LONG_LEAD))
+                if longer <= self.problem.memory_bytes:
+                    found.append((kind, LONG_LEAD))
+                else:
+                    is_all = False
+            return StageOrders(found, needed, is_all)
+        return StageOrders([], needed, False)
+
+    def _needed_bytes(self, dp: int, size: int, order: tuple[ScheduleKind, int, int]) -> float:
+        """Of the fullest stage in an order (:meth:`in_flight`). Asked very often."""
+        if dp not in self._fixed_P:
+            self._fixed_P[dp] = np.array(self.fixed(dp))
+        if size not in self._held_P:
+            self._held_P[size] = np.array(self.held(size))
+        if order not in self._flights_P:
+            self._flights_P[order] = np.array(self.in_flight(*order), dtype=np.float64)
+        needed_P = self._fixed_P[dp] + self._held_P[size] * self._flights_P[order]
+        return float(needed_P.max())
+
+    def interval_s(self, size: int, dp: int, lead: int) -> float:
+        """From one micro-batch to the next where a stage alternates backward and forward.
+
+        A gradient's way back over k cuts and the way on of what it lets go take (k + 1)(f + b)
+        and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
+        k lead + 1 micro-batches. The least interval is greatest for one cut or for all of them.
+        """
+        key = size, dp if self.problem.varies else 1, lead
+        if key not in self._intervals:
+            self._intervals[key] = self._interval_s(*key)
+        return self._intervals[key]
+
+    def _interval_s(self, size: int, dp: int, lead: int) -> float:
+        work_s = self.work(size, dp).forward_s + self.work(size, dp).backward_s
+        if lead == 0 or self.pp == 1:
+            return work_s
+        # To the next node go activations and to the last one gradients, and share the way out.
+        ways = [
+            2 * s if apart else s
+            for s, apart in zip(self.transfers(size), self._apart, strict=True)
+        ]
+        one_cut_s = 2 * (work_s + max(ways)) / (lead + 1)
+        cuts = self.pp - 1
+        all_cuts_s = (self.pp * work_s + 2 * sum(ways)) / (cuts * lead + 1)
+        return max(work_s, max(ways), one_cut_s, all_cuts_s)
+
+    def transfers(self, size: int) -> list[float]:
+        """Seconds of each message of one micro-batch from stage to stage, one way."""
+        if size not in self._transfers:
+            self._transfers[size] = [
+                a + size * b
+                for a, b in zip(self._transfer_s, self._transfer_per_sample_s, strict=True)
+            ]
+        return self._transfers[size]
+
+    def _transfers_s(self, size: int) -> list[float]:
+        """Seconds of each message from stage to stage, forward or backward."""
+        # Between nodes each rank of a TP group sends a share, and all share one link.
+        return [
+            self.problem.costs.message_s(
+                source=p * self.tp,
+                target=(p + 1) * self.tp,
+                num_bytes=size * self._cut_bytes(p),
+            )
+            for p in range(self.pp - 1)
+        ]
+
+    def reduce_s(self, dp: int, size: int) -> float:
+        """Seconds of gradient reduction after the last stage to end, replicas side by side.
+
+        The stages of a replica on one node share its bandwidth, but end their last micro-batch
+        one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
+        after the last stage.
+        """
+        if dp == 1:
+            return 0.0
+        per_node = self.problem.request.cluster.devices_per_node
+        sharers = min(self.tp * self.pp, per_node)
+        if dp not in self._reduce:
+            # Of stages in the same place of their nodes the one with most to sum takes longest.
+            most: dict[int, tuple[float, int]] = {}
+            for p, own in enumerate(self._summed):
+                place = p * self.tp % per_node
+                if own is not None:
+                    most[place] = max((own, p), most.get(place, (0.0, p)))
+            alone_s, together_s = (
+                max((self._sum_s(dp, p, own, n) for own, p in most.values()), default=0.0)
+                for n in (self.tp, sharers)
+            )
+            self._reduce[dp] = alone_s, together_s
+        alone_s, together_s = self._reduce[dp]
+        backward_s = self.work(size, dp).backwards_s / self.pp
+        return max(alone_s, together_s - (sharers // self.tp - 1) * backward_s)
+
+    def _sum_s(self, dp: int, p: int, num_bytes: float, sharers: int) -> float:
+        """Seconds of one stage's gradient reduction."""
+        ranks = range(p * self.tp, dp * self.pp * self.tp, self.pp * self.tp)
+        return self.problem.costs.all_reduce_s(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
+
+
+def _downstream(problem: Problem, module: str) -> set[str]:
+    """Modules that take the output, directly or not: at least one stage each comes later."""
+    found: set[str] = set()
+    for consumer in problem.consumers(module):
+        found |= {consumer} | _downstream(problem, consumer)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,39 +397,28 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """Why options were dropped: the least bytes that any of them would have needed."""
-
-    needed_bytes: float
-    tp: int
-    pp: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What every module may choose from; the defaults are everything.
+class Method:
+    """The whole search, or what is left of it with a component of DistMM switched off.
 
     Attributes:
+        about: for the reference of the docs.
         uneven: shares of a round may differ by replica.
         preferred_only: stop at the first degrees with a feasible option (the partitioner).
         kinds: orders of a module's stages, the best first.
-        most_devices: of a module.
+        one_grid: all modules have one tp and one pp.
+        same_devices: no module has more devices than another one may have.
     """
 
+    about: str = "all degrees, uneven shares"
     uneven: bool = True
     preferred_only: bool = False
     kinds: tuple[ScheduleKind, ...] = ("batch-sync", "gpipe")
-    most_devices: int | None = None
+    one_grid: bool = False
+    same_devices: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Coupling:
-    """Modules that must agree in something.
-
-    Attributes:
-        name: of the coupling.
-        key: what of their options must be equal.
-    """
+class Coupling(NamedTuple):
+    """Modules that must agree in something: ``key`` of their options must be equal."""
 
     name: str
     key: Callable[[Option], Hashable]
@@ -157,23 +430,21 @@ class ModuleOptions:
     Args:
         problem: its task, devices and costs.
         module: its name.
-        choices: what it may choose from.
+        method: what is left of the search.
         coupling: whom it must agree with; options do not dominate those that others may need.
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        module: str,
-        *,
-        choices: Choices = Choices(),
-        coupling: Coupling | None = None,
+        self, problem: Problem, module: str, method: Method, coupling: Coupling | None
     ) -> None:
         self.module, self.coupling = module, coupling
-        self.shortage: Shortage | None = None
-        most = choices.most_devices or problem.devices
+        # Why options were dropped: the least bytes that any of them would have needed, tp and pp.
+        self.shortage: tuple[float, int, int] | None = None
+        most = problem.devices
+        if method.same_devices:
+            most = max(1, most // len(problem.task.modules))
         self.tried = [(tp, pp) for tp, pp in degree_candidates(problem, module) if tp * pp <= most]
-        self._problem, self._choices, self._most = problem, choices, most
+        self._problem, self._method, self._most = problem, method, most
         self._pins = problem.request.workload.modules[module].plan
         options: list[Option] = []
         # Of each tp the last number of stages with which everything fitted.
@@ -187,7 +458,7 @@ class ModuleOptions:
             self._is_all = True
             options += self._of_degrees(stages)
             enough |= {tp: slowest} if self._is_all else {}
-            if options and choices.preferred_only:
+            if options and method.preferred_only:
                 break
         groups: dict[Hashable, list[Option]] = {}
         chained = problem.chained()
@@ -202,7 +473,7 @@ class ModuleOptions:
         counts = replica_counts(
             problem.round_samples,
             self._most // devices,
-            uneven=self._choices.uneven,
+            uneven=self._method.uneven,
             pins=self._pins,
         )
         for dp in counts:
@@ -212,11 +483,10 @@ class ModuleOptions:
 
     def _options(self, stages: Stages, dp: int, share: int, size: int) -> Iterator[Option]:
         """One for each order that fits."""
-        orders = stages.orders(dp, -(-share // size), size, self._choices.kinds)
+        orders = stages.orders(dp, -(-share // size), size, self._method.kinds)
         self._is_all &= orders.is_all
-        needed = orders.needed_bytes
-        if not orders.found and (self.shortage is None or needed < self.shortage.needed_bytes):
-            self.shortage = Shortage(needed_bytes=needed, tp=stages.tp, pp=stages.pp)
+        if not orders.found and (self.shortage is None or orders.needed_bytes < self.shortage[0]):
+            self.shortage = orders.needed_bytes, stages.tp, stages.pp
         for kind, lead in orders.found:
             yield self._option(stages, dp, share, size, kind, lead)
 
@@ -260,3 +530,73 @@ def _undominated(options: Sequence[Option], *, chained: bool) -> list[Option]:
         names += ["fill_forward_s", "steady_forward_s", "drain_backward_s", "steady_backward_s"]
     rows = np.array([[getattr(option, name) for name in names] for option in options])
     return [options[i] for i in pareto_rows(rows)]
+
+
+def largest_of_all_tasks(request: Request, units: Sequence[Unit]) -> dict[str, int]:
+    """:func:`largest_sync_batches` of the tasks of a plan with these units."""
+    sizes: dict[str, int] = {}
+    for task in request.tasks.values():
+        own = [unit for unit in units if unit.task == task.name]
+        sizes |= largest_sync_batches(Problem(request=request, task=task), own)
+    return sizes
+
+
+def largest_sync_batches(problem: Problem, units: Sequence[Unit]) -> dict[str, int]:
+    """Samples of the largest sync batch that still fits, by cross-sample loss.
+
+    A replica holds K micro-batches of the sync batch and those that later stages need. Each
+    stage gives the most K that fits beside the other units of its ranks; K micro-batches
+    times the replicas, least over the modules, is the answer. A loss whose modules hold no
+    activations is not limited, and is left out.
+    """
+    spare = _spare_bytes(problem, units)
+    sizes: dict[str, int] = {}
+    for loss in problem.task.sync_batches:
+        modules = problem.synced_modules(loss)
+        limits = [_limit(problem, u, spare[u.name]) for u in units if u.module in modules]
+        if min(limits) < UNLIMITED:
+            sizes[loss] = min(limits)
+    return sizes
+
+
+def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
+    """Samples that all replicas of a unit can hold for one sync; see above."""
+    stages = Stages(problem, unit.module, unit.tp, unit.pp)
+    size = max(unit.microbatches[0])
+    held = stages.held(size)
+
+    def is_too_large(count: int) -> bool:
+        flights = stages.in_flight(unit.schedule.kind, count, unit.schedule.lead)
+        return any(h * n > s for h, n, s in zip(held, flights, spare, strict=True))
+
+    most = -(-UNLIMITED // (size * unit.dp))
+    count = bisect_left(range(1, most), True, key=is_too_large)
+    return UNLIMITED if count == most - 1 else count * size * unit.dp
+
+
+def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[float]]:
+    """Bytes for activations on each stage of each unit.
+
+    Units on common devices share what their parameters leave, in proportion to what their
+    activations take now.
+    """
+    fixed: dict[str, list[float]] = {}
+    active: dict[str, list[float]] = {}
+    for unit in units:
+        stages = Stages(problem, unit.module, unit.tp, unit.pp)
+        count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
+        flights = stages.in_flight("gpipe", count)
+        fixed[unit.name] = list(stages.fixed(unit.dp))
+        active[unit.name] = [h * n for h, n in zip(stages.held(size), flights, strict=True)]
+    spare: dict[str, list[float]] = {}
+    for unit in units:
+        beside = [u for u in units if set(u.all_ranks) & set(unit.all_ranks)]
+        spare[unit.name] = []
+        for p in range(unit.pp):
+            # Units that share devices have one stage each; others have only themselves.
+            index = {u.name: p if u is unit else 0 for u in beside}
+            left = problem.memory_bytes - sum(fixed[u.name][index[u.name]] for u in beside)
+            total = sum(active[u.name][index[u.name]] for u in beside)
+            own = active[unit.name][p]
+            spare[unit.name].append(left * own / total if total else left)
+    return spare

@@ -1,22 +1,22 @@
 """DistMM: every module on devices of its own, the formula's optimum and the plans next to it.
 
 Source: DistMM, NSDI 2024, sections 4 and 5, with the objective of :mod:`.balancer`; for
-modules that take each other's outputs, of :mod:`.chains`.
+modules that take each other's outputs, of :mod:`.chained_modules`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import islice, product
+from operator import attrgetter
 
 from mmplan.errors import InfeasibleError, InvalidInputError
-from mmplan.schema.plan import Schedule, Unit
+from mmplan.schema.plan import Schedule
 from mmplan.solvers.distmm.balancer import OptionTable, balance_best_first, make_table
-from mmplan.solvers.distmm.chained_modules import ChainSearch
-from mmplan.solvers.distmm.module_options import Choices, Coupling, ModuleOptions, Option
-from mmplan.solvers.distmm.stage_costs import Stages
+from mmplan.solvers.distmm.chained_modules import ChainSearch, Choice
+from mmplan.solvers.distmm.module_options import Coupling, Method, ModuleOptions, Option
+from mmplan.solvers.partitioner import module_stages
 from mmplan.solvers.placement import last_stage_ranks, make_unit, place_modules
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
 from mmplan.solvers.search_budget import SearchBudget
@@ -24,47 +24,18 @@ from mmplan.wording import counted, missing, size
 
 # Seconds of choosing and placing a plan of modules that take nothing from each other.
 _PLACE_S = 2e-3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """The whole search, or what is left of it with a component of DistMM switched off.
-
-    Attributes:
-        about: for the reference of the docs.
-        choices: of every module.
-        one_grid: all modules have one tp and one pp.
-        same_devices: no module has more devices than another one may have.
-    """
-
-    about: str = "all degrees, uneven shares"
-    choices: Choices = field(default_factory=Choices)
-    one_grid: bool = False
-    same_devices: bool = False
+# What coupled modules agree on.
+_TP, _GRID = attrgetter("tp"), attrgetter("tp", "pp")
 
 
 METHODS = {
     "exact": Method(),
-    "even": Method(about="equal shares for all replicas", choices=Choices(uneven=False)),
-    "paper": Method(about="the partitioner's degrees", choices=Choices(preferred_only=True)),
+    "even": Method(about="equal shares for all replicas", uneven=False),
+    "paper": Method(about="the partitioner's degrees", preferred_only=True),
     "one-grid": Method(about="without the partitioner", one_grid=True),
     "same-devices": Method(about="without the load balancer", same_devices=True),
-    "drained": Method(about="without interleaved sync batches", choices=Choices(kinds=("gpipe",))),
+    "drained": Method(about="without interleaved sync batches", kinds=("gpipe",)),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Options for all modules: the formula without its syncs, and the proof so far.
-
-    Attributes:
-        objective_s: the formula without G s.
-        bound_s: no later choice has a smaller one.
-    """
-
-    options: tuple[Option, ...]
-    objective_s: float
-    bound_s: float
 
 
 def solve_distmm(request: Request) -> Solution:
@@ -94,30 +65,19 @@ def solve_distmm(request: Request) -> Solution:
     )
 
 
-def make_options(problem: Problem, method: Method = Method()) -> dict[str, ModuleOptions]:
+def make_options(problem: Problem, method: Method) -> dict[str, ModuleOptions]:
     """What every module of the task may choose from, by its name."""
     names = problem.task.modules
-    choices = method.choices
-    if method.same_devices:
-        choices = replace(choices, most_devices=max(1, problem.devices // len(names)))
     specs = problem.request.workload.modules
     owners = {name: specs[name].share or name for name in names}
 
     def coupling(name: str) -> Coupling | None:
         if method.one_grid:
-            return Coupling(name="all modules", key=_grid)
+            return Coupling(name="all modules", key=_GRID)
         alone = list(owners.values()).count(owners[name]) == 1
-        return None if alone else Coupling(name=owners[name], key=_tp)
+        return None if alone else Coupling(name=owners[name], key=_TP)
 
-    return {n: ModuleOptions(problem, n, choices=choices, coupling=coupling(n)) for n in names}
-
-
-def _tp(option: Option) -> int:
-    return option.tp
-
-
-def _grid(option: Option) -> tuple[int, int]:
-    return option.tp, option.pp
+    return {n: ModuleOptions(problem, n, method, coupling(n)) for n in names}
 
 
 def best_candidates(
@@ -160,22 +120,12 @@ def _choices(
     problem: Problem, modules: dict[str, ModuleOptions], budget: SearchBudget
 ) -> Iterator[Choice]:
     """Choices of the whole search space, best first."""
-    parts = [
-        _search(
-            problem,
-            [
-                [own.options[i] for i in rows]
-                for own, rows in zip(modules.values(), selection, strict=True)
-            ],
-            budget,
-        )
-        for selection in _selections(modules)
-    ]
+    parts = (_search(problem, options, budget) for options in _selections(modules))
     return merge(*parts, key=lambda choice: choice.bound_s)
 
 
-def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
-    """Rows of each module, once for everything that the modules of a coupling may agree on."""
+def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[Option]]]:
+    """Options of each module, once for everything that the modules of a coupling may agree on."""
     couplings: dict[Coupling, list[ModuleOptions]] = {}
     for own in modules.values():
         if own.coupling is not None:
@@ -188,8 +138,8 @@ def _selections(modules: dict[str, ModuleOptions]) -> Iterator[list[list[int]]]:
         agreed = dict(zip(couplings, keys, strict=True))
         yield [
             [
-                i
-                for i, option in enumerate(own.options)
+                option
+                for option in own.options
                 if own.coupling is None or own.coupling.key(option) == agreed[own.coupling]
             ]
             for own in modules.values()
@@ -220,8 +170,7 @@ def _search(
     chain = ChainSearch(options, edges=edges, rounds=problem.rounds, devices=problem.devices)
     # What is best without the ways between modules is near the best with them.
     first = [choice.options for choice in islice(choices, top)]
-    for found in chain.best_first(top=top, budget=budget, first=first):
-        yield Choice(options=found.options, objective_s=found.value_s, bound_s=found.bound_s)
+    yield from chain.best_first(top=top, budget=budget, first=first)
 
 
 def _table(options: Sequence[Option]) -> OptionTable:
@@ -248,21 +197,20 @@ def _candidate(
     )
     if grids is None:
         return None
-    units: list[Unit] = []
-    for name, option in chosen.items():
-        units.append(
-            make_unit(
-                problem,
-                name,
-                grid=grids[name],
-                blocks=Stages(problem, name, option.tp, option.pp).blocks,
-                size=option.size,
-                pinned=option.pinned,
-                schedule=Schedule(kind=option.kind, lead=option.lead),
-            )
+    units = tuple(
+        make_unit(
+            problem,
+            name,
+            grid=grids[name],
+            blocks=module_stages(problem, name, option.pp),
+            size=option.size,
+            pinned=option.pinned,
+            schedule=Schedule(kind=option.kind, lead=option.lead),
         )
+        for name, option in chosen.items()
+    )
     sync_s = problem.sync_s({unit.module: last_stage_ranks(unit) for unit in units})
-    return Candidate(units=tuple(units), objective_s=choice.objective_s + problem.rounds * sync_s)
+    return Candidate(units=units, objective_s=choice.objective_s + problem.rounds * sync_s)
 
 
 def check_feasible(problem: Problem, modules: dict[str, ModuleOptions]) -> None:
@@ -309,9 +257,9 @@ def _no_option(problem: Problem, name: str, own: ModuleOptions) -> InfeasibleErr
             f"round of {problem.round_samples} samples on {counted(problem.devices, 'device')}",
             hint=f"loosen dp or microbatch in modules.{name}.plan",
         )
-    needed = own.shortage.needed_bytes
+    needed, tp, pp = own.shortage
     return InfeasibleError(
-        f"module {name} needs {size(needed)} on a device at best (tp {own.shortage.tp}, pp "
-        f"{own.shortage.pp}), {missing(needed, problem.memory_bytes)}",
+        f"module {name} needs {size(needed)} on a device at best (tp {tp}, pp {pp}), "
+        f"{missing(needed, problem.memory_bytes)}",
         hint=f"give it more devices, recompute: full for {name}, a smaller sync_batch or zero: 1",
     )
