@@ -82,8 +82,7 @@ class Roofline:
             is_product, self.flops_per_s, self.attention_flops_per_s
         )
         if self._known.multiprocessors is not None and is_product.any():
-            products = table[is_product]
-            flops_s[is_product] = self._product_s(products)
+            flops_s[is_product] = self._product_s(table[is_product])
         return np.maximum(np.maximum(flops_s, moved_s), self.launch_s)
 
     def _product_s(self, table: Floats) -> NDArray[np.float64]:

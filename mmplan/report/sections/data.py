@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mmplan.costs.cost_model import CostModel
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.report.terminal.data_tables import subset
+from mmplan.report.terminal.tables import subset
 from mmplan.schema.profile import DataWork, Profile
 from mmplan.wording import counted
 

@@ -61,21 +61,13 @@ class Output:
         """Text as it is, on stdout, for pipes."""
         _write(sys.stdout, text)
 
-    def grid(self, grid: Grid) -> None:
-        """A table for people."""
+    def grids(self, *grids: Grid) -> None:
+        """Tables for people."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        title = Text(_visible(grid.title), style="table.title")
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=False)
-        for column in grid.columns:
-            right = column.startswith(">")
-            heading = Text(_visible(column.lstrip(">")))
-            table.add_column(heading, justify="right" if right else "left")
-        for row in grid.rows:
-            table.add_row(*(Text(_visible(cell)) for cell in row))
         # Piped output is not cut to a terminal's width. Written in one go by _write, which
         # knows what to do when the reader is gone.
         is_terminal = self._people is not None and self._people.isatty()
@@ -86,15 +78,18 @@ class Output:
             force_terminal=is_terminal,
             highlight=False,
         )
-        console.print(table)
-        if grid.note:
-            console.print(Text(_visible(grid.note)))
-        _write(self._people, page.getvalue())
-
-    def grids(self, *grids: Grid) -> None:
-        """Several tables."""
         for grid in grids:
-            self.grid(grid)
+            title = Text(_visible(grid.title), style="table.title")
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+            for column in grid.columns:
+                heading = Text(_visible(column.lstrip(">")))
+                table.add_column(heading, justify="right" if column.startswith(">") else "left")
+            for row in grid.rows:
+                table.add_row(*(Text(_visible(cell)) for cell in row))
+            console.print(table)
+            if grid.note:
+                console.print(Text(_visible(grid.note)))
+        _write(self._people, page.getvalue())
 
     def error(self, error: MMPlanError) -> None:
         """An error line and its hint on stderr; with ``--json`` a document on stdout too."""
