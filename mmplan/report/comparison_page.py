@@ -252,14 +252,14 @@ def _rates(
 
 def _curves(curves: Curves, xlabel: str, ylabel: str, prefix: str, *, log: bool) -> str:
     label = f"{ylabel} over {xlabel}; the table below says the same"
-    picture = plots.plot(
+    return plots.panel(
         partial(_draw_curves, curves=curves, xlabel=xlabel, ylabel=ylabel, log=log),
+        title=f"{ylabel} over {xlabel}",
         width=5.2,
         height=3.6,
         label=label,
         prefix=prefix,
     )
-    return markup.panel(picture, label=label, title=f"{ylabel} over {xlabel}", beside="")
 
 
 def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: bool) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from mmplan.wording import counted
+
 
 def esc(value: object) -> str:
     """Text that is safe between tags and inside quoted attributes."""
@@ -36,6 +38,11 @@ def text(tag: str, content: object, **attributes: object) -> str:
 def note(content: object) -> str:
     """A sentence of explanation."""
     return text("p", content, class_="note")
+
+
+def left_out(count: int, noun: str) -> str:
+    """How many are left out: ``3 more modules are left out.``; nothing where none is."""
+    return note(f"{counted(count, f'{noun} is', f'{noun}s are')} left out.") if count > 0 else ""
 
 
 def warning(title: str, content: object) -> str:
