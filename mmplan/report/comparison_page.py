@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from mmplan.report.sections.utilisation import utilisation_matrix
 from mmplan.report.source import TraceEvent
 from mmplan.report.terminal.comparison_tables import (
     COLUMNS,
+    Axis,
     baseline_words,
     batch_axis,
-    batch_sweep,
     batch_words,
     comparison_row,
-    device_sweep,
     left_out_lines,
     setting_words,
+    sweep,
 )
 from mmplan.schema.base import write_text
 from mmplan.wording import counted
@@ -185,10 +185,10 @@ def _modules(comparison: Comparison) -> str:
 
 
 def _devices(comparison: Comparison) -> str:
-    settings = device_sweep(comparison)
+    settings = sweep(comparison, "devices")
     if not settings:
         return ""
-    rates = _rates(comparison, settings, lambda setting: setting.devices)
+    rates = _rates(comparison, settings, "devices")
     efficiency = {
         solver: [(n, rate / n / (row[0][1] / row[0][0])) for n, rate in row]
         for solver, row in rates.items()
@@ -205,16 +205,17 @@ def _devices(comparison: Comparison) -> str:
             "number of devices and by the solver's own first point: 1 is linear scaling.",
         )
         + markup.element("div", pictures, class_="grid wide")
-        + _sweep_table(rates, [s.devices for s in settings], "devices")
+        + _sweep_table(rates, settings, "devices")
     )
 
 
 def _batches(comparison: Comparison) -> str:
-    settings = batch_sweep(comparison)
+    settings = sweep(comparison, "batch")
     if not settings:
         return ""
-    rates = _rates(comparison, settings, lambda setting: setting.batch)
+    rates = _rates(comparison, settings, "batch")
     axis = batch_axis(comparison)
+    picture = _curves(rates, "batch", "samples/s", "rate-batches", log=True)
     return (
         markup.text(
             "p",
@@ -223,29 +224,20 @@ def _batches(comparison: Comparison) -> str:
             "Larger batches fill pipelines and hide reductions; what they do to learning is not "
             f"said{f' ({axis})' if axis else ''}.",
         )
-        + markup.element(
-            "div",
-            _curves(rates, "batch", "samples/s", "rate-batches", log=True),
-            class_="grid wide",
-        )
-        + _sweep_table(rates, [s.batch for s in settings], "batch")
+        + markup.element("div", picture, class_="grid wide")
+        + _sweep_table(rates, settings, "batch")
     )
 
 
 Curves = dict[str, list[tuple[int, float]]]
 
 
-def _rates(
-    comparison: Comparison,
-    settings: Sequence[ComparedSetting],
-    axis: Callable[[ComparedSetting], int],
-) -> Curves:
+def _rates(comparison: Comparison, settings: Sequence[ComparedSetting], axis: Axis) -> Curves:
     """Solver to its points, in order of the settings; best solvers of the main setting first."""
-    order = [item.solver for item in comparison.best_first]
-    rates: Curves = {solver: [] for solver in order}
+    rates: Curves = {item.solver: [] for item in comparison.best_first}
     for setting in settings:
         for item in comparison.at(setting):
-            point = axis(setting), item.plan.predicted.samples_per_s
+            point = getattr(setting, axis), item.plan.predicted.samples_per_s
             rates.setdefault(item.solver, []).append(point)
     return rates
 
@@ -290,7 +282,8 @@ def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: boo
     figure.legend(loc="outside right upper")
 
 
-def _sweep_table(rates: Curves, columns: Sequence[int], axis: str) -> str:
+def _sweep_table(rates: Curves, settings: Sequence[ComparedSetting], axis: Axis) -> str:
+    columns = [getattr(setting, axis) for setting in settings]
     rows = [
         (solver, *(fmt.count(dict(row)[x]) if x in dict(row) else "–" for x in columns))
         for solver, row in rates.items()

@@ -109,9 +109,10 @@ def _unit_sentence(unit: Unit) -> str:
     first, last = unit.blocks[0][0], unit.blocks[-1][1]
     blocks = f"blocks [{first}, {last})"
     what = blocks if unit.name == unit.module else f"{blocks} of module {unit.module}"
+    sizes = fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" or ", rest="others")
     return (
         f"{unit.name} ({what}) runs in {', '.join(parts)} on {_ranks(unit.all_ranks)}: "
-        f"{_shares(unit)} a step, in micro-batches of {_sizes(unit)} a round "
+        f"{_shares(unit)} a step, in micro-batches of {sizes} a round "
         f"({unit.schedule.kind} order)."
     )
 
@@ -120,10 +121,6 @@ def _shares(unit: Unit) -> str:
     if len(set(unit.samples)) == 1:
         return counted(unit.samples[0], "sample") + (" each" if unit.dp > 1 else "")
     return f"{fmt.repeated(unit.samples)} samples, replica by replica,"
-
-
-def _sizes(unit: Unit) -> str:
-    return fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" or ", rest="others")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

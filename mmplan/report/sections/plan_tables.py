@@ -12,6 +12,7 @@ from typing import Any
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup
 from mmplan.report.html.markup import Amount, bars
+from mmplan.report.sections.scaling import scaling_pictures
 from mmplan.report.sections.topology import unit_colour, unit_letter
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, Unit
@@ -54,7 +55,7 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
 
 
 def solver_section(data: ReportData) -> str:
-    """Objective, bound, gap, what the solver notes, and the runners-up."""
+    """Objective, bound, gap, what the solver notes, the runners-up, and the curves of MetaOps."""
     plan, solver = data.plan, data.plan.solver
     rows = [
         ("solver", f"{solver.name} ({solver.method}), {fmt.seconds(solver.seconds)}"),
@@ -82,6 +83,7 @@ def solver_section(data: ReportData) -> str:
         + (markup.bullets(solver.notes) if solver.notes else "")
         + _other_solvers(plan)
         + _runners_up(plan)
+        + scaling_pictures(data)
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from mmplan.program.instructions import Compute, Op
+from mmplan.program.instructions import Op
 from mmplan.report import numbers as text
 from mmplan.report.terminal.console import Grid, Output
 from mmplan.schema.agreement import says_its_model
@@ -222,22 +223,13 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
     yield Grid(
         title=f"plan {plan.name}: {plan.solver.name} ({plan.solver.method}) on "
         f"{plan.devices} of {plan.cluster.name}",
-        columns=(
-            "unit",
-            "blocks",
-            "tp x pp x dp",
-            "ranks",
-            "samples",
-            "micro-batches",
-            "schedule",
-        ),
+        columns=("unit", "blocks", "tp x pp x dp", "ranks", "samples", "micro-batches", "schedule"),
         rows=[_unit_row(unit) for unit in plan.units],
         note="; ".join(plan.solver.notes),
     )
     predicted, solver = plan.predicted, plan.solver
     trials = solver.measured_s is not None
     memory = max(predicted.memory_bytes, default=0.0)
-    trial_rows = [("measured in a trial", text.measured(solver.measured_s))] if trials else []
     yield Grid(
         title="predicted",
         columns=("", ""),
@@ -253,7 +245,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
             ),
             ("devices used", f"{predicted.devices_used} of {plan.devices}"),
             ("idle ranks", text.ranks(solver.idle_ranks)),
-            *trial_rows,
+            *([("measured in a trial", text.measured(solver.measured_s))] if trials else []),
             ("objective", text.seconds(solver.objective_s)),
             (
                 "formula's bound",
@@ -294,13 +286,23 @@ def _unit_row(unit: Unit) -> tuple[str, ...]:
     )
 
 
+_LETTERS: dict[Any, str] = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.INPUT: "B",
+    Op.WEIGHT: "W",
+    Op.SYNC_WAIT: "S",
+    Op.REDUCE: "R",
+}
+
+
 def timeline_lines(simulation: Simulation) -> Iterator[str]:
     """One row of letters per rank: its last instruction in each slice of the step."""
     total = simulation.iteration_s or 1.0
     rows = [["." for _ in range(TIMELINE_COLUMNS)] for _ in range(simulation.program.num_ranks)]
     for event in simulation.events():
         item = simulation.program.instructions[event.rank][event.position]
-        letter = _letter(item.op if isinstance(item, Compute) else getattr(item, "op", None))
+        letter = _LETTERS.get(getattr(item, "op", None))
         if letter is None or event.end_s <= event.start_s:
             continue
         first = int(event.start_s / total * TIMELINE_COLUMNS)
@@ -312,22 +314,6 @@ def timeline_lines(simulation: Simulation) -> Iterator[str]:
     yield f"          0{'':{TIMELINE_COLUMNS - 12}}{text.seconds(total):>12}"
     split = "  W its weight gradients" if any("W" in row for row in rows) else ""
     yield f"F forward  B backward{split}  S sync and loss  R gradient reduction  . idle"
-
-
-def _letter(op: Op | None) -> str | None:
-    match op:
-        case Op.FORWARD:
-            return "F"
-        case Op.BACKWARD | Op.INPUT:
-            return "B"
-        case Op.WEIGHT:
-            return "W"
-        case Op.SYNC_WAIT:
-            return "S"
-        case Op.REDUCE:
-            return "R"
-        case _:
-            return None
 
 
 def warn_unused(out: Output, workload: Workload) -> None:
