@@ -193,9 +193,10 @@ def compare(
         out.hint(line)
     out.grids(*comparison_grids(comparison))
     if output is not None:
-        from mmplan.report.comparison_page import write_comparison
+        from mmplan.report.comparison_page import render_comparison
+        from mmplan.schema.base import write_text
 
-        write_comparison(comparison, output)
+        write_text(output, render_comparison(comparison))
         out.text(f"wrote {output}")
     out.data([plan.model_dump(mode="json", exclude_none=True) for plan in comparison.plans])
 

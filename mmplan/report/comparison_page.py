@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mmplan.planning.compare import ComparedSetting, Comparison, Solved, evenly
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
-from mmplan.report.html.document import Section, document
-from mmplan.report.html.markup import Amount, bars
 from mmplan.report.sections.memory import in_sight, memory_plot
 from mmplan.report.sections.timelines import (
     LABEL_LENGTH,
@@ -35,7 +32,6 @@ from mmplan.report.terminal.comparison_tables import (
     setting_words,
     sweep,
 )
-from mmplan.schema.base import write_text
 from mmplan.wording import counted
 
 # Rates within this factor have ticks between powers of two, which would be one or two.
@@ -48,27 +44,18 @@ _MARKERS = "osD^vPX*<>ph"
 _DASHES = ("-", "--", "-.", ":")
 
 
-def write_comparison(comparison: Comparison, output: Path) -> None:
-    """Write the page of a comparison with details.
-
-    Raises:
-        UnfitEnvironmentError: the file cannot be written.
-    """
-    write_text(output, render_comparison(comparison))
-
-
 def render_comparison(comparison: Comparison) -> str:
-    """The page as HTML."""
+    """The page of a comparison with details, as HTML."""
     sections = (
-        Section("plans", "Plans, best first", _plans(comparison)),
-        Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
-        Section("memory", "Memory per device, predicted", _memory(comparison)),
-        Section("modules", "What each module makes of its devices", _modules(comparison)),
-        Section("devices", "More and fewer devices", _devices(comparison)),
-        Section("batches", "Other batches", _batches(comparison)),
+        markup.Section("plans", "Plans, best first", _plans(comparison)),
+        markup.Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
+        markup.Section("memory", "Memory per device, predicted", _memory(comparison)),
+        markup.Section("modules", "What each module makes of its devices", _modules(comparison)),
+        markup.Section("devices", "More and fewer devices", _devices(comparison)),
+        markup.Section("batches", "Other batches", _batches(comparison)),
     )
     shown = [section for section in sections if section.content]
-    return document(comparison.name, "mmplan comparison of plans", shown)
+    return markup.document(comparison.name, "mmplan comparison of plans", shown)
 
 
 def _plans(comparison: Comparison) -> str:
@@ -98,7 +85,7 @@ def _plans(comparison: Comparison) -> str:
 def _rate_bars(comparison: Comparison) -> str:
     """Samples per second; the baseline's bar is grey."""
     amounts = [
-        Amount(
+        markup.Amount(
             name=item.solver,
             value=item.plan.predicted.samples_per_s,
             words=f"{fmt.count(item.plan.predicted.samples_per_s)}/s, "
@@ -107,7 +94,7 @@ def _rate_bars(comparison: Comparison) -> str:
         )
         for item in comparison.best_first
     ]
-    return bars(amounts, label="Samples per second of every solver")
+    return markup.bars(amounts, label="Samples per second of every solver")
 
 
 def _timelines(comparison: Comparison) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmplan.report.explain import why_section
-from mmplan.report.html.document import Section, document
+from mmplan.report.html import markup
 from mmplan.report.sections.data import work_section
 from mmplan.report.sections.memory import memory_section
 from mmplan.report.sections.overview import overview_section
@@ -67,9 +67,9 @@ def write_report(
 def render(data: ReportData) -> str:
     """The page as HTML."""
     sections = [
-        Section(anchor, title, content(data))
+        markup.Section(anchor, title, content(data))
         for anchor, (title, content) in SECTIONS.items()
         if data.run is not None or anchor != "training"
     ]
     kind = "plan" if data.run is None else "run"
-    return document(data.plan.name, f"mmplan report of a {kind}", sections)
+    return markup.document(data.plan.name, f"mmplan report of a {kind}", sections)

@@ -67,8 +67,7 @@ def plot(
 
     Args:
         draw: gets an empty matplotlib figure.
-        width: inches; 72 CSS pixels each.
-        height: inches.
+        width: inches, as ``height``; 72 CSS pixels each.
         label: the picture's text alternative.
         prefix: makes the ids of this picture differ from those of others on the page.
     """
@@ -127,13 +126,6 @@ def plain_numbers(*both: Any) -> None:
     for axis in both:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-
-
-def whole_ticks(axis: Any) -> None:
-    """Ticks at whole numbers: there is no step 0.5."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def count_ticks(axis: Any) -> None:

@@ -14,6 +14,11 @@ from mmplan.wording import counted
 _MOST_UNITS = 12
 # Characters of a sentence's ranks.
 _MOST_RANKS = 60
+_EMULATED = (
+    "The run's computes were waits of the profile's times, its processes, messages and "
+    "reductions real. Its times test the prediction of everything but the computes; nothing "
+    "was trained."
+)
 
 
 def overview_section(data: ReportData) -> str:
@@ -23,7 +28,11 @@ def overview_section(data: ReportData) -> str:
         + markup.text("p", _what_is_planned(data.plan))
         + markup.bullets(_who_runs_what(data.plan), class_="facts")
         + markup.text("p", _times(data))
-        + (_emulation_note() if data.run and data.run.is_emulated else sharing_note(data))
+        + (
+            markup.warning("Emulated devices", _EMULATED)
+            if data.run and data.run.is_emulated
+            else sharing_note(data)
+        )
     )
 
 
@@ -164,15 +173,6 @@ def _verdict(ratio: float) -> str:
     if ratio < 1:
         return f"the run is {fmt.percent(1 / ratio - 1)} slower than predicted"
     return f"the run is {fmt.percent(1 - 1 / ratio)} faster than predicted"
-
-
-def _emulation_note() -> str:
-    text = (
-        "The run's computes were waits of the profile's times, its processes, messages and "
-        "reductions real. Its times test the prediction of everything but the computes; nothing "
-        "was trained."
-    )
-    return markup.warning("Emulated devices", text)
 
 
 def sharing_note(data: ReportData) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup
-from mmplan.report.html.markup import Amount, bars
 from mmplan.report.sections.scaling import scaling_pictures
 from mmplan.report.sections.topology import unit_colour, unit_letter
 from mmplan.report.source import ReportData
@@ -100,7 +99,7 @@ def _other_solvers(plan: Plan) -> str:
         )
     chosen_s = best_s[plan.solver.name]
     amounts = [
-        Amount(
+        markup.Amount(
             name=name,
             value=seconds,
             words=f"{fmt.seconds(seconds)}, {seconds / chosen_s - 1:+.1%}" if chosen_s else "",
@@ -109,7 +108,7 @@ def _other_solvers(plan: Plan) -> str:
         for name, seconds in sorted(best_s.items(), key=lambda pair: pair[1])
     ]
     heading = markup.text("h3", "The best plan of every solver: seconds of a step")
-    return heading + bars(amounts, label="Seconds of a step by solver")
+    return heading + markup.bars(amounts, label="Seconds of a step by solver")
 
 
 def _runners_up(plan: Plan) -> str:

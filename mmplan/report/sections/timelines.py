@@ -129,12 +129,10 @@ def timeline(
     """Rows of the given ranks, without their shortest bars where there are too many.
 
     Args:
-        title: heading of the rows.
+        title: of the :class:`StepTimeline`; also its ``name``, where none is given.
         events: complete slices, microseconds.
         ranks: rows in this order.
         most_bars: over all rows.
-        name: short title, for single bars; default the title.
-        labels: rank to its units.
     """
     by_rank: defaultdict[int, list[Bar]] = defaultdict(list)
     for event in events:
@@ -278,11 +276,9 @@ def timeline_legend() -> str:
 
 
 def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
-    """Timelines on one time axis, a row per rank, with the data for the script that zooms.
+    """Timelines with rows and a length on one time axis, with the data for the script that zooms.
 
-    Args:
-        lines: with rows and a length; there is one such picture on a page.
-        label: name for assistive technology.
+    A page has one such picture.
     """
     end_s = max(line.end_s for line in lines)
     height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17

@@ -85,11 +85,14 @@ def _picture(
     """A picture over the run's steps; ``draw`` gets its axes."""
 
     def draw_all(figure: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axes = figure.subplots()
         draw(axes)
         for segment in segments[1:]:
             axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
-        plots.whole_ticks(axes.xaxis)
+        # There is no step 0.5.
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     # Two pictures fit beside each other.
     picture = plots.plot(draw_all, width=5.4, height=2.9, label=label, prefix=prefix)

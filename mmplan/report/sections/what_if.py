@@ -11,7 +11,6 @@ from mmplan.planning.what_if import Effect, faster_links_s, replans
 from mmplan.report import numbers as fmt
 from mmplan.report.explain import best_batch
 from mmplan.report.html import markup, plots
-from mmplan.report.html.markup import Amount, bars
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -62,10 +61,10 @@ def _parts(plan: Plan, profile: Profile, effects: Sequence[Effect]) -> str:
     rest = ", ".join(name for name, gain in gains if gain < _LEAST_GAIN)
     nothing = markup.note(f"Would change nothing: {rest}.") if rest else ""
     amounts = [
-        Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
+        markup.Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
         for name, gain in shown
     ]
-    return (bars(amounts, label="What a faster part saves") if amounts else "") + nothing
+    return (markup.bars(amounts, label="What a faster part saves") if amounts else "") + nothing
 
 
 def _others(data: ReportData) -> str:
