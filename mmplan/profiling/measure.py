@@ -380,8 +380,9 @@ def _block_work(blocks: Sequence[Json]) -> list[float]:
     return [means[block["same_as"], block["flops"]] for block in blocks]
 
 
-_PHASES = ("forward_s", "backward_s", "activation_bytes")
-_MEASURED = (*_PHASES, "forward_spread_s", "backward_spread_s", "repeats")
+# Fields of a point of a loss, and of a module, as the worker measures them.
+_COSTS = ("forward_s", "backward_s", "activation_bytes")
+_MEASURED = (*_COSTS, "forward_spread_s", "backward_spread_s", "repeats")
 
 
 def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
@@ -407,7 +408,7 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
     for name in dict.fromkeys(point["loss"] for point, _ in losses):
         results = [(p, r) for p, r in losses if p["loss"] == name]
         points = tuple(
-            LossPoint(samples=point["samples"], **{key: result[key] for key in _PHASES})
+            LossPoint(samples=point["samples"], **{key: result[key] for key in _COSTS})
             for point, result in results
         )
         yield name, LossProfile(sharded=results[0][1]["sharded"], points=points)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from mmplan.planning.compare import ComparedSetting, Comparison, Solved, evenly
+from mmplan.planning.compare import ComparedSetting, Comparison, evenly
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.sections.memory import in_sight, memory_plot
@@ -46,11 +46,13 @@ _DASHES = ("-", "--", "-.", ":")
 
 def render_comparison(comparison: Comparison) -> str:
     """The page of a comparison with details, as HTML."""
+    uses = {i.solver: i.details.uses for i in comparison.best_first if i.details is not None}
+    modules = utilisation_matrix(uses) if uses else ""
     sections = (
         markup.Section("plans", "Plans, best first", _plans(comparison)),
         markup.Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
         markup.Section("memory", "Memory per device, predicted", _memory(comparison)),
-        markup.Section("modules", "What each module makes of its devices", _modules(comparison)),
+        markup.Section("modules", "What each module makes of its devices", modules),
         markup.Section("devices", "More and fewer devices", _devices(comparison)),
         markup.Section("batches", "Other batches", _batches(comparison)),
     )
@@ -144,31 +146,23 @@ def _memory(comparison: Comparison) -> str:
         return ""
     capacity = shown[0].plan.cluster.device.memory_bytes
     most = max(max(item.plan.predicted.memory_bytes) for item in shown)
-    pictures = "".join(
-        _memory_panel(item, i, capacity=capacity, most=most) for i, item in enumerate(shown)
-    )
+    pictures = ""
+    for i, item in enumerate(shown):
+        held = sorted(item.plan.predicted.memory_bytes, reverse=True)
+        picture = memory_plot(
+            held,
+            capacity,
+            prefix=f"memory{i}",
+            xlabel="devices, fullest first",
+            width=plots.PANEL_WIDTH,
+            most=most,
+        )
+        beside = markup.text("span", f" {fmt.size(held[0])} to {fmt.size(held[-1])}")
+        label = f"Memory, {item.solver}"
+        pictures += markup.panel(picture, label=label, title=item.solver, beside=beside)
     has = "dashed: the {} that it has" if in_sight(capacity, most) else "it has {}"
     text = f"Most bytes that each device holds, fullest first; {has.format(fmt.size(capacity))}."
     return markup.text("p", text) + markup.element("div", pictures, class_="grid")
-
-
-def _memory_panel(item: Solved, index: int, *, capacity: float, most: float) -> str:
-    bytes_held = sorted(item.plan.predicted.memory_bytes, reverse=True)
-    picture = memory_plot(
-        bytes_held,
-        capacity,
-        prefix=f"memory{index}",
-        xlabel="devices, fullest first",
-        width=3.6,
-        most=most,
-    )
-    beside = markup.text("span", f" {fmt.size(bytes_held[0])} to {fmt.size(bytes_held[-1])}")
-    return markup.panel(picture, label=f"Memory, {item.solver}", title=item.solver, beside=beside)
-
-
-def _modules(comparison: Comparison) -> str:
-    plans = {i.solver: i.details.uses for i in comparison.best_first if i.details is not None}
-    return utilisation_matrix(plans) if plans else ""
 
 
 def _devices(comparison: Comparison) -> str:

@@ -118,7 +118,6 @@ class ReportData:
     """Data of all sections.
 
     Attributes:
-        plan_file: the file that was read.
         profile: None where it cannot be read.
         profile_note: the reason for that, or that the profile has changed since planning.
         simulation: of the plan's step; None where it cannot be simulated.
@@ -134,7 +133,6 @@ class ReportData:
     """
 
     plan: Plan
-    plan_file: Path
     profile: Profile | None
     profile_note: str
     simulation: Simulation | None
@@ -187,7 +185,6 @@ def load_source(source: Path) -> ReportData:
     predicted, measured, notes = _timelines(simulation, fault, run)
     return ReportData(
         plan=plan,
-        plan_file=plan_file,
         profile=profile,
         profile_note=note,
         simulation=simulation,

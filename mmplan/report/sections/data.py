@@ -108,9 +108,9 @@ def histograms(data: ReportData) -> Iterator[Histogram]:
 def _stragglers(
     data: ReportData, costs: CostModel, task: str, module: str
 ) -> Iterator[tuple[str, int, float]]:
+    samples = data.plan.tasks[task].period
     for unit in data.plan.units:
         if (unit.task, unit.module) == (task, module) and unit.dp > 1:
-            samples = data.plan.tasks[task].period
             factor = costs.straggler(task=task, module=module, dp=unit.dp, samples=samples)
             yield unit.name, unit.dp, factor
 

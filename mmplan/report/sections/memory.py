@@ -36,7 +36,6 @@ class _RankPeaks:
 
     @property
     def most(self) -> float:
-        """The largest of the three."""
         return max(self.planned, self.expected or 0.0, self.measured or 0.0)
 
 

@@ -44,13 +44,10 @@ def _tiles(data: ReportData) -> str:
     ]
     measured_s = data.run.iteration_s if data.run else None
     if measured_s:
+        ratio = predicted.iteration_s / measured_s
         tiles += [
             (f"{data.time_source} iteration", fmt.seconds(measured_s), "median of the run"),
-            (
-                f"predicted / {data.time_source}",
-                f"{predicted.iteration_s / measured_s:.3g}",
-                "1 is a perfect prediction",
-            ),
+            (f"predicted / {data.time_source}", f"{ratio:.3g}", "1 is a perfect prediction"),
         ]
     tiles += [
         ("devices used", f"{predicted.devices_used} of {plan.devices}", plan.cluster.device.name),
@@ -78,13 +75,10 @@ def _what_is_planned(plan: Plan) -> str:
     modules = {name for task in plan.tasks.values() for name in task.modules}
     kind = "processes" if plan.cluster.device.is_cpu else "devices"
     where = f"{plan.devices} {kind} of cluster {plan.cluster.name}"
+    trains = f"{plan.name} trains {counted(len(modules), 'module')}"
     if len(plan.tasks) > 1:
-        return (
-            f"{plan.name} trains {counted(len(modules), 'module')} in "
-            f"{counted(len(plan.tasks), 'task')}, "
-            f"{tasks}, on {where}."
-        )
-    return f"{plan.name} trains {counted(len(modules), 'module')} on {where}, {tasks} a step."
+        return f"{trains} in {counted(len(plan.tasks), 'task')}, {tasks}, on {where}."
+    return f"{trains} on {where}, {tasks} a step."
 
 
 def _who_runs_what(plan: Plan) -> Iterator[str]:

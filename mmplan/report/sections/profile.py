@@ -109,19 +109,19 @@ def _versions(profile: Profile, fits: Fits) -> Iterator[tuple[str, ModuleProfile
 
 def _samples(module: ModuleProfile, points: Sequence[Point], direction: str) -> tuple[Sample, ...]:
     shares = running_shares(module.block_work, module.blocks)
-    return tuple(_sample(module, point, direction, shares) for point in points[:_MOST_POINTS])
 
+    def sample(point: Point) -> Sample:
+        blocks = point.blocks or module.blocks
+        work_share = shares[blocks] or 1.0
+        spread: float | None = getattr(point, f"{direction}_spread_s")
+        return Sample(
+            size=point.microbatch,
+            value_s=getattr(point, f"{direction}_s") / work_share,
+            spread_s=None if spread is None else spread / work_share,
+            scaled=blocks != module.blocks,
+        )
 
-def _sample(module: ModuleProfile, point: Point, direction: str, shares: Sequence[float]) -> Sample:
-    blocks = point.blocks or module.blocks
-    work_share = shares[blocks] or 1.0
-    spread: float | None = getattr(point, f"{direction}_spread_s")
-    return Sample(
-        size=point.microbatch,
-        value_s=getattr(point, f"{direction}_s") / work_share,
-        spread_s=None if spread is None else spread / work_share,
-        scaled=blocks != module.blocks,
-    )
+    return tuple(map(sample, points[:_MOST_POINTS]))
 
 
 def _legend(panels: Sequence[Panel]) -> str:

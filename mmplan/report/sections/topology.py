@@ -311,11 +311,8 @@ def traffic_table(data: ReportData) -> str:
         [(what, *map(_size, sizes)) for what, *sizes in rows[:_MOST_ROWS]],
         label="Bytes that travel in a step",
     )
-    return (
-        markup.text("h3", "What travels in a step")
-        + grid
-        + (markup.note(f"{more} lesser ones are left out.") if more > 0 else "")
-    )
+    note = markup.note(f"{more} lesser ones are left out.") if more > 0 else ""
+    return markup.text("h3", "What travels in a step") + grid + note
 
 
 def _size(value: float) -> str:
