@@ -28,8 +28,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmplan.commands import looking, measuring, planning
-from mmplan.commands.arguments import names
-from mmplan.commands.options import JsonOption, PlanPath, TasksOption, TimeoutOption, WorkloadOption
+from mmplan.commands.options import (
+    JsonOption,
+    PlanPath,
+    TasksOption,
+    TimeoutOption,
+    WorkloadOption,
+    names,
+)
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted

@@ -18,9 +18,13 @@ from mmlaunch.measure.points import Measurer
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.profiling import worker
-from mmplan.profiling.machine import measured_cluster
-from mmplan.profiling.measure import _block_work, _point, measure_profile
-from mmplan.profiling.rounds import in_rounds
+from mmplan.profiling.measure import (
+    _block_work,
+    _point,
+    in_rounds,
+    measure_profile,
+    measured_cluster,
+)
 from mmplan.profiling.worker import Json, ProfileSetting, ProfileState, measure_points
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.profile import Profile
@@ -499,7 +503,7 @@ def test_a_bad_moment_is_outvoted_by_later_rounds(
         wall_s = 60.0 if point["microbatch"] == 32 else 1.0
         return {"forward_s": seconds, "backward_input": inputs, "repeats": 3, "wall_s": wall_s}
 
-    monkeypatch.setattr("mmplan.profiling.rounds.measure_points", measured)
+    monkeypatch.setattr("mmplan.profiling.measure.measure_points", measured)
     points = [
         module_point("vision", 1),
         module_point("vision", 32),

@@ -7,8 +7,13 @@ from typing import Annotated
 
 import typer
 
-from mmplan.commands.arguments import check_output
-from mmplan.commands.options import JsonOption, PlanPath, PlansProfileOption, ReplanOption
+from mmplan.commands.options import (
+    JsonOption,
+    PlanPath,
+    PlansProfileOption,
+    ReplanOption,
+    check_output,
+)
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted
@@ -22,12 +27,17 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
-    from mmplan.report.terminal.show import show_profile, show_timeline
-    from mmplan.report.terminal.tables import plan_grids, workload_grids
+    from mmplan.report.terminal.tables import (
+        plan_grids,
+        profile_grids,
+        timeline_lines,
+        workload_grids,
+    )
     from mmplan.schema.load import load_any
     from mmplan.schema.plan import Plan
     from mmplan.schema.profile import Profile
     from mmplan.schema.workload import Workload
+    from mmplan.simulation.predict import simulate_plan
 
     out = Output(as_json=as_json)
     document = load_any(file)
@@ -39,9 +49,14 @@ def show(
             out.text(format_program(compile_plan(document)))
         else:
             out.grids(*plan_grids(document))
-            show_timeline(out, document, file)
+            try:
+                lines = list(timeline_lines(simulate_plan(document, file)))
+            except InvalidInputError as error:
+                out.hint(f"no timeline: {error.message}")
+            else:
+                out.text("\n".join(lines))
     elif isinstance(document, Profile):
-        show_profile(out, document)
+        out.grids(*profile_grids(document))
     elif isinstance(document, Workload):
         out.grids(*workload_grids(document))
     else:
@@ -112,8 +127,7 @@ def simulate(
     from dataclasses import asdict
 
     from mmplan.program.trace import trace_events, write_trace
-    from mmplan.report.terminal.data_tables import sampled_grid
-    from mmplan.report.terminal.tables import timeline_lines
+    from mmplan.report.terminal.tables import sampled_grid, timeline_lines
     from mmplan.schema.load import load_plan
     from mmplan.simulation.predict import plan_costs
     from mmplan.simulation.sampled_batches import sample_steps
@@ -134,7 +148,7 @@ def simulate(
     )
     sampled = None if draws == 0 else sample_steps(costs, draws=draws)
     if sampled is not None:
-        out.grid(sampled_grid(sampled, predicted_s=predicted.iteration_s))
+        out.grids(sampled_grid(sampled, predicted_s=predicted.iteration_s))
     elif draws:
         out.hint("--draws: the profile knows no data; mmplan profile --data looks at it")
     if trace is not None:

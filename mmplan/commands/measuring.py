@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mmplan.commands.arguments import check_output
-from mmplan.commands.options import ClusterOption, JsonOption, WorkloadPath
+from mmplan.commands.options import ClusterOption, JsonOption, WorkloadPath, check_output
 from mmplan.errors import InvalidInputError
 from mmplan.report.terminal.console import Output
 
@@ -38,7 +37,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Time the modules, losses and links of a workload, and fit their curves."""
-    from mmplan.report.terminal.show import show_profile, warn_unused
+    from mmplan.report.terminal.tables import profile_grids, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.workload import load_workload
@@ -70,7 +69,7 @@ def profile(
         profiled = _with_data(out, profiled, loaded, workload.parent, data_samples, state)
     save_document(profiled, output)
     state.unlink(missing_ok=True)
-    show_profile(out, profiled)
+    out.grids(*profile_grids(profiled))
     out.text(f"wrote {output}")
     out.data({"profile": str(output), "source": profiled.source, "cluster": profiled.cluster.name})
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mmplan.commands.arguments import check_output, counts, names
 from mmplan.commands.options import (
     ClusterOption,
     DevicesOption,
@@ -19,6 +18,9 @@ from mmplan.commands.options import (
     ReplanOption,
     TasksOption,
     WorkloadPath,
+    check_output,
+    counts,
+    names,
 )
 from mmplan.report.terminal.console import Output, Progress
 
@@ -73,8 +75,7 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
-    from mmplan.report.terminal.show import warn_unnamed, warn_unused
-    from mmplan.report.terminal.tables import plan_grids
+    from mmplan.report.terminal.tables import plan_grids, warn_unnamed, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -163,7 +164,7 @@ def compare(
     """Plans of several solvers side by side, best first."""
     from mmplan.planning.compare import compare as start
     from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines
-    from mmplan.report.terminal.show import warn_unnamed
+    from mmplan.report.terminal.tables import warn_unnamed
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
     from mmplan.schema.workload import load_workload
@@ -192,9 +193,10 @@ def compare(
         out.hint(line)
     out.grids(*comparison_grids(comparison))
     if output is not None:
-        from mmplan.report.comparison_page import write_comparison
+        from mmplan.report.comparison_page import render_comparison
+        from mmplan.schema.base import write_text
 
-        write_comparison(comparison, output)
+        write_text(output, render_comparison(comparison))
         out.text(f"wrote {output}")
     out.data([plan.model_dump(mode="json", exclude_none=True) for plan in comparison.plans])
 
@@ -224,7 +226,7 @@ def explain(
     costs = costs_of(document, loaded)
     step = simulated(costs.program, costs)
     reasons = reasons_of(document, loaded, step, effects, run_memory=ExpectedMemory(costs))
-    out.grid(reason_grid(document.name, reasons))
+    out.grids(reason_grid(document.name, reasons))
     changed: list[Reason] = []
     if replan:
         path = plan.parent / document.workload.path
@@ -242,7 +244,7 @@ def explain(
             *(replan_reason(document, item) for item in others),
             best_batch(document, others),
         ]
-        out.grid(reason_grid("with other settings", changed))
+        out.grids(reason_grid("with other settings", changed))
     out.data(
         {
             "reasons": [asdict(reason) for reason in reasons],

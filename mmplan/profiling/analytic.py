@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from mmplan.arrays import Floats
 from mmplan.costs.fit import fit_profile
 from mmplan.errors import InvalidInputError
-from mmplan.profiling.counting import FLOPS, BlockCount, block_parameters
+from mmplan.profiling.counting import FLOPS, block_parameters
 from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.profiling.grid import microbatch_sizes, task_difference
 from mmplan.profiling.roofline import Roofline
@@ -80,11 +80,7 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
 
 
 def _module_profile(
-    flow: TaskFlow,
-    module: str,
-    cluster: Cluster,
-    roofline: Roofline,
-    left_out: dict[str, str],
+    flow: TaskFlow, module: str, cluster: Cluster, roofline: Roofline, left_out: dict[str, str]
 ) -> ModuleProfile:
     built = flow.build(module)
     sizes = microbatch_sizes(flow.task.batch)
@@ -128,68 +124,43 @@ def _tp_candidates(built: Any, cluster: Cluster) -> list[int]:
 def _points(
     flow: TaskFlow, module: str, sizes: Sequence[int], tp: int, roofline: Roofline
 ) -> list[Point]:
-    small = flow.count_module(module, tp=tp, samples=BASE)
-    large = flow.count_module(module, tp=tp, samples=2 * BASE)
-    affine = _Growth(small, large) if _same_kernels(small, large) else None
+    small, large = (flow.count_module(module, tp=tp, samples=n) for n in (BASE, 2 * BASE))
+    is_affine = all(
+        getattr(a, phase).names == getattr(b, phase).names
+        for a, b in zip(small, large, strict=True)
+        for phase in PHASES
+    )
 
     def point(samples: int) -> Point:
-        growth = affine
-        if growth is None:
-            counts = flow.count_module(module, tp=tp, samples=samples)
-            growth = _Growth(counts, counts)
+        # Of the same kernels FLOPs and bytes are affine in samples; others are counted.
+        counts = None if is_affine else flow.count_module(module, tp=tp, samples=samples)
+        pairs = list(zip(counts or small, counts or large, strict=True))
 
         def seconds(phase: str) -> float:
-            return sum(roofline.seconds(t, tp=tp) for t in growth.tables(phase, samples))
+            tables = ((getattr(a, phase).table, getattr(b, phase).table) for a, b in pairs)
+            return sum(roofline.seconds(_affine(a, b, samples), tp=tp) for a, b in tables)
 
+        saved = sum(_affine(a.saved_bytes, b.saved_bytes, samples) for a, b in pairs)
         return Point(
             tp=tp,
             microbatch=samples,
             forward_s=seconds("forward"),
             backward_s=seconds("backward"),
             backward_input_s=seconds("backward_input"),
-            activation_bytes=growth.saved_bytes(samples),
+            activation_bytes=float(saved),
         )
 
     return [point(samples) for samples in sizes]
 
 
-def _same_kernels(small: list[BlockCount], large: list[BlockCount]) -> bool:
-    return all(
-        getattr(a, phase).names == getattr(b, phase).names
-        for a, b in zip(small, large, strict=True)
-        for phase in PHASES
-    )
-
-
-class _Growth:
-    """Blocks at any micro-batch size, from two sizes: FLOPs and bytes are affine in samples."""
-
-    def __init__(self, small: list[BlockCount], large: list[BlockCount]) -> None:
-        self._small, self._large = small, large
-
-    def tables(self, phase: str, samples: int) -> list[Floats]:
-        """One table of kernels a block."""
-        return [
-            _affine(getattr(a, phase).table, getattr(b, phase).table, samples)
-            for a, b in zip(self._small, self._large, strict=True)
-        ]
-
-    def saved_bytes(self, samples: int) -> float:
-        """Bytes kept for the backward by all blocks."""
-        pairs = zip(self._small, self._large, strict=True)
-        return float(sum(_affine(a.saved_bytes, b.saved_bytes, samples) for a, b in pairs))
-
-
 def _affine(small: Any, large: Any, samples: int) -> Any:
-    grown = small + (large - small) * ((samples - BASE) / BASE)
-    return grown.clip(min=0.0) if hasattr(grown, "clip") else max(grown, 0.0)
+    """A table or a number at a micro-batch size, from those at one and at two times ``BASE``."""
+    return np.maximum(small + (large - small) * ((samples - BASE) / BASE), 0.0)
 
 
 def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
-    sync_batch = flow.task.sync_batches.get(loss)
-    counted = [
-        (n, flow.count_loss(loss, n)) for n in microbatch_sizes(sync_batch or flow.task.batch)
-    ]
+    sizes = microbatch_sizes(flow.task.sync_batches.get(loss) or flow.task.batch)
+    counted = [(n, flow.count_loss(loss, n)) for n in sizes]
     from_modules = all(source.module is not None for source in flow.task.loss_inputs[loss])
     points = tuple(
         LossPoint(

@@ -7,7 +7,7 @@ sums over the group. Attention and RMSNorm count as one fused kernel, as acceler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -118,23 +118,17 @@ class Counter:
         # Outputs that the block that made them keeps, whatever the next one does.
         self._by_itself: set[int] = set()
 
-    def count(
-        self, call: Callable[..., CountState], inputs: Sequence[CountState]
-    ) -> tuple[BlockCount, CountState]:
+    def count(self, call: nn.Module, inputs: Sequence[CountState]) -> tuple[BlockCount, CountState]:
         """Run forward and backward of a block (or of a loss) on meta tensors.
-
-        Args:
-            call: the module.
-            inputs: its arguments; floating ones are given gradients.
 
         Returns:
             The counts, and the outputs, cut from the graph.
         """
-        inputs = [pytree.tree_map(_as_leaf, value) for value in inputs]
-        parameters = [p for p in _parameters(call) if p.requires_grad]
+        inputs = pytree.tree_map_only(Tensor, _as_leaf, list(inputs))
+        parameters = [p for p in call.parameters() if p.requires_grad]
         saved = _Saved(self._known, self._kept)
         with _Kernels(self._log), _Fused(self._log):
-            with torch.autograd.graph.saved_tensors_hooks(saved.keep, _same):
+            with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
                 outputs = call(*inputs)
             forward = self._log.take()
             backward_input = self._gradients(outputs, _floating(inputs), last=False)
@@ -147,17 +141,15 @@ class Counter:
             output_bytes=sum(map(_num_bytes, _tensors(outputs))),
         )
         self._by_itself |= {_storage(t) for t in _tensors(outputs)} & self._known
-        return count, pytree.tree_map(_cut, outputs)
+        return count, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
 
     def another(self, outputs: CountState) -> CountState:
         """Outputs like these of one more block of the same kind, kept where these are kept."""
-        return pytree.tree_map(self._copy, outputs)
+        return pytree.tree_map_only(Tensor, self._copy, outputs)
 
-    def _copy(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        copy = torch.empty_like(leaf)
-        if _storage(leaf) in self._by_itself:
+    def _copy(self, output: Tensor) -> Tensor:
+        copy = torch.empty_like(output)
+        if _storage(output) in self._by_itself:
             self._by_itself.add(_storage(copy))
             self._known.add(_storage(copy))
             self._kept.append(copy)
@@ -318,10 +310,6 @@ class _Saved:
         return tensor
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _storage(tensor: Tensor) -> int:
     return cast(Any, tensor.untyped_storage())._cdata
 
@@ -339,18 +327,8 @@ def _floating(tree: Any) -> list[Tensor]:
     return [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
 
 
-def _cut(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _as_leaf(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.detach().requires_grad_(leaf.is_floating_point())
-
-
-def _parameters(call: Callable[..., CountState]) -> list[nn.Parameter]:
-    return list(call.parameters()) if isinstance(call, nn.Module) else []
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def block_parameters(module: nn.Sequential) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any, cast
@@ -63,20 +64,14 @@ class TaskFlow:
         return fields
 
     def _on_meta(self, tree: Any) -> Any:
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return leaf.to("meta", self._dtype if leaf.is_floating_point() else None)
+        def move(leaf: Tensor) -> Tensor:
+            return leaf.to("meta", self._dtype if leaf.is_floating_point() else leaf.dtype)
 
-        return pytree.tree_map(move, tree)
+        return pytree.tree_map_only(Tensor, move, tree)
 
     def inputs(self, consumer: str, sources: Sequence[InputSource], samples: int) -> list[Any]:
-        """Arguments of a module or a loss for a micro-batch, on the meta device.
-
-        Raises:
-            InvalidInputError: a data field that the data set does not have.
-        """
-        return [resize(self._value(consumer, source), samples) for source in sources]
+        """Arguments of a module or a loss for a micro-batch, on the meta device."""
+        return [_resize(self._value(consumer, source), samples) for source in sources]
 
     def _value(self, consumer: str, source: InputSource) -> Any:
         if source.module is not None:
@@ -108,7 +103,7 @@ class TaskFlow:
         """A module on the meta device, one rank's share of it where tp is larger than 1."""
         built = build_module(self._workload, module, self._folder, device="meta").to(self._dtype)
         for block in built:
-            shard_shapes(block, tp, where=f"modules.{module}")
+            _shard_shapes(block, tp, where=f"modules.{module}")
         return built
 
     def count_module(self, module: str, *, tp: int, samples: int) -> list[BlockCount]:
@@ -156,15 +151,16 @@ class TaskFlow:
         return build_loss(self._workload, loss, self._folder, device="meta").to(self._dtype)
 
 
-def resize(tree: Any, samples: int) -> Any:
+def _resize(tree: Any, samples: int) -> Any:
     """A batch of ``BASE`` samples as one of another size; shapes only."""
 
-    def grow(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+    def grow(leaf: Tensor) -> Tensor:
+        if not leaf.dim():
             return leaf
-        return leaf.new_empty((leaf.shape[0] * samples // BASE, *leaf.shape[1:]))
+        shape = leaf.shape[0] * samples // BASE, *leaf.shape[1:]
+        return leaf.new_empty(shape)
 
-    return pytree.tree_map(grow, tree)
+    return pytree.tree_map_only(Tensor, grow, tree)
 
 
 # Numbers that layers give themselves and that change nothing of what they compute.
@@ -174,27 +170,26 @@ _SERIAL_NAMES = {"layer_idx"}
 def _kind(block: nn.Module, inputs: Sequence[Any]) -> object:
     """Equal for blocks that compute the same on inputs of the same shapes."""
     parts = [
-        (name, type(part), _settings(part), _shapes(_own_tensors(part)))
+        (
+            name,
+            type(part),
+            _settings(part),
+            _shapes([*part.parameters(recurse=False), *part.buffers(recurse=False)]),
+        )
         for name, part in cast("Iterator[tuple[str, nn.Module]]", block.named_modules())
     ]
     return tuple(parts), _shapes(inputs), str(pytree.tree_structure(inputs))
 
 
-def _own_tensors(part: nn.Module) -> list[Tensor]:
-    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-
-
 def _settings(part: nn.Module) -> tuple[Any, ...]:
     """A module's plain attributes, and which functions it was given."""
     plain = (bool, int, float, str, tuple, type(None))
-    own = [(k, v) for k, v in sorted(vars(part).items(), key=_first) if k not in _SERIAL_NAMES]
+    own = [
+        (k, v) for k, v in sorted(vars(part).items(), key=itemgetter(0)) if k not in _SERIAL_NAMES
+    ]
     values = ((k, repr(v)) for k, v in own if isinstance(v, plain))
     functions = ((k, id(v)) for k, v in own if isinstance(v, FunctionType))
     return (*values, *functions)
-
-
-def _first(item: tuple[str, Any]) -> str:
-    return item[0]
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
@@ -226,7 +221,7 @@ def _join(values: Sequence[Any]) -> Any:
     return torch.stack(list(values))
 
 
-def shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
+def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
     """Give a block's cut Linears the shapes of one rank's shards.
 
     Raises:
@@ -244,11 +239,11 @@ def shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:
         if style == "rowwise":
             linear.weight = nn.Parameter(linear.weight[:, : size // tp].detach())
             linear.in_features = size // tp
-            continue
-        linear.weight = nn.Parameter(linear.weight[: size // tp].detach())
-        linear.out_features = size // tp
-        if linear.bias is not None:
-            linear.bias = nn.Parameter(linear.bias[: size // tp].detach())
+        else:
+            linear.weight = nn.Parameter(linear.weight[: size // tp].detach())
+            linear.out_features = size // tp
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias[: size // tp].detach())
 
 
 def _cut_linears(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

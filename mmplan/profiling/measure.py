@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from mmplan.costs.fit import fit_profile
+from mmplan.costs.fit import fit_curve, fit_profile
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.processes import num_cores
 from mmplan.profiling.grid import design, microbatch_sizes, task_difference
-from mmplan.profiling.machine import measured_cluster, provenance
-from mmplan.profiling.rounds import ROUNDS, in_rounds
 from mmplan.profiling.worker import (
     Json,
     MeasuredPoints,
@@ -23,7 +23,7 @@ from mmplan.profiling.worker import (
     measure_points,
 )
 from mmplan.schema.agreement import fingerprinted
-from mmplan.schema.cluster import Cluster
+from mmplan.schema.cluster import Cluster, CollectiveLinks, Device, Link, Links
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
 
@@ -37,6 +37,11 @@ MOST_SAMPLES = 256
 _SHAPE_MICROBATCH = 8
 # Half-width of the middle half over the median, above which block times say less than FLOPs.
 _NOISY = 0.25
+# The least number with a median that one slow round does not decide.
+ROUNDS = 3
+# Longer points are means over slow and fast moments already.
+_LONG_S = 5.0
+_TIMES = ("forward_s", "backward_s", "seconds", "forward_spread_s", "backward_spread_s", "spread_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +223,79 @@ def _link_points(setting: ProfileSetting) -> list[Json]:
     ]
 
 
+# --- rounds ------------------------------------------------------------------------------
+
+
+def in_rounds(
+    setting: ProfileSetting,
+    points: Sequence[Json],
+    state: ProfileState,
+    *,
+    progress: ProgressCallback | None = None,
+    rounds: int = ROUNDS,
+) -> list[Json]:
+    """Results of all points, in order, with the median over the rounds of each time.
+
+    A machine's speed changes within seconds: repeats of a point right after each other may all
+    fall into one slow moment. Each round measures all points, in new processes. Long points, and
+    points of some blocks or of each block, are measured once: these only divide times among
+    blocks.
+
+    Raises:
+        InvalidInputError: a factory, the data or a block is wrong.
+        UnfitEnvironmentError: the device cannot be used.
+        RunFailedError: a process died; finished points stay in the state.
+    """
+    results_of: list[list[Json]] = []
+    again = list(range(len(points)))
+    for number in range(rounds):
+        todo = [points[k] | ({"round": number} if number else {}) for k in again]
+        shown = _shown(progress, number, rounds)
+        results = measure_points(setting, todo, state, progress=shown)
+        if not number:
+            results_of = [[result] for result in results]
+            again = [k for k in again if _repeats(points[k], points, results[k])]
+            continue
+        for k, result in zip(again, results, strict=True):
+            if "skipped" not in result:
+                results_of[k].append(result)
+    return [cast(Json, _median(rounds_of_point)) for rounds_of_point in results_of]
+
+
+def _shown(progress: ProgressCallback | None, number: int, rounds: int) -> ProgressCallback | None:
+    """The callback, told the number of the round too."""
+    if progress is None or rounds == 1:
+        return progress
+    return lambda done, total, left_s, text: progress(
+        done, total, left_s, f"{text} (round {number + 1} of {rounds})"
+    )
+
+
+def _repeats(point: Json, points: Sequence[Json], result: Json) -> bool:
+    """Whether further rounds measure a point again."""
+    if "skipped" in result or result.get("wall_s", 0.0) > _LONG_S:
+        return False
+    if point["kind"] != "module":
+        return point["kind"] in ("loss", "link")
+    same = (p for p in points if p["kind"] == "module" and p["module"] == point["module"])
+    return point["blocks"] == max(p["blocks"] for p in same)
+
+
+def _median(results_of: Sequence[Any]) -> Any:
+    """The first result, its times replaced by the medians of all results."""
+    first = results_of[0]
+    if len(results_of) == 1 or not isinstance(first, dict):
+        return first
+    merged: Json = {}
+    for key in cast(Json, first):
+        values = [visit[key] for visit in results_of]
+        if key in _TIMES:
+            merged[key] = statistics.median(values)
+        else:
+            merged[key] = sum(values) if key == "repeats" else _median(values)
+    return merged
+
+
 # --- the profile of the results ----------------------------------------------------------------
 
 
@@ -246,7 +324,7 @@ def _assemble(
         modules=modules,
         tasks=tasks,
         losses=dict(_loss_profiles(measured)),
-        provenance=provenance(setting, machine, described, measured),
+        provenance=_provenance(setting, machine, described, measured),
     )
 
 
@@ -302,6 +380,11 @@ def _block_work(blocks: Sequence[Json]) -> list[float]:
     return [means[block["same_as"], block["flops"]] for block in blocks]
 
 
+# Fields of a point of a loss, and of a module, as the worker measures them.
+_COSTS = ("forward_s", "backward_s", "activation_bytes")
+_MEASURED = (*_COSTS, "forward_spread_s", "backward_spread_s", "repeats")
+
+
 def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
     num = point["blocks"]
     inputs = result["backward_input"]
@@ -312,18 +395,11 @@ def _point(point: Json, result: Json, work: Sequence[float]) -> Point:
         scaled_s = inputs["seconds"] * math.fsum(work[:num]) / covered if covered else math.inf
         backward_input_s = min(scaled_s, result["backward_s"])
     return Point(
-        tp=point["tp"],
-        microbatch=point["microbatch"],
-        blocks=num,
-        forward_s=result["forward_s"],
-        backward_s=result["backward_s"],
+        **{key: point[key] for key in ("tp", "microbatch", "blocks")},
+        **{key: result[key] for key in _MEASURED},
         backward_input_s=backward_input_s,
-        activation_bytes=result["activation_bytes"],
         # Points that an older version finished lack them.
         **result.get("passing", {}),
-        forward_spread_s=result["forward_spread_s"],
-        backward_spread_s=result["backward_spread_s"],
-        repeats=result["repeats"],
     )
 
 
@@ -332,12 +408,79 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
     for name in dict.fromkeys(point["loss"] for point, _ in losses):
         results = [(p, r) for p, r in losses if p["loss"] == name]
         points = tuple(
-            LossPoint(
-                samples=point["samples"],
-                forward_s=result["forward_s"],
-                backward_s=result["backward_s"],
-                activation_bytes=result["activation_bytes"],
-            )
+            LossPoint(samples=point["samples"], **{key: result[key] for key in _COSTS})
             for point, result in results
         )
         yield name, LossProfile(sharded=results[0][1]["sharded"], points=points)
+
+
+def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredPoints) -> Cluster:
+    """This machine as a cluster of one node."""
+    cpu = setting.device == "cpu"
+    is_lone_gpu = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in measured)
+    world = max(2, setting.processes)
+    ring = {"all_reduce": 2 * (world - 1) / world, "all_gather": (world - 1) / world}
+    collectives = CollectiveLinks(
+        **{name: _link(measured, name, share) for name, share in ring.items() if not is_lone_gpu}
+    )
+    return Cluster(
+        name=f"cpu-{machine['cores']}" if cpu else f"this-machine-{setting.processes}",
+        nodes=1,
+        devices_per_node=setting.processes,
+        device=Device(
+            name=machine["name"],
+            memory_bytes=machine["memory_bytes"],
+            peak_flops=machine["peak_flops"],
+            type="cpu" if cpu else "cuda",
+        ),
+        links=Links(
+            intra_node=_link(measured, "copy" if is_lone_gpu else "p2p", 1.0),
+            intra_node_collectives=None if is_lone_gpu else collectives,
+        ),
+    )
+
+
+def _link(measured: MeasuredPoints, operation: str, share: float) -> Link:
+    """Latency and bandwidth through the sizes; ``share`` of the bytes crosses each link."""
+    sizes = [
+        (p["bytes"] * share, r["seconds"])
+        for p, r in measured
+        if p["kind"] == "link" and p["operation"] == operation
+    ]
+    curve = fit_curve([b for b, _ in sizes], [s for _, s in sizes], knots_max=0)
+    # Noise can hide the slope: then the largest transfer bounds the bandwidth.
+    largest_bytes, largest_s = max(sizes)
+    slope = curve.slopes[0] if curve.slopes[0] > 0 else largest_s / largest_bytes
+    return Link(latency_s=curve.alpha, bandwidth_bytes_per_s=1.0 / slope)
+
+
+def _provenance(
+    setting: ProfileSetting, machine: Json, described: Mapping[str, Json], measured: MeasuredPoints
+) -> dict[str, Any]:
+    """Place, conditions and versions of the measurements, and the points left out."""
+    oversubscribed = setting.device == "cpu" and setting.processes > machine["cores"]
+    busy = "more processes than cores" if oversubscribed else "every process with a core of its own"
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": setting.device,
+        "processor": machine["processor"],
+        "cores": machine["cores"],
+        "processes": setting.processes,
+        "threads": machine["threads"],
+        "conditions": f"all processes busy at the same time, {busy}",
+        "precision": setting.workload["train"]["precision"],
+        "torch": machine["torch"],
+        "clock": machine["clock"],
+        "repeat_s": setting.repeat_s,
+        "samples": setting.pool,
+        "tp_left_out": {
+            f"{name} tp {tp}": reason
+            for name, module in described.items()
+            for tp, reason in module["refused"].items()
+        },
+        "points_left_out": [
+            {key: value for key, value in point.items() if key != "kind"} | result
+            for point, result in measured
+            if "skipped" in result
+        ],
+    }

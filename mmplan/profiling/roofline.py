@@ -82,8 +82,7 @@ class Roofline:
             is_product, self.flops_per_s, self.attention_flops_per_s
         )
         if self._known.multiprocessors is not None and is_product.any():
-            products = table[is_product]
-            flops_s[is_product] = self._product_s(products)
+            flops_s[is_product] = self._product_s(table[is_product])
         return np.maximum(np.maximum(flops_s, moved_s), self.launch_s)
 
     def _product_s(self, table: Floats) -> NDArray[np.float64]:
@@ -93,7 +92,10 @@ class Roofline:
         options: list[NDArray[np.float64]] = []
         for tile_m, tile_n in self._kernels.tiles:
             tiles = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n)
-            per_flop_s = processors / self._tile_rate(tile_m, tile_n)
+            # A rate at tiles of a shape: no more than the cache can feed them.
+            flops_per_byte = 2 * tile_m * tile_n / ((tile_m + tile_n) * self._element_bytes)
+            fed = (self._known.l2_bytes_per_s or np.inf) * flops_per_byte
+            per_flop_s = processors / min(self.flops_per_s, fed)
             for splits in self._kernels.splits:
                 rounds = np.ceil(tiles * splits / processors)
                 busy_s = rounds * 2 * tile_m * tile_n * np.ceil(k / splits) * per_flop_s
@@ -101,12 +103,6 @@ class Roofline:
                 partial_s = parts * _PARTIAL_SUM_BYTES * batch * m * n / self.bytes_per_s
                 options.append(busy_s + partial_s)
         return np.maximum(np.min(options, axis=0), table[:, FLOPS] / self.flops_per_s)
-
-    def _tile_rate(self, tile_m: int, tile_n: int) -> float:
-        """FLOPs per second of the device at tiles of a shape, as its cache can feed them."""
-        flops_per_byte = 2 * tile_m * tile_n / ((tile_m + tile_n) * self._element_bytes)
-        fed = (self._known.l2_bytes_per_s or np.inf) * flops_per_byte
-        return min(self.flops_per_s, fed)
 
     def provenance(self) -> dict[str, Any]:
         """What the times stand on, for the profile."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from mmplan.planning.compare import ComparedSetting, Comparison, Solved, evenly
+from mmplan.planning.compare import ComparedSetting, Comparison, evenly
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
-from mmplan.report.html.document import Section, document
-from mmplan.report.html.markup import Amount, bars
 from mmplan.report.sections.memory import in_sight, memory_plot
 from mmplan.report.sections.timelines import (
     LABEL_LENGTH,
@@ -26,16 +23,15 @@ from mmplan.report.sections.utilisation import utilisation_matrix
 from mmplan.report.source import TraceEvent
 from mmplan.report.terminal.comparison_tables import (
     COLUMNS,
+    Axis,
     baseline_words,
     batch_axis,
-    batch_sweep,
     batch_words,
     comparison_row,
-    device_sweep,
     left_out_lines,
     setting_words,
+    sweep,
 )
-from mmplan.schema.base import write_text
 from mmplan.wording import counted
 
 # Rates within this factor have ticks between powers of two, which would be one or two.
@@ -48,27 +44,20 @@ _MARKERS = "osD^vPX*<>ph"
 _DASHES = ("-", "--", "-.", ":")
 
 
-def write_comparison(comparison: Comparison, output: Path) -> None:
-    """Write the page of a comparison with details.
-
-    Raises:
-        UnfitEnvironmentError: the file cannot be written.
-    """
-    write_text(output, render_comparison(comparison))
-
-
 def render_comparison(comparison: Comparison) -> str:
-    """The page as HTML."""
+    """The page of a comparison with details, as HTML."""
+    uses = {i.solver: i.details.uses for i in comparison.best_first if i.details is not None}
+    modules = utilisation_matrix(uses) if uses else ""
     sections = (
-        Section("plans", "Plans, best first", _plans(comparison)),
-        Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
-        Section("memory", "Memory per device, predicted", _memory(comparison)),
-        Section("modules", "What each module makes of its devices", _modules(comparison)),
-        Section("devices", "More and fewer devices", _devices(comparison)),
-        Section("batches", "Other batches", _batches(comparison)),
+        markup.Section("plans", "Plans, best first", _plans(comparison)),
+        markup.Section("timelines", "One step of each, on one time scale", _timelines(comparison)),
+        markup.Section("memory", "Memory per device, predicted", _memory(comparison)),
+        markup.Section("modules", "What each module makes of its devices", modules),
+        markup.Section("devices", "More and fewer devices", _devices(comparison)),
+        markup.Section("batches", "Other batches", _batches(comparison)),
     )
     shown = [section for section in sections if section.content]
-    return document(comparison.name, "mmplan comparison of plans", shown)
+    return markup.document(comparison.name, "mmplan comparison of plans", shown)
 
 
 def _plans(comparison: Comparison) -> str:
@@ -98,7 +87,7 @@ def _plans(comparison: Comparison) -> str:
 def _rate_bars(comparison: Comparison) -> str:
     """Samples per second; the baseline's bar is grey."""
     amounts = [
-        Amount(
+        markup.Amount(
             name=item.solver,
             value=item.plan.predicted.samples_per_s,
             words=f"{fmt.count(item.plan.predicted.samples_per_s)}/s, "
@@ -107,7 +96,7 @@ def _rate_bars(comparison: Comparison) -> str:
         )
         for item in comparison.best_first
     ]
-    return bars(amounts, label="Samples per second of every solver")
+    return markup.bars(amounts, label="Samples per second of every solver")
 
 
 def _timelines(comparison: Comparison) -> str:
@@ -157,38 +146,30 @@ def _memory(comparison: Comparison) -> str:
         return ""
     capacity = shown[0].plan.cluster.device.memory_bytes
     most = max(max(item.plan.predicted.memory_bytes) for item in shown)
-    pictures = "".join(
-        _memory_panel(item, i, capacity=capacity, most=most) for i, item in enumerate(shown)
-    )
+    pictures = ""
+    for i, item in enumerate(shown):
+        held = sorted(item.plan.predicted.memory_bytes, reverse=True)
+        picture = memory_plot(
+            held,
+            capacity,
+            prefix=f"memory{i}",
+            xlabel="devices, fullest first",
+            width=plots.PANEL_WIDTH,
+            most=most,
+        )
+        beside = markup.text("span", f" {fmt.size(held[0])} to {fmt.size(held[-1])}")
+        label = f"Memory, {item.solver}"
+        pictures += markup.panel(picture, label=label, title=item.solver, beside=beside)
     has = "dashed: the {} that it has" if in_sight(capacity, most) else "it has {}"
     text = f"Most bytes that each device holds, fullest first; {has.format(fmt.size(capacity))}."
     return markup.text("p", text) + markup.element("div", pictures, class_="grid")
 
 
-def _memory_panel(item: Solved, index: int, *, capacity: float, most: float) -> str:
-    bytes_held = sorted(item.plan.predicted.memory_bytes, reverse=True)
-    picture = memory_plot(
-        bytes_held,
-        capacity,
-        prefix=f"memory{index}",
-        xlabel="devices, fullest first",
-        width=3.6,
-        most=most,
-    )
-    beside = markup.text("span", f" {fmt.size(bytes_held[0])} to {fmt.size(bytes_held[-1])}")
-    return markup.panel(picture, label=f"Memory, {item.solver}", title=item.solver, beside=beside)
-
-
-def _modules(comparison: Comparison) -> str:
-    plans = {i.solver: i.details.uses for i in comparison.best_first if i.details is not None}
-    return utilisation_matrix(plans) if plans else ""
-
-
 def _devices(comparison: Comparison) -> str:
-    settings = device_sweep(comparison)
+    settings = sweep(comparison, "devices")
     if not settings:
         return ""
-    rates = _rates(comparison, settings, lambda setting: setting.devices)
+    rates = _rates(comparison, settings, "devices")
     efficiency = {
         solver: [(n, rate / n / (row[0][1] / row[0][0])) for n, rate in row]
         for solver, row in rates.items()
@@ -205,16 +186,17 @@ def _devices(comparison: Comparison) -> str:
             "number of devices and by the solver's own first point: 1 is linear scaling.",
         )
         + markup.element("div", pictures, class_="grid wide")
-        + _sweep_table(rates, [s.devices for s in settings], "devices")
+        + _sweep_table(rates, settings, "devices")
     )
 
 
 def _batches(comparison: Comparison) -> str:
-    settings = batch_sweep(comparison)
+    settings = sweep(comparison, "batch")
     if not settings:
         return ""
-    rates = _rates(comparison, settings, lambda setting: setting.batch)
+    rates = _rates(comparison, settings, "batch")
     axis = batch_axis(comparison)
+    picture = _curves(rates, "batch", "samples/s", "rate-batches", log=True)
     return (
         markup.text(
             "p",
@@ -223,43 +205,34 @@ def _batches(comparison: Comparison) -> str:
             "Larger batches fill pipelines and hide reductions; what they do to learning is not "
             f"said{f' ({axis})' if axis else ''}.",
         )
-        + markup.element(
-            "div",
-            _curves(rates, "batch", "samples/s", "rate-batches", log=True),
-            class_="grid wide",
-        )
-        + _sweep_table(rates, [s.batch for s in settings], "batch")
+        + markup.element("div", picture, class_="grid wide")
+        + _sweep_table(rates, settings, "batch")
     )
 
 
 Curves = dict[str, list[tuple[int, float]]]
 
 
-def _rates(
-    comparison: Comparison,
-    settings: Sequence[ComparedSetting],
-    axis: Callable[[ComparedSetting], int],
-) -> Curves:
+def _rates(comparison: Comparison, settings: Sequence[ComparedSetting], axis: Axis) -> Curves:
     """Solver to its points, in order of the settings; best solvers of the main setting first."""
-    order = [item.solver for item in comparison.best_first]
-    rates: Curves = {solver: [] for solver in order}
+    rates: Curves = {item.solver: [] for item in comparison.best_first}
     for setting in settings:
         for item in comparison.at(setting):
-            point = axis(setting), item.plan.predicted.samples_per_s
+            point = getattr(setting, axis), item.plan.predicted.samples_per_s
             rates.setdefault(item.solver, []).append(point)
     return rates
 
 
 def _curves(curves: Curves, xlabel: str, ylabel: str, prefix: str, *, log: bool) -> str:
     label = f"{ylabel} over {xlabel}; the table below says the same"
-    picture = plots.plot(
+    return plots.panel(
         partial(_draw_curves, curves=curves, xlabel=xlabel, ylabel=ylabel, log=log),
+        title=f"{ylabel} over {xlabel}",
         width=5.2,
         height=3.6,
         label=label,
         prefix=prefix,
     )
-    return markup.panel(picture, label=label, title=f"{ylabel} over {xlabel}", beside="")
 
 
 def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: bool) -> None:
@@ -290,7 +263,8 @@ def _draw_curves(figure: Any, curves: Curves, xlabel: str, ylabel: str, log: boo
     figure.legend(loc="outside right upper")
 
 
-def _sweep_table(rates: Curves, columns: Sequence[int], axis: str) -> str:
+def _sweep_table(rates: Curves, settings: Sequence[ComparedSetting], axis: Axis) -> str:
+    columns = [getattr(setting, axis) for setting in settings]
     rows = [
         (solver, *(fmt.count(dict(row)[x]) if x in dict(row) else "–" for x in columns))
         for solver, row in rates.items()

@@ -11,17 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mmplan.report.explain import why_section
-from mmplan.report.html.document import Section, document
+from mmplan.report.html import markup
 from mmplan.report.sections.data import work_section
 from mmplan.report.sections.memory import memory_section
 from mmplan.report.sections.overview import overview_section
-from mmplan.report.sections.plan_tables import (
-    provenance_section,
-    solver_section,
-    units_section,
-)
+from mmplan.report.sections.plan_tables import provenance_section, solver_section, units_section
 from mmplan.report.sections.profile import profile_section
-from mmplan.report.sections.scaling import scaling_pictures
 from mmplan.report.sections.timelines import timeline_section
 from mmplan.report.sections.topology import topology_section
 from mmplan.report.sections.training import training_section
@@ -29,11 +24,6 @@ from mmplan.report.sections.utilisation import modules_section
 from mmplan.report.sections.what_if import sensitivity_section, with_replans
 from mmplan.report.source import ReportData, load_source
 from mmplan.schema.base import write_text
-
-
-def _solver_section(data: ReportData) -> str:
-    return solver_section(data) + scaling_pictures(data)
-
 
 # Anchor to the heading and the markup below it, in the order of the page.
 SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
@@ -43,7 +33,7 @@ SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
     "why": ("Why this plan", why_section),
     "modules": ("What each module makes of its devices", modules_section),
     "sensitivity": ("What would change it", sensitivity_section),
-    "solver": ("How the plan was found", _solver_section),
+    "solver": ("How the plan was found", solver_section),
     "timelines": ("One step, predicted above measured", timeline_section),
     "training": ("Loss and iteration time", training_section),
     "memory": ("Memory per rank", memory_section),
@@ -51,8 +41,6 @@ SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
     "work": ("Work of the data", work_section),
     "provenance": ("Where this is from", provenance_section),
 }
-# Sections about runs; the page of a plan leaves them out.
-_OF_RUNS = frozenset({"training"})
 
 
 def write_report(
@@ -79,9 +67,9 @@ def write_report(
 def render(data: ReportData) -> str:
     """The page as HTML."""
     sections = [
-        Section(anchor, title, content(data))
+        markup.Section(anchor, title, content(data))
         for anchor, (title, content) in SECTIONS.items()
-        if data.run is not None or anchor not in _OF_RUNS
+        if data.run is not None or anchor != "training"
     ]
     kind = "plan" if data.run is None else "run"
-    return document(data.plan.name, f"mmplan report of a {kind}", sections)
+    return markup.document(data.plan.name, f"mmplan report of a {kind}", sections)

@@ -37,9 +37,9 @@ class StepMetrics:
     step: int
     loss: float | None
     iteration_s: float | None
-    update_s: float | None = None
-    data_s: float | None = None
-    samples_per_s: float | None = None
+    update_s: float | None
+    data_s: float | None
+    samples_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,6 @@ class ReportData:
     """Data of all sections.
 
     Attributes:
-        plan_file: the file that was read.
         profile: None where it cannot be read.
         profile_note: the reason for that, or that the profile has changed since planning.
         simulation: of the plan's step; None where it cannot be simulated.
@@ -134,7 +133,6 @@ class ReportData:
     """
 
     plan: Plan
-    plan_file: Path
     profile: Profile | None
     profile_note: str
     simulation: Simulation | None
@@ -176,7 +174,9 @@ def load_source(source: Path) -> ReportData:
                 hint="give a plan.json, or the folder that mmlaunch run wrote",
             )
         plan, run = load_plan(plan_file), _load_run(source)
-        original = _original_plan(source, run)
+        # File of the plan that the run was started with.
+        named = run.record.get("plan")
+        original = source / named if isinstance(named, str) else plan_file
     else:
         plan, run, plan_file = load_plan(source), None, source
         original = source
@@ -185,7 +185,6 @@ def load_source(source: Path) -> ReportData:
     predicted, measured, notes = _timelines(simulation, fault, run)
     return ReportData(
         plan=plan,
-        plan_file=plan_file,
         profile=profile,
         profile_note=note,
         simulation=simulation,
@@ -199,12 +198,6 @@ def load_source(source: Path) -> ReportData:
         hashes=_hashes(plan, plan_file, original, run),
         original=original,
     )
-
-
-def _original_plan(folder: Path, run: Run) -> Path:
-    """File of the plan that the run was started with."""
-    named = run.record.get("plan")
-    return folder / named if isinstance(named, str) else folder / "plan.json"
 
 
 def _load_run(folder: Path) -> Run:
@@ -269,14 +262,9 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
 def _step(line: str) -> StepMetrics | None:
     try:
         entry = json.loads(line)
-        return StepMetrics(
-            step=_count(entry["step"]),
-            loss=_finite(entry.get("loss")),
-            iteration_s=_finite(entry.get("iteration_s")),
-            update_s=_finite(entry.get("update_s")),
-            data_s=_finite(entry.get("data_s")),
-            samples_per_s=_finite(entry.get("samples_per_s")),
-        )
+        names = ("loss", "iteration_s", "update_s", "data_s", "samples_per_s")
+        values = {name: _finite(entry.get(name)) for name in names}
+        return StepMetrics(step=_count(entry["step"]), **values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

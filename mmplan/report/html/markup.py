@@ -1,4 +1,7 @@
-"""HTML and SVG elements; every text that comes from a file passes through :func:`esc`."""
+"""HTML and SVG elements, and the page around them, which loads nothing.
+
+Every text that comes from a file passes through :func:`esc`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from mmplan.wording import counted
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def esc(value: object) -> str:
@@ -36,6 +44,11 @@ def text(tag: str, content: object, **attributes: object) -> str:
 def note(content: object) -> str:
     """A sentence of explanation."""
     return text("p", content, class_="note")
+
+
+def left_out(count: int, noun: str) -> str:
+    """How many are left out: ``3 more modules are left out.``; nothing where none is."""
+    return note(f"{counted(count, f'{noun} is', f'{noun}s are')} left out.") if count > 0 else ""
 
 
 def warning(title: str, content: object) -> str:
@@ -85,9 +98,7 @@ class Markup(str):
 def _cells(row: Sequence[object], right: Sequence[bool]) -> str:
     return "".join(
         element(
-            "td",
-            cell if isinstance(cell, Markup) else esc(cell),
-            class_="r" if is_right else None,
+            "td", cell if isinstance(cell, Markup) else esc(cell), class_="r" if is_right else None
         )
         for cell, is_right in zip(row, right, strict=True)
     )
@@ -155,12 +166,7 @@ class Amount:
 
 
 def bars(amounts: Sequence[Amount], *, label: str) -> str:
-    """Bars from 0 on one scale, as a list that reads well without them.
-
-    Args:
-        amounts: values of 0 or more, in order.
-        label: name for assistive technology.
-    """
+    """Bars from 0 on one scale, as a list that reads well without them."""
     most = max(amount.value for amount in amounts) or 1.0
     items = "".join(_bar(amount, most) for amount in amounts)
     return element("ul", items, class_="bars", aria_label=label)
@@ -175,3 +181,49 @@ def _bar(amount: Amount, most: float) -> str:
         + text("span", amount.words, class_="words"),
         class_="marked" if amount.marked else None,
     )
+
+
+class Section(NamedTuple):
+    """A section of a page: its id for links, its heading, the markup below."""
+
+    anchor: str
+    title: str
+    content: str
+
+
+def document(name: str, kind: str, sections: Sequence[Section]) -> str:
+    """The page with its heading, the kind of page below it, and its sections in order."""
+    main = element("main", "".join(map(_section, sections)), id="main", tabindex=-1)
+    skip = text("a", "Skip to the content", href="#main", class_="skip")
+    script = f"<script>{_asset('timeline.js')}</script>"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"{text('title', f'{name}: {kind}')}"
+        f"<style>{_asset('page.css')}</style></head>"
+        f"<body>{skip}{_header(name, kind, sections)}{main}{script}</body></html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    title_id = f"{section.anchor}-title"
+    content = text("h2", section.title, id=title_id) + section.content
+    return element("section", content, id=section.anchor, aria_labelledby=title_id)
+
+
+def _header(name: str, kind: str, sections: Sequence[Section]) -> str:
+    links = "".join(
+        element("li", text("a", p.title.partition(",")[0], href=f"#{p.anchor}")) for p in sections
+    )
+    return element(
+        "header",
+        text("h1", name)
+        + text("p", kind, class_="kind")
+        + element("nav", element("ul", links), aria_label="Sections"),
+    )
+
+
+def _asset(name: str) -> str:
+    return files("mmplan.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmplan.report import numbers as fmt
-from mmplan.report.html.markup import esc
+from mmplan.report.html import markup
 
 # matplotlib draws with these colours; the page's style then decides what they look like.
 INK = "#010203"
@@ -29,6 +29,8 @@ _VARIABLES = {
     GREEN: "--S",
     GREY: "--M",
 }
+# Inches: three panels fit beside each other.
+PANEL_WIDTH = 3.6
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     # Ids of clip paths and markers depend on the drawing alone.
@@ -65,8 +67,7 @@ def plot(
 
     Args:
         draw: gets an empty matplotlib figure.
-        width: inches; 72 CSS pixels each.
-        height: inches.
+        width: inches, as ``height``; 72 CSS pixels each.
         label: the picture's text alternative.
         prefix: makes the ids of this picture differ from those of others on the page.
     """
@@ -81,6 +82,21 @@ def plot(
     return _inline(buffer.getvalue(), label=label, prefix=prefix)
 
 
+def panel(
+    draw: Callable[[Any], None],
+    *,
+    title: str,
+    beside: str = "",
+    width: float = PANEL_WIDTH,
+    height: float,
+    label: str,
+    prefix: str,
+) -> str:
+    """One of several small pictures, as :func:`plot` makes it, below a title and markup."""
+    picture = plot(draw, width=width, height=height, label=label, prefix=prefix)
+    return markup.panel(picture, label=label, title=title, beside=beside)
+
+
 def _inline(document: str, *, label: str, prefix: str) -> str:
     body = document[document.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
@@ -93,7 +109,7 @@ def _inline(document: str, *, label: str, prefix: str) -> str:
     for colour, variable in _VARIABLES.items():
         body = body.replace(colour, f"var({variable})")
     body = re.sub(r"\s*\n\s*", "\n", body)
-    return body.replace("<svg", f'<svg class="plot" role="img" aria-label="{esc(label)}"', 1)
+    return body.replace("<svg", f'<svg class="plot" role="img" aria-label="{markup.esc(label)}"', 1)
 
 
 def powers_of_two(axes: Any, ticks: Sequence[float]) -> None:
@@ -110,13 +126,6 @@ def plain_numbers(*both: Any) -> None:
     for axis in both:
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(NullLocator())
-
-
-def whole_ticks(axis: Any) -> None:
-    """Ticks at whole numbers: there is no step 0.5."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
 
 
 def count_ticks(axis: Any) -> None:

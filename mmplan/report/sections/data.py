@@ -12,17 +12,13 @@ from numpy.typing import NDArray
 from mmplan.costs.cost_model import CostModel
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.report.terminal.data_tables import subset
-from mmplan.schema.profile import DataWork, Profile
-from mmplan.wording import counted
+from mmplan.report.terminal.tables import subset
+from mmplan.schema.profile import Profile
 
 # Each picture weighs some 10 kB.
 MOST_PICTURES = 40
 # More different values share even bins.
 _BINS = 24
-# Inches: three pictures fit beside each other.
-_WIDTH = 3.6
-_HEIGHT = 2.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +44,14 @@ class Histogram:
     @property
     def caption(self) -> str:
         """What the picture shows, in figures."""
-        parts = [
-            f"mean {self.mean:.3g}",
-            f"99% of the samples up to {self.p99:.2f} × mean, the largest "
-            f"{float(self.relative.max()):.2f} ×",
-        ]
-        parts += [
-            f"the busiest of {unit}'s {dp} replicas {factor:.3f} ×"
+        replicas = "".join(
+            f"; the busiest of {unit}'s {dp} replicas {factor:.3f} ×"
             for unit, dp, factor in self.stragglers
-        ]
-        return "; ".join(parts)
+        )
+        return (
+            f"mean {self.mean:.3g}; 99% of the samples up to {self.p99:.2f} × mean, the largest "
+            f"{float(self.relative.max()):.2f} ×{replicas}"
+        )
 
 
 def work_section(data: ReportData) -> str:
@@ -72,15 +66,9 @@ def work_section(data: ReportData) -> str:
         )
     items = list(histograms(data))
     pictures = "".join(_picture(item, index) for index, item in enumerate(items[:MOST_PICTURES]))
-    left_out = len(items) - MOST_PICTURES
-    note = (
-        markup.note(f"{counted(left_out, 'more module is', 'more modules are')} left out.")
-        if left_out > 0
-        else ""
-    )
     return (
         "".join(markup.text("p", line) for line in _sentences(profile, data))
-        + note
+        + markup.left_out(len(items) - MOST_PICTURES, "more module")
         + markup.element("div", pictures, class_="grid")
     )
 
@@ -111,39 +99,32 @@ def histograms(data: ReportData) -> Iterator[Histogram]:
         for module in work.work:
             yield Histogram(
                 title=f"{task}.{module}" if len(profile.data) > 1 else module,
-                relative=_relative(work, module),
+                relative=np.array(work.work[module]) / np.mean(work.work[module]),
                 mean=float(np.mean(work.work[module])),
                 stragglers=tuple(_stragglers(data, costs, task, module)),
             )
 
 
-def _relative(work: DataWork, module: str) -> NDArray[np.float64]:
-    values = np.array(work.work[module])
-    return values / values.mean()
-
-
 def _stragglers(
     data: ReportData, costs: CostModel, task: str, module: str
 ) -> Iterator[tuple[str, int, float]]:
+    samples = data.plan.tasks[task].period
     for unit in data.plan.units:
         if (unit.task, unit.module) == (task, module) and unit.dp > 1:
-            samples = data.plan.tasks[task].period
             factor = costs.straggler(task=task, module=module, dp=unit.dp, samples=samples)
             yield unit.name, unit.dp, factor
 
 
 def _picture(item: Histogram, index: int) -> str:
     label = f"{item.title}: how many samples are how much work; {item.caption}"
-    picture = plots.plot(
+    return plots.panel(
         lambda figure: _draw(figure, item),
-        width=_WIDTH,
-        height=_HEIGHT,
+        title=item.title,
+        beside=markup.text("div", item.caption),
+        height=2.4,
         label=label,
         prefix=f"work{index}",
     )
-    caption = markup.text("strong", item.title) + markup.text("div", item.caption)
-    figcaption = markup.element("figcaption", caption)
-    return markup.element("figure", figcaption + markup.scroller(picture, label=label))
 
 
 def _draw(figure: Any, item: Histogram) -> None:

@@ -36,7 +36,6 @@ class _RankPeaks:
 
     @property
     def most(self) -> float:
-        """The largest of the three."""
         return max(self.planned, self.expected or 0.0, self.measured or 0.0)
 
 
@@ -148,7 +147,7 @@ def memory_plot(
     Args:
         sizes: bytes, in the order of the axis.
         capacity: of a device, bytes.
-        prefix: of the picture's ids.
+        prefix: see :func:`mmplan.report.html.plots.plot`.
         xlabel: name of the axis of devices.
         width: inches.
         most: upper end of the scale, bytes; default the largest size.

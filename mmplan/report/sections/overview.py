@@ -14,6 +14,11 @@ from mmplan.wording import counted
 _MOST_UNITS = 12
 # Characters of a sentence's ranks.
 _MOST_RANKS = 60
+_EMULATED = (
+    "The run's computes were waits of the profile's times, its processes, messages and "
+    "reductions real. Its times test the prediction of everything but the computes; nothing "
+    "was trained."
+)
 
 
 def overview_section(data: ReportData) -> str:
@@ -23,7 +28,11 @@ def overview_section(data: ReportData) -> str:
         + markup.text("p", _what_is_planned(data.plan))
         + markup.bullets(_who_runs_what(data.plan), class_="facts")
         + markup.text("p", _times(data))
-        + (_emulation_note() if data.run and data.run.is_emulated else sharing_note(data))
+        + (
+            markup.warning("Emulated devices", _EMULATED)
+            if data.run and data.run.is_emulated
+            else sharing_note(data)
+        )
     )
 
 
@@ -35,13 +44,10 @@ def _tiles(data: ReportData) -> str:
     ]
     measured_s = data.run.iteration_s if data.run else None
     if measured_s:
+        ratio = predicted.iteration_s / measured_s
         tiles += [
             (f"{data.time_source} iteration", fmt.seconds(measured_s), "median of the run"),
-            (
-                f"predicted / {data.time_source}",
-                f"{predicted.iteration_s / measured_s:.3g}",
-                "1 is a perfect prediction",
-            ),
+            (f"predicted / {data.time_source}", f"{ratio:.3g}", "1 is a perfect prediction"),
         ]
     tiles += [
         ("devices used", f"{predicted.devices_used} of {plan.devices}", plan.cluster.device.name),
@@ -69,13 +75,10 @@ def _what_is_planned(plan: Plan) -> str:
     modules = {name for task in plan.tasks.values() for name in task.modules}
     kind = "processes" if plan.cluster.device.is_cpu else "devices"
     where = f"{plan.devices} {kind} of cluster {plan.cluster.name}"
+    trains = f"{plan.name} trains {counted(len(modules), 'module')}"
     if len(plan.tasks) > 1:
-        return (
-            f"{plan.name} trains {counted(len(modules), 'module')} in "
-            f"{counted(len(plan.tasks), 'task')}, "
-            f"{tasks}, on {where}."
-        )
-    return f"{plan.name} trains {counted(len(modules), 'module')} on {where}, {tasks} a step."
+        return f"{trains} in {counted(len(plan.tasks), 'task')}, {tasks}, on {where}."
+    return f"{trains} on {where}, {tasks} a step."
 
 
 def _who_runs_what(plan: Plan) -> Iterator[str]:
@@ -109,9 +112,10 @@ def _unit_sentence(unit: Unit) -> str:
     first, last = unit.blocks[0][0], unit.blocks[-1][1]
     blocks = f"blocks [{first}, {last})"
     what = blocks if unit.name == unit.module else f"{blocks} of module {unit.module}"
+    sizes = fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" or ", rest="others")
     return (
         f"{unit.name} ({what}) runs in {', '.join(parts)} on {_ranks(unit.all_ranks)}: "
-        f"{_shares(unit)} a step, in micro-batches of {_sizes(unit)} a round "
+        f"{_shares(unit)} a step, in micro-batches of {sizes} a round "
         f"({unit.schedule.kind} order)."
     )
 
@@ -120,10 +124,6 @@ def _shares(unit: Unit) -> str:
     if len(set(unit.samples)) == 1:
         return counted(unit.samples[0], "sample") + (" each" if unit.dp > 1 else "")
     return f"{fmt.repeated(unit.samples)} samples, replica by replica,"
-
-
-def _sizes(unit: Unit) -> str:
-    return fmt.first_of(fmt.microbatch_sizes(unit), 4, separator=" or ", rest="others")
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -167,15 +167,6 @@ def _verdict(ratio: float) -> str:
     if ratio < 1:
         return f"the run is {fmt.percent(1 / ratio - 1)} slower than predicted"
     return f"the run is {fmt.percent(1 - 1 / ratio)} faster than predicted"
-
-
-def _emulation_note() -> str:
-    text = (
-        "The run's computes were waits of the profile's times, its processes, messages and "
-        "reductions real. Its times test the prediction of everything but the computes; nothing "
-        "was trained."
-    )
-    return markup.warning("Emulated devices", text)
 
 
 def sharing_note(data: ReportData) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup
-from mmplan.report.html.markup import Amount, bars
+from mmplan.report.sections.scaling import scaling_pictures
 from mmplan.report.sections.topology import unit_colour, unit_letter
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan, Unit
@@ -54,7 +54,7 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
 
 
 def solver_section(data: ReportData) -> str:
-    """Objective, bound, gap, what the solver notes, and the runners-up."""
+    """Objective, bound, gap, what the solver notes, the runners-up, and the curves of MetaOps."""
     plan, solver = data.plan, data.plan.solver
     rows = [
         ("solver", f"{solver.name} ({solver.method}), {fmt.seconds(solver.seconds)}"),
@@ -82,6 +82,7 @@ def solver_section(data: ReportData) -> str:
         + (markup.bullets(solver.notes) if solver.notes else "")
         + _other_solvers(plan)
         + _runners_up(plan)
+        + scaling_pictures(data)
     )
 
 
@@ -98,7 +99,7 @@ def _other_solvers(plan: Plan) -> str:
         )
     chosen_s = best_s[plan.solver.name]
     amounts = [
-        Amount(
+        markup.Amount(
             name=name,
             value=seconds,
             words=f"{fmt.seconds(seconds)}, {seconds / chosen_s - 1:+.1%}" if chosen_s else "",
@@ -107,7 +108,7 @@ def _other_solvers(plan: Plan) -> str:
         for name, seconds in sorted(best_s.items(), key=lambda pair: pair[1])
     ]
     heading = markup.text("h3", "The best plan of every solver: seconds of a step")
-    return heading + bars(amounts, label="Seconds of a step by solver")
+    return heading + markup.bars(amounts, label="Seconds of a step by solver")
 
 
 def _runners_up(plan: Plan) -> str:

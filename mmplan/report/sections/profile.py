@@ -11,16 +11,13 @@ from mmplan.costs.fit import fit_profile
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.schema.cluster import CollectiveLinks, Link
+from mmplan.schema.cluster import Link
 from mmplan.schema.profile import Curve, Fits, ModuleProfile, Point, Profile
 
 # Each picture weighs some 20 kB.
 MOST_PICTURES = 60
 # Points of a picture: a profile written by hand may have more.
 _MOST_POINTS = 400
-# Inches: three pictures fit beside each other.
-_WIDTH = 3.6
-_HEIGHT = 3.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,19 +109,19 @@ def _versions(profile: Profile, fits: Fits) -> Iterator[tuple[str, ModuleProfile
 
 def _samples(module: ModuleProfile, points: Sequence[Point], direction: str) -> tuple[Sample, ...]:
     shares = running_shares(module.block_work, module.blocks)
-    return tuple(_sample(module, point, direction, shares) for point in points[:_MOST_POINTS])
 
+    def sample(point: Point) -> Sample:
+        blocks = point.blocks or module.blocks
+        work_share = shares[blocks] or 1.0
+        spread: float | None = getattr(point, f"{direction}_spread_s")
+        return Sample(
+            size=point.microbatch,
+            value_s=getattr(point, f"{direction}_s") / work_share,
+            spread_s=None if spread is None else spread / work_share,
+            scaled=blocks != module.blocks,
+        )
 
-def _sample(module: ModuleProfile, point: Point, direction: str, shares: Sequence[float]) -> Sample:
-    blocks = point.blocks or module.blocks
-    work_share = shares[blocks] or 1.0
-    spread: float | None = getattr(point, f"{direction}_spread_s")
-    return Sample(
-        size=point.microbatch,
-        value_s=getattr(point, f"{direction}_s") / work_share,
-        spread_s=None if spread is None else spread / work_share,
-        scaled=blocks != module.blocks,
-    )
+    return tuple(map(sample, points[:_MOST_POINTS]))
 
 
 def _legend(panels: Sequence[Panel]) -> str:
@@ -146,15 +143,14 @@ def _legend(panels: Sequence[Panel]) -> str:
 
 def _panel_picture(panel: Panel, source: str, index: int) -> str:
     label = f"{panel.title}: {source} points and fitted curves"
-    picture = plots.plot(
+    return plots.panel(
         lambda figure: _draw(figure, panel),
-        width=_WIDTH,
-        height=_HEIGHT,
+        title=panel.title,
+        beside=markup.text("span", source, class_=f"tag {source}"),
+        height=3.1,
         label=label,
         prefix=f"fit{index}",
     )
-    beside = markup.text("span", source, class_=f"tag {source}")
-    return markup.panel(picture, label=label, title=panel.title, beside=beside)
 
 
 def _draw(figure: Any, panel: Panel) -> None:
@@ -164,7 +160,6 @@ def _draw(figure: Any, panel: Panel) -> None:
     pairs = (panel.forward, panel.backward)
     values = [s.value_s for _, samples in pairs for s in samples]
     factor, unit = plots.time_unit(values)
-    logarithmic = _spans_decades(pairs)
     for (curve, samples), colour, marker, line in (
         (panel.forward, plots.BLUE, "o", "-"),
         (panel.backward, plots.RED, "s", "--"),
@@ -174,7 +169,7 @@ def _draw(figure: Any, panel: Panel) -> None:
         _draw_residuals(lower, curve, samples, colour, marker)
         for knot in curve.knots:
             upper.axvline(knot, color=colour, linestyle=":", linewidth=1)
-    if logarithmic:
+    if _spans_decades(pairs):
         upper.set_xscale("log", base=2)
         upper.set_yscale("log")
         upper.set_ylim(min(values) * factor / 1.6, max(values) * factor * 1.6)
@@ -274,12 +269,15 @@ def _fit_table(panels: Sequence[Panel], source: str) -> str:
 
 def _links(profile: Profile) -> str:
     links = profile.cluster.links
-    named: list[tuple[str, Link | None]] = [
-        ("inside a node, point to point", links.intra_node),
-        *_collective_links("inside a node", links.intra_node_collectives),
-        ("between nodes (a node's), point to point", links.inter_node),
-        *_collective_links("between nodes", links.inter_node_collectives),
-    ]
+    named: dict[str, Link | None] = {}
+    for where, whose, link, collectives in (
+        ("inside a node", "", links.intra_node, links.intra_node_collectives),
+        ("between nodes", " (a node's)", links.inter_node, links.inter_node_collectives),
+    ):
+        named[f"{where}{whose}, point to point"] = link
+        if collectives is not None:
+            named[f"{where}, all-reduce"] = collectives.all_reduce
+            named[f"{where}, all-gather"] = collectives.all_gather
     rows = [
         (
             name,
@@ -287,16 +285,10 @@ def _links(profile: Profile) -> str:
             f"{fmt.size(link.bandwidth_bytes_per_s)}/s",
             profile.source,
         )
-        for name, link in named
+        for name, link in named.items()
         if link is not None
     ]
-    grid = markup.table(
-        ("link", ">latency", ">bandwidth", "from a profile that is"), rows, label="Links"
+    columns = ("link", ">latency", ">bandwidth", "from a profile that is")
+    return markup.text("h3", f"Links of {profile.cluster.name}") + markup.table(
+        columns, rows, label="Links"
     )
-    return markup.text("h3", f"Links of {profile.cluster.name}") + grid
-
-
-def _collective_links(where: str, links: CollectiveLinks | None) -> list[tuple[str, Link | None]]:
-    if links is None:
-        return []
-    return [(f"{where}, all-reduce", links.all_reduce), (f"{where}, all-gather", links.all_gather)]

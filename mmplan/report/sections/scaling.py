@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,11 @@ import numpy as np
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.schema.plan import Plan, ScalingCurve
+from mmplan.schema.plan import ScalingCurve
 from mmplan.solvers.mpsp.bounds import curve as convex_curve
-from mmplan.wording import counted
 
 # Each picture weighs some 15 kB.
 _MOST_PICTURES = 40
-# Inches: three pictures fit beside each other.
-_WIDTH = 3.6
-_HEIGHT = 2.6
 # Points of the drawn line between its corners.
 _STEPS = 80
 # A corner lies above the line between its neighbours by more than this factor.
@@ -32,12 +29,13 @@ def scaling_pictures(data: ReportData) -> str:
     curves = data.plan.solver.curves
     if not curves:
         return ""
-    used = _counts_used(data.plan)
+    used: defaultdict[str, set[int]] = defaultdict(set)
+    for unit in data.plan.units:
+        used[f"{unit.task}.{unit.module}"].add(unit.tp * unit.dp)
     pictures = "".join(
-        _picture(curve, used.get(curve.name, ()), i)
+        _picture(curve, sorted(used[curve.name]), i)
         for i, curve in enumerate(curves[:_MOST_PICTURES])
     )
-    more = len(curves) - _MOST_PICTURES
     return (
         markup.text("h3", "Scalability of every MetaOp")
         + markup.text(
@@ -47,12 +45,14 @@ def scaling_pictures(data: ReportData) -> str:
             "changing between two numbers of devices can do (the concave envelope of the speed, "
             "which the bound stands on).",
         )
-        + _legend()
-        + (
-            markup.note(f"{counted(more, 'more MetaOp is', 'more MetaOps are')} left out.")
-            if more > 0
-            else ""
+        + markup.legend(
+            (
+                ('<span class="key dot kF"></span>', "circle: allowed number of devices"),
+                ('<span class="key dot kB"></span>', "square: the plan's slices run on so many"),
+                ('<span class="key dotted"></span>', "dotted: break of the envelope"),
+            )
         )
+        + markup.left_out(len(curves) - _MOST_PICTURES, "more MetaOp")
         + markup.element("div", pictures, class_="grid")
     )
 
@@ -86,41 +86,22 @@ def envelope_s(curve: ScalingCurve, devices: float) -> float:
     return 1 / float(speed)
 
 
-def _counts_used(plan: Plan) -> Mapping[str, Sequence[int]]:
-    """Per MetaOp, the numbers of devices that its slices run on."""
-    used: dict[str, set[int]] = {}
-    for unit in plan.units:
-        used.setdefault(f"{unit.task}.{unit.module}", set()).add(unit.tp * unit.dp)
-    return {name: sorted(counts) for name, counts in used.items()}
-
-
-def _legend() -> str:
-    return markup.legend(
-        [
-            ('<span class="key dot kF"></span>', "circle: allowed number of devices"),
-            ('<span class="key dot kB"></span>', "square: the plan's slices run on so many"),
-            ('<span class="key dotted"></span>', "dotted: break of the envelope"),
-        ]
-    )
-
-
 def _picture(curve: ScalingCurve, used: Sequence[int], index: int) -> str:
     breaks = [f"{n:g}" for n in envelope(curve)[0]]
     shown = fmt.first_of(breaks, _MOST_BREAKS, separator=", ", rest="...")
     label = f"{curve.name}: seconds on each number of devices; breaks at {shown}"
-    picture = plots.plot(
+    return plots.panel(
         lambda figure: _draw(figure, curve, used),
-        width=_WIDTH,
-        height=_HEIGHT,
+        title=curve.name,
+        beside=markup.text("span", f" breaks at {shown}"),
+        height=2.6,
         label=label,
         prefix=f"scaling{index}",
     )
-    beside = markup.text("span", f" breaks at {shown}")
-    return markup.panel(picture, label=label, title=curve.name, beside=beside)
 
 
 def _draw(figure: Any, curve: ScalingCurve, used: Sequence[int]) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     axes = figure.subplots()
     factor, unit = plots.time_unit(curve.seconds)
@@ -144,6 +125,5 @@ def _draw(figure: Any, curve: ScalingCurve, used: Sequence[int]) -> None:
     axes.set_ylim(ends[0] / 1.3, ends[1] * 1.3)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
+    plots.plain_numbers(axes.yaxis)
     axes.set(xlabel="devices", ylabel=f"time of a step ({unit})")

@@ -129,12 +129,10 @@ def timeline(
     """Rows of the given ranks, without their shortest bars where there are too many.
 
     Args:
-        title: heading of the rows.
+        title: of the :class:`StepTimeline`; also its ``name``, where none is given.
         events: complete slices, microseconds.
         ranks: rows in this order.
         most_bars: over all rows.
-        name: short title, for single bars; default the title.
-        labels: rank to its units.
     """
     by_rank: defaultdict[int, list[Bar]] = defaultdict(list)
     for event in events:
@@ -165,8 +163,7 @@ def chosen_ranks(ranks: Sequence[int], first: Sequence[int], *, most: int) -> tu
     return tuple(sorted(list(order)[:most]))
 
 
-def seconds_by_kind(row: Row) -> dict[str, float]:
-    """Seconds of each kind in a rank's step."""
+def _seconds_by_kind(row: Row) -> dict[str, float]:
     totals = dict.fromkeys(KINDS, 0.0)
     for bar in row.bars:
         totals[bar.kind] += bar.end_s - bar.start_s
@@ -212,7 +209,13 @@ def _blocks(arguments: dict[str, Any]) -> str:
 def timeline_section(data: ReportData) -> str:
     """Both timelines on one time axis, a row per rank."""
     lines = _timelines(data)
-    notes = "".join(markup.note(text) for text in (*data.timeline_notes, *_typical(data, lines)))
+    notes = "".join(map(markup.note, data.timeline_notes))
+    median_s = data.run.iteration_s if data.run else None
+    if median_s and data.measured:
+        notes += markup.note(
+            f"The {data.time_source} step shown took {fmt.seconds(lines[-1].end_s)}; "
+            f"the median of the run is {fmt.seconds(median_s)}."
+        )
     if data.run is None:
         notes += markup.note("Measured rows appear in the report of a run's folder.")
     shown = [line for line in lines if line.rows and line.end_s > 0]
@@ -225,16 +228,6 @@ def timeline_section(data: ReportData) -> str:
         + _thinned(shown)
         + _totals(shown, data.plan)
     )
-
-
-def _typical(data: ReportData, lines: Sequence[StepTimeline]) -> Iterator[str]:
-    """The shown step beside the median of the run."""
-    median_s = data.run.iteration_s if data.run else None
-    if median_s and data.measured:
-        yield (
-            f"The {data.time_source} step shown took {fmt.seconds(lines[-1].end_s)}; "
-            f"the median of the run is {fmt.seconds(median_s)}."
-        )
 
 
 def _timelines(data: ReportData) -> list[StepTimeline]:
@@ -283,11 +276,9 @@ def timeline_legend() -> str:
 
 
 def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
-    """Timelines on one time axis, a row per rank, with the data for the script that zooms.
+    """Timelines with rows and a length on one time axis, with the data for the script that zooms.
 
-    Args:
-        lines: with rows and a length; there is one such picture on a page.
-        label: name for assistive technology.
+    A page has one such picture.
     """
     end_s = max(line.end_s for line in lines)
     height = 26 if sum(len(line.rows) for line in lines) <= 24 else 17
@@ -301,7 +292,8 @@ def timeline_picture(lines: Sequence[StepTimeline], *, label: str) -> str:
         for row in line.rows:
             units = line.labels.get(row.rank, "")
             drawn.append(_row(row, units, y, height, end_s, banded=len(rows) % 2 == 0))
-            rows.append(_row_data(line, row, y, end_s, strings))
+            bars = [_packed(bar, end_s, strings) for bar in row.bars]
+            rows.append({"y": y, "label": f"{line.name}, rank {row.rank}", "bars": bars})
             y += height
         # After the rows: the line that ends the step lies on top of them.
         drawn.append(heading)
@@ -333,17 +325,6 @@ _SCRIPT_CONSTANTS: dict[str, object] = {
     "gap": _GAP,
     "kinds": KINDS,
 }
-
-
-def _row_data(
-    line: StepTimeline, row: Row, y: float, end_s: float, strings: dict[str, int]
-) -> dict[str, object]:
-    """A row for the script; names of its bars are added to ``strings``."""
-    return {
-        "y": y,
-        "label": f"{line.name}, rank {row.rank}",
-        "bars": [_packed(bar, end_s, strings) for bar in row.bars],
-    }
 
 
 _BUTTONS = (
@@ -424,9 +405,8 @@ def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded:
         )
         if width >= _LABEL_WIDTH and bar.kind in _LABELLED:
             middle = y + (top + share / 2) * height + 3.5
-            names.append(
-                f'<text x="{x + width / 2:.1f}" y="{middle:.1f}">{markup.esc(_short(bar))}</text>'
-            )
+            short = bar.kind if bar.microbatch is None else f"{bar.kind}{bar.microbatch}"
+            names.append(f'<text x="{x + width / 2:.1f}" y="{middle:.1f}">{short}</text>')
     band = markup.element(
         "rect", x=0, y=y, width=WIDTH, height=height, class_="band" if banded else "no-band"
     )
@@ -440,12 +420,11 @@ def _row(row: Row, label: str, y: float, height: float, end_s: float, *, banded:
     return markup.element("g", band + bars + name, class_="row")
 
 
-def _short(bar: Bar) -> str:
-    return bar.kind if bar.microbatch is None else f"{bar.kind}{bar.microbatch}"
-
-
 def _packed(bar: Bar, end_s: float, strings: dict[str, int]) -> list[object]:
-    """A bar for the script: start, length (ticks), kind, name, what, micro-batch, samples."""
+    """A bar for the script: start, length (ticks), kind, name, what, micro-batch, samples.
+
+    Names are places in ``strings``, to which new ones are added.
+    """
     scale = _TICKS / end_s
     packed: list[object] = [
         round(bar.start_s * scale),
@@ -492,13 +471,15 @@ def _thinned(lines: Sequence[StepTimeline]) -> str:
 
 def _totals(lines: Sequence[StepTimeline], plan: Plan) -> str:
     """Where the time of every rank goes, as a table."""
-    kinds = [kind for kind in KINDS if any(seconds_by_kind(r)[kind] for x in lines for r in x.rows)]
+    kinds = [
+        kind for kind in KINDS if any(_seconds_by_kind(r)[kind] for x in lines for r in x.rows)
+    ]
     rows: list[list[object]] = []
     labels = rank_labels(plan)
     for index, first in enumerate(lines[0].rows):
         for line in lines:
             row = line.rows[index]
-            spent = seconds_by_kind(row)
+            spent = _seconds_by_kind(row)
             idle_s = max(0.0, line.end_s - sum(spent.values()))
             cells = [fmt.seconds(spent[kind]) for kind in kinds]
             name = line.name.lower()

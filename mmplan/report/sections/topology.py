@@ -68,11 +68,6 @@ class _Assignment:
             f"stage {self.stage + 1} of {self.unit.pp}, tp index {self.tp_index} of {self.unit.tp}"
         )
 
-    @property
-    def letter(self) -> str:
-        """The unit's letter in small cells: A, B, ..., A1, ..."""
-        return unit_letter(self.index)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
@@ -93,7 +88,7 @@ class _Layout:
 
 
 def unit_letter(index: int) -> str:
-    """A short name for the unit at a position of the plan."""
+    """A short name for the unit at a position of the plan: A, B, ..., A1, ..."""
     return chr(ord("A") + index % 26) + (str(index // 26) if index >= 26 else "")
 
 
@@ -151,20 +146,18 @@ def _unit_legend(plan: Plan, assignments: dict[int, list[_Assignment]]) -> str:
 
 def _links(plan: Plan) -> str:
     cluster = plan.cluster
-    links = cluster.links
-    inside = links.intra_node
-    parts = [
+    inside, between = cluster.links.intra_node, cluster.links.inter_node
+    text = (
         f"Cluster {cluster.name}, {cluster.device.name}, "
         f"{fmt.size(cluster.device.memory_bytes)} a device. Inside a node: "
         f"{fmt.size(inside.bandwidth_bytes_per_s)}/s after {fmt.seconds(inside.latency_s)}."
-    ]
-    if cluster.nodes > 1 and links.inter_node:
-        between = links.inter_node
-        parts.append(
-            f"Between nodes: {fmt.size(between.bandwidth_bytes_per_s)}/s a node after "
+    )
+    if cluster.nodes > 1 and between:
+        text += (
+            f" Between nodes: {fmt.size(between.bandwidth_bytes_per_s)}/s a node after "
             f"{fmt.seconds(between.latency_s)}."
         )
-    return " ".join(parts)
+    return text
 
 
 def _drawing(plan: Plan, assignments: dict[int, list[_Assignment]], shown: int) -> str:
@@ -199,23 +192,15 @@ def _layout(plan: Plan, assignments: dict[int, list[_Assignment]], most_on_node:
     most_units = max(map(len, assignments.values()))
     if plan.devices > _DETAILED_DEVICES:
         columns = min(most_on_node, 16)
-        return _Layout(
-            cell_width=30,
-            cell_height=17 + 15 * min(most_units, 4),
-            columns=columns,
-            rows=-(-most_on_node // columns),
-        )
-    columns = min(most_on_node, 7 if most_on_node % 7 == 0 else 8 if most_on_node > 6 else 6)
-    longest = max(
-        max(map(len, assignment.lines)) for row in assignments.values() for assignment in row
-    )
-    widest = (_PAGE_WIDTH - 2 * _MARGIN) / columns
-    return _Layout(
-        cell_width=max(96.0, min(widest, 7.0 * longest + 26, 190.0)),
-        cell_height=26 + 38 * min(most_units, 6),
-        columns=columns,
-        rows=-(-most_on_node // columns),
-    )
+        width, height = 30.0, 17 + 15 * min(most_units, 4)
+    else:
+        columns = min(most_on_node, 7 if most_on_node % 7 == 0 else 8 if most_on_node > 6 else 6)
+        longest = max(len(line) for row in assignments.values() for a in row for line in a.lines)
+        widest = (_PAGE_WIDTH - 2 * _MARGIN) / columns
+        width = max(96.0, min(widest, 7.0 * longest + 26, 190.0))
+        height = 26 + 38 * min(most_units, 6)
+    rows = -(-most_on_node // columns)
+    return _Layout(cell_width=width, cell_height=height, columns=columns, rows=rows)
 
 
 def _node(
@@ -293,11 +278,8 @@ def _unit_label(assignment: _Assignment, index: int, width: float) -> str:
 
 def _unit_letter_label(assignment: _Assignment, index: int, width: float) -> str:
     top = 13 + 15 * index
-    short = (
-        f"{assignment.letter}{assignment.stage + 1}"
-        if assignment.unit.pp > 1
-        else assignment.letter
-    )
+    short = unit_letter(assignment.index)
+    short += str(assignment.stage + 1) if assignment.unit.pp > 1 else ""
     return markup.element(
         "rect",
         x=2,
@@ -329,11 +311,8 @@ def traffic_table(data: ReportData) -> str:
         [(what, *map(_size, sizes)) for what, *sizes in rows[:_MOST_ROWS]],
         label="Bytes that travel in a step",
     )
-    return (
-        markup.text("h3", "What travels in a step")
-        + grid
-        + (markup.note(f"{more} lesser ones are left out.") if more > 0 else "")
-    )
+    note = markup.note(f"{more} lesser ones are left out.") if more > 0 else ""
+    return markup.text("h3", "What travels in a step") + grid + note
 
 
 def _size(value: float) -> str:

@@ -10,10 +10,6 @@ from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData, Run, RunSegment
 from mmplan.wording import counted
 
-# Inches: two pictures fit beside each other.
-_WIDTH = 5.4
-_HEIGHT = 2.9
-
 
 def training_section(data: ReportData) -> str:
     """Loss, iteration time and throughput per step; where the tasks or ranks changed.
@@ -89,13 +85,17 @@ def _picture(
     """A picture over the run's steps; ``draw`` gets its axes."""
 
     def draw_all(figure: Any) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         axes = figure.subplots()
         draw(axes)
         for segment in segments[1:]:
             axes.axvline(segment.from_step - 0.5, color=plots.DIM, linestyle=":", linewidth=1)
-        plots.whole_ticks(axes.xaxis)
+        # There is no step 0.5.
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
-    picture = plots.plot(draw_all, width=_WIDTH, height=_HEIGHT, label=label, prefix=prefix)
+    # Two pictures fit beside each other.
+    picture = plots.plot(draw_all, width=5.4, height=2.9, label=label, prefix=prefix)
     return markup.figure(picture, label=label, caption=markup.esc(caption))
 
 

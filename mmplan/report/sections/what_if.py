@@ -11,7 +11,6 @@ from mmplan.planning.what_if import Effect, faster_links_s, replans
 from mmplan.report import numbers as fmt
 from mmplan.report.explain import best_batch
 from mmplan.report.html import markup, plots
-from mmplan.report.html.markup import Amount, bars
 from mmplan.report.source import ReportData
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -54,11 +53,7 @@ def sensitivity_section(data: ReportData) -> str:
 
 def _parts(plan: Plan, profile: Profile, effects: Sequence[Effect]) -> str:
     gains = [
-        (
-            f"{effect.part} in half the time" if effect.is_module else f"no {effect.part}",
-            effect.gain,
-        )
-        for effect in effects
+        (f"{e.part} in half the time" if e.is_module else f"no {e.part}", e.gain) for e in effects
     ]
     now_s = plan.predicted.iteration_s
     gains.append(("links twice as fast", 1 - faster_links_s(plan, profile) / now_s if now_s else 0))
@@ -66,10 +61,10 @@ def _parts(plan: Plan, profile: Profile, effects: Sequence[Effect]) -> str:
     rest = ", ".join(name for name, gain in gains if gain < _LEAST_GAIN)
     nothing = markup.note(f"Would change nothing: {rest}.") if rest else ""
     amounts = [
-        Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
+        markup.Amount(name=name, value=gain, words=f"step {fmt.percent(gain)} shorter")
         for name, gain in shown
     ]
-    return (bars(amounts, label="What a faster part saves") if amounts else "") + nothing
+    return (markup.bars(amounts, label="What a faster part saves") if amounts else "") + nothing
 
 
 def _others(data: ReportData) -> str:
@@ -79,21 +74,16 @@ def _others(data: ReportData) -> str:
             "mmplan report --replan plans anew for a node more and less, faster links and other "
             "batches, and shows what that gives here."
         )
-    rows = [
-        ("as it is", *_figures(data.plan, data.plan)),
-        *(
-            (item.change, *_figures(data.plan, item.plan))
-            if item.plan is not None
-            else (item.change, "–", "–", "–", "–", f"no plan: {item.why}")
-            for item in data.replans
-        ),
+    rows = [("as it is", *_figures(data.plan, data.plan))]
+    rows += [
+        (item.change, *_figures(data.plan, item.plan))
+        if item.plan is not None
+        else (item.change, "–", "–", "–", "–", f"no plan: {item.why}")
+        for item in data.replans
     ]
     columns = ("setting", ">samples/s", ">against now", ">step", ">MFU", "on")
-    return (
-        heading
-        + markup.table(columns, rows, label="The best plan of other settings")
-        + _batches(data)
-    )
+    grid = markup.table(columns, rows, label="The best plan of other settings")
+    return heading + grid + _batches(data)
 
 
 def _figures(plan: Plan, then: Plan) -> tuple[str, ...]:
@@ -123,17 +113,16 @@ def _batches(data: ReportData) -> str:
     label = "samples/s over samples a step: " + ", ".join(
         f"{batch:,}: {fmt.count(rate)}" for batch, rate in points
     )
-    picture = plots.plot(
+    picture = plots.panel(
         lambda figure: _draw_batches(figure, points, batch_now),
+        title="Batch",
         width=4.6,
         height=2.7,
         label=label,
         prefix="batches",
     )
     best = best_batch(data.plan, data.replans)
-    return markup.panel(picture, label=label, title="Batch", beside="") + markup.text(
-        "p", f"Best batch: {best.text}."
-    )
+    return picture + markup.text("p", f"Best batch: {best.text}.")
 
 
 def _draw_batches(figure: Any, points: Sequence[tuple[int, float]], batch_now: int) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Literal
 
 from mmplan.planning.compare import ComparedSetting, Comparison, Refused
 from mmplan.report import numbers as text
 from mmplan.report.terminal.console import Grid
 from mmplan.schema.plan import Plan
 from mmplan.wording import counted
+
+Axis = Literal["devices", "batch"]
 
 # More tasks are only counted, so that a title stays on a line.
 SHOWN_TASKS = 6
@@ -35,12 +38,22 @@ def comparison_grids(comparison: Comparison) -> Iterator[Grid]:
         rows=[comparison_row(comparison, item.solver, item.plan) for item in comparison.best_first],
         note=baseline_words(comparison),
     )
-    by_devices, by_batch = device_sweep(comparison), batch_sweep(comparison)
-    if by_devices:
-        yield _sweep_grid(comparison, "samples/s by devices", by_devices, lambda s: s.devices)
-    if by_batch:
-        grid = _sweep_grid(comparison, "samples/s by batch", by_batch, lambda s: s.batch)
-        yield replace(grid, note=batch_axis(comparison))
+    rates = {
+        (item.solver, item.setting): text.count(item.plan.predicted.samples_per_s)
+        for item in comparison.solved
+    }
+    for axis in ("devices", "batch"):
+        settings = sweep(comparison, axis)
+        if settings:
+            yield Grid(
+                title=f"samples/s by {axis}",
+                columns=("solver", *(f">{getattr(setting, axis)}" for setting in settings)),
+                rows=[
+                    (solver, *(rates.get((solver, setting), "-") for setting in settings))
+                    for solver in dict.fromkeys(item.solver for item in comparison.solved)
+                ],
+                note=batch_axis(comparison) if axis == "batch" else "",
+            )
 
 
 def comparison_row(comparison: Comparison, solver: str, plan: Plan) -> tuple[str, ...]:
@@ -88,16 +101,11 @@ def batch_axis(comparison: Comparison) -> str:
     return "batch: the workload's; those of its tasks change in the same ratio" if unclear else ""
 
 
-def device_sweep(comparison: Comparison) -> list[ComparedSetting]:
-    """Settings of the main batch, fewest devices first; none where there is one only."""
-    kept = [s for s in comparison.settings if s.batch == comparison.main.batch]
-    return sorted(kept, key=lambda s: s.devices) if len(kept) > 1 else []
-
-
-def batch_sweep(comparison: Comparison) -> list[ComparedSetting]:
-    """Settings of the main number of devices, smallest batch first; none where there is one."""
-    kept = [s for s in comparison.settings if s.devices == comparison.main.devices]
-    return sorted(kept, key=lambda s: s.batch) if len(kept) > 1 else []
+def sweep(comparison: Comparison, axis: Axis) -> list[ComparedSetting]:
+    """Settings with the main one's value of the other axis, in order; none where there is one."""
+    same = attrgetter("batch" if axis == "devices" else "devices")
+    kept = [s for s in comparison.settings if same(s) == same(comparison.main)]
+    return sorted(kept, key=attrgetter(axis)) if len(kept) > 1 else []
 
 
 def left_out_lines(comparison: Comparison) -> list[str]:
@@ -133,23 +141,3 @@ def _other_words(comparison: Comparison, setting: ComparedSetting) -> str:
     if setting.batch == comparison.main.batch:
         return f"on {counted(setting.devices, 'device')}"
     return f"with {batch_words(comparison, setting)}"
-
-
-def _sweep_grid(
-    comparison: Comparison,
-    title: str,
-    settings: Sequence[ComparedSetting],
-    axis: Callable[[ComparedSetting], int],
-) -> Grid:
-    rates = {
-        (item.solver, item.setting): text.count(item.plan.predicted.samples_per_s)
-        for item in comparison.solved
-    }
-    return Grid(
-        title=title,
-        columns=("solver", *(f">{axis(setting)}" for setting in settings)),
-        rows=[
-            (solver, *(rates.get((solver, setting), "-") for setting in settings))
-            for solver in dict.fromkeys(item.solver for item in comparison.solved)
-        ],
-    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from io import StringIO
 from threading import Lock, Timer
@@ -57,25 +57,13 @@ class Output:
         if self.as_json:
             _write(sys.stdout, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
-    def raw(self, text: str) -> None:
-        """Text as it is, on stdout, for pipes."""
-        _write(sys.stdout, text)
-
-    def grid(self, grid: Grid) -> None:
-        """A table for people."""
+    def grids(self, *grids: Grid) -> None:
+        """Tables for people."""
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        title = Text(_visible(grid.title), style="table.title")
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, expand=False)
-        for column in grid.columns:
-            right = column.startswith(">")
-            heading = Text(_visible(column.lstrip(">")))
-            table.add_column(heading, justify="right" if right else "left")
-        for row in grid.rows:
-            table.add_row(*(Text(_visible(cell)) for cell in row))
         # Piped output is not cut to a terminal's width. Written in one go by _write, which
         # knows what to do when the reader is gone.
         is_terminal = self._people is not None and self._people.isatty()
@@ -86,15 +74,18 @@ class Output:
             force_terminal=is_terminal,
             highlight=False,
         )
-        console.print(table)
-        if grid.note:
-            console.print(Text(_visible(grid.note)))
-        _write(self._people, page.getvalue())
-
-    def grids(self, *grids: Grid) -> None:
-        """Several tables."""
         for grid in grids:
-            self.grid(grid)
+            title = Text(_visible(grid.title), style="table.title")
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+            for column in grid.columns:
+                heading = Text(_visible(column.lstrip(">")))
+                table.add_column(heading, justify="right" if column.startswith(">") else "left")
+            for row in grid.rows:
+                table.add_row(*(Text(_visible(cell)) for cell in row))
+            console.print(table)
+            if grid.note:
+                console.print(Text(_visible(grid.note)))
+        _write(self._people, page.getvalue())
 
     def error(self, error: MMPlanError) -> None:
         """An error line and its hint on stderr; with ``--json`` a document on stdout too."""
@@ -103,29 +94,11 @@ class Output:
         _write(sys.stderr, "".join(f"{_visible(line)}\n" for line in lines if line))
         if error.documented:
             return
-        self.data(
-            {
-                "error": {
-                    "message": error.message,
-                    "hint": error.hint,
-                    "exit_code": error.exit_code,
-                }
-            }
-        )
+        self.data({"error": {key: getattr(error, key) for key in ("message", "hint", "exit_code")}})
 
-    @contextmanager
-    def progress(self, title: str, *, after_s: float = 0.0) -> Generator[Progress]:
-        """A progress bar on stderr with the time left; plain lines where there is no terminal.
-
-        Args:
-            title: stands before it.
-            after_s: what ends sooner shows nothing.
-        """
-        progress = Progress(title, after_s)
-        try:
-            yield progress
-        finally:
-            progress.close()
+    def progress(self, title: str, *, after_s: float = 0.0) -> closing[Progress]:
+        """A progress bar on stderr with the time left; plain lines where there is no terminal."""
+        return closing(Progress(title, after_s))
 
 
 class Progress:
@@ -133,10 +106,10 @@ class Progress:
 
     Args:
         title: stands before the bar.
-        after_s: seconds before it appears.
+        after_s: seconds before it appears; what ends sooner shows nothing.
     """
 
-    def __init__(self, title: str, after_s: float = 0.0) -> None:
+    def __init__(self, title: str, after_s: float) -> None:
         self._title = title
         self._live: Any = None
         self._task: Any = None
@@ -177,12 +150,7 @@ class Progress:
         if sys.stderr is None or not sys.stderr.isatty() or "NO_COLOR" in os.environ:
             return
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
         self._live = Bar(

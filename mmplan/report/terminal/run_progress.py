@@ -31,8 +31,8 @@ def follow(
 
     def on_event(event: dict[str, Any]) -> None:
         nonlocal predicted_s
-        match event.get("kind"):
-            case "step":
+        match event:
+            case {"kind": "step"}:
                 done, took = event["step"] + 1, event["iteration_s"]
                 loss = "loss nan  " if event["loss"] is None else f"loss {event['loss']:.4f}  "
                 bar.update(
@@ -41,7 +41,7 @@ def follow(
                     f"{'' if emulated else loss}{event['samples_per_s']:.0f} samples/s  iteration "
                     f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
                 )
-            case "segment":
+            case {"kind": "segment"}:
                 segment = event["segment"]
                 predicted_s = segment.plan.predicted.iteration_s
                 if event["of"] > 1:
@@ -49,24 +49,18 @@ def follow(
                         f"until step {segment.until}: tasks {', '.join(segment.plan.tasks)}, "
                         f"predicted {1e3 * predicted_s:.1f} ms"
                     )
-            case "start":
+            case {"kind": "start"}:
                 out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
-            case "note":
+            case {"kind": "note"}:
                 out.text(event["message"])
+            case {"launcher": "restart"}:
+                out.text(f"starting all workers again: {event['cause']}")
+            case {"launcher": "stop-requested"}:
+                out.text("stopping after this step; a second request ends everything at once")
             case _:
-                _say_launcher(out, event)
+                pass  # a checkpoint: the folder shows it
 
     return on_event
-
-
-def _say_launcher(out: Output, event: dict[str, Any]) -> None:
-    match event.get("launcher"):
-        case "restart":
-            out.text(f"starting all workers again: {event['cause']}")
-        case "stop-requested":
-            out.text("stopping after this step; a second request ends everything at once")
-        case _:
-            pass  # a checkpoint: the folder shows it
 
 
 def write_run_trace(

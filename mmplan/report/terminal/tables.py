@@ -1,22 +1,29 @@
-"""Tables of workloads, profiles and plans on the terminal."""
+"""Workloads, profiles and plans on the terminal: tables, timelines, and hints on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from mmplan.program.instructions import Compute, Op
+import numpy as np
+
+from mmplan.program.instructions import Op
 from mmplan.report import numbers as text
-from mmplan.report.terminal.console import Grid
+from mmplan.report.terminal.console import Grid, Output
+from mmplan.schema.agreement import says_its_model
 from mmplan.schema.plan import Plan, Unit
-from mmplan.schema.profile import Curve, Profile
+from mmplan.schema.profile import Curve, DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
+from mmplan.simulation.sampled_batches import SampledSteps, Spread
 from mmplan.simulation.step import Simulation
 from mmplan.solvers.mpsp.metaops import contract
+from mmplan.wording import counted
 
 # Letters of a rank's row: with its label they fit a terminal of 120 columns.
 TIMELINE_COLUMNS = 96
 # Runners-up on the terminal; the plan's file has all.
 MOST_RUNNERS_UP = 5
+SOURCES = {"work": "the dataset's work(index)", "lengths": "lengths of ragged fields"}
 
 
 def workload_grids(workload: Workload) -> Iterator[Grid]:
@@ -95,7 +102,7 @@ def _unused(workload: Workload) -> str:
 
 
 def profile_grids(profile: Profile) -> Iterator[Grid]:
-    """Fitted curves and their residuals, module by module."""
+    """Fitted curves and their residuals, modules, and the work of the data."""
     from mmplan.costs.fit import fit_profile
 
     fits = profile.fits or fit_profile(profile)
@@ -139,6 +146,7 @@ def profile_grids(profile: Profile) -> Iterator[Grid]:
             for name, module in profile.modules.items()
         ],
     )
+    yield from _work_grids(profile)
 
 
 def _curve_cells(curve: Curve) -> tuple[str, ...]:
@@ -152,27 +160,76 @@ def _curve_cells(curve: Curve) -> tuple[str, ...]:
     )
 
 
+def _work_grids(profile: Profile) -> Iterator[Grid]:
+    """How much the work of the samples of each task differs, module by module."""
+    for task, data in profile.data.items():
+        yield Grid(
+            title=f"work of the data{_of_task(profile, task)}",
+            columns=("module", ">mean", ">p50", ">p99", ">largest", ">spread", ">points at"),
+            rows=[(module, *_cells(data, module)) for module in data.work],
+            note=f"{subset(data)}; relative to the mean, which is in the data's own unit; spread "
+            "is the standard deviation; modules that are not here cost the same for all samples",
+        )
+
+
+def _of_task(profile: Profile, task: str) -> str:
+    return f", task {task}" if len(profile.data) > 1 else ""
+
+
+def subset(data: DataWork) -> str:
+    """How many samples were looked at, and how."""
+    whole = f" of {data.dataset}" if data.dataset is not None else ""
+    return f"{data.samples}{whole} samples, by {SOURCES[data.source]}"
+
+
+def _cells(data: DataWork, module: str) -> tuple[str, ...]:
+    work = np.array(data.work[module])
+    mean = float(work.mean())
+    middle, high = (float(q) / mean for q in np.quantile(work, (0.5, 0.99)))
+    return (
+        f"{mean:.4g}",
+        f"{middle:.2f}",
+        f"{high:.2f}",
+        f"{float(work.max()) / mean:.2f}",
+        text.percent(float(work.std()) / mean),
+        f"{data.at.get(module, mean) / mean:.2f}",
+    )
+
+
+def sampled_grid(sampled: SampledSteps, *, predicted_s: float) -> Grid:
+    """Iteration times of steps on drawn batches, beside those without drawing."""
+
+    def row(name: str, spread: Spread) -> tuple[str, ...]:
+        times = (spread.mean_s, spread.p10_s, spread.p50_s, spread.p90_s)
+        return name, *(text.seconds(value) for value in times)
+
+    rows = [
+        ("all samples alike", text.seconds(sampled.alike_s), "", "", ""),
+        ("predicted: every replica the busiest", text.seconds(predicted_s), "", "", ""),
+        row("drawn", sampled.drawn),
+    ]
+    if sampled.reordered is not None:
+        rows.append(row("drawn, reordered as in training", sampled.reordered))
+    return Grid(
+        title=f"iteration on {counted(sampled.draws, 'batch', 'batches')} drawn from "
+        f"{counted(sampled.samples, 'sample')}",
+        columns=("batches", ">mean", ">10%", ">50%", ">90%"),
+        rows=rows,
+    )
+
+
 def plan_grids(plan: Plan) -> Iterator[Grid]:
     """Units, predictions with the solver's bound, and runners-up."""
     yield Grid(
         title=f"plan {plan.name}: {plan.solver.name} ({plan.solver.method}) on "
         f"{plan.devices} of {plan.cluster.name}",
-        columns=(
-            "unit",
-            "blocks",
-            "tp x pp x dp",
-            "ranks",
-            "samples",
-            "micro-batches",
-            "schedule",
-        ),
+        columns=("unit", "blocks", "tp x pp x dp", "ranks", "samples", "micro-batches", "schedule"),
         rows=[_unit_row(unit) for unit in plan.units],
         note="; ".join(plan.solver.notes),
     )
     predicted, solver = plan.predicted, plan.solver
     trials = solver.measured_s is not None
     memory = max(predicted.memory_bytes, default=0.0)
-    trial_rows = [("measured in a trial", text.measured(solver.measured_s))] if trials else []
     yield Grid(
         title="predicted",
         columns=("", ""),
@@ -188,7 +245,7 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
             ),
             ("devices used", f"{predicted.devices_used} of {plan.devices}"),
             ("idle ranks", text.ranks(solver.idle_ranks)),
-            *trial_rows,
+            *([("measured in a trial", text.measured(solver.measured_s))] if trials else []),
             ("objective", text.seconds(solver.objective_s)),
             (
                 "formula's bound",
@@ -229,13 +286,23 @@ def _unit_row(unit: Unit) -> tuple[str, ...]:
     )
 
 
+_LETTERS: dict[Any, str] = {
+    Op.FORWARD: "F",
+    Op.BACKWARD: "B",
+    Op.INPUT: "B",
+    Op.WEIGHT: "W",
+    Op.SYNC_WAIT: "S",
+    Op.REDUCE: "R",
+}
+
+
 def timeline_lines(simulation: Simulation) -> Iterator[str]:
     """One row of letters per rank: its last instruction in each slice of the step."""
     total = simulation.iteration_s or 1.0
     rows = [["." for _ in range(TIMELINE_COLUMNS)] for _ in range(simulation.program.num_ranks)]
     for event in simulation.events():
         item = simulation.program.instructions[event.rank][event.position]
-        letter = _letter(item.op if isinstance(item, Compute) else getattr(item, "op", None))
+        letter = _LETTERS.get(getattr(item, "op", None))
         if letter is None or event.end_s <= event.start_s:
             continue
         first = int(event.start_s / total * TIMELINE_COLUMNS)
@@ -249,17 +316,13 @@ def timeline_lines(simulation: Simulation) -> Iterator[str]:
     yield f"F forward  B backward{split}  S sync and loss  R gradient reduction  . idle"
 
 
-def _letter(op: Op | None) -> str | None:
-    match op:
-        case Op.FORWARD:
-            return "F"
-        case Op.BACKWARD | Op.INPUT:
-            return "B"
-        case Op.WEIGHT:
-            return "W"
-        case Op.SYNC_WAIT:
-            return "S"
-        case Op.REDUCE:
-            return "R"
-        case _:
-            return None
+def warn_unused(out: Output, workload: Workload) -> None:
+    """A line for each module that no task uses."""
+    for name in unused_modules(workload):
+        out.hint(f"module {name} is used by no task: ignored")
+
+
+def warn_unnamed(out: Output, profile: Profile) -> None:
+    """A line for a profile that nothing ties to the workload's model."""
+    if not says_its_model(profile):
+        out.hint(f"profile {profile.name} does not say of which model it is: it is believed")
