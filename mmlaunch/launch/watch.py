@@ -7,18 +7,18 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame, FailureRecord
-from mmlaunch.launch.launcher import OnEvent
 from mmlaunch.launch.worker_main import Job
 from mmlaunch.process import process_tree
 from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
 
+OnEvent = Callable[[dict[str, Any]], None]
 # How long a better explanation than "lost its peer" may take to arrive.
 _SETTLE_S = 1.0
 # For a hanging worker to write its stack after SIGUSR1; chosen by hand.
@@ -34,7 +34,7 @@ class Watch:
 
     Args:
         job: the launch; its ``control_dir`` exists.
-        on_event: see :class:`mmlaunch.launch.launcher.Launcher`.
+        on_event: see :func:`mmlaunch.launch.launch.launch`.
     """
 
     def __init__(self, job: Job, *, on_event: OnEvent | None) -> None:

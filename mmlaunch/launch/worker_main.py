@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +18,14 @@ from typing import Any
 import torch.distributed as dist
 
 from mmlaunch.launch import failures
-from mmlaunch.launch.launcher import WorkerEntry
 from mmlaunch.launch.rendezvous import Address, connect
 from mmlaunch.process import process_tree
 from mmlaunch.process.device import RankDevice, pick
 from mmlaunch.process.heartbeat import Board, Heartbeat, Where
-from mmplan.errors import InvalidInputError
 
 FAILURES = "failures"
+# Called in every worker with its context, then with the arguments of the launch.
+WorkerEntry = Callable[..., Any]
 
 # The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
 # collective only the rank that waited.
@@ -217,7 +217,11 @@ def _run_entry(job: Job, context: WorkerContext) -> None:
     """Group, entry, result; the record is written before the group falls and peers notice."""
     try:
         _init_process_group(job, context)
-        result = resolve(job.entry)(context, *job.args)
+        entry = job.entry
+        if not callable(entry):
+            module, _, name = entry.partition(":")
+            entry = getattr(importlib.import_module(module), name)
+        result = entry(context, *job.args)
         _store_result(job.result_path(context.local_rank), result)
     except BaseException as error:
         _record(job, context.rank, context.heartbeat, error)
@@ -251,23 +255,3 @@ def _store_result(path: Path, result: Any) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(pickle.dumps(result))
     os.replace(temporary, path)
-
-
-def check_entry(entry: WorkerEntry | str) -> None:
-    """Refuse an entry that is no function and no "module:function".
-
-    Raises:
-        InvalidInputError: with what was given.
-    """
-    if not callable(entry) and not all(entry.partition(":")):
-        raise InvalidInputError(
-            f"entry is {entry!r}", hint='give a function or "package.module:function"'
-        )
-
-
-def resolve(entry: WorkerEntry | str) -> WorkerEntry:
-    """The function that an entry names."""
-    if callable(entry):
-        return entry
-    module, _, name = entry.partition(":")
-    return getattr(importlib.import_module(module), name)

@@ -20,7 +20,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
-    from mmlaunch.launch.launcher import Launcher, OnEvent
+    from mmlaunch.launch.watch import OnEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,6 @@ def run(
     prepared: Prepared,
     on_event: OnEvent,
     planner: Planner,
-    launcher: Launcher | None = None,
 ) -> RunSummary:
     """Train in one process per rank and write the run folder.
 
@@ -118,7 +117,6 @@ def run(
         prepared: checked.
         on_event: gets events of steps, of segments and of the launcher.
         planner: plans for task sets that the given plan is not for.
-        launcher: of the workers; default: as processes of this machine.
 
     Raises:
         MMPlanError: from the planner.
@@ -170,7 +168,7 @@ def run(
         emulation=options.emulation,
     )
     try:
-        results = (launcher or launch)(
+        results = launch(
             entry="mmlaunch.run.training_worker:train",
             args=(job,),
             num_ranks=prepared.plan.devices,
