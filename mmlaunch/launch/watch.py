@@ -93,7 +93,11 @@ class Watch:
             self.announce({"launcher": "stop-requested"})
         self._deliver()
         # In this order: what a worker says before it ends is there once its end is seen.
-        exits = self._exits()
+        exits = {
+            local_rank: process.exitcode
+            for local_rank, process in self._processes.items()
+            if process.exitcode is not None
+        }
         shots = self._snapshots()
         records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
         self._note_deaths(exits, shots, records)
@@ -157,14 +161,6 @@ class Watch:
             for shot in self._board.snapshots()
         ]
 
-    def _exits(self) -> dict[int, int]:
-        """Exit codes of the local ranks that have ended."""
-        return {
-            local_rank: process.exitcode
-            for local_rank, process in self._processes.items()
-            if process.exitcode is not None
-        }
-
     def _note_deaths(
         self, exits: dict[int, int], shots: list[Snapshot], records: list[FailureRecord]
     ) -> None:
@@ -198,12 +194,16 @@ class Watch:
     def _blame_survivor(self, shots: list[Snapshot]) -> Blame | None:
         """A rank whose peers timed out, because it is stopped or hangs."""
         now_s = time.monotonic()
+        busy = (WorkerState.COMPUTING, WorkerState.NOT_STARTED)
+        late_s = self._job.timeout_s / 2
         silent = [
             shot
             for shot in shots
             if shot.process is not None
             and shot.process.alive()
-            and (shot.process.stopped() or self._is_late(shot, now_s))
+            and (
+                shot.process.stopped() or (shot.state in busy and now_s - shot.progress_s > late_s)
+            )
         ]
         if not silent:
             return None
@@ -232,7 +232,3 @@ class Watch:
         path = self._job.stack_path(local_rank)
         stack = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         return replace(verdict, detail=failures.own_stack(stack))
-
-    def _is_late(self, shot: Snapshot, now_s: float) -> bool:
-        is_busy = shot.state in (WorkerState.COMPUTING, WorkerState.NOT_STARTED)
-        return is_busy and now_s - shot.progress_s > self._job.timeout_s / 2
