@@ -319,20 +319,14 @@ def blame_silence(
             waiters = _ranks(base_rank, [s for s in unfinished if s.state is WorkerState.WAITING])
             tail = f" while {waiters} waited" if waiters else ""
             return _silent(base_rank, shot, f"hangs: no progress for {stalled_s:.1f} s{tail}")
-    return _blame_wait(unfinished, snapshots, base_rank=base_rank, stalled_s=stalled_s)
-
-
-def _blame_wait(
-    waiting: Sequence[Snapshot], everyone: Sequence[Snapshot], *, base_rank: int, stalled_s: float
-) -> Blame:
-    finished = blame_finished(waiting, everyone, base_rank=base_rank)
+    finished = blame_finished(unfinished, snapshots, base_rank=base_rank)
     if finished is not None:
         return finished
-    first = waiting[0]
+    first = unfinished[0]
     peers = ", ".join(map(str, first.peers))
     of_whom = f" for rank {peers}" if peers else ""
-    awaited = {peer for shot in waiting for peer in shot.peers}
-    local = {base_rank + shot.local_rank for shot in everyone}
+    awaited = {peer for shot in unfinished for peer in shot.peers}
+    local = {base_rank + shot.local_rank for shot in snapshots}
     others = "" if awaited <= local else ", which runs on another machine"
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
     return replace(

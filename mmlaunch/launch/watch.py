@@ -100,9 +100,13 @@ class Watch:
         }
         shots = self._snapshots()
         records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
-        self._note_deaths(exits, shots, records)
+        recorded = {record.rank - self._job.base_rank for record in records}
+        for local_rank, exit_code in exits.items():
+            finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
+            if not finished and local_rank not in recorded:
+                self._vanished.setdefault(local_rank, exit_code)
         if records or self._vanished:
-            return self._judge_death(shots, records)
+            return self._judge_death(shots, records, recorded)
         return self._judge_silence(shots)
 
     def all_done(self) -> bool:
@@ -161,19 +165,11 @@ class Watch:
             for shot in self._board.snapshots()
         ]
 
-    def _note_deaths(
-        self, exits: dict[int, int], shots: list[Snapshot], records: list[FailureRecord]
-    ) -> None:
-        recorded = {record.rank - self._job.base_rank for record in records}
-        for local_rank, exit_code in exits.items():
-            finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
-            if not finished and local_rank not in recorded:
-                self._vanished.setdefault(local_rank, exit_code)
-
-    def _judge_death(self, shots: list[Snapshot], records: list[FailureRecord]) -> Blame | None:
+    def _judge_death(
+        self, shots: list[Snapshot], records: list[FailureRecord], recorded: set[int]
+    ) -> Blame | None:
         now_s = time.monotonic()
         self._trouble_s = self._trouble_s or now_s
-        recorded = {record.rank - self._job.base_rank for record in records}
         vanished = [
             (self._job.base_rank + rank, code, shots[rank].where)
             for rank, code in self._vanished.items()

@@ -38,16 +38,13 @@ class Job:
 
     Attributes:
         entry: function, or "module:function", called as ``entry(ctx, *args)``.
-        args: its further arguments.
         run_dir: the run's folder; failure records go to its ``failures``.
         control_dir: the launch's own folder inside it: board, events, results.
         timeout_s: longest silence of a peer, seconds.
         launcher: the process without which a worker must not live.
         environment: the launcher's, which the fork server may have been started without.
-        num_nodes: machines in the run.
         base_rank: global rank of this machine's first worker.
         num_local: workers on this machine.
-        node_rank: this machine.
         num_ranks: in the whole run.
         attempt: 0, then one more for each restart.
         store: address of the run's store.
@@ -99,12 +96,9 @@ class WorkerContext:
     """The first argument of an entry.
 
     Attributes:
-        rank: global rank.
-        local_rank: position on this machine.
-        world_size: ranks in the run.
+        local_rank: position on this machine; ``rank`` is the global one.
         attempt: 0, then one more for each restart.
         device: the rank's device and backend.
-        run_dir: the run's folder.
         heartbeat: ``beat`` at each instruction, ``waiting`` around each wait for peers; a
             rank that is silent for longer than the timeout ends the run.
         timeout_s: that timeout, seconds.
