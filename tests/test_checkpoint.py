@@ -41,7 +41,7 @@ from tests.disk_kills import FORK, killed_at
 
 
 class Ranks:
-    """gather and barrier for threads that play the ranks of one run."""
+    """gather for threads that play the ranks of one run."""
 
     def __init__(self, world: int) -> None:
         self._barrier = threading.Barrier(world, timeout=20)
@@ -56,9 +56,6 @@ class Ranks:
             return got
 
         return call
-
-    def barrier(self) -> None:
-        self._barrier.wait()
 
 
 def save_all(root: Path, step: int, entries: Sequence[Sequence[Entry]], keep: int = 2) -> list[Any]:
@@ -75,7 +72,6 @@ def save_all(root: Path, step: int, entries: Sequence[Sequence[Entry]], keep: in
                 meta={"plan": "abc"},
                 rank=rank,
                 gather=ranks.gather(rank),
-                barrier=ranks.barrier,
                 keep=keep,
             )
         except Exception as exc:
@@ -123,9 +119,9 @@ def two_rank_entries(value: float, rows: int = 6) -> list[list[Entry]]:
 def check_content(path: Path) -> None:
     """Everything in it is of its own step."""
     checkpoint = open_checkpoint(path)
-    step = checkpoint.step
+    step = checkpoint.manifest.step
     assert path.name == f"step-{step}"
-    assert checkpoint.state["sampler"]["step"] == step
+    assert checkpoint.manifest.state["sampler"]["step"] == step
     assert (checkpoint.load_whole("vision.0.weight") == step).all()
     assert (checkpoint.load_whole("vision.0.weight", "optim.exp_avg") == step + 0.5).all()
     assert checkpoint.load_whole("losses.clip.logit_scale").item() == step
@@ -266,7 +262,7 @@ def test_state_meta_and_kinds_come_back_and_replicas_are_the_lowest_rank_s(tmp_p
     save_all(tmp_path, 7, two_rank_entries(7.0))
     check_content(tmp_path / "step-7")
     checkpoint = open_checkpoint(tmp_path / "step-7")
-    assert checkpoint.meta == {"plan": "abc"}
+    assert checkpoint.manifest.meta == {"plan": "abc"}
     assert checkpoint.kinds("vision.0.weight") == ["param", "optim.exp_avg"]
     assert checkpoint.names() == ["vision.0.weight", "losses.clip.logit_scale"]
     (half,) = checkpoint.load("vision.0.weight", "param", [whole((6, 5))], torch.bfloat16)
@@ -374,7 +370,7 @@ def test_a_short_a_missing_and_a_newer_file_are_refused(tmp_path: Path) -> None:
 def save_forever(root: Path, rows: int) -> None:
     torch.set_num_threads(1)
     newest = latest(root)
-    step = open_checkpoint(newest).step if newest else 0
+    step = open_checkpoint(newest).manifest.step if newest else 0
     while True:
         step += 1
         save_all(root, step, two_rank_entries(float(step), rows))

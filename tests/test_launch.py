@@ -377,8 +377,7 @@ def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     chosen = pick(1, local_world_size=2)
     assert (chosen.device, chosen.backend) == (torch.device("cuda", 1), "nccl")
-    crowded = pick(1, local_world_size=3)
-    assert (crowded.backend, crowded.reason) == ("gloo", "3 local ranks share 2 GPUs")
+    assert pick(1, local_world_size=3).backend == "gloo"
     monkeypatch.setenv("MMLAUNCH_DEVICE", "cuda")
     with pytest.raises(UnfitEnvironmentError, match="3 local ranks share 2 GPUs"):
         pick(1, local_world_size=3)

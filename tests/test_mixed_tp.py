@@ -158,7 +158,7 @@ def _numbers(plan: Plan, workload: Workload, folder: Path) -> dict[tuple[str, st
     paths: list[Path] = []
     train_planned(plan, workload, 2, after=lambda s: paths.append(s.save(folder)))
     checkpoint = open_checkpoint(paths[0])
-    stored = checkpoint._manifest.tensors
+    stored = checkpoint.manifest.tensors
     checkpoint.close()
     for tensor in stored:
         assert sum(prod(box.sizes) for box in tensor.boxes) == prod(tensor.shape), tensor.name

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmlaunch.run import segments
-from mmlaunch.run.run_record import RunRecord
+from mmlaunch.run.run import RunRecord
 from mmlaunch.run.segments import first_step, make_segments
 from mmplan.errors import UnfitEnvironmentError
 from mmplan.schema.base import save_document

@@ -127,6 +127,7 @@ def shard_boxes(
     index: int,
     count: int,
     parts: int = 1,
+    span: int = 1,
 ) -> list[Box]:
     """Boxes of a Linear's weight [out, in] or bias [out] that one TP rank holds.
 
@@ -138,24 +139,10 @@ def shard_boxes(
         index: position in the TP group.
         count: size of the TP group.
         parts: for ``packed_colwise`` only.
+        span: this many shards from ``index`` on.
 
     Returns:
         The boxes in order; the local tensor is their concatenation along the cut dim.
-
-    Raises:
-        InvalidInputError: the dim is not divisible.
-    """
-    return span_boxes(full_shape, style, (index, index + 1), count, parts)
-
-
-def span_boxes(
-    full_shape: Sequence[int],
-    style: ShardStyle | None,
-    shards: tuple[int, int],
-    count: int,
-    parts: int = 1,
-) -> list[Box]:
-    """Boxes of a half-open range of ``count`` shards, as :func:`shard_boxes` cuts them.
 
     Raises:
         InvalidInputError: the dim is not divisible.
@@ -174,10 +161,7 @@ def span_boxes(
         )
     part = shape[dim] // num_parts
     size = part // count
-    first, end = shards
-    return [
-        _span(shape, dim, p * part + first * size, (end - first) * size) for p in range(num_parts)
-    ]
+    return [_span(shape, dim, p * part + index * size, span * size) for p in range(num_parts)]
 
 
 def _span(shape: tuple[int, ...], dim: int, start: int, size: int) -> Box:

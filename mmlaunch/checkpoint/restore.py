@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
 from mmlaunch.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredTensor, decode, step_folders
-from mmlaunch.checkpoint.tensorfile import digest_of, dtype_of
+from mmlaunch.checkpoint.tensorfile import dtype_of
 from mmplan.errors import InvalidInputError, MMPlanError
 
 
@@ -26,7 +27,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = decode(path / MANIFEST_NAME, mend=lambda: _mend(path))
     for name, stored in manifest.files.items():
-        _check_size(path / name, stored.size_bytes)
+        file = path / name
+        if not file.is_file():
+            raise InvalidInputError(f"{file} is missing", hint=_mend(path))
+        if file.stat().st_size != stored.size_bytes:
+            raise InvalidInputError(
+                f"{file} has {file.stat().st_size:,} bytes, the manifest says "
+                f"{stored.size_bytes:,}",
+                hint=_mend(path),
+            )
     return Checkpoint(path, manifest)
 
 
@@ -40,27 +49,12 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
-        self._manifest = manifest
+        self.manifest = manifest
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self._kinds: dict[str, list[str]] = {}
         for tensor in manifest.tensors:
             self._kinds.setdefault(tensor.name, []).append(tensor.kind)
         self._files: dict[str, Any] = {}
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done when it was saved."""
-        return self._manifest.step
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """Hashes of plan and workload, as given to ``save``."""
-        return self._manifest.meta
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """Rank 0's JSON state, as given to ``save``."""
-        return self._manifest.state
 
     def names(self, kind: str = "param") -> list[str]:
         """Full names of the tensors of one kind."""
@@ -116,7 +110,7 @@ class Checkpoint:
         Raises:
             InvalidInputError: one is damaged.
         """
-        for name in self._manifest.files:
+        for name in self.manifest.files:
             self._open(name)
 
     def close(self) -> None:
@@ -149,23 +143,15 @@ class Checkpoint:
     def _open(self, name: str) -> Any:
         """A file's reader; its hash is checked before the first byte is used."""
         if name not in self._files:
-            path, stored = self.path / name, self._manifest.files[name]
-            if digest_of(path).sha256 != stored.sha256:
+            path, stored = self.path / name, self.manifest.files[name]
+            with path.open("rb") as file:
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            if sha256 != stored.sha256:
                 raise InvalidInputError(
                     f"{path} is damaged: its SHA-256 does not match", hint=_mend(self.path)
                 )
             self._files[name] = safe_open(path, framework="pt")
         return self._files[name]
-
-
-def _check_size(file: Path, size_bytes: int) -> None:
-    if not file.is_file():
-        raise InvalidInputError(f"{file} is missing", hint=_mend(file.parent))
-    if file.stat().st_size != size_bytes:
-        raise InvalidInputError(
-            f"{file} has {file.stat().st_size:,} bytes, the manifest says {size_bytes:,}",
-            hint=_mend(file.parent),
-        )
 
 
 def _mend(path: Path) -> str:

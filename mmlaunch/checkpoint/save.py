@@ -83,7 +83,6 @@ def save(
     meta: dict[str, Any],
     rank: int,
     gather: Gather,
-    barrier: Callable[[], None],
     keep: int = 2,
 ) -> Path:
     """Write ``root/step-N``, complete or not at all; every rank calls it.
@@ -100,7 +99,6 @@ def save(
         meta: JSON that tells whose checkpoint this is: hashes of plan and workload.
         rank: this rank.
         gather: takes one object per rank and its type, gives the list in rank order.
-        barrier: returns when all ranks have called it.
         keep: how many of the newest checkpoints up to this one stay, at least 1.
 
     Returns:
@@ -113,7 +111,7 @@ def save(
     """
     final, temp = root / f"step-{step}", root / f".step-{step}.tmp"
     early = caught(lambda: _prepare(root, temp)) if rank == 0 else None
-    barrier()
+    gather(None, Any)
     report = _write_rank(temp, rank, entries)
     reports = gather(report, _Report)
     failure = early or next((r.error for r in reports if r.error), None)
@@ -124,7 +122,7 @@ def save(
             needed_bytes = sum(r.needed_bytes for r in reports)
             failure = Failure.of(_for_user(failure.error(), root, step, needed_bytes))
     verdict = gather(failure, Failure | None)[0]
-    barrier()
+    gather(None, Any)
     if verdict:
         raise verdict.error()
     if rank == 0:
@@ -256,7 +254,7 @@ def _publish(
         files=files,
         tensors=_merge([tensor for report in reports for tensor in report.tensors]),
     )
-    write_synced(temp / MANIFEST_NAME, encode(manifest))
+    write_synced(temp / MANIFEST_NAME, [encode(manifest)])
     sync_folder(temp)
     if final.exists():
         # The same step again, after going on from an earlier checkpoint. Two renames:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -105,31 +105,20 @@ def write_tensors(
         OSError: the disk is full, or any other failure of the file system.
         ValueError: ``read`` gave another type or shape than the spec says.
     """
-    ordered = file_order(specs)
+    return write_synced(path, _contents(file_order(specs), read))
+
+
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
+    """Write a file chunk by chunk and sync it."""
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
-        for chunk in _contents(ordered, read):
+        for chunk in chunks:
             file.write(chunk)
             digest.update(chunk)
             size_bytes += len(chunk)
         file.flush()
         os.fsync(file.fileno())
     return FileDigest(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def digest_of(path: Path) -> FileDigest:
-    """Size and SHA-256 of a file, read in whole."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(size_bytes=file.tell(), sha256=sha256)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file and sync it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

@@ -9,7 +9,6 @@ without a word, and errors of the network last; within each, the earliest.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
@@ -27,6 +26,7 @@ from mmplan.errors import (
     RunFailedError,
     UnfitEnvironmentError,
 )
+from mmplan.schema.base import write_text
 
 # What torch, gloo and NCCL say when the other side is gone or late.
 _NETWORK_ERROR = re.compile(
@@ -60,9 +60,7 @@ class FailureRecord:
         module: name of the unit or module that ran; may be empty.
         step: training step; -1 before the first.
         instruction: the instruction as printed; may be empty.
-        kind: class of the exception.
-        message: text of the exception.
-        traceback: the whole traceback.
+        kind: class of the exception, whose text is ``message``.
         wall_time_s: when, seconds since the epoch.
         is_network: the other side was gone or late, so somebody else is to blame.
         exit_code: of an error that is meant for the user (a wrong file, a full disk), else None.
@@ -83,11 +81,6 @@ class FailureRecord:
     exit_code: int | None = None
     hint: str | None = None
     detail: str = ""
-
-    @property
-    def where(self) -> Where:
-        """The place in the program."""
-        return Where(module=self.module, step=self.step, instruction=self.instruction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +113,7 @@ class Blame:
         return WorkerFailedError(self.line, hint=self.hint, rank=self.rank, detail=self.detail)
 
 
-def describe(rank: int, where: Where) -> str:
+def _describe(rank: int, where: Where) -> str:
     """``rank 2 (module vision, step 17, instruction 0F3)``."""
     return f"rank {rank} ({where})" if str(where) else f"rank {rank}"
 
@@ -157,11 +150,8 @@ def write_record(
         hint=error.hint if isinstance(error, MMPlanError) else None,
         detail=getattr(error, "detail", ""),
     )
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"attempt-{attempt}-rank-{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, json.dumps(asdict(record), indent=1))
 
 
 def read_records(folder: Path, *, attempt: int) -> list[FailureRecord]:
@@ -177,8 +167,7 @@ def read_records(folder: Path, *, attempt: int) -> list[FailureRecord]:
 
 def write_start(folder: Path, *, attempt: int, step: int) -> None:
     """Note from which step's checkpoint an attempt goes on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"attempt-{attempt}-start.json").write_text(json.dumps(step), encoding="utf-8")
+    write_text(folder / f"attempt-{attempt}-start.json", json.dumps(step))
 
 
 def died_on(folder: Path, *, attempt: int, saved: Sequence[int]) -> set[int]:
@@ -263,9 +252,10 @@ def _raised(record: FailureRecord) -> Blame:
             exit_code=record.exit_code,
         )
     said = f"{record.kind}: {first_line}" if first_line else record.kind
+    where = Where(module=record.module, step=record.step, instruction=record.instruction)
     return Blame(
         rank=record.rank,
-        line=f"{describe(record.rank, record.where)} died: {said}",
+        line=f"{_describe(record.rank, where)} died: {said}",
         detail=record.traceback,
     )
 
@@ -296,7 +286,7 @@ def _vanished(rank: int, exit_code: int | None, where: Where) -> Blame:
     else:
         how = f"left with exit code {exit_code} before it had finished"
         hint = "if it wrote to stderr, that stands above"
-    return Blame(rank=rank, line=f"{describe(rank, where)} {how}", hint=hint)
+    return Blame(rank=rank, line=f"{_describe(rank, where)} {how}", hint=hint)
 
 
 def blame_silence(
@@ -329,20 +319,14 @@ def blame_silence(
             waiters = _ranks(base_rank, [s for s in unfinished if s.state is WorkerState.WAITING])
             tail = f" while {waiters} waited" if waiters else ""
             return _silent(base_rank, shot, f"hangs: no progress for {stalled_s:.1f} s{tail}")
-    return _blame_wait(unfinished, snapshots, base_rank=base_rank, stalled_s=stalled_s)
-
-
-def _blame_wait(
-    waiting: Sequence[Snapshot], everyone: Sequence[Snapshot], *, base_rank: int, stalled_s: float
-) -> Blame:
-    awaited = {peer for shot in waiting for peer in shot.peers}
-    finished = blame_finished(waiting, everyone, base_rank=base_rank)
+    finished = blame_finished(unfinished, snapshots, base_rank=base_rank)
     if finished is not None:
         return finished
-    first = waiting[0]
+    first = unfinished[0]
     peers = ", ".join(map(str, first.peers))
     of_whom = f" for rank {peers}" if peers else ""
-    local = {base_rank + shot.local_rank for shot in everyone}
+    awaited = {peer for shot in unfinished for peer in shot.peers}
+    local = {base_rank + shot.local_rank for shot in snapshots}
     others = "" if awaited <= local else ", which runs on another machine"
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
     return replace(
@@ -361,7 +345,7 @@ def blame_finished(
         if shot.state is WorkerState.DONE and waiters:
             return Blame(
                 rank=rank,
-                line=f"{describe(rank, shot.where)} had finished when "
+                line=f"{_describe(rank, shot.where)} had finished when "
                 f"{_ranks(base_rank, waiters)} still waited for it",
                 hint="its program ends too early: see that every receive has its send",
             )
@@ -394,7 +378,7 @@ def _silent(base_rank: int, shot: Snapshot, what: str) -> Blame:
     rank = base_rank + shot.local_rank
     return Blame(
         rank=rank,
-        line=f"{describe(rank, shot.where)} {what}",
+        line=f"{_describe(rank, shot.where)} {what}",
         hint="if a step may take that long, allow a longer timeout",
         is_hang=True,
     )

@@ -9,21 +9,25 @@ that hangs (see :mod:`mmlaunch.launch.watch`).
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
 from mmlaunch.launch import failures
-from mmlaunch.launch.agent import Agent
-from mmlaunch.launch.launcher import OnEvent, WorkerEntry
-from mmlaunch.launch.rendezvous import Rendezvous
-from mmlaunch.launch.watch import Watch
-from mmlaunch.launch.worker_main import Job, WorkerContext, check_entry
+from mmlaunch.launch.failures import Blame
+from mmlaunch.launch.rendezvous import Rendezvous, Trouble
+from mmlaunch.launch.watch import OnEvent, Watch
+from mmlaunch.launch.worker_main import Job, WorkerContext, WorkerEntry, worker_main
+from mmlaunch.process import fork_server
 from mmlaunch.process.process_tree import ProcessId
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.wording import counted
@@ -32,6 +36,10 @@ __all__ = ["WorkerContext", "launch"]
 
 # Time for the machines of a run to come together: a batch system may start them minutes apart.
 _JOIN_S = 900.0
+# Between two looks at the workers: events are to arrive within 0.2 s.
+_POLL_S = 0.05
+# Between two looks at the other machines, which go over the network; chosen by hand.
+_PEERS_POLL_S = 0.5
 
 
 def launch(
@@ -44,14 +52,47 @@ def launch(
     max_restarts: int = 0,
     nnodes: int = 1,
     node_rank: int = 0,
-    ranks_per_node: int | None = None,
     rdzv_endpoint: str | None = None,
     on_event: OnEvent | None = None,
     stops_in_order: bool = True,
 ) -> list[Any]:
-    """Launch processes of this machine; see :class:`mmlaunch.launch.launcher.Launcher`."""
-    check_entry(entry)
-    per_node = ranks_per_node or -(-num_ranks // nnodes)
+    """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
+
+    No worker outlives the call. A launcher for a batch system (Slurm, a Kubernetes JobSet) is
+    another function like this one.
+
+    The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
+    everything at once. In the main thread only: elsewhere signals are the caller's.
+
+    Args:
+        entry: function that a fresh process can import, or "package.module:function".
+        args: its arguments after the context, picklable.
+        num_ranks: ranks in the whole run.
+        run_dir: made if absent; one launch at a time may use it on a machine.
+        timeout_s: seconds without any progress after which the run ends.
+        max_restarts: how often all workers are started anew after a failure.
+        nnodes: machines; each makes this call with the same arguments but ``node_rank``.
+        node_rank: number of this machine; rank r runs on machine r div
+            (``num_ranks`` / ``nnodes``, rounded up).
+        rdzv_endpoint: HOST:PORT of machine 0, with several machines.
+        on_event: gets the events of ``ctx.report``, within 0.2 s, and the launcher's own:
+            ``{"launcher": "stop-requested"}`` and ``{"launcher": "restart", "cause": line}``.
+        stops_in_order: whether the entry asks ``ctx.should_stop()``; where it does not, the
+            first signal ends everything.
+
+    Returns:
+        Results of the entries of this machine, in rank order.
+
+    Raises:
+        WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
+        InvalidInputError: the arguments contradict each other, or the folder is in use.
+        KeyboardInterrupt: a second signal came, or one that nobody would have heeded.
+    """
+    if not callable(entry) and not all(entry.partition(":")):
+        raise InvalidInputError(
+            f"entry is {entry!r}", hint='give a function or "package.module:function"'
+        )
+    per_node = -(-num_ranks // nnodes)
     base_rank = node_rank * per_node
     num_local = min(per_node, num_ranks - base_rank)
     _check_nodes(num_local, per_node, num_ranks, nnodes, node_rank, rdzv_endpoint)
@@ -79,13 +120,9 @@ def launch(
                 hint="make room, or choose another folder with --run-dir",
             ) from error
         try:
-            _run_agent(
-                job,
-                watch,
-                max_restarts=max_restarts,
-                endpoint=rdzv_endpoint if nnodes > 1 else None,
-                stops_in_order=stops_in_order,
-            )
+            endpoint = rdzv_endpoint if nnodes > 1 else None
+            with _signals(watch):
+                _run_attempts(job, watch, endpoint, max_restarts, stops_in_order)
             return watch.results()
         finally:
             watch.kill()
@@ -169,43 +206,121 @@ def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
             shutil.rmtree(control_dir, ignore_errors=True)
 
 
-def _run_agent(
-    job: Job,
-    watch: Watch,
-    *,
-    max_restarts: int,
-    endpoint: str | None,
-    stops_in_order: bool,
+def _run_attempts(
+    job: Job, watch: Watch, endpoint: str | None, max_restarts: int, stops_in_order: bool
 ) -> None:
     def check_stop() -> None:
         # Nothing has been trained by then that could be saved.
         if watch.stop_requested:
             raise KeyboardInterrupt
 
-    with _signals(watch):
-        try:
-            rendezvous = Rendezvous(
-                num_nodes=job.num_nodes,
-                node_rank=job.node_rank,
-                endpoint=endpoint,
-                join_s=_JOIN_S,
-                check_stop=check_stop,
-            )
-            agent = Agent(
-                job=job,
-                watch=watch,
-                rendezvous=rendezvous,
-                max_restarts=max_restarts,
-                stops_in_order=stops_in_order,
-            )
-            agent.run()
-        except (EOFError, ConnectionError) as error:
-            # The fork server is gone. Until it has left our group Ctrl-C reaches it too.
-            check_stop()
+    try:
+        rendezvous = Rendezvous(
+            num_nodes=job.num_nodes,
+            node_rank=job.node_rank,
+            endpoint=endpoint,
+            join_s=_JOIN_S,
+            check_stop=check_stop,
+        )
+        _Agent(job, watch, rendezvous, max_restarts, stops_in_order).run()
+    except (EOFError, ConnectionError) as error:
+        # The fork server is gone. Until it has left our group Ctrl-C reaches it too.
+        check_stop()
+        raise RunFailedError(
+            "the process that starts the workers has ended",
+            hint="look for a lack of memory: mmplan doctor",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Agent:
+    """Starts, restarts and ends one machine's workers.
+
+    Attributes:
+        job: the launch; its attempt, store and prefix are set for each attempt.
+        watch: judges, and kills.
+        rendezvous: with the other machines of the run.
+        max_restarts: how often all workers are started anew.
+        stops_in_order: whether workers heed a request to stop; otherwise it ends them.
+    """
+
+    job: Job
+    watch: Watch
+    rendezvous: Rendezvous
+    max_restarts: int
+    stops_in_order: bool
+
+    def run(self) -> None:
+        """Run attempts until one succeeds on all machines.
+
+        Raises:
+            MMPlanError: the last one failed; the verdict on a worker of this machine, or what
+                another machine has announced.
+            KeyboardInterrupt: a stop was asked for that nobody would have heeded.
+        """
+        attempt = 0
+        while not self._succeeds(attempt):
+            attempt += 1
+
+    def _succeeds(self, attempt: int) -> bool:
+        prefix = self.rendezvous.join(attempt, self.job.num_local)
+        job = replace(self.job, attempt=attempt, store=self.rendezvous.address, store_prefix=prefix)
+        self.watch.begin(job)
+        self.watch.adopt(_start(job))
+        verdict, remote = self._wait(attempt)
+        if verdict is None and remote is None:
+            self.watch.release()
+            remote = self.rendezvous.leave(attempt)
+            if remote is None:
+                self.watch.join()
+                return True
+        self.watch.kill()
+        said = remote or self.rendezvous.announce(attempt, self._trouble(attempt, verdict))
+        if not said.restart:
+            # A lost peer explains nothing where its own machine has spoken.
+            if verdict is not None and (said.node == self.job.node_rank or not verdict.lost_peer):
+                raise verdict.error()
             raise RunFailedError(
-                "the process that starts the workers has ended",
-                hint="look for a lack of memory: mmplan doctor",
-            ) from error
+                f"machine {said.node}: {said.line}", hint="look at the launcher there"
+            )
+        self.watch.announce({"launcher": "restart", "cause": said.line})
+        return False
+
+    def _wait(self, attempt: int) -> tuple[Blame | None, Trouble | None]:
+        """Until all workers of this machine have finished, or there is trouble somewhere."""
+        asked_s = time.monotonic()
+        while True:
+            time.sleep(_POLL_S)
+            if self.watch.stop_requested and not self.stops_in_order:
+                # Here, not in the signal's handler: all workers are known, so none is left behind.
+                self.watch.kill()
+                raise KeyboardInterrupt
+            verdict = self.watch.poll()
+            if verdict is not None or self.watch.all_done():
+                return verdict, None
+            if time.monotonic() - asked_s > _PEERS_POLL_S:
+                asked_s = time.monotonic()
+                remote = self.rendezvous.trouble(attempt)
+                if remote is not None:
+                    return None, remote
+
+    def _trouble(self, attempt: int, verdict: Blame | None) -> Trouble:
+        wrong_input = verdict is not None and verdict.exit_code != RunFailedError.exit_code
+        # Wrong input would fail in the same way again.
+        again = not wrong_input and not self.watch.stop_requested and attempt < self.max_restarts
+        line = verdict.line if verdict else "its workers have ended"
+        return Trouble(node=self.job.node_rank, line=line, restart=again)
+
+
+def _start(job: Job) -> list[BaseProcess]:
+    context = multiprocessing.get_context("forkserver")
+    fork_server.start(preload=["mmlaunch.launch.launch"])
+    processes = [
+        context.Process(target=worker_main, args=(job, rank)) for rank in range(job.num_local)
+    ]
+    for process in processes:
+        process.start()
+    return list(processes)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class Rendezvous:
             )
         deadline_s = time.monotonic() + self._join_s
         for node in range(self._num_nodes):
-            while not self._has(f"attempt-{attempt}/node-{node}"):
+            while not self._store.check([f"attempt-{attempt}/node-{node}"]):
                 if time.monotonic() > deadline_s:
                     raise UnfitEnvironmentError(
                         f"node {node} of {self._num_nodes} did not come within {self._join_s:g} s",
@@ -123,7 +123,8 @@ class Rendezvous:
         """
         key = f"attempt-{attempt}/trouble"
         try:
-            return Trouble(**json.loads(self._store.get(key))) if self._has(key) else None
+            announced = self._store.check([key])
+            return Trouble(**json.loads(self._store.get(key))) if announced else None
         except dist.DistError as error:
             raise RunFailedError(
                 "the launcher on machine 0 has ended", hint="its own message says why"
@@ -141,9 +142,6 @@ class Rendezvous:
                     return found
                 self._pause()
         return None
-
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
     def _pause(self) -> None:
         self._check_stop()

@@ -7,18 +7,18 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame, FailureRecord
-from mmlaunch.launch.launcher import OnEvent
 from mmlaunch.launch.worker_main import Job
 from mmlaunch.process import process_tree
 from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
 
+OnEvent = Callable[[dict[str, Any]], None]
 # How long a better explanation than "lost its peer" may take to arrive.
 _SETTLE_S = 1.0
 # For a hanging worker to write its stack after SIGUSR1; chosen by hand.
@@ -34,7 +34,7 @@ class Watch:
 
     Args:
         job: the launch; its ``control_dir`` exists.
-        on_event: see :class:`mmlaunch.launch.launcher.Launcher`.
+        on_event: see :func:`mmlaunch.launch.launch.launch`.
     """
 
     def __init__(self, job: Job, *, on_event: OnEvent | None) -> None:
@@ -93,12 +93,20 @@ class Watch:
             self.announce({"launcher": "stop-requested"})
         self._deliver()
         # In this order: what a worker says before it ends is there once its end is seen.
-        exits = self._exits()
+        exits = {
+            local_rank: process.exitcode
+            for local_rank, process in self._processes.items()
+            if process.exitcode is not None
+        }
         shots = self._snapshots()
         records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
-        self._note_deaths(exits, shots, records)
+        recorded = {record.rank - self._job.base_rank for record in records}
+        for local_rank, exit_code in exits.items():
+            finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
+            if not finished and local_rank not in recorded:
+                self._vanished.setdefault(local_rank, exit_code)
         if records or self._vanished:
-            return self._judge_death(shots, records)
+            return self._judge_death(shots, records, recorded)
         return self._judge_silence(shots)
 
     def all_done(self) -> bool:
@@ -157,27 +165,11 @@ class Watch:
             for shot in self._board.snapshots()
         ]
 
-    def _exits(self) -> dict[int, int]:
-        """Exit codes of the local ranks that have ended."""
-        return {
-            local_rank: process.exitcode
-            for local_rank, process in self._processes.items()
-            if process.exitcode is not None
-        }
-
-    def _note_deaths(
-        self, exits: dict[int, int], shots: list[Snapshot], records: list[FailureRecord]
-    ) -> None:
-        recorded = {record.rank - self._job.base_rank for record in records}
-        for local_rank, exit_code in exits.items():
-            finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
-            if not finished and local_rank not in recorded:
-                self._vanished.setdefault(local_rank, exit_code)
-
-    def _judge_death(self, shots: list[Snapshot], records: list[FailureRecord]) -> Blame | None:
+    def _judge_death(
+        self, shots: list[Snapshot], records: list[FailureRecord], recorded: set[int]
+    ) -> Blame | None:
         now_s = time.monotonic()
         self._trouble_s = self._trouble_s or now_s
-        recorded = {record.rank - self._job.base_rank for record in records}
         vanished = [
             (self._job.base_rank + rank, code, shots[rank].where)
             for rank, code in self._vanished.items()
@@ -198,12 +190,16 @@ class Watch:
     def _blame_survivor(self, shots: list[Snapshot]) -> Blame | None:
         """A rank whose peers timed out, because it is stopped or hangs."""
         now_s = time.monotonic()
+        busy = (WorkerState.COMPUTING, WorkerState.NOT_STARTED)
+        late_s = self._job.timeout_s / 2
         silent = [
             shot
             for shot in shots
             if shot.process is not None
             and shot.process.alive()
-            and (shot.process.stopped() or self._is_late(shot, now_s))
+            and (
+                shot.process.stopped() or (shot.state in busy and now_s - shot.progress_s > late_s)
+            )
         ]
         if not silent:
             return None
@@ -232,7 +228,3 @@ class Watch:
         path = self._job.stack_path(local_rank)
         stack = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         return replace(verdict, detail=failures.own_stack(stack))
-
-    def _is_late(self, shot: Snapshot, now_s: float) -> bool:
-        is_busy = shot.state in (WorkerState.COMPUTING, WorkerState.NOT_STARTED)
-        return is_busy and now_s - shot.progress_s > self._job.timeout_s / 2

@@ -9,8 +9,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import torch.distributed as dist
 
 from mmlaunch.launch import failures
-from mmlaunch.launch.launcher import WorkerEntry
 from mmlaunch.launch.rendezvous import Address, connect
 from mmlaunch.process import process_tree
 from mmlaunch.process.device import RankDevice, pick
-from mmlaunch.process.heartbeat import Board, Heartbeat, Where
-from mmplan.errors import InvalidInputError
+from mmlaunch.process.heartbeat import Board, Heartbeat
 
 FAILURES = "failures"
+# Called in every worker with its context, then with the arguments of the launch.
+WorkerEntry = Callable[..., Any]
 
 # The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
 # collective only the rank that waited.
@@ -38,16 +38,13 @@ class Job:
 
     Attributes:
         entry: function, or "module:function", called as ``entry(ctx, *args)``.
-        args: its further arguments.
         run_dir: the run's folder; failure records go to its ``failures``.
         control_dir: the launch's own folder inside it: board, events, results.
         timeout_s: longest silence of a peer, seconds.
         launcher: the process without which a worker must not live.
         environment: the launcher's, which the fork server may have been started without.
-        num_nodes: machines in the run.
         base_rank: global rank of this machine's first worker.
         num_local: workers on this machine.
-        node_rank: this machine.
         num_ranks: in the whole run.
         attempt: 0, then one more for each restart.
         store: address of the run's store.
@@ -99,12 +96,9 @@ class WorkerContext:
     """The first argument of an entry.
 
     Attributes:
-        rank: global rank.
-        local_rank: position on this machine.
-        world_size: ranks in the run.
+        local_rank: position on this machine; ``rank`` is the global one.
         attempt: 0, then one more for each restart.
         device: the rank's device and backend.
-        run_dir: the run's folder.
         heartbeat: ``beat`` at each instruction, ``waiting`` around each wait for peers; a
             rank that is silent for longer than the timeout ends the run.
         timeout_s: that timeout, seconds.
@@ -117,28 +111,22 @@ class WorkerContext:
     device: RankDevice
     run_dir: Path
     timeout_s: float
-    heartbeat: Heartbeat = field(default_factory=Heartbeat.detached)
-    events_fd: int | None = None
+    heartbeat: Heartbeat
+    events_fd: int
 
     @property
     def failures_dir(self) -> Path:
         """Folder of the workers' failure records."""
         return self.run_dir / FAILURES
 
-    @property
-    def where(self) -> Where:
-        """Place in the program, which a failure record shows; mutable."""
-        return self.heartbeat.where
-
     def should_stop(self) -> bool:
         """Whether a stop was asked for on this machine. Ranks must agree before they act on it."""
         return self.heartbeat.should_stop()
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Send an event (JSON) to the launcher's ``on_event``; dropped without a launcher."""
-        if self.events_fd is not None:
-            # One write in append mode: lines of several ranks do not mix.
-            os.write(self.events_fd, json.dumps(event).encode() + b"\n")
+        """Send an event (JSON) to the launcher's ``on_event``."""
+        # One write in append mode: lines of several ranks do not mix.
+        os.write(self.events_fd, json.dumps(event).encode() + b"\n")
 
 
 def worker_main(job: Job, local_rank: int) -> None:
@@ -149,8 +137,7 @@ def worker_main(job: Job, local_rank: int) -> None:
     heartbeat.register()
     _dump_stack_on_demand(job.stack_path(local_rank))
     try:
-        context = _context(job, local_rank, heartbeat)
-        _run_entry(job, context)
+        _run_entry(job, local_rank, heartbeat)
     except BaseException:
         # The record is written; it has everything that multiprocessing would print.
         sys.stdout.flush()
@@ -171,16 +158,11 @@ _kept_open: list[Any] = []  # faulthandler keeps the descriptor only
 
 
 def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
-    rank = job.base_rank + local_rank
-    try:
-        _take_environment(job, local_rank)
-        device = pick(local_rank, local_world_size=job.num_local)
-        device.apply(single_node=job.num_nodes == 1)
-    except BaseException as error:
-        _record(job, rank, heartbeat, error)
-        raise
+    _take_environment(job, local_rank)
+    device = pick(local_rank, local_world_size=job.num_local)
+    device.apply(single_node=job.num_nodes == 1)
     return WorkerContext(
-        rank=rank,
+        rank=job.base_rank + local_rank,
         local_rank=local_rank,
         world_size=job.num_ranks,
         attempt=job.attempt,
@@ -213,24 +195,32 @@ def _take_environment(job: Job, local_rank: int) -> None:
     os.environ.update({name: str(value) for name, value in numbers.items()})
 
 
-def _run_entry(job: Job, context: WorkerContext) -> None:
-    """Group, entry, result; the record is written before the group falls and peers notice."""
+def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
+    """Call the entry; the record is written before the group falls and peers notice."""
     try:
+        context = _context(job, local_rank, heartbeat)
         _init_process_group(job, context)
-        result = resolve(job.entry)(context, *job.args)
-        _store_result(job.result_path(context.local_rank), result)
+        entry = job.entry
+        if not callable(entry):
+            module, _, name = entry.partition(":")
+            entry = getattr(importlib.import_module(module), name)
+        result = entry(context, *job.args)
+        path = job.result_path(local_rank)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(pickle.dumps(result))
+        temporary.replace(path)
     except BaseException as error:
-        _record(job, context.rank, context.heartbeat, error)
+        failures.write_record(
+            job.failures_dir,
+            rank=job.base_rank + local_rank,
+            attempt=job.attempt,
+            where=heartbeat.where,
+            error=error,
+        )
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _record(job: Job, rank: int, heartbeat: Heartbeat, error: BaseException) -> None:
-    failures.write_record(
-        job.failures_dir, rank=rank, attempt=job.attempt, where=heartbeat.where, error=error
-    )
 
 
 def _init_process_group(job: Job, context: WorkerContext) -> None:
@@ -245,29 +235,3 @@ def _init_process_group(job: Job, context: WorkerContext) -> None:
             world_size=context.world_size,
             timeout=timeout,
         )
-
-
-def _store_result(path: Path, result: Any) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(result))
-    os.replace(temporary, path)
-
-
-def check_entry(entry: WorkerEntry | str) -> None:
-    """Refuse an entry that is no function and no "module:function".
-
-    Raises:
-        InvalidInputError: with what was given.
-    """
-    if not callable(entry) and not all(entry.partition(":")):
-        raise InvalidInputError(
-            f"entry is {entry!r}", hint='give a function or "package.module:function"'
-        )
-
-
-def resolve(entry: WorkerEntry | str) -> WorkerEntry:
-    """The function that an entry names."""
-    if callable(entry):
-        return entry
-    module, _, name = entry.partition(":")
-    return getattr(importlib.import_module(module), name)

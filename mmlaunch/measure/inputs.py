@@ -112,20 +112,17 @@ class Inputs:
 
     def _field(self, task: TaskView, field: str) -> Tree:
         key = task.name, f"data.{field}"
-        if key not in self._made:
-            self._made[key] = self._loaded(task, field)
-        return self._made[key]
-
-    def _loaded(self, task: TaskView, field: str) -> Tree:
-        if task.name not in self._data:
-            self._data[task.name] = self._load(task)
-        data = self._data[task.name]
         dtype = dtype_of(self._workload.train.precision)
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, dtype if tensor.is_floating_point() else tensor.dtype)
 
-        return map_tensors(data.get(field, 0, self._pool_of(task)), moved)
+        if key not in self._made:
+            if task.name not in self._data:
+                self._data[task.name] = self._load(task)
+            found = self._data[task.name].get(field, 0, self._pool_of(task))
+            self._made[key] = map_tensors(found, moved)
+        return self._made[key]
 
     def _pool_of(self, task: TaskView) -> int:
         return max(1, min(self._pool, task.batch))

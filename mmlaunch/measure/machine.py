@@ -28,12 +28,13 @@ def measure_machine(
         precision: of the training, in which the speed is measured.
         watch: measures with all processes at the same time.
     """
+    processor = _processor(device)
     return {
-        "name": _device_name(device),
+        "name": processor if device.type == "cuda" else "cpu",
         "memory_bytes": _memory_bytes(device, processes),
         "peak_flops": _peak_flops(device, precision, watch),
         "cores": num_cores(),
-        "processor": _processor(device),
+        "processor": processor,
         "torch": torch.__version__,
         "clock": "processor time" if watch.compute_clock is not watch.now else "wall time",
         "threads": torch.get_num_threads(),
@@ -58,10 +59,6 @@ def _peak_flops(device: torch.device, precision: str, watch: Stopwatch) -> float
     return 2 * size**3 / watch.time(step)[0].median_s
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def _processor(device: torch.device) -> str:
     """The processor's model, as Linux tells it."""
     if device.type == "cuda":
@@ -78,21 +75,15 @@ def _memory_bytes(device: torch.device, processes: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(total, _control_group_limit(total)) / processes
-
-
-def _control_group_limit(otherwise: float) -> float:
-    """The container's memory limit, where there is one."""
-    if platform.system() != "Linux":
-        return otherwise
+    # A container's limit, where there is one.
     for place in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             text = (Path("/sys/fs/cgroup") / place).read_text().strip()
         except OSError:
             continue
         if text.isdecimal():
-            return float(text)
-    return otherwise
+            return min(total, float(text)) / processes
+    return total / processes
 
 
 def measure_link(

@@ -7,11 +7,10 @@ profiler, on CUDA by the caching allocator's own peak.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,74 +40,39 @@ class Level:
     left: int
 
 
-class _Meter(Protocol):
-    """Records the allocations of parts of a program."""
-
-    def part(self) -> Any:
-        """A context around the next part."""
-        ...
-
-    def levels(self) -> list[Level]:
-        """Levels of every part; asked when the last one is over."""
-        ...
-
-
-class _OnCuda:
-    """The allocator's own counts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = torch.cuda.memory_allocated(device)
-        self._levels: list[Level] = []
-
-    @contextmanager
-    def part(self) -> Generator[None]:
-        """See :class:`_Meter`."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        yield
-        most = torch.cuda.max_memory_allocated(self._device) - self._start
-        left = torch.cuda.memory_allocated(self._device) - self._start
-        self._levels.append(Level(most=most, left=left))
-
-    def levels(self) -> list[Level]:
-        """See :class:`_Meter`."""
-        return self._levels
+def _levels_on_cuda(parts: Sequence[Callable[[], None]], device: torch.device) -> list[Level]:
+    """Levels of every part, by the allocator's own counts."""
+    start = torch.cuda.memory_allocated(device)
+    found: list[Level] = []
+    for part in parts:
+        torch.cuda.reset_peak_memory_stats(device)
+        part()
+        most = torch.cuda.max_memory_allocated(device) - start
+        found.append(Level(most=most, left=torch.cuda.memory_allocated(device) - start))
+    return found
 
 
-class _OnCpu:
-    """Every allocation and release that torch's allocator reports to the profiler.
-
-    Args:
-        running: the profiler, entered.
-    """
-
-    def __init__(self, running: profile) -> None:
-        self._running = running
-        self._num_parts = 0
-
-    def part(self) -> Any:
-        """See :class:`_Meter`."""
-        self._num_parts += 1
-        return record_function(f"{_PART}.{self._num_parts - 1}")
-
-    def levels(self) -> list[Level]:
-        """See :class:`_Meter`."""
-        results: Any = self._running.kineto_results
-        events = sorted(results.events(), key=lambda event: event.start_ns())
-        starts = {e.name(): e.start_ns() for e in events if e.name().startswith(_PART)}
-        edges = [starts[f"{_PART}.{k}"] for k in range(self._num_parts)]
-        found: list[Level] = []
-        left = 0
-        for first, end in zip(edges, [*edges[1:], float("inf")], strict=True):
-            sizes = (
-                e.nbytes()
-                for e in events
-                if e.name() == _ALLOCATION and first <= e.start_ns() < end
-            )
-            totals = list(accumulate(sizes, initial=left))
-            left = totals[-1]
-            found.append(Level(most=max(totals), left=left))
-        return found
+def _levels_on_cpu(parts: Sequence[Callable[[], None]]) -> list[Level]:
+    """Levels of every part, by what torch's allocator reports to the profiler."""
+    running = profile(use_kineto=True, profile_memory=True)
+    with running:
+        for index, part in enumerate(parts):
+            with record_function(f"{_PART}.{index}"):
+                part()
+    results: Any = running.kineto_results
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    starts = {e.name(): e.start_ns() for e in events if e.name().startswith(_PART)}
+    edges = [starts[f"{_PART}.{k}"] for k in range(len(parts))]
+    found: list[Level] = []
+    left = 0
+    for first, end in zip(edges, [*edges[1:], float("inf")], strict=True):
+        sizes = (
+            e.nbytes() for e in events if e.name() == _ALLOCATION and first <= e.start_ns() < end
+        )
+        totals = list(accumulate(sizes, initial=left))
+        left = totals[-1]
+        found.append(Level(most=max(totals), left=left))
+    return found
 
 
 def kept_bytes(
@@ -149,36 +113,31 @@ def transient_bytes(call: Callable[[], Tree], device: torch.device) -> dict[str,
         Fields of a profile's point (:class:`mmplan.schema.profile.Point`); none where this
         torch cannot tell.
     """
-    if device.type == "cuda":
-        meter = _OnCuda(device)
-        _run(call, meter)
-        return _fields(meter.levels())
-    if not torch.profiler.kineto_available():
-        return {}
-    os.environ.setdefault(*_QUIET)
-    running = profile(use_kineto=True, profile_memory=True)
-    noted = _OnCpu(running)
-    with running:
-        _run(call, noted)
-    return _fields(noted.levels())
+    outputs: list[Tree] = []
 
+    def forward_only() -> None:
+        with torch.no_grad():
+            call()
 
-def _run(call: Callable[[], Tree], meter: _Meter) -> None:
-    """The parts: a forward that keeps nothing, one that does, its backward."""
-    with meter.part(), torch.no_grad():
-        call()
-    with meter.part():
-        out = call()
-    with meter.part():
-        outs = float_outputs(out)
+    def forward() -> None:
+        outputs.append(call())
+
+    def backward() -> None:
+        outs = float_outputs(outputs[0])
         if outs:
             torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
 
-
-def _fields(levels: list[Level]) -> dict[str, int]:
-    alone, forward, backward = levels
+    parts = (forward_only, forward, backward)
+    if device.type == "cuda":
+        levels = _levels_on_cuda(parts, device)
+    elif torch.profiler.kineto_available():
+        os.environ.setdefault(*_QUIET)
+        levels = _levels_on_cpu(parts)
+    else:
+        return {}
+    alone, first, second = levels
     return {
         "forward_only_bytes": alone.most,
-        "forward_extra_bytes": forward.most - forward.left,
-        "backward_extra_bytes": max(0, backward.most - forward.left),
+        "forward_extra_bytes": first.most - first.left,
+        "backward_extra_bytes": max(0, second.most - first.left),
     }

@@ -80,14 +80,17 @@ class Measurer:
     def measure(self, point: Json) -> Json:
         """One point's result; ``{"skipped": reason}`` for one that this device cannot do."""
         if point["kind"] == "link":
-            return _as_json(
-                measure_link(
-                    point["operation"],
-                    point["bytes"],
-                    device=self._device,
-                    repeat_s=self._job["repeat_s"],
-                )
+            timing = measure_link(
+                point["operation"],
+                point["bytes"],
+                device=self._device,
+                repeat_s=self._job["repeat_s"],
             )
+            return {
+                "seconds": timing.median_s,
+                "spread_s": timing.spread_s,
+                "repeats": timing.repeats,
+            }
         if not self._takes_part:
             return {}
         try:
@@ -366,10 +369,6 @@ def _timed_backward(out: Tree, clock: Clock) -> float:
     if outs:
         torch.autograd.backward(outs, grads)
     return clock() - started
-
-
-def _as_json(timing: Timing) -> Json:
-    return {"seconds": timing.median_s, "spread_s": timing.spread_s, "repeats": timing.repeats}
 
 
 def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:

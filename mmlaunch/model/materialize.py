@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.checkpoint.initial_weights import InitialWeights
+from mmlaunch.checkpoint.exported_weights import InitialWeights
 from mmlaunch.model.deferred_init import recording
 from mmlaunch.model.replay_init import UndeferrableError
 from mmplan.errors import InvalidInputError

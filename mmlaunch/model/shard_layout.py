@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mmlaunch.checkpoint.boxes import Box, ShardStyle, flat_to_boxes, intersect, span_boxes, whole
+from mmlaunch.checkpoint.boxes import Box, ShardStyle, flat_to_boxes, intersect, shard_boxes, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class ShardLayout:
         first, end = shards
         if self.style is None or (end - first) * self.count == tp:
             return None
-        wanted = span_boxes(self.full_shape, self.style, shards, tp, self.parts)
+        wanted = shard_boxes(self.full_shape, self.style, first, tp, self.parts, end - first)
         return tuple(self.to_local(box) for box in wanted)
 
     def to_local(self, box: Box) -> Box:
@@ -90,7 +90,7 @@ def shard_layout(
     """
     return ShardLayout(
         full_shape=full_shape,
-        boxes=tuple(span_boxes(full_shape, style, (index, index + 1), count, parts)),
+        boxes=tuple(shard_boxes(full_shape, style, index, count, parts)),
         dim=1 if style == "rowwise" else 0,
         style=style,
         parts=parts,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mmlaunch.checkpoint.initial_weights import load_initial
+from mmlaunch.checkpoint.exported_weights import load_initial
 from mmlaunch.comm.batches import Tree
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program

@@ -23,13 +23,11 @@ class RankDevice:
         device: the torch device of this rank.
         backend: process group backend that fits it.
         num_threads: compute threads of this rank.
-        reason: why this choice, in words for the user.
     """
 
     device: torch.device
     backend: Backend
     num_threads: int
-    reason: str
 
     def apply(self, *, single_node: bool) -> None:
         """Make this process use the choice; call before any process group is created."""
@@ -69,19 +67,14 @@ def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> RankDev
     obstacle = "MMLAUNCH_DEVICE=cpu" if wish == "cpu" else _cuda_obstacle(num_ranks)
     if obstacle is None:
         return RankDevice(
-            device=torch.device("cuda", local_rank),
-            backend="nccl",
-            num_threads=_num_threads(),
-            reason="every local rank has a GPU of its own",
+            device=torch.device("cuda", local_rank), backend="nccl", num_threads=_num_threads()
         )
     if wish == "cuda":
         raise UnfitEnvironmentError(
             f"MMLAUNCH_DEVICE=cuda, but {obstacle}",
             hint="start fewer ranks on this machine, or set MMLAUNCH_DEVICE=cpu",
         )
-    return RankDevice(
-        device=torch.device("cpu"), backend="gloo", num_threads=_num_threads(), reason=obstacle
-    )
+    return RankDevice(device=torch.device("cpu"), backend="gloo", num_threads=_num_threads())
 
 
 def async_tp_note(device: torch.device) -> str:

@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 from mmlaunch.process.process_tree import ProcessId
 
@@ -170,12 +169,7 @@ class _Waiting:
     def __enter__(self) -> None:
         self._heartbeat._tick(_WAITING)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._heartbeat._tick(_COMPUTING)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from mmlaunch.run.run_record import RunRecord
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
-from mmlaunch.session.preconditions import find_workload
+from mmlaunch.session.identity import find_workload
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.program.model import Timings
 from mmplan.schema.agreement import check_agrees
+from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
-    from mmlaunch.launch.launcher import Launcher, OnEvent
+    from mmlaunch.launch.watch import OnEvent
+
+# For the report and for people, beside a copy of the plan.
+_RECORD = "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +115,6 @@ def run(
     prepared: Prepared,
     on_event: OnEvent,
     planner: Planner,
-    launcher: Launcher | None = None,
 ) -> RunSummary:
     """Train in one process per rank and write the run folder.
 
@@ -118,7 +123,6 @@ def run(
         prepared: checked.
         on_event: gets events of steps, of segments and of the launcher.
         planner: plans for task sets that the given plan is not for.
-        launcher: of the workers; default: as processes of this machine.
 
     Raises:
         MMPlanError: from the planner.
@@ -126,7 +130,7 @@ def run(
         InvalidInputError: the run folder holds another run.
     """
     from mmlaunch.launch.launch import check_free, launch
-    from mmlaunch.run.training_worker import CHECKPOINTS, JobSegment, TrainJob
+    from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob
 
     sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
     run_dir = _run_dir(options, prepared.plan)
@@ -158,19 +162,13 @@ def run(
         on_event(event)
 
     job = TrainJob(
-        segments=tuple(
-            JobSegment(from_step=s.from_step, until=s.until, plan=str(s.path)) for s in segments
-        ),
-        workload=str(prepared.workload_path.absolute()),
+        segments=segments,
+        workload=prepared.workload_path.absolute(),
         steps=steps,
-        save_every=options.save_every,
-        resume=options.resume,
-        resume_anyway=options.resume_anyway,
-        num_workers=options.num_workers,
-        emulation=options.emulation,
+        options=options,
     )
     try:
-        results = (launcher or launch)(
+        results = launch(
             entry="mmlaunch.run.training_worker:train",
             args=(job,),
             num_ranks=prepared.plan.devices,
@@ -185,7 +183,7 @@ def run(
     except MMPlanError:
         if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
-            (run_dir / "run.json").unlink(missing_ok=True)
+            (run_dir / _RECORD).unlink(missing_ok=True)
         raise
     held = {r.rank: r.memory_bytes for r in results if r.memory_bytes is not None}
     if options.emulation is None:
@@ -242,6 +240,74 @@ def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
     )
 
 
+class RunRecord:
+    """The record of a run folder: at any time the segment that runs and those before it.
+
+    Args:
+        run_dir: the run's folder.
+        workload_path: the workload's file.
+        emulated: whether computes are waits, so that times are no measurement of computing.
+    """
+
+    def __init__(self, run_dir: Path, workload_path: Path, *, emulated: bool = False) -> None:
+        self._emulated = emulated
+        self._run_dir, self._workload_path = run_dir, workload_path
+        self._started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+    def write(self, segment: Segment, *, step: int | None = None) -> None:
+        """Say that a segment's plan trains from a step on.
+
+        Args:
+            segment: that runs.
+            step: where it began; None before that is known.
+        """
+        prediction = segment.plan.predicted
+        sha256 = file_sha256(segment.path)
+        history = self._history()
+        if step is not None:
+            history = [entry for entry in history if entry["from_step"] < step]
+            if not history or history[-1]["plan_sha256"] != sha256:
+                history.append(
+                    {
+                        "from_step": step,
+                        "tasks": list(segment.plan.tasks),
+                        "devices": segment.plan.devices,
+                        "plan_sha256": sha256,
+                        "predicted_iteration_s": prediction.iteration_s,
+                        "predicted_samples_per_s": prediction.samples_per_s,
+                    }
+                )
+        record = {
+            "plan": os.path.relpath(segment.path, self._run_dir),
+            "plan_sha256": sha256,
+            "workload": os.path.relpath(self._workload_path, self._run_dir),
+            "devices": segment.plan.devices,
+            "started_at": self._started_at,
+            "cores": os.cpu_count(),
+            **({"emulated": True} if self._emulated else {}),
+            "predicted_iteration_s": prediction.iteration_s,
+            "segments": history,
+        }
+        write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
+        write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
+
+    def finish(self, memory_bytes: Mapping[int, int]) -> None:
+        """Add the peak memory of the last segment's steps, by rank."""
+        path = self._run_dir / _RECORD
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["memory_bytes"] = {str(rank): held for rank, held in sorted(memory_bytes.items())}
+        write_text(path, json.dumps(record, indent=1) + "\n")
+
+    def _history(self) -> list[dict[str, Any]]:
+        """Segments that the folder's record has; none where it cannot be read."""
+        try:
+            found = json.loads((self._run_dir / _RECORD).read_text(encoding="utf-8"))["segments"]
+            entries = [cast("dict[str, Any]", dict(entry)) for entry in found]
+            return [e for e in entries if isinstance(e["from_step"], int) and e["plan_sha256"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+
 def _check_devices(plan: Plan, options: RunOptions) -> None:
     if plan.cluster.device.is_cpu or os.environ.get("MMLAUNCH_DEVICE", "").lower() == "cpu":
         return
@@ -281,7 +347,7 @@ def _holds_steps(path: Path, checkpoints: str) -> bool:
 
 
 def _holds_run(path: Path) -> bool:
-    return (path / "run.json").exists()
+    return (path / _RECORD).exists()
 
 
 def _claimed(path: Path, options: RunOptions) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.run.run import RunOptions
+from mmlaunch.run.segments import Segment
 from mmlaunch.session.session import Session, StepResult
 from mmlaunch.session.verify import LocalGradients, planned_step
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
-from mmplan.program.model import Timings
 from mmplan.schema.base import write_text
 
 METRICS = "metrics.jsonl"
@@ -30,37 +31,20 @@ WEIGHTS = "final.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSegment:
-    """Steps [from_step, until), and the path of the plan that trains them."""
-
-    from_step: int
-    until: int
-    plan: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainJob:
     """The job of every worker of a run.
 
     Attributes:
         segments: of the run, one after another; the last one ends with the run.
-        workload: path of the workload, None for the one that the plan names.
+        workload: path of the workload.
         steps: optimizer steps in all.
-        save_every: steps between checkpoints, 0 for none on the way.
-        resume: start from the newest checkpoint of the run folder, if there is one.
-        resume_anyway: also where it was saved by a run that trained otherwise.
-        num_workers: data loading processes per rank.
-        emulation: times of the computes of emulated devices; None to compute and train.
+        options: of the command line.
     """
 
-    segments: tuple[JobSegment, ...]
-    workload: str | None
+    segments: Sequence[Segment]
+    workload: Path
     steps: int
-    save_every: int
-    resume: bool
-    resume_anyway: bool
-    num_workers: int
-    emulation: Timings | None = None
+    options: RunOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +76,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     transport = DistTransport(ctx.device.device, ctx.heartbeat)
     folder = ctx.run_dir / CHECKPOINTS
     # A worker that is started anew after a failure always goes on from the last save.
-    going_on = job.resume or ctx.attempt > 0
+    going_on = job.options.resume or ctx.attempt > 0
     newest = _newest(ctx, transport, folder) if going_on else None
     if going_on and newest is None:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
@@ -128,16 +112,17 @@ class _Trainer:
 
         At its end there is a checkpoint, or after the last segment the weights.
         """
-        ctx, job, segment = self._ctx, self._job, self._job.segments[index]
+        ctx, job, options = self._ctx, self._job, self._job.options
+        segment = job.segments[index]
         with Session.from_plan(
-            segment.plan,
+            segment.path,
             workload=job.workload,
             timeout_s=ctx.timeout_s,
             transport=self._transport,
             heartbeat=ctx.heartbeat,
-            num_workers=job.num_workers,
+            num_workers=options.num_workers,
             should_stop=ctx.should_stop,
-            emulation=job.emulation,
+            emulation=options.emulation,
         ) as session:
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
@@ -145,11 +130,11 @@ class _Trainer:
             memory = PeakMemory(ctx.device.device)
             memory.begin(session.model.tensors())
             if checkpoint is not None:
-                for change in session.load(checkpoint, anyway=job.resume_anyway):
+                for change in session.load(checkpoint, anyway=options.resume_anyway):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             stopped, spans = self._steps(session, segment, memory)
-            if not stopped and session.step_count >= job.steps and job.emulation is None:
+            if not stopped and session.step_count >= job.steps and options.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
                 rank=ctx.rank,
@@ -161,17 +146,19 @@ class _Trainer:
             )
 
     def _steps(
-        self, session: Session, segment: JobSegment, memory: PeakMemory
+        self, session: Session, segment: Segment, memory: PeakMemory
     ) -> tuple[bool, list[tuple[int, float, float]]]:
         """Train and save; whether a stop was asked for, and the last step's times."""
-        job = self._job
+        job, save_every = self._job, self._job.options.save_every
         if self._log is None and session.rank == 0:
-            emulated = job.emulation is not None
+            emulated = job.options.emulation is not None
             self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
+        # On CUDA only the last step is timed: that takes two events for each instruction.
+        on_cpu = self._ctx.device.device.type == "cpu"
         stopped, spans = False, []
         memory.forget()
         while session.step_count < segment.until and not stopped:
-            result = session.step(timed=_is_timed(session, job))
+            result = session.step(timed=on_cpu or session.step_count == job.steps - 1)
             memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
             if self._log is not None:
@@ -181,7 +168,7 @@ class _Trainer:
             if stopped or step == segment.until:
                 memory.end(_tensors(session))
             # The last step is saved too: a later run may go on from it with more --steps.
-            due = job.save_every and (step == job.steps or step % job.save_every == 0)
+            due = save_every and (step == job.steps or step % save_every == 0)
             if stopped or due or (step == segment.until and step < job.steps):
                 path = session.save(self._ctx.run_dir / CHECKPOINTS)
                 memory.forget()
@@ -202,11 +189,6 @@ def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradient
         plan, workload=workload, timeout_s=ctx.timeout_s, heartbeat=ctx.heartbeat
     ) as session:
         return planned_step(session)
-
-
-def _is_timed(session: Session, job: TrainJob) -> bool:
-    """On CUDA only the last step is timed: that takes two events for each instruction."""
-    return session.transport.device.type == "cpu" or session.step_count == job.steps - 1
 
 
 def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:

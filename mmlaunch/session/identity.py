@@ -1,4 +1,4 @@
-"""The identity of a run: the fields of its workload that a resumed run must not change."""
+"""The identity of a run: its workload, and the fields that a resumed run must not change."""
 
 from __future__ import annotations
 
@@ -8,11 +8,33 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmplan.errors import InvalidInputError
+from mmplan.schema.base import file_sha256
+from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.wording import counted
 
 _NONE = object()
 _TRAIN = {"seed", "optimizer_args", "groups", "clip_grad_norm", "precision"}
+
+
+def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
+    """The workload file of a plan: the given one, or the one it names, unchanged.
+
+    Raises:
+        InvalidInputError: it is not there, or no longer the one that was planned.
+    """
+    path = Path(given) if given is not None else plan_path.parent / plan.workload.path
+    if not path.is_file():
+        raise InvalidInputError(
+            f"{plan_path}: its workload {path} is not there",
+            hint="name the file with --workload FILE",
+        )
+    if file_sha256(path) != plan.workload.sha256:
+        raise InvalidInputError(
+            f"{path} has changed since {plan_path} was made for it",
+            hint="solve again: mmplan solve WORKLOAD --profile PROFILE -o PLAN",
+        )
+    return path
 
 
 def identity_of(workload: Workload) -> dict[str, Any]:

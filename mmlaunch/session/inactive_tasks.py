@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import whole
-from mmlaunch.checkpoint.initial_weights import targets
+from mmlaunch.checkpoint.exported_weights import targets
 from mmlaunch.checkpoint.restore import Checkpoint
 from mmlaunch.checkpoint.save import Entry
 from mmlaunch.comm.transport import Transport
@@ -26,7 +26,7 @@ from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.materialize import MetaModule
 from mmlaunch.model.replay_init import UndeferrableError
 from mmlaunch.model.whole_modules import build_owner
-from mmlaunch.session.state import OPTIMIZER_KIND, Weights, WeightSpec
+from mmlaunch.session.state import OPTIMIZER_KIND, WeightSpec
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program
 from mmplan.schema.factories import build_loss
@@ -61,8 +61,15 @@ class InactiveTasks:
         owners, losses = _unused(workload, program)
         share = transport.rank, transport.world_size
         self._modules = [_Module(workload, owner, folder, share) for owner in owners]
-        self._modules += [_Loss(workload, name, folder, share) for name in losses]
+        of_losses = {
+            f"losses.{name}.{n}": tensor
+            for name in losses
+            for n, tensor in targets(build_loss(workload, name, folder))
+        }
         self._specs = {n: spec for module in self._modules for n, spec in module.specs.items()}
+        self._specs |= {n: _Spec.of(tensor) for n, tensor in of_losses.items()}
+        # The first rank keeps those of losses.
+        self._of_losses = {n: t.detach() for n, t in of_losses.items() if transport.rank == 0}
         self.names = frozenset(n for n, spec in self._specs.items() if spec.is_parameter)
         self._kept: dict[_StateKey, Tensor] | None = None
 
@@ -81,7 +88,8 @@ class InactiveTasks:
         """
         check_holds(checkpoint, self._specs)
         for name, spec in self._specs.items():
-            _check_shape(checkpoint, name, spec)
+            # Reading no box compares the shapes, and says which one is wrong.
+            checkpoint.load(name, _WEIGHT, [], full_shape=spec.shape)
         present, updated = set[str](), set[str]()
         for theirs in self._transport.gather_objects((written, trained)):
             present.update(theirs[0])
@@ -90,7 +98,7 @@ class InactiveTasks:
         for name in sorted({*self.names, *present} - updated):
             wanted += [(k, name) for k in checkpoint.kinds(name) if k.startswith(OPTIMIZER_KIND)]
         self._kept = {key: self._read(checkpoint, key) for key in self._mine(checkpoint, wanted)}
-        self._modules = []
+        self._modules, self._of_losses = [], {}
 
     def _mine(self, checkpoint: Checkpoint, wanted: Sequence[_StateKey]) -> Iterator[_StateKey]:
         """This rank's share: the largest first, each to the rank that has the least so far."""
@@ -113,9 +121,9 @@ class InactiveTasks:
     def _tensors(self) -> dict[_StateKey, Tensor]:
         """The kept tensors; initial weights where no checkpoint was loaded."""
         if self._kept is None:
-            initial = [module.initial() for module in self._modules]
+            initial = [*(module.initial() for module in self._modules), self._of_losses]
             self._kept = {(_WEIGHT, n): t for found in initial for n, t in found.items()}
-            self._modules = []
+            self._modules, self._of_losses = [], {}
         return self._kept
 
     def entries(self) -> list[Entry]:
@@ -209,49 +217,6 @@ class _Module:
         return build_owner(self._workload, self._owner, self._folder, trains=None)
 
 
-class _Loss:
-    """A loss of inactive tasks; the first rank keeps it."""
-
-    def __init__(self, workload: Workload, name: str, folder: Path, share: tuple[int, int]) -> None:
-        loss = build_loss(workload, name, folder)
-        named = {f"losses.{name}.{n}": tensor for n, tensor in targets(loss)}
-        self.specs = {n: _Spec.of(tensor) for n, tensor in named.items()}
-        self._values = {n: tensor.detach() for n, tensor in named.items() if share[0] == 0}
-
-    def initial(self) -> dict[str, Tensor]:
-        """Its weights, on the first rank."""
-        return self._values
-
-
-class AllWeights:
-    """The session's own weights and those of inactive tasks.
-
-    Args:
-        holders: of weights of different names.
-    """
-
-    def __init__(self, *holders: Weights) -> None:
-        self._specs = [spec for holder in holders for spec in holder.specs()]
-        self._holder_of = {spec[0]: holder for holder in holders for spec in holder.specs()}
-
-    def specs(self) -> list[WeightSpec]:
-        """See :class:`mmlaunch.session.state.Weights`."""
-        return self._specs
-
-    def parts(self, name: str) -> list[Tensor]:
-        """See :class:`mmlaunch.session.state.Weights`."""
-        return self._holder_of[name].parts(name)
-
-
-def inactive_tasks_of(
-    *, workload: Workload, folder: Path, program: Program, transport: Transport
-) -> InactiveTasks | None:
-    """None where the plan is for every task of the workload: all state is the session's own."""
-    if set(program.batches) == set(resolve_tasks(workload)):
-        return None
-    return InactiveTasks(workload=workload, folder=folder, program=program, transport=transport)
-
-
 def trained_by_others(inactive: InactiveTasks | None, model: LocalModel) -> set[str]:
     """Names of parameters, here and offloaded, that inactive tasks may train."""
     if inactive is None:
@@ -285,11 +250,6 @@ def _owner_of(name: str) -> str:
     """The module or loss of a full name, in words."""
     first, second = name.split(".")[:2]
     return f"loss {second}" if first == "losses" else f"module {first}"
-
-
-def _check_shape(checkpoint: Checkpoint, name: str, spec: _Spec) -> None:
-    # Reading no box compares the shapes, and says which one is wrong.
-    checkpoint.load(name, _WEIGHT, [], full_shape=spec.shape)
 
 
 def _unused(workload: Workload, program: Program) -> tuple[list[str], list[str]]:

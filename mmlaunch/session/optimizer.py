@@ -37,7 +37,14 @@ def build_optimizer(
     kind = check_optimizer(train, sharded=sharded)
     if not parameters:
         return None
-    return kind(_groups(train, parameters), **train.optimizer_args)
+    members: defaultdict[int | None, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in parameters:
+        members[group_of(train, name)].append(parameter)
+    groups = [
+        {"params": found, **({} if index is None else train.groups[index].optimizer_args)}
+        for index, found in members.items()
+    ]
+    return kind(groups, **train.optimizer_args)
 
 
 def check_optimizer(train: TrainSpec, *, sharded: bool) -> Any:
@@ -83,18 +90,6 @@ def state_of(train: TrainSpec, name: str) -> frozenset[str]:
     parameter.grad = torch.zeros(2, 2)
     optimizer.step()
     return frozenset(k for k, v in optimizer.state[parameter].items() if v is not None)
-
-
-def _groups(
-    train: TrainSpec, parameters: Sequence[tuple[str, nn.Parameter]]
-) -> list[dict[str, Any]]:
-    members: defaultdict[int | None, list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in parameters:
-        members[group_of(train, name)].append(parameter)
-    return [
-        {"params": found, **({} if index is None else train.groups[index].optimizer_args)}
-        for index, found in members.items()
-    ]
 
 
 def _try_arguments(kind: Any, arguments: dict[str, Any], field: str) -> None:

@@ -42,28 +42,23 @@ from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process.device import async_tp_note, pick
 from mmlaunch.process.heartbeat import Heartbeat
-from mmlaunch.session.identity import check_same_run, identity_of
-from mmlaunch.session.inactive_tasks import (
-    AllWeights,
-    check_holds,
-    inactive_tasks_of,
-    trained_by_others,
-)
-from mmlaunch.session.preconditions import check_runnable, find_workload
+from mmlaunch.session.identity import check_same_run, find_workload, identity_of
+from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
-from mmplan.errors import NotFiniteError
+from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Timings
 from mmplan.program.shards import Ranks
+from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload, resolve_tasks
+from mmplan.wording import counted
 
 T = TypeVar("T")
-_NOT_FINITE_HINT = "lower the learning rate, or look for bad samples in that step's batch"
 
 
 class _GroupSum:
@@ -114,7 +109,14 @@ class Session:
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
     ) -> None:
-        check_runnable(plan, workload, transport.world_size)
+        check_agrees(plan, workload)
+        if transport.world_size != plan.devices:
+            raise InvalidInputError(
+                f"the plan is for {counted(plan.devices, 'rank')}, {transport.world_size} were "
+                "started",
+                hint=f"start {counted(plan.devices, 'rank')}, or solve with --devices "
+                f"{transport.world_size}",
+            )
         self.plan, self.workload, self.folder = plan, workload, folder
         self.transport = transport
         self.hooks = Hooks()
@@ -135,11 +137,12 @@ class Session:
         )
         ties = gather_ties(self.model, transport)
         transport.prepare(collective_groups(self.program, ties), message_links(self.program))
+        tasks = resolve_tasks(workload)
         self._data = TaskData(
             program=self.program,
             workload=workload,
             folder=folder,
-            tasks={n: v for n, v in resolve_tasks(workload).items() if n in plan.tasks},
+            tasks={n: v for n, v in tasks.items() if n in plan.tasks},
             rank=transport.rank,
             num_workers=num_workers,
             pin_memory=transport.device.type == "cuda",
@@ -175,26 +178,26 @@ class Session:
             heartbeat=heartbeat or Heartbeat.detached(),
         )
         self._state = LocalState(self.program, self.model, transport.rank)
-        self._inactive = inactive_tasks_of(
-            workload=workload, folder=folder, program=self.program, transport=transport
+        # Where the plan is for every task of the workload all state is the session's own.
+        self._inactive = (
+            None
+            if set(self.program.batches) == set(tasks)
+            else InactiveTasks(
+                workload=workload, folder=folder, program=self.program, transport=transport
+            )
         )
+        tensor_parallel = any(stage.tp > 1 for stage in self.program.stages)
         self.update = Update(
             workload.train,
             self._state,
             reductions,
             transport,
-            tensor_parallel=any(stage.tp > 1 for stage in self.program.stages),
+            tensor_parallel=tensor_parallel,
             inactive=trained_by_others(self._inactive, self.model),
         )
-        self.notes = self._gather_notes()
-
-    def _gather_notes(self) -> list[str]:
-        """Notes on how this run works, the same on all ranks."""
-        notes = list(self.model.notes)
-        if any(stage.tp > 1 for stage in self.program.stages):
-            notes.insert(0, async_tp_note(self.transport.device))
-        found = self.transport.gather_objects(notes)
-        return list(dict.fromkeys(note for mine in found for note in mine))
+        notes = [async_tp_note(transport.device)] if tensor_parallel else []
+        everyone = transport.gather_objects(notes + self.model.notes)
+        self.notes = list(dict.fromkeys(note for found in everyone for note in found))
 
     @classmethod
     def from_plan(
@@ -339,7 +342,9 @@ class Session:
             first, *others = self.update.faults()
             more = f" and of {len(others)} other parameters" if others else ""
             what = f"step {done.step}: the gradient of {first}{more} is not finite"
-        return NotFiniteError(what, hint=_NOT_FINITE_HINT)
+        return NotFiniteError(
+            what, hint="lower the learning rate, or look for bad samples in that step's batch"
+        )
 
     def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.
@@ -378,15 +383,11 @@ class Session:
             meta=self._meta,
             rank=self.rank,
             gather=self.transport.gather_objects,
-            barrier=self._barrier,
             keep=keep,
         )
         for hook in self.hooks.on_checkpoint:
             hook(self, path)
         return path
-
-    def _barrier(self) -> None:
-        self.transport.gather_objects(None)
 
     def load(self, path: str | Path, *, anyway: bool = False) -> list[str]:
         """Take parameters, optimizer state and step count from a checkpoint of any plan.
@@ -413,18 +414,18 @@ class Session:
                 trained = [item.name for item in self.update.slices]
                 self._inactive.load(checkpoint, written=written, trained=trained)
             # Last: that a tensor has another shape says more.
-            saved = checkpoint.state.get("identity")
+            saved = checkpoint.manifest.state.get("identity")
             others = check_same_run(checkpoint.path, saved, self.workload, anyway=anyway)
         finally:
             checkpoint.close()
-        self.step_count = int(checkpoint.state["step"])
+        self.step_count = int(checkpoint.manifest.state["step"])
         self._data.close()
         return others
 
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
-        weights = AllWeights(self._state, self._inactive) if self._inactive else self._state
-        return write_final_weights(Path(path), weights, self.transport)
+        holders = [self._state, *([self._inactive] if self._inactive else [])]
+        return write_final_weights(Path(path), holders, self.transport)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's summed gradients by full parameter name (shards of cut parameters).

@@ -171,13 +171,18 @@ class LocalState:
         return [part for _, part in self._weight_views(name)]
 
 
-def write_final_weights(path: Path, weights: Weights, transport: Transport) -> list[Path]:
+def write_final_weights(path: Path, holders: Sequence[Weights], transport: Transport) -> list[Path]:
     """Write all weights, unsharded, on rank 0, to which the others send their boxes in turn.
+
+    Args:
+        path: ``final.safetensors``.
+        holders: of this rank's weights, each of other names.
+        transport: of all ranks.
 
     Raises:
         UnfitEnvironmentError: disk full, or another failure of the file system.
     """
-    catalogue = _Catalogue(weights, transport)
+    catalogue = _Catalogue(holders, transport)
     order = [spec for file in weights_order(catalogue.specs) for spec in file]
     if transport.rank == 0:
         full = catalogue.receive(order)
@@ -188,7 +193,7 @@ def write_final_weights(path: Path, weights: Weights, transport: Transport) -> l
 
 def gather_weights(state: LocalState, transport: Transport) -> dict[str, Tensor]:
     """All weights on rank 0, on the CPU; empty on the others."""
-    catalogue = _Catalogue(state, transport)
+    catalogue = _Catalogue([state], transport)
     if transport.rank == 0:
         full = catalogue.receive(catalogue.specs)
         return {spec.name: next(full) for spec in catalogue.specs}
@@ -203,11 +208,13 @@ class _Catalogue:
         specs: every weight of any rank, in the order of names.
     """
 
-    def __init__(self, weights: Weights, transport: Transport) -> None:
-        self._weights, self._transport = weights, transport
+    def __init__(self, holders: Sequence[Weights], transport: Transport) -> None:
+        self._transport = transport
+        self._own = {spec[0]: holder for holder in holders for spec in holder.specs()}
+        own = [spec for holder in holders for spec in holder.specs()]
         self._holders: defaultdict[str, list[tuple[int, tuple[Box, ...]]]] = defaultdict(list)
         found: dict[str, TensorSpec] = {}
-        for rank, specs in enumerate(transport.gather_objects(weights.specs(), list[WeightSpec])):
+        for rank, specs in enumerate(transport.gather_objects(own, list[WeightSpec])):
             for name, shape, dtype, boxes in specs:
                 self._holders[name].append((rank, boxes))
                 found[name] = TensorSpec(name=name, shape=shape, dtype=dtype)
@@ -219,7 +226,7 @@ class _Catalogue:
             full = torch.empty(spec.shape, dtype=spec.dtype)
             for rank, boxes in self._holders[spec.name]:
                 if rank == 0:
-                    parts = self._weights.parts(spec.name)
+                    parts = self._own[spec.name].parts(spec.name)
                 else:
                     parts = [self._receive(box, spec.dtype, rank) for box in boxes]
                 for box, part in zip(boxes, parts, strict=True):
@@ -236,7 +243,7 @@ class _Catalogue:
         for spec in order:
             for rank, _ in self._holders[spec.name]:
                 if rank == self._transport.rank:
-                    for part in self._weights.parts(spec.name):
+                    for part in self._own[spec.name].parts(spec.name):
                         self._transport.isend(part.contiguous(), 0, 0, backward=False).wait()
 
 

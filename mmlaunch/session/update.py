@@ -82,7 +82,7 @@ class Update:
         Raises:
             InvalidInputError: names both.
         """
-        mine, theirs = self._train.optimizer, checkpoint.state.get("optimizer")
+        mine, theirs = self._train.optimizer, checkpoint.manifest.state.get("optimizer")
         if theirs not in (None, mine):
             raise InvalidInputError(
                 f"{checkpoint.path} was saved with train.optimizer {theirs}, the workload has "
