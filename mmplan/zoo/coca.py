@@ -76,15 +76,10 @@ def image(
     """Build the image encoder with its two poolers.
 
     Args:
-        blocks: children of the Sequential, each with one transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        image: side of the (square) image in pixels, or its size along each axis.
-        patch: side of a patch in pixels, or its size along each axis; divides ``image``.
-        channels: colour channels.
+        blocks, width, heads, image, patch, channels, mlp_ratio: as in
+            :func:`mmplan.zoo.towers.vision`.
         queries: rows that the captioner sees.
         embed: width of the contrastive feature.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes images [B, channels, *image], gives (feature [B, embed], rows [B, queries, width]).
@@ -119,16 +114,12 @@ def words(
     """Build the half of the text decoder that does not see the image.
 
     Args:
-        blocks: children of the Sequential, each with one causal transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding, at the end.
-        length: most tokens of a text.
+        blocks, width, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         embed: width of the contrastive feature.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
-        Takes token ids [B, T], gives (feature [B, embed], activations [B, T, width]).
+        Takes token ids [B, T] padded at their end, gives (feature [B, embed], activations
+        [B, T, width]).
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
@@ -153,11 +144,9 @@ def captioner(
     """Build the half of the text decoder that looks at the image.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, mlp_ratio: as in :func:`mmplan.zoo.towers.vision`.
         width: channels of the activations, those of ``image`` and ``words``.
-        heads: attention heads; tp must divide it.
         vocab: number of token ids.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes activations [B, T, width] (``words.1``) and rows [B, Q, width] (``image.1``), gives

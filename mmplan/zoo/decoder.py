@@ -82,10 +82,7 @@ class SwiGLU(nn.Module):
 class Splice(nn.Module):
     """Token ids to activations, with features in the places of their placeholders.
 
-    Args:
-        vocab: number of token ids.
-        width: channels of activations and features.
-        placeholders: the id that stands for a row of the first, second, ... features.
+    ``placeholders`` has the id that stands for a row of the first, second, ... features.
     """
 
     def __init__(self, *, vocab: int, width: int, placeholders: Sequence[int]) -> None:
@@ -126,11 +123,7 @@ class Readout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One layer, with the embedding before it or the readout after it.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "rowwise" or "packed_colwise".
-    """
+    """One layer, with the embedding before it or the readout after it."""
 
     def __init__(
         self,
@@ -249,12 +242,7 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def splice(
     x_BTW: Tensor, tokens_BT: Tensor, features: Sequence[Features], placeholders: Sequence[int]
 ) -> Tensor:
-    """Put features into the places of their placeholders; see :class:`Splice`.
-
-    Raises:
-        InvalidInputError: another number of features than of placeholders, or of rows than
-            of places.
-    """
+    """Put features into the places of their placeholders; see :class:`Splice`."""
     if len(features) != len(placeholders):
         raise InvalidInputError(
             f"the decoder has {len(placeholders)} placeholders and gets {len(features)} features",

@@ -48,26 +48,16 @@ class CrossAttention(nn.Module):
 
         ``mask_NC`` is True at the tokens that may be attended to; None for all.
         """
-        q, k, v = (
-            split_heads(linear(x), self.head_dim)
-            for linear, x in (
-                (self.query, x_NPW),
-                (self.key, condition_NCW),
-                (self.value, condition_NCW),
-            )
-        )
+        q = split_heads(self.query(x_NPW), self.head_dim)
+        k = split_heads(self.key(condition_NCW), self.head_dim)
+        v = split_heads(self.value(condition_NCW), self.head_dim)
         return self.out(attend(q, k, v, mask_NC))
 
 
 class Noising(nn.Module):
-    """Images, and where they stand in their sequences, to the first block's state.
+    """Images [N, *shape], and where they stand in their sequences, to the first block's state.
 
-    Args:
-        width: channels of the generator.
-        hidden: channels of the language model's activations.
-        condition: tokens before an image that tell what to draw.
-        patch: side of a patch.
-        shape: of an image, (channels, side, side).
+    The other arguments are those of :func:`generator`.
     """
 
     def __init__(
@@ -137,9 +127,6 @@ class DiffusionBlock(nn.Module):
 
     Each block adds a table of its own to the time's six vectors instead of computing
     them by a matrix of its own.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
 
     Source: PixArt-alpha, arXiv:2310.00426, section 2.3 (adaLN-single).
     """
@@ -248,15 +235,12 @@ def generator(
     """Build the generator; about 1e9 parameters with ``generator(26, 1536, heads=24, ...)``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
+        blocks, width, heads, mlp_ratio: as in :func:`mmplan.zoo.towers.vision`.
         hidden: width of the language model's activations.
         image: side of the (square) images in pixels (or in latents).
         patch: side of a patch, divides ``image``.
         channels: of the images.
         condition: tokens before an image that the language model draws it from.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes activations [B, T, hidden], images (ragged) and their first tokens' positions

@@ -25,29 +25,14 @@ class EncoderBlock(VisionBlock):
     """A ViT layer on every image apart; the first one takes pixels."""
 
     def forward(self, x: Images) -> Images:
-        """Run the block.
-
-        Args:
-            x: [N, channels, *image] for the first block, else [N, P, W]; or
-                ragged with such values, images of several samples in order.
-
-        Returns:
-            [N, P, W], ragged if the input is.
-        """
+        """[N, channels, *image] (first block) or [N, P, W] to [N, P, W]; ragged if the input is."""
         return _each_image(super().forward, x)
 
 
 class Projector(nn.Module):
     """Patches to rows of the language model's width: neighbours joined, then an MLP.
 
-    Args:
-        width: channels of the patches.
-        merge: neighbours along every axis that become one row.
-        grid: patches along every axis; a number is the side of a square.
-        outputs: channels of the rows.
-
-    Attributes:
-        tp_plan: submodule name to "colwise" or "rowwise".
+    ``merge`` neighbours along every axis of the ``grid`` of patches become one row.
     """
 
     def __init__(self, *, width: int, merge: int, grid: Extent, outputs: int) -> None:
@@ -85,18 +70,12 @@ def vit(
     """Build the encoder; ViT-Huge is ``vit(32, 1280, heads=16, ...)``.
 
     Args:
+        width, heads, image, patch, stride, channels, mlp_ratio: as in
+            :func:`mmplan.zoo.towers.vision`.
         layers: transformer layers, one a child; one more child is the projector.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
         outputs: width of the rows that come out: the language model's.
-        image: side of the (square) images in pixels, or their size along each axis: ``[128,
-            204]`` for a spectrogram, ``[3000]`` for a signal.
-        patch: side of a patch, or its size along each axis; divides ``image``.
-        stride: from patch to patch, for patches that overlap.
-        channels: colour channels, or numbers of each instant of a signal.
         merge: this many neighbouring patches along each axis become one row; divides the
             patches of each axis.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes images [N, channels, *image], gives [N, M, outputs] with

@@ -107,12 +107,8 @@ def encoder(
     """Build the encoder; OFA-large's is ``encoder(12, 1024, heads=16, ...)``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         width: channels of the activations and of the features, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding.
-        length: most tokens of a text.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes token ids [B, T] (or None) and features [B, rows, width] (or None) of any number
@@ -140,12 +136,8 @@ def decoder(
     """Build the decoder; its inputs are tokens, ``encoder.0`` and ``encoder.1``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         width: channels of the activations, those of the encoder, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding.
-        length: most tokens of an answer.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes token ids [B, T], the encoder's rows [B, S, width] and mask [B, S], gives logits

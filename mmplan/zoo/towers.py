@@ -36,11 +36,7 @@ from mmplan.zoo.sizes import check_divides, check_sizes
 class Attention(nn.Module):
     """Self-attention with a fused qkv; the number of heads follows the local width.
 
-    Args:
-        width: channels of the activations.
-        heads: attention heads.
-        causal: whether a token attends only to itself and those before it; then there is no
-            mask.
+    If ``causal``, a token attends only to itself and those before it, and there is no mask.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
@@ -87,9 +83,6 @@ class Block(nn.Module):
     Dropout stands on the residual branches only, after the row-parallel sums:
     there every tensor-parallel rank holds the same values, so one seed gives the
     same masks whatever the degree.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
     """
 
     def __init__(
@@ -122,14 +115,7 @@ class VisionBlock(Block):
     """A block over images, or over whatever else is cut into patches."""
 
     def forward(self, x: Any) -> Any:
-        """Run the block.
-
-        Args:
-            x: [B, channels, *image] for the first block, else [B, T, W].
-
-        Returns:
-            [B, T, W], or what the head makes of it from the last block.
-        """
+        """Images [B, channels, *image] or [B, T, W] to [B, T, W], or what the head makes of it."""
         x_BTW = self._layer(x if self.embed is None else self.embed(x), None)
         return x_BTW if self.head is None else self.head(x_BTW)
 
@@ -266,14 +252,9 @@ def text(
     """Build a text transformer with mean pooling over the tokens that are not padding.
 
     Args:
-        blocks: children of the Sequential, each with one transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
+        blocks, width, heads, embed, mlp_ratio, dropout: as in :func:`vision`.
         vocab: number of token ids; 0 is padding. The default fits ``zoo.digits``.
         length: most tokens of a text. The default fits ``zoo.digits``.
-        embed: width of the features that come out.
-        mlp_ratio: hidden width of the MLP over ``width``.
-        dropout: probability, on the residual branches.
 
     Returns:
         Takes token ids [B, T], gives features [B, embed].
