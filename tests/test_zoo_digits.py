@@ -51,16 +51,16 @@ def test_the_data_are_the_same_every_time() -> None:
     torch.manual_seed(2)
     again = digits.captioned()
     assert torch.equal(first.images, again.images)
-    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.fields["tokens"], again.fields["tokens"])
 
 
 def test_captions_name_the_label_and_vary() -> None:
     data, prompts = digits.captioned(), digits.prompts()
     assert prompts.shape == (10, len(digits.TEMPLATES), digits.LENGTH)
     words = [digits.tokenize(name)[0] for name in digits.DIGITS]
-    for tokens, label in zip(data.tokens, data.labels, strict=True):
+    for tokens, label in zip(data.fields["tokens"], data.labels, strict=True):
         assert words[label] in tokens
-    assert len(data.tokens.unique(dim=0)) == 10 * len(digits.TEMPLATES)
+    assert len(data.fields["tokens"].unique(dim=0)) == 10 * len(digits.TEMPLATES)
 
 
 def test_tokens_fit_the_text_towers_defaults() -> None:

@@ -56,7 +56,9 @@ def test_the_senses_are_the_same_every_time_and_of_the_same_scan() -> None:
 
 def test_captions_are_those_of_the_scan_letter_by_letter() -> None:
     data, scans = senses("test").fields, digits.captioned("test")
-    for letters, label, tokens in zip(data["caption"], data["label"], scans.tokens, strict=True):
+    for letters, label, tokens in zip(
+        data["caption"], data["label"], scans.fields["tokens"], strict=True
+    ):
         text = bytes(letters[letters > 0].tolist()).decode()
         assert digits.DIGITS[label] in text
         assert torch.equal(digits.tokenize(text), tokens)

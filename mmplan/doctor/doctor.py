@@ -136,18 +136,15 @@ def _torch(timeout_s: float) -> list[Finding]:
     if error is not None:
         hint = "install torch again (make install), and see that nothing shadows it"
         return [Finding(name="torch", ok=False, detail=error, hint=hint)]
+    gloo = Finding(name="gloo", ok=True, detail="available")
+    if not found["gloo"]:
+        hint = "install a torch that was built with distributed and gloo"
+        gloo = Finding(name="gloo", ok=False, detail="this torch has no gloo", hint=hint)
     return [
         Finding(name="torch", ok=True, detail=str(found["version"])),
-        _backend(found),
+        gloo,
         _cuda(found, has_driver=Path("/proc/driver/nvidia/version").exists()),
     ]
-
-
-def _backend(found: dict[str, Any]) -> Finding:
-    if found["gloo"]:
-        return Finding(name="gloo", ok=True, detail="available")
-    hint = "install a torch that was built with distributed and gloo"
-    return Finding(name="gloo", ok=False, detail="this torch has no gloo", hint=hint)
 
 
 def _cuda(found: dict[str, Any], *, has_driver: bool) -> Finding:

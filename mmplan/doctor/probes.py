@@ -27,7 +27,6 @@ def probe_torch() -> dict[str, Any]:
         "cuda_build": torch.version.cuda,
         "cuda": torch.cuda.is_available(),
         "num_gpus": torch.cuda.device_count(),
-        "distributed": dist.is_available(),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
     }

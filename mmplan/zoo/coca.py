@@ -15,18 +15,14 @@ the captioner sees, W = width, E = embedding, V = vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from mmplan.zoo.diffusion import CrossAttention
 from mmplan.zoo.patches import Extent, PatchEmbedding, patch_grid
 from mmplan.zoo.seq2seq import CrossDecoderBlock
-from mmplan.zoo.sizes import check_divides, check_sizes
-from mmplan.zoo.towers import Block, TokenEmbedding
-
-_POOLING = {"key": "colwise", "value": "colwise", "query": "colwise", "out": "rowwise"}
+from mmplan.zoo.sizes import check_sizes
+from mmplan.zoo.towers import Readout, TextBlock, TokenEmbedding, VisionBlock, stack
 
 
 class AttentionPooling(nn.Module):
@@ -53,44 +49,16 @@ class AttentionPooling(nn.Module):
         return self.head(one_B1W[:, 0]), rows_BQW
 
 
-class ImageBlock(Block):
-    """A block of the image encoder."""
+class LastReadout(Readout):
+    """The feature of the last real token, and all activations."""
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the block.
-
-        Args:
-            x: [B, channels, *image] for the first block, else [B, P, W].
-
-        Returns:
-            [B, P, W], or (feature [B, E], rows [B, Q, W]) from the last block.
-        """
-        x_BPW = self._layer(x if self.embed is None else self.embed(x), None)
-        return x_BPW if self.head is None else self.head(x_BPW)
-
-
-class WordsBlock(Block):
-    """A causal block of the text's first half; the token ids' mask travels along."""
-
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Run the block.
-
-        Args:
-            inputs: token ids [B, T] (int64, 0 is padding) for the first block, else
-                activations [B, T, W] and mask [B, T], as two arguments or as one tuple.
-
-        Returns:
-            The same pair, or (feature [B, E], activations [B, T, W]) from the last block.
-        """
-        state = inputs[0] if isinstance(inputs[0], tuple) else inputs
-        # Padding stands at the end, where no token before it looks.
-        x_BTW, mask_BT = state if self.embed is None else self.embed(state[0])
-        x_BTW = self._layer(x_BTW, None)
-        if self.head is None:
-            return x_BTW, mask_BT
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BTW: Tensor, mask_BT: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, W] to (feature [B, E], activations [B, T, W])."""
         last_B = mask_BT.long().sum(dim=1) - 1
         last_BW = x_BTW[torch.arange(len(x_BTW), device=x_BTW.device), last_B]
-        return self.head(last_BW), x_BTW
+        return super().forward(last_BW), x_BTW
 
 
 def image(
@@ -108,15 +76,10 @@ def image(
     """Build the image encoder with its two poolers.
 
     Args:
-        blocks: children of the Sequential, each with one transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        image: side of the (square) image in pixels, or its size along each axis.
-        patch: side of a patch in pixels, or its size along each axis; divides ``image``.
-        channels: colour channels.
+        blocks, width, heads, image, patch, channels, mlp_ratio: as in
+            :func:`mmplan.zoo.towers.vision`.
         queries: rows that the captioner sees.
         embed: width of the contrastive feature.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes images [B, channels, *image], gives (feature [B, embed], rows [B, queries, width]).
@@ -125,29 +88,17 @@ def image(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, queries=queries, embed=embed)
-    check_divides("heads", heads, "width", width)
     patch_grid(image, patch)
-
-    def block(index: int) -> ImageBlock:
-        first, last = index == 0, index == blocks - 1
-        made = ImageBlock(
-            width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            dropout=0.0,
-            embed=PatchEmbedding(width=width, patch=patch, image=image, channels=channels)
-            if first
-            else None,
-            head=AttentionPooling(width=width, heads=heads, queries=queries, embed=embed)
-            if last
-            else None,
-        )
-        if last:
-            for pooler in ("head.rows", "head.one"):
-                made.tp_plan |= {f"{pooler}.{name}": rule for name, rule in _POOLING.items()}
-        return made
-
-    return nn.Sequential(*map(block, range(blocks)))
+    layers = stack(
+        VisionBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        embed=lambda: PatchEmbedding(width=width, patch=patch, image=image, channels=channels),
+        head=lambda: AttentionPooling(width=width, heads=heads, queries=queries, embed=embed),
+    )
+    return nn.Sequential(*layers)
 
 
 def words(
@@ -163,38 +114,28 @@ def words(
     """Build the half of the text decoder that does not see the image.
 
     Args:
-        blocks: children of the Sequential, each with one causal transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding, at the end.
-        length: most tokens of a text.
+        blocks, width, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         embed: width of the contrastive feature.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
-        Takes token ids [B, T], gives (feature [B, embed], activations [B, T, width]).
+        Takes token ids [B, T] padded at their end, gives (feature [B, embed], activations
+        [B, T, width]).
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
-    check_divides("heads", heads, "width", width)
-
-    def block(index: int) -> WordsBlock:
-        first, last = index == 0, index == blocks - 1
-        return WordsBlock(
-            width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            dropout=0.0,
-            embed=TokenEmbedding(width=width, vocab=vocab, length=length) if first else None,
-            head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, embed, bias=False))
-            if last
-            else None,
-            causal=True,
-        )
-
-    return nn.Sequential(*map(block, range(blocks)))
+    layers = stack(
+        TextBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        causal=True,
+        embed=lambda: TokenEmbedding(width=width, vocab=vocab, length=length),
+        head=lambda: LastReadout(width, embed),
+    )
+    return nn.Sequential(*layers)
 
 
 def captioner(
@@ -203,11 +144,9 @@ def captioner(
     """Build the half of the text decoder that looks at the image.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, mlp_ratio: as in :func:`mmplan.zoo.towers.vision`.
         width: channels of the activations, those of ``image`` and ``words``.
-        heads: attention heads; tp must divide it.
         vocab: number of token ids.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes activations [B, T, width] (``words.1``) and rows [B, Q, width] (``image.1``), gives
@@ -217,18 +156,12 @@ def captioner(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab)
-    check_divides("heads", heads, "width", width)
-    return nn.Sequential(
-        *(
-            CrossDecoderBlock(
-                width=width,
-                heads=heads,
-                mlp_ratio=mlp_ratio,
-                embed=None,
-                head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab, bias=False))
-                if index == blocks - 1
-                else None,
-            )
-            for index in range(blocks)
-        )
+    layers = stack(
+        CrossDecoderBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        head=lambda: Readout(width, vocab),
     )
+    return nn.Sequential(*layers)

@@ -22,14 +22,8 @@ from torch.nn import functional
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.zoo.sizes import check_divides, check_sizes
+from mmplan.zoo.towers import attend, parts_tp_plan, split_heads
 
-TP_PLAN = {
-    "attention.query": "colwise",
-    "attention.key": "colwise",
-    "attention.value": "colwise",
-    "attention.out": "rowwise",
-    "mlp.down": "rowwise",
-}
 Features = Tensor | Ragged | None
 
 
@@ -49,22 +43,15 @@ class GroupedAttention(nn.Module):
         self.key = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.value = nn.Linear(width, kv_heads * head_dim, bias=False)
         self.out = nn.Linear(heads * head_dim, width, bias=False)
+        self.tp_plan = {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Mix every token with those before it: [B, T, W] to [B, T, W]."""
-        q, k, v = (self._heads(part(x_BTW)) for part in (self.query, self.key, self.value))
+        parts = (self.query, self.key, self.value)
+        q, k, v = (split_heads(part(x_BTW), self.head_dim) for part in parts)
         cos_TD, sin_TD = rotary(x_BTW.shape[1], self.head_dim, self.theta, like=q)
-        mixed_BHTD = functional.scaled_dot_product_attention(
-            rotate(q, cos_TD, sin_TD),
-            rotate(k, cos_TD, sin_TD),
-            v,
-            is_causal=True,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+        return self.out(attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
 
 
 class SwiGLU(nn.Module):
@@ -76,9 +63,11 @@ class SwiGLU(nn.Module):
         if fused:
             self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
             self.gate_up.packed_parts = 2  # pyright: ignore[reportArgumentType]
+            self.tp_plan = {"gate_up": "packed_colwise", "down": "rowwise"}
         else:
             self.gate = nn.Linear(width, hidden, bias=False)
             self.up = nn.Linear(width, hidden, bias=False)
+            self.tp_plan = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
@@ -93,10 +82,7 @@ class SwiGLU(nn.Module):
 class Splice(nn.Module):
     """Token ids to activations, with features in the places of their placeholders.
 
-    Args:
-        vocab: number of token ids.
-        width: channels of activations and features.
-        placeholders: the id that stands for a row of the first, second, ... features.
+    ``placeholders`` has the id that stands for a row of the first, second, ... features.
     """
 
     def __init__(self, *, vocab: int, width: int, placeholders: Sequence[int]) -> None:
@@ -137,11 +123,7 @@ class Readout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One layer, with the embedding before it or the readout after it.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "rowwise" or "packed_colwise".
-    """
+    """One layer, with the embedding before it or the readout after it."""
 
     def __init__(
         self,
@@ -160,9 +142,7 @@ class DecoderBlock(nn.Module):
         self.norm2 = nn.RMSNorm(width, eps=eps)
         self.mlp = mlp
         self.head = head
-        fused = {"mlp.gate_up": "packed_colwise"}
-        apart = {"mlp.gate": "colwise", "mlp.up": "colwise"}
-        self.tp_plan = {**TP_PLAN, **(apart if mlp.gate_up is None else fused)}
+        self.tp_plan = parts_tp_plan(self)
 
     def forward(self, *inputs: Any) -> Any:
         """Run the block.
@@ -262,12 +242,7 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def splice(
     x_BTW: Tensor, tokens_BT: Tensor, features: Sequence[Features], placeholders: Sequence[int]
 ) -> Tensor:
-    """Put features into the places of their placeholders; see :class:`Splice`.
-
-    Raises:
-        InvalidInputError: another number of features than of placeholders, or of rows than
-            of places.
-    """
+    """Put features into the places of their placeholders; see :class:`Splice`."""
     if len(features) != len(placeholders):
         raise InvalidInputError(
             f"the decoder has {len(placeholders)} placeholders and gets {len(features)} features",

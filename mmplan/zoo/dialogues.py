@@ -15,19 +15,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.digits import TEMPLATES, captioned, digit_ids, prompts
+from mmplan.zoo.digits import TEMPLATES, Fields, captioned, digit_ids, prompts
 from mmplan.zoo.senses import sound
 from mmplan.zoo.sizes import check_sizes
 
-# Ids 1 to 60 are words of mmplan.zoo.digits.
+# Ids 1 to 60 are words of mmplan.zoo.digits, so the vocabulary has 64.
 SOUND = 61
 BEGIN = 62
 IMAGE = 63
-# Number of ids, those above included.
-VOCAB = 64
 # The label of tokens that no loss counts, torch's default.
 IGNORE = -100
 PLACEHOLDERS = {"image": IMAGE, "sound": SOUND}
@@ -35,22 +32,9 @@ PLACEHOLDERS = {"image": IMAGE, "sound": SOUND}
 _DATA_SEED = 20241018
 
 
-class Dialogues(Dataset[dict[str, Tensor]]):
-    """One split, whole in memory; see :func:`dialogues`."""
-
-    def __init__(self, fields: Mapping[str, Tensor]) -> None:
-        self.fields = fields
-
-    def __len__(self) -> int:
-        return len(self.fields["tokens"])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[index] for name, values in self.fields.items()}
-
-
 def dialogues(
     split: str = "train", *, senses: Sequence[str] = ("image", "sound"), rows: int = 4
-) -> Dialogues:
+) -> Fields:
     """As many samples as the split has scans; each scan is used once for each sense.
 
     Args:
@@ -74,18 +58,15 @@ def dialogues(
     order = {"image": torch.arange(len(labels))}
     order["sound"] = torch.randperm(len(labels), generator=generator)
     given = {"image": images, "sound": sound(images[:, 0])}
-    captions = [
-        prompts()[
-            labels[order[sense]],
-            torch.randint(len(TEMPLATES), (len(labels),), generator=generator),
-        ]
-        for sense in senses
-    ]
+    captions: list[Tensor] = []
+    for sense in senses:
+        templates = torch.randint(len(TEMPLATES), (len(labels),), generator=generator)
+        captions.append(prompts()[labels[order[sense]], templates])
     said = _packed(torch.cat(captions, dim=1))
     begin = torch.tensor([BEGIN] + [PLACEHOLDERS[sense] for sense in senses for _ in range(rows)])
     begin = begin.expand(len(said), -1)
     learned = [torch.full_like(begin, IGNORE), said.masked_fill(said == 0, IGNORE)]
-    return Dialogues(
+    return Fields(
         {sense: given[sense][order[sense]] for sense in senses}
         | {"tokens": torch.cat([begin, said], dim=1), "labels": torch.cat(learned, dim=1)}
     )

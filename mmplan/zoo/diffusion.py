@@ -17,24 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.zoo.patches import cut
 from mmplan.zoo.sizes import check_divides, check_sizes
-from mmplan.zoo.towers import MLP, Attention
+from mmplan.zoo.towers import MLP, Attention, attend, parts_tp_plan, split_heads, stack
 
-TP_PLAN = {
-    "attention.qkv": "packed_colwise",
-    "attention.out": "rowwise",
-    "cross.query": "colwise",
-    "cross.key": "colwise",
-    "cross.value": "colwise",
-    "cross.out": "rowwise",
-    "mlp.up": "colwise",
-    "mlp.down": "rowwise",
-}
 # Sinusoids that tell the time; their periods go from 1 to 10,000 thousandths of the way.
 _TIME_CHANNELS = 256
 DiffusionState = tuple[Ragged, Ragged, Ragged, Ragged]
@@ -50,6 +39,7 @@ class CrossAttention(nn.Module):
         self.key = nn.Linear(width, width)
         self.value = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
+        self.tp_plan = {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
 
     def forward(
         self, x_NPW: Tensor, condition_NCW: Tensor, mask_NC: Tensor | None = None
@@ -58,25 +48,16 @@ class CrossAttention(nn.Module):
 
         ``mask_NC`` is True at the tokens that may be attended to; None for all.
         """
-        q = self._heads(self.query(x_NPW))
-        k, v = self._heads(self.key(condition_NCW)), self._heads(self.value(condition_NCW))
-        mask = None if mask_NC is None else mask_NC[:, None, None, :]
-        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x_NPL: Tensor) -> Tensor:
-        return x_NPL.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        q = split_heads(self.query(x_NPW), self.head_dim)
+        k = split_heads(self.key(condition_NCW), self.head_dim)
+        v = split_heads(self.value(condition_NCW), self.head_dim)
+        return self.out(attend(q, k, v, mask_NC))
 
 
 class Noising(nn.Module):
-    """Images, and where they stand in their sequences, to the first block's state.
+    """Images [N, *shape], and where they stand in their sequences, to the first block's state.
 
-    Args:
-        width: channels of the generator.
-        hidden: channels of the language model's activations.
-        condition: tokens before an image that tell what to draw.
-        patch: side of a patch.
-        shape: of an image, (channels, side, side).
+    The other arguments are those of :func:`generator`.
     """
 
     def __init__(
@@ -147,9 +128,6 @@ class DiffusionBlock(nn.Module):
     Each block adds a table of its own to the time's six vectors instead of computing
     them by a matrix of its own.
 
-    Attributes:
-        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
-
     Source: PixArt-alpha, arXiv:2310.00426, section 2.3 (adaLN-single).
     """
 
@@ -171,7 +149,7 @@ class DiffusionBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
         self.mlp = MLP(width, round(width * mlp_ratio))
         self.head = head
-        self.tp_plan = dict(TP_PLAN)
+        self.tp_plan = parts_tp_plan(self)
 
     def forward(self, *inputs: Any) -> DiffusionState | tuple[Ragged, Ragged]:
         """Run the block.
@@ -257,15 +235,12 @@ def generator(
     """Build the generator; about 1e9 parameters with ``generator(26, 1536, heads=24, ...)``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
+        blocks, width, heads, mlp_ratio: as in :func:`mmplan.zoo.towers.vision`.
         hidden: width of the language model's activations.
         image: side of the (square) images in pixels (or in latents).
         patch: side of a patch, divides ``image``.
         channels: of the images.
         condition: tokens before an image that the language model draws it from.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes activations [B, T, hidden], images (ragged) and their first tokens' positions
@@ -278,21 +253,23 @@ def generator(
         blocks=blocks, width=width, heads=heads, hidden=hidden, image=image, patch=patch,
         channels=channels, condition=condition,
     )  # fmt: skip
-    check_divides("heads", heads, "width", width)
     check_divides("patch", patch, "image", image)
-
-    def block(index: int) -> DiffusionBlock:
-        first, last = index == 0, index == blocks - 1
-        noising = {"width": width, "hidden": hidden, "condition": condition, "patch": patch}
-        return DiffusionBlock(
+    layers = stack(
+        DiffusionBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        embed=lambda: Noising(
             width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            embed=Noising(**noising, shape=(channels, image, image)) if first else None,
-            head=Denoised(width=width, outputs=channels * patch**2) if last else None,
-        )
-
-    return nn.Sequential(*map(block, range(blocks)))
+            hidden=hidden,
+            condition=condition,
+            patch=patch,
+            shape=(channels, image, image),
+        ),
+        head=lambda: Denoised(width=width, outputs=channels * patch**2),
+    )
+    return nn.Sequential(*layers)
 
 
 def denoising(*, field: str | None = None) -> DenoisingLoss:

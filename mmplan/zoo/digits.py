@@ -9,6 +9,7 @@ padding) and ``label`` (scalar int64).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -36,8 +37,21 @@ _WORD_IDS = {word: index for index, word in enumerate(_WORDS, start=1)}
 _DATA_SEED = 20240416
 
 
-class CaptionedDigits(Dataset[dict[str, Tensor]]):
-    """One split of the captioned scans, whole in memory (0.6 MB).
+class Fields(Dataset[dict[str, Tensor]]):
+    """Samples whole in memory, entry i of every field being of sample i."""
+
+    def __init__(self, fields: Mapping[str, Tensor]) -> None:
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.fields.items()}
+
+
+class CaptionedDigits(Fields):
+    """One split of the captioned scans (0.6 MB).
 
     Args:
         images: [N, 1, 8, 8] float32.
@@ -46,20 +60,10 @@ class CaptionedDigits(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, *, images: Tensor, labels: Tensor, templates: Tensor) -> None:
+        super().__init__({"image": images, "tokens": prompts()[labels, templates], "label": labels})
         self.images = images
         self.labels = labels
         self.templates = templates
-        self.tokens = prompts()[labels, templates]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {
-            "image": self.images[index],
-            "tokens": self.tokens[index],
-            "label": self.labels[index],
-        }
 
 
 def captioned(split: str = "train") -> CaptionedDigits:
@@ -109,8 +113,13 @@ def tokenize(caption: str) -> Tensor:
 
 def prompts() -> Tensor:
     """Tokens of every caption of every digit: [10, templates, 8] int64."""
+    return encoded_captions(tokenize)
+
+
+def encoded_captions(encode: Callable[[str], Tensor]) -> Tensor:
+    """Every caption of every digit, [10, templates, ...]."""
     return torch.stack(
-        [torch.stack([tokenize(line.format(digit)) for line in TEMPLATES]) for digit in DIGITS]
+        [torch.stack([encode(line.format(digit)) for line in TEMPLATES]) for digit in DIGITS]
     )
 
 
@@ -148,8 +157,7 @@ def nearest_class(
         labels: [N] int64.
 
     Returns:
-        Accuracy in [0, 1]. The modules are evaluated without dropout and given back in the
-        mode that they were in.
+        As :func:`zero_shot_accuracy`.
     """
     parameter = next(tower.parameters())
     inputs = inputs.to(device=parameter.device, dtype=parameter.dtype)

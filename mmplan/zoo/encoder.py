@@ -8,46 +8,31 @@ Shape suffixes used in this file: N = images, P = patches, W = width, M = merged
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.ragged import Ragged
 from mmplan.zoo.patches import Extent, PatchEmbedding, image_extent, join_neighbours, patch_grid
 from mmplan.zoo.sizes import check_divides, check_sizes
-from mmplan.zoo.towers import Block
+from mmplan.zoo.towers import VisionBlock, stack
 
 Images = Tensor | Ragged
 
 
-class EncoderBlock(Block):
+class EncoderBlock(VisionBlock):
     """A ViT layer on every image apart; the first one takes pixels."""
 
-    def forward(self, images: Images) -> Images:
-        """Run the block.
-
-        Args:
-            images: [N, channels, *image] for the first block, else [N, P, W]; or
-                ragged with such values, images of several samples in order.
-
-        Returns:
-            [N, P, W], ragged if the input is.
-        """
-        x = images.values if isinstance(images, Ragged) else images
-        x_NPW = self._layer(x if self.embed is None else self.embed(x), None)
-        return Ragged(x_NPW, images.lengths) if isinstance(images, Ragged) else x_NPW
+    def forward(self, x: Images) -> Images:
+        """[N, channels, *image] (first block) or [N, P, W] to [N, P, W]; ragged if the input is."""
+        return _each_image(super().forward, x)
 
 
 class Projector(nn.Module):
     """Patches to rows of the language model's width: neighbours joined, then an MLP.
 
-    Args:
-        width: channels of the patches.
-        merge: neighbours along every axis that become one row.
-        grid: patches along every axis; a number is the side of a square.
-        outputs: channels of the rows.
-
-    Attributes:
-        tp_plan: submodule name to "colwise" or "rowwise".
+    ``merge`` neighbours along every axis of the ``grid`` of patches become one row.
     """
 
     def __init__(self, *, width: int, merge: int, grid: Extent, outputs: int) -> None:
@@ -60,11 +45,13 @@ class Projector(nn.Module):
 
     def forward(self, images: Images) -> Images:
         """[N, P, W] to [N, M, outputs], M = P / merge**axes; ragged if the input is."""
-        x_NPW = self.norm(images.values if isinstance(images, Ragged) else images)
+        return _each_image(self._rows, images)
+
+    def _rows(self, x_NPW: Tensor) -> Tensor:
+        x_NPW = self.norm(x_NPW)
         if self.merge > 1:
             x_NPW = join_neighbours(x_NPW, self.grid, self.merge)
-        rows = self.down(functional.gelu(self.up(x_NPW)))
-        return Ragged(rows, images.lengths) if isinstance(images, Ragged) else rows
+        return self.down(functional.gelu(self.up(x_NPW)))
 
 
 def vit(
@@ -83,18 +70,12 @@ def vit(
     """Build the encoder; ViT-Huge is ``vit(32, 1280, heads=16, ...)``.
 
     Args:
+        width, heads, image, patch, stride, channels, mlp_ratio: as in
+            :func:`mmplan.zoo.towers.vision`.
         layers: transformer layers, one a child; one more child is the projector.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
         outputs: width of the rows that come out: the language model's.
-        image: side of the (square) images in pixels, or their size along each axis: ``[128,
-            204]`` for a spectrogram, ``[3000]`` for a signal.
-        patch: side of a patch, or its size along each axis; divides ``image``.
-        stride: from patch to patch, for patches that overlap.
-        channels: colour channels, or numbers of each instant of a signal.
         merge: this many neighbouring patches along each axis become one row; divides the
             patches of each axis.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes images [N, channels, *image], gives [N, M, outputs] with
@@ -106,25 +87,23 @@ def vit(
     check_sizes(
         layers=layers, width=width, heads=heads, outputs=outputs, channels=channels, merge=merge
     )
-    check_divides("heads", heads, "width", width)
     grid = patch_grid(image, patch, stride)
     for count in grid:
         check_divides("merge", merge, "patches of a side", count)
 
-    def block(index: int) -> EncoderBlock:
-        first = index == 0
-        return EncoderBlock(
-            width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            dropout=0.0,
-            embed=PatchEmbedding(
-                width=width, patch=patch, image=image, channels=channels, stride=stride
-            )
-            if first
-            else None,
-            head=None,
-        )
-
     projector = Projector(width=width, merge=merge, grid=grid, outputs=outputs)
-    return nn.Sequential(*map(block, range(layers)), projector)
+    blocks = stack(
+        EncoderBlock,
+        layers,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        embed=lambda: PatchEmbedding(
+            width=width, patch=patch, image=image, channels=channels, stride=stride
+        ),
+    )
+    return nn.Sequential(*blocks, projector)
+
+
+def _each_image(run: Callable[[Tensor], Tensor], images: Images) -> Images:
+    return Ragged(run(images.values), images.lengths) if isinstance(images, Ragged) else run(images)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
-from mmplan.zoo.decoder import Features, check_placeholders, splice
+from mmplan.zoo.decoder import check_placeholders, splice
 from mmplan.zoo.sequential import TP_RULES, LayerSequential, Part, from_layers
 
 # transformers has no tp plan of its own for encoders. Its attention takes the
@@ -49,11 +49,15 @@ def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
     """
     sizes = _config(config, "vision_config")
     return from_layers(
-        _build("CLIPVisionModelWithProjection", sizes),
+        _transformers("CLIPVisionModelWithProjection")(sizes),
         "vision_model.encoder.layers",
-        before=_embed_image,
-        each=_bidirectional,
-        after=_pool_image,
+        before=lambda part, image: part.vision_model.pre_layrnorm(
+            part.vision_model.embeddings(image)
+        ),
+        each=lambda layer, hidden: layer(hidden, None),
+        after=lambda part, hidden: part.visual_projection(
+            part.vision_model.post_layernorm(hidden[:, 0])
+        ),
         first=["vision_model.embeddings", "vision_model.pre_layrnorm"],
         last=["vision_model.post_layernorm", "visual_projection"],
         tp_plan=TP_PLAN,
@@ -90,12 +94,16 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
     def embed(part: Part, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return part.text_model.embeddings(input_ids=tokens), _end_of_text(tokens, end_id)
 
+    def pool(part: Part, hidden: Tensor, end: Tensor) -> Tensor:
+        at_end = hidden[torch.arange(len(hidden), device=hidden.device), end]
+        return part.text_projection(part.text_model.final_layer_norm(at_end))
+
     return from_layers(
-        _build("CLIPTextModelWithProjection", sizes),
+        _transformers("CLIPTextModelWithProjection")(sizes),
         "text_model.encoder.layers",
         before=embed,
-        each=_causal,
-        after=_pool_text,
+        each=lambda layer, hidden, end: (layer(hidden, None, is_causal=True), end),
+        after=pool,
         first=["text_model.embeddings"],
         last=["text_model.final_layer_norm", "text_projection"],
         tp_plan=TP_PLAN,
@@ -127,21 +135,15 @@ def siglip_vision(
     sizes.vision_use_head = pooled
     sizes._attn_implementation = "sdpa"
 
-    def embed(part: Part, images: Tensor | Ragged) -> Any:
-        return _each_image(part.embeddings, images)
-
-    def layer(module: nn.Module, images: Tensor | Ragged) -> Any:
-        return _each_image(lambda hidden: module(hidden, None), images)
-
     def readout(part: Part, images: Tensor | Ragged) -> Any:
         head = part.head if pooled else nn.Identity()
         return _each_image(lambda hidden: head(part.post_layernorm(hidden)), images)
 
     cut = from_layers(
-        _build("SiglipVisionModel", sizes),
+        _transformers("SiglipVisionModel")(sizes),
         "encoder.layers",
-        before=embed,
-        each=layer,
+        before=lambda part, images: _each_image(part.embeddings, images),
+        each=lambda layer, images: _each_image(lambda hidden: layer(hidden, None), images),
         after=readout,
         first=["embeddings"],
         last=["post_layernorm", *(["head"] if pooled else [])],
@@ -178,9 +180,6 @@ def causal_lm(
     model: Any = _from_config(sizes)
     rotary = type(model.model.rotary_emb)
 
-    def embed(part: Part, tokens: Tensor, *features: Features) -> Tensor:
-        return splice(part.model.embed_tokens(tokens), tokens, features, placeholders)
-
     def layer(module: nn.Module, x: Tensor) -> Tensor:
         # Made anew: a buffer outside the blocks would not move or be filled with them.
         with torch.device(x.device):
@@ -195,7 +194,9 @@ def causal_lm(
     return from_layers(
         model,
         "model.layers",
-        before=embed,
+        before=lambda part, tokens, *features: splice(
+            part.model.embed_tokens(tokens), tokens, features, placeholders
+        ),
         each=layer,
         after=readout,
         first=["model.embed_tokens"],
@@ -265,27 +266,6 @@ def _each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Ten
     return Ragged(run(one)[:0], lengths)
 
 
-def _embed_image(part: Part, image: Tensor) -> Tensor:
-    return part.vision_model.pre_layrnorm(part.vision_model.embeddings(image))
-
-
-def _pool_image(part: Part, hidden: Tensor) -> Tensor:
-    return part.visual_projection(part.vision_model.post_layernorm(hidden[:, 0]))
-
-
-def _pool_text(part: Part, hidden: Tensor, end: Tensor) -> Tensor:
-    at_end = hidden[torch.arange(len(hidden), device=hidden.device), end]
-    return part.text_projection(part.text_model.final_layer_norm(at_end))
-
-
-def _bidirectional(layer: nn.Module, hidden: Tensor) -> Tensor:
-    return layer(hidden, None)
-
-
-def _causal(layer: nn.Module, hidden: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    return layer(hidden, None, is_causal=True), end
-
-
 def _end_of_text(tokens: Tensor, end_id: int) -> Tensor:
     """Position of the token that stands for the whole text, [B] int64."""
     # Id 2 in a configuration means the original checkpoints, whose end has the largest id.
@@ -317,10 +297,6 @@ def _checked(what: str, build: Callable[[], Any]) -> Any:
             f"transformers refuses this {what}: {shorten(str(error), 300, placeholder=' ...')}",
             hint="give the content of such a model's config.json",
         ) from error
-
-
-def _build(name: str, config: Any) -> nn.Module:
-    return _transformers(name)(config)
 
 
 def _transformers(name: str) -> Any:

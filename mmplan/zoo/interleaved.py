@@ -15,7 +15,7 @@ module is which says the argument ``work``, by default ``WORK``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,10 @@ from mmplan.ragged import Ragged
 from mmplan.zoo.digits import TEMPLATES, CaptionedDigits, captioned, digit_ids, prompts
 from mmplan.zoo.sizes import check_sizes
 
-# Ids 1 to 60 are words of mmplan.zoo.digits.
+# Ids 1 to 60 are words of mmplan.zoo.digits, so the vocabulary has 64.
 DRAW = 61
 BEGIN = 62
 IMAGE = 63
-# Number of ids, those above included.
-VOCAB = 64
 # The label of tokens that no loss counts, torch's default.
 IGNORE = -100
 WORK = {"vision": "images", "llm": "sequence", "generator": "targets"}
@@ -80,97 +78,98 @@ class _Sequence:
         }
 
 
-class InterleavedDigits(Dataset[InterleavedSample]):
+class Interleaved(Dataset[InterleavedSample]):
+    """Sequences by the kinds of their parts; a class of its own writes the parts of each data set.
+
+    Raises:
+        InvalidInputError: work of an unknown kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: list[list[int]],
+        shape: tuple[int, int, int],
+        length: int,
+        rows: int,
+        work: Mapping[str, str],
+    ) -> None:
+        unknown = [what for what in work.values() if what not in WORK.values()]
+        if unknown:
+            raise InvalidInputError(
+                f"a module's work cannot go with {unknown[0]!r}",
+                hint=f"choose of {', '.join(WORK.values())}",
+            )
+        self._kinds, self._work = kinds, dict(work)
+        self._shape, self._length, self._rows = shape, length, rows
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __getitem__(self, index: int) -> InterleavedSample:
+        sequence = _Sequence()
+        generator = torch.Generator().manual_seed(_DATA_SEED + index)
+        self._write(sequence, self._kinds[index], generator)
+        return sequence.finish(self._length, self._shape)
+
+    def work(self, index: int) -> dict[str, float]:
+        """Relative cost of a sample by module."""
+        kinds = self._kinds[index]
+        targets = kinds.count(_DRAW)
+        images = targets + kinds.count(_READ)
+        costs = {"images": float(images), "sequence": 1.0, "targets": float(targets)}
+        return {module: costs[what] for module, what in self._work.items()}
+
+    def _write(self, sequence: _Sequence, kinds: Sequence[int], generator: torch.Generator) -> None:
+        raise NotImplementedError
+
+
+class InterleavedDigits(Interleaved):
     """Sequences of scanned digits and their captions.
 
     An image before its caption is to be read, one after it to be drawn; some sequences are
     text alone. See :func:`digits`.
     """
 
-    def __init__(
-        self,
-        *,
-        scans: CaptionedDigits,
-        kinds: list[Tensor],
-        length: int,
-        rows: int,
-        work: Mapping[str, str],
-    ) -> None:
-        self._scans, self._kinds, self._work = scans, kinds, dict(work)
-        self._length, self._rows = length, rows
-        self._captions = [
-            [_words(prompt) for prompt in of_digit] for of_digit in prompts().unbind(0)
-        ]
-        self._generator_seeds = range(_DATA_SEED, _DATA_SEED + len(kinds))
+    def __init__(self, scans: CaptionedDigits, **options: Any) -> None:
+        super().__init__(shape=(1, 8, 8), **options)
+        self._scans = scans
+        self._prompts = prompts()
 
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-    def __getitem__(self, index: int) -> InterleavedSample:
-        generator = torch.Generator().manual_seed(self._generator_seeds[index])
-        sequence = _Sequence()
+    def _write(self, sequence: _Sequence, kinds: Sequence[int], generator: torch.Generator) -> None:
         sequence.write([BEGIN], learn=False)
-        for kind in self._kinds[index].tolist():
+        for kind in kinds:
             scan = int(torch.randint(len(self._scans), (1,), generator=generator))
             template = int(torch.randint(len(TEMPLATES), (1,), generator=generator))
-            caption = self._captions[int(self._scans.labels[scan])][template]
-            self._add(sequence, kind, self._scans.images[scan], caption)
-        return sequence.finish(self._length, (1, 8, 8))
-
-    def work(self, index: int) -> dict[str, float]:
-        """Relative cost of a sample by module."""
-        kinds = self._kinds[index]
-        images, targets = int((kinds != _TEXT).sum()), int((kinds == _DRAW).sum())
-        return _work_of(self._work, images=images, targets=targets)
-
-    def _add(self, sequence: _Sequence, kind: int, image: Tensor, caption: list[int]) -> None:
-        if kind == _READ:
-            sequence.show(image, self._rows, IMAGE, target=False)
-        if kind == _DRAW:
-            sequence.write([DRAW], learn=False)
-        sequence.write(caption, learn=kind != _DRAW)
-        if kind == _DRAW:
-            sequence.show(image, self._rows, IMAGE, target=True)
+            prompt = self._prompts[self._scans.labels[scan], template]
+            image = self._scans.images[scan]
+            if kind == _READ:
+                sequence.show(image, self._rows, IMAGE, target=False)
+            if kind == _DRAW:
+                sequence.write([DRAW], learn=False)
+            sequence.write(prompt[prompt != 0].tolist(), learn=kind != _DRAW)
+            if kind == _DRAW:
+                sequence.show(image, self._rows, IMAGE, target=True)
 
 
-class SyntheticSequences(Dataset[InterleavedSample]):
+class SyntheticSequences(Interleaved):
     """Noise of a given size and skew; see :func:`synthetic`."""
 
-    def __init__(
-        self,
-        *,
-        counts: Tensor,
-        length: int,
-        rows: int,
-        image: int,
-        vocab: int,
-        work: Mapping[str, str],
-    ) -> None:
-        self._counts, self._work = counts.tolist(), dict(work)
-        self._length, self._rows, self._vocab = length, rows, vocab
-        self._shape = (3, image, image)
+    def __init__(self, vocab: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._vocab = vocab
 
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __getitem__(self, index: int) -> InterleavedSample:
-        generator = torch.Generator().manual_seed(_DATA_SEED + index)
-        count = self._counts[index]
-        text = _split(self._length - count * self._rows, count + 1)
-        sequence = _Sequence()
-        for number, words in enumerate(text):
-            ids = torch.randint(1, self._vocab - 1, (words,), generator=generator)
+    def _write(self, sequence: _Sequence, kinds: Sequence[int], generator: torch.Generator) -> None:
+        # Text before, between and after the images, in pieces of one length but for a token.
+        num_words, longer = divmod(self._length - len(kinds) * self._rows, len(kinds) + 1)
+        for number in range(len(kinds) + 1):
+            words = (num_words + (number < longer),)
+            ids = torch.randint(1, self._vocab - 1, words, generator=generator)
             sequence.write(ids.tolist(), learn=True)
-            if number < count:
+            if number < len(kinds):
                 image = torch.rand(self._shape, generator=generator)
-                sequence.show(image, self._rows, self._vocab - 1, target=_is_target(number))
-        return sequence.finish(self._length, self._shape)
-
-    def work(self, index: int) -> dict[str, float]:
-        """Relative cost of a sample by module."""
-        count = self._counts[index]
-        targets = sum(map(_is_target, range(count)))
-        return _work_of(self._work, images=count, targets=targets)
+                target = kinds[number] == _DRAW
+                sequence.show(image, self._rows, self._vocab - 1, target=target)
 
 
 def digits(
@@ -196,7 +195,6 @@ def digits(
         InvalidInputError: a split that does not exist, or sizes that are too small.
     """
     check_sizes(sequences=sequences, rows=rows)
-    _check_work(work)
     longest = 2 + rows + max(len(line.split()) for line in TEMPLATES)
     if length < longest:
         raise InvalidInputError(
@@ -207,14 +205,13 @@ def digits(
     counts = _counts(
         sequences, median=2, sigma=sigma, most=length // longest, generator=generator
     ).clamp(min=1)
-    kinds: list[Tensor] = []
+    kinds: list[list[int]] = []
     for count in counts.tolist():
         text_only, *draws = torch.rand(count + 1, generator=generator).tolist()
-        kind = [_TEXT if text_only < 0.1 else _DRAW if draw < 0.4 else _READ for draw in draws]
-        kinds.append(torch.tensor(kind))
-    return InterleavedDigits(
-        scans=captioned(split), kinds=kinds, length=length, rows=rows, work=work
-    )
+        kinds.append(
+            [_TEXT if text_only < 0.1 else _DRAW if draw < 0.4 else _READ for draw in draws]
+        )
+    return InterleavedDigits(captioned(split), kinds=kinds, length=length, rows=rows, work=work)
 
 
 def synthetic(
@@ -247,7 +244,6 @@ def synthetic(
         InvalidInputError: a sequence that has no room for an image.
     """
     check_sizes(samples=samples, length=length, rows=rows, image=image, vocab=vocab)
-    _check_work(work)
     if rows >= length:
         raise InvalidInputError(
             f"an image takes {rows} tokens, a sequence has {length}",
@@ -257,8 +253,9 @@ def synthetic(
     counts = _counts(
         samples, median=median, sigma=sigma, most=(length - 1) // rows, generator=generator
     )
+    kinds = [[_READ if number % 2 else _DRAW for number in range(n)] for n in counts.tolist()]
     return SyntheticSequences(
-        counts=counts, length=length, rows=rows, image=image, vocab=vocab, work=work
+        vocab, kinds=kinds, shape=(3, image, image), length=length, rows=rows, work=work
     )
 
 
@@ -278,32 +275,20 @@ def caption_accuracy(
         Shares in [0, 1]: "tokens" over all words of captions after an image, "digits" over
         those words that name the digit (chance is 0.1).
     """
-    right = {"tokens": 0, "digits": 0}
-    total = {"tokens": 0, "digits": 0}
-    digits_named = digit_ids()
-    for sample in _samples(digits(split, **args)):
-        state = llm[0](sample["tokens"], vision(sample["images"]))
-        logits = llm[1:](state)[0]
-        labels, found = sample["labels"][:, 1:], logits[:, :-1].argmax(dim=-1)
-        of_image = (labels != IGNORE) & (sample["images"].lengths > 0)[:, None]
-        for name, chosen in (
-            ("tokens", of_image),
-            ("digits", of_image & torch.isin(labels, digits_named)),
-        ):
-            right[name] += int((found == labels)[chosen].sum())
-            total[name] += int(chosen.sum())
-    return {name: right[name] / max(total[name], 1) for name in right}
-
-
-def _samples(dataset: InterleavedDigits) -> Iterator[Any]:
-    """Every sample as a batch of one."""
+    wanted, right = [torch.empty(0)], [torch.empty(0)]
+    dataset = digits(split, **args)
     for index in range(len(dataset)):
-        sample = dataset[index]
-        yield {k: v if isinstance(v, Ragged) else v[None] for k, v in sample.items()}
-
-
-def _words(prompt: Tensor) -> list[int]:
-    return [word for word in prompt.tolist() if word]
+        sample: Any = dataset[index]
+        if not len(sample["images"].values):
+            continue
+        state = llm[0](sample["tokens"][None], vision(sample["images"]))
+        logits = llm[1:](state)[0]
+        labels, found = sample["labels"][1:], logits[0, :-1].argmax(dim=-1)
+        wanted.append(labels[labels != IGNORE])
+        right.append((found == labels)[labels != IGNORE])
+    of_digits = torch.isin(torch.cat(wanted), digit_ids())
+    chosen = {"tokens": torch.cat(right), "digits": torch.cat(right)[of_digits]}
+    return {name: float(hits.sum()) / max(len(hits), 1) for name, hits in chosen.items()}
 
 
 def _counts(
@@ -312,28 +297,6 @@ def _counts(
     """Log-normal whole numbers from 0 to ``most``, [samples] int64."""
     normal = torch.randn(samples, generator=generator, dtype=torch.float64)
     return (median * (sigma * normal).exp()).round().long().clamp(0, most)
-
-
-def _work_of(work: Mapping[str, str], *, images: int, targets: int) -> dict[str, float]:
-    costs = {"images": float(images), "sequence": 1.0, "targets": float(targets)}
-    return {module: costs[what] for module, what in work.items()}
-
-
-def _check_work(work: Mapping[str, str]) -> None:
-    unknown = [what for what in work.values() if what not in WORK.values()]
-    if unknown:
-        raise InvalidInputError(
-            f"a module's work cannot go with {unknown[0]!r}",
-            hint=f"choose of {', '.join(WORK.values())}",
-        )
-
-
-def _is_target(number: int) -> bool:
-    return number % 2 == 0
-
-
-def _split(total: int, parts: int) -> list[int]:
-    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _ragged(images: Sequence[Tensor], shape: tuple[int, int, int]) -> Ragged:

@@ -290,18 +290,6 @@ class MeanSquaredError(nn.Module):
         return functional.mse_loss(prediction, target.to(prediction.dtype))
 
 
-class CrossEntropy(nn.Module):
-    """Classification: mean over the samples given."""
-
-    def __init__(self, *, label_smoothing: float) -> None:
-        super().__init__()
-        self.label_smoothing = label_smoothing
-
-    def forward(self, logits: Tensor, label: Tensor) -> Tensor:
-        """Scalar mean of logits [B, C] against class indices [B] (int64)."""
-        return functional.cross_entropy(logits, label, label_smoothing=self.label_smoothing)
-
-
 def clip(*, init_scale: float = 1 / 0.07, max_scale: float = 100.0) -> CLIPLoss:
     """CLIP's contrastive loss for two or more modalities; use it with ``cross_sample: true``.
 
@@ -340,9 +328,9 @@ def mse() -> MeanSquaredError:
     return MeanSquaredError()
 
 
-def cross_entropy(*, label_smoothing: float = 0.0) -> CrossEntropy:
+def cross_entropy(*, label_smoothing: float = 0.0) -> nn.CrossEntropyLoss:
     """Classification loss: inputs are logits [B, C] and class indices [B]."""
-    return CrossEntropy(label_smoothing=label_smoothing)
+    return nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
 
 def token_cross_entropy(

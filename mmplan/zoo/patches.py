@@ -23,12 +23,7 @@ Extent = int | Sequence[int]
 class PatchEmbedding(nn.Module):
     """Images to tokens: each patch mapped linearly, plus a learned position.
 
-    Args:
-        width: channels of the tokens.
-        patch: extent of a patch.
-        image: extent of an image.
-        channels: of an image.
-        stride: from one patch to the next; None is the patch itself, so that none overlap.
+    Without a ``stride`` from one patch to the next, none overlap.
     """
 
     def __init__(

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.digits import DIGITS, TEMPLATES, CaptionedDigits, captioned, nearest_class
+from mmplan.zoo.digits import Fields, captioned, encoded_captions, nearest_class
 
 SIDE = 8
 INSTANTS = 32
@@ -38,30 +37,7 @@ LETTERS = 32
 _INK = 0.5
 
 
-class Senses(Dataset[dict[str, Tensor]]):
-    """One split of the scans with every sense of them, whole in memory (4 MB)."""
-
-    def __init__(self, scans: CaptionedDigits) -> None:
-        image_NRC = scans.images[:, 0]
-        captions = spelled_captions()
-        self.fields = {
-            "image": scans.images,
-            "caption": captions[scans.labels, scans.templates],
-            "sound": sound(image_NRC),
-            "distances": distances(image_NRC),
-            "heat": heat(image_NRC),
-            "strokes": strokes(image_NRC),
-            "label": scans.labels,
-        }
-
-    def __len__(self) -> int:
-        return len(self.fields["label"])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[index] for name, values in self.fields.items()}
-
-
-def senses(split: str = "train") -> Senses:
+def senses(split: str = "train") -> Fields:
     """The senses of one split of the captioned scans.
 
     Args:
@@ -71,7 +47,19 @@ def senses(split: str = "train") -> Senses:
         InvalidInputError: no such split.
         UnfitEnvironmentError: scikit-learn, which ships the scans, is missing.
     """
-    return Senses(captioned(split))
+    scans = captioned(split)
+    image_NRC = scans.images[:, 0]
+    return Fields(
+        {
+            "image": scans.images,
+            "caption": spelled_captions()[scans.labels, scans.templates],
+            "sound": sound(image_NRC),
+            "distances": distances(image_NRC),
+            "heat": heat(image_NRC),
+            "strokes": strokes(image_NRC),
+            "label": scans.labels,
+        }
+    )
 
 
 def sound(image_NRC: Tensor) -> Tensor:
@@ -158,9 +146,7 @@ def spell(caption: str) -> Tensor:
 
 def spelled_captions() -> Tensor:
     """Bytes of every caption of every digit, [10, templates, 32] int64."""
-    return torch.stack(
-        [torch.stack([spell(line.format(digit)) for line in TEMPLATES]) for digit in DIGITS]
-    )
+    return encoded_captions(spell)
 
 
 def zero_shot_accuracies(
@@ -176,13 +162,11 @@ def zero_shot_accuracies(
     Returns:
         Tower to its accuracy in [0, 1]; chance is 0.1. None for that of the captions.
     """
-    data = senses(split)
+    data = senses(split).fields
     text = next(name for name, taken in fields.items() if taken == "caption")
-    captions = spelled_captions()
+    captions, labels = spelled_captions(), data["label"]
     return {
-        name: nearest_class(
-            tower, data.fields[fields[name]], towers[text], captions, data.fields["label"]
-        )
+        name: nearest_class(tower, data[fields[name]], towers[text], captions, labels)
         for name, tower in towers.items()
         if name != text
     }

@@ -17,9 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.diffusion import TP_PLAN, CrossAttention
-from mmplan.zoo.sizes import check_divides, check_sizes
-from mmplan.zoo.towers import Block, TokenEmbedding
+from mmplan.zoo.diffusion import CrossAttention
+from mmplan.zoo.sizes import check_sizes
+from mmplan.zoo.towers import (
+    Block,
+    Readout,
+    TextBlock,
+    TokenEmbedding,
+    parts_tp_plan,
+    stack,
+    unpacked,
+)
 
 
 class Joining(nn.Module):
@@ -54,48 +62,24 @@ class Joining(nn.Module):
         return torch.cat(x, dim=1), torch.cat(mask, dim=1)
 
 
-class TextEncoderBlock(Block):
-    """A layer in which every row attends to every other one."""
+class MaskedNorm(nn.LayerNorm):
+    """A norm of activations that travel with their mask."""
 
-    def forward(self, *inputs: Any) -> tuple[Tensor, Tensor]:
-        """Run the block.
-
-        Args:
-            inputs: what :class:`Joining` takes for the first block, else activations
-                [B, S, W] and mask [B, S], as two arguments or as one tuple.
-
-        Returns:
-            The same pair, from the last block normalised.
-        """
-        x_BSW, mask_BS = _state(inputs) if self.embed is None else self.embed(*inputs)
-        x_BSW = self._layer(x_BSW, mask_BS)
-        return (x_BSW if self.head is None else self.head(x_BSW)), mask_BS
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BSW: Tensor, mask_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same pair, normalised."""
+        return super().forward(x_BSW), mask_BS
 
 
 class CrossDecoderBlock(Block):
     """A causal layer that also attends to the encoder's rows."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        heads: int,
-        mlp_ratio: float,
-        embed: TokenEmbedding | None,
-        head: nn.Module | None,
-    ) -> None:
-        super().__init__(
-            width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            dropout=0.0,
-            embed=embed,
-            head=head,
-            causal=True,
-        )
+    def __init__(self, *, width: int, heads: int, **options: Any) -> None:
+        super().__init__(width=width, heads=heads, causal=True, **options)
         self.norm3 = nn.LayerNorm(width)
         self.cross = CrossAttention(width, heads)
-        self.tp_plan = dict(TP_PLAN)
+        self.tp_plan = parts_tp_plan(self)
 
     def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Run the block.
@@ -108,7 +92,7 @@ class CrossDecoderBlock(Block):
         Returns:
             The same with activations, or logits [B, T, V] from the last block.
         """
-        x, rows_BSW, *masks = _state(inputs)
+        x, rows_BSW, *masks = unpacked(inputs)
         # Padding stands at the end, where no token before it looks.
         x_BTW: Tensor = x if self.embed is None else self.embed(x)[0]
         x_BTW = x_BTW + self.attention(self.norm1(x_BTW), None)
@@ -123,12 +107,8 @@ def encoder(
     """Build the encoder; OFA-large's is ``encoder(12, 1024, heads=16, ...)``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         width: channels of the activations and of the features, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding.
-        length: most tokens of a text.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes token ids [B, T] (or None) and features [B, rows, width] (or None) of any number
@@ -138,20 +118,16 @@ def encoder(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length)
-    check_divides("heads", heads, "width", width)
-    return nn.Sequential(
-        *(
-            TextEncoderBlock(
-                width=width,
-                heads=heads,
-                mlp_ratio=mlp_ratio,
-                dropout=0.0,
-                embed=Joining(width=width, vocab=vocab, length=length) if index == 0 else None,
-                head=nn.LayerNorm(width) if index == blocks - 1 else None,
-            )
-            for index in range(blocks)
-        )
+    layers = stack(
+        TextBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        embed=lambda: Joining(width=width, vocab=vocab, length=length),
+        head=lambda: MaskedNorm(width),
     )
+    return nn.Sequential(*layers)
 
 
 def decoder(
@@ -160,12 +136,8 @@ def decoder(
     """Build the decoder; its inputs are tokens, ``encoder.0`` and ``encoder.1``.
 
     Args:
-        blocks: children of the Sequential, each with one layer.
+        blocks, heads, vocab, length, mlp_ratio: as in :func:`mmplan.zoo.towers.text`.
         width: channels of the activations, those of the encoder, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
-        vocab: number of token ids; 0 is padding.
-        length: most tokens of an answer.
-        mlp_ratio: hidden width of the MLP over ``width``.
 
     Returns:
         Takes token ids [B, T], the encoder's rows [B, S, width] and mask [B, S], gives logits
@@ -175,22 +147,13 @@ def decoder(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length)
-    check_divides("heads", heads, "width", width)
-
-    def block(index: int) -> CrossDecoderBlock:
-        first, last = index == 0, index == blocks - 1
-        return CrossDecoderBlock(
-            width=width,
-            heads=heads,
-            mlp_ratio=mlp_ratio,
-            embed=TokenEmbedding(width=width, vocab=vocab, length=length) if first else None,
-            head=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab, bias=False))
-            if last
-            else None,
-        )
-
-    return nn.Sequential(*map(block, range(blocks)))
-
-
-def _state(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return inputs[0] if len(inputs) == 1 else inputs
+    layers = stack(
+        CrossDecoderBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        embed=lambda: TokenEmbedding(width=width, vocab=vocab, length=length),
+        head=lambda: Readout(width, vocab),
+    )
+    return nn.Sequential(*layers)

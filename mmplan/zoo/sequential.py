@@ -21,7 +21,7 @@ itself: a rank keeps only its own blocks, so the model does not exist there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -63,11 +63,7 @@ class Part(Owned):
 
 
 class LayerBlock(nn.Module):
-    """One layer of the model, with ``before`` ahead of it or ``after`` behind it.
-
-    Attributes:
-        tp_plan: submodule name in this block to "colwise", "rowwise" or "packed_colwise".
-    """
+    """One layer of the model, with ``before`` ahead of it or ``after`` behind it."""
 
     def __init__(
         self,
@@ -187,16 +183,12 @@ def _call_layer(layer: nn.Module, *state: Any) -> tuple[Any, ...]:
 def _layers(model: nn.Module, name: str) -> list[nn.Module]:
     found = _find(model, name)
     if not isinstance(found, nn.ModuleList | nn.Sequential) or len(found) == 0:
-        lists = [n for n, m in _modules(model) if isinstance(m, nn.ModuleList) and len(m)]
+        lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
         raise InvalidInputError(
             f"{name} in {type(model).__name__} is no list of layers but a {type(found).__name__}",
             hint=f"its lists are: {', '.join(lists) or 'none'}",
         )
     return list(found)
-
-
-def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))
 
 
 def _find(model: nn.Module, name: str) -> nn.Module | Tensor:
@@ -269,7 +261,7 @@ def _adopt(part: nn.Module, model: nn.Module, name: str) -> None:
 
 def _tp_plan(layer: nn.Module, rule: TPPlan | None) -> Mapping[str, str]:
     plan = rule(layer) if callable(rule) else (rule or {})
-    linear = {name for name, module in _modules(layer) if isinstance(module, nn.Linear)}
+    linear = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     for name, kind in plan.items():
         if kind not in TP_RULES:
             raise InvalidInputError(

@@ -21,6 +21,7 @@ width (W/tp), H = local heads, D = width of a head, E = embedding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,22 +32,11 @@ from mmplan.errors import InvalidInputError
 from mmplan.zoo.patches import Extent, PatchEmbedding, patch_grid
 from mmplan.zoo.sizes import check_divides, check_sizes
 
-TP_PLAN = {
-    "attention.qkv": "packed_colwise",
-    "attention.out": "rowwise",
-    "mlp.up": "colwise",
-    "mlp.down": "rowwise",
-}
-
 
 class Attention(nn.Module):
     """Self-attention with a fused qkv; the number of heads follows the local width.
 
-    Args:
-        width: channels of the activations.
-        heads: attention heads.
-        causal: whether a token attends only to itself and those before it; then there is no
-            mask.
+    If ``causal``, a token attends only to itself and those before it, and there is no mask.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
@@ -56,6 +46,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.qkv.packed_parts = 3  # pyright: ignore[reportArgumentType]
         self.out = nn.Linear(width, width)
+        self.tp_plan = {"qkv": "packed_colwise", "out": "rowwise"}
 
     def forward(self, x_BTW: Tensor, mask_BT: Tensor | None) -> Tensor:
         """Mix tokens: [B, T, W] to [B, T, W].
@@ -67,21 +58,9 @@ class Attention(nn.Module):
         Raises:
             InvalidInputError: the local width cuts a head in two.
         """
-        q, k, v = (self._heads(part) for part in self.qkv(x_BTW).chunk(3, dim=-1))
-        mask = None if mask_BT is None else mask_BT[:, None, None, :]
-        mixed_BHTD = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=self.causal
-        )
-        return self.out(mixed_BHTD.transpose(1, 2).flatten(2))
-
-    def _heads(self, x_BTL: Tensor) -> Tensor:
-        if x_BTL.shape[-1] % self.head_dim:
-            raise InvalidInputError(
-                f"a tensor-parallel rank would get {x_BTL.shape[-1]} channels of attention, "
-                f"heads are {self.head_dim} wide",
-                hint="choose a tp that divides the number of heads",
-            )
-        return x_BTL.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        parts = self.qkv(x_BTW).chunk(3, dim=-1)
+        q, k, v = (split_heads(part, self.head_dim) for part in parts)
+        return self.out(attend(q, k, v, mask_BT, is_causal=self.causal))
 
 
 class MLP(nn.Module):
@@ -91,6 +70,7 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width)
+        self.tp_plan = {"up": "colwise", "down": "rowwise"}
 
     def forward(self, x_BTW: Tensor) -> Tensor:
         """Map every token apart: [B, T, W] to [B, T, W]."""
@@ -103,9 +83,6 @@ class Block(nn.Module):
     Dropout stands on the residual branches only, after the row-parallel sums:
     there every tensor-parallel rank holds the same values, so one seed gives the
     same masks whatever the degree.
-
-    Attributes:
-        tp_plan: submodule name to "colwise", "packed_colwise" or "rowwise".
     """
 
     def __init__(
@@ -114,9 +91,9 @@ class Block(nn.Module):
         width: int,
         heads: int,
         mlp_ratio: float,
-        dropout: float,
         embed: nn.Module | None,
         head: nn.Module | None,
+        dropout: float = 0.0,
         causal: bool = False,
     ) -> None:
         super().__init__()
@@ -127,7 +104,7 @@ class Block(nn.Module):
         self.mlp = MLP(width, round(width * mlp_ratio))
         self.dropout = nn.Dropout(dropout)
         self.head = head
-        self.tp_plan = dict(TP_PLAN)
+        self.tp_plan = parts_tp_plan(self)
 
     def _layer(self, x_BTW: Tensor, mask_BT: Tensor | None) -> Tensor:
         x_BTW = x_BTW + self.dropout(self.attention(self.norm1(x_BTW), mask_BT))
@@ -135,46 +112,54 @@ class Block(nn.Module):
 
 
 class VisionBlock(Block):
-    """A block of the image tower: takes images or activations, gives activations or features."""
+    """A block over images, or over whatever else is cut into patches."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the block.
-
-        Args:
-            x: [B, channels, *image] for the first block, else [B, T, W].
-
-        Returns:
-            [B, T, W], or [B, E] from the last block.
-        """
-        x_BTW = x if self.embed is None else self.embed(x)
-        x_BTW = self._layer(x_BTW, None)
-        return x_BTW if self.head is None else self.head(x_BTW.mean(dim=1))
+    def forward(self, x: Any) -> Any:
+        """Images [B, channels, *image] or [B, T, W] to [B, T, W], or what the head makes of it."""
+        x_BTW = self._layer(x if self.embed is None else self.embed(x), None)
+        return x_BTW if self.head is None else self.head(x_BTW)
 
 
 class TextBlock(Block):
-    """A block of the text tower; activations travel with the mask of real tokens."""
+    """A block over tokens; activations travel with the mask of real tokens."""
 
-    def forward(self, *inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Any) -> Tensor | tuple[Tensor, Tensor]:
         """Run the block.
 
         Args:
-            inputs: token ids [B, T] (int64, 0 is padding) for the first block,
-                else activations [B, T, W] and mask [B, T] (bool), as two
-                arguments or as one tuple.
+            inputs: what ``embed`` takes (token ids [B, T], int64, 0 is padding) for the first
+                block, else activations [B, T, W] and mask [B, T] (bool). As arguments, or one
+                tuple.
 
         Returns:
-            The same pair, or features [B, E] from the last block.
+            The same pair, or what the head makes of it from the last block.
         """
-        state: Any = inputs[0] if isinstance(inputs[0], tuple) else inputs
-        x_BTW: Tensor
-        mask_BT: Tensor
-        x_BTW, mask_BT = state if self.embed is None else self.embed(state[0])
-        x_BTW = self._layer(x_BTW, mask_BT)
-        if self.head is None:
-            return x_BTW, mask_BT
+        state = unpacked(inputs)
+        x_BTW, mask_BT = state if self.embed is None else self.embed(*state)
+        # A causal block's padding stands at the end, where no token before it looks.
+        x_BTW = self._layer(x_BTW, None if self.attention.causal else mask_BT)
+        return (x_BTW, mask_BT) if self.head is None else self.head(x_BTW, mask_BT)
+
+
+class Readout(nn.Sequential):
+    """Activations to features or logits."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__(nn.LayerNorm(width), nn.Linear(width, outputs, bias=False))
+
+
+class MeanReadout(Readout):
+    """Features of the mean over all tokens, or over those that the mask names."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BTW: Tensor, mask_BT: Tensor | None = None
+    ) -> Tensor:
+        """[B, T, W] to [B, E]."""
+        if mask_BT is None:
+            return super().forward(x_BTW.mean(dim=1))
         weight_BT = mask_BT.to(x_BTW.dtype)
         sum_BW = torch.einsum("btw,bt->bw", x_BTW, weight_BT)
-        return self.head(sum_BW / weight_BT.sum(dim=1, keepdim=True))
+        return super().forward(sum_BW / weight_BT.sum(dim=1, keepdim=True))
 
 
 class TokenEmbedding(nn.Module):
@@ -237,25 +222,20 @@ def vision(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, channels=channels, embed=embed)
-    check_divides("heads", heads, "width", width)
     patch_grid(image, patch, stride)
-    return nn.Sequential(
-        *(
-            VisionBlock(
-                width=width,
-                heads=heads,
-                mlp_ratio=mlp_ratio,
-                dropout=dropout,
-                embed=PatchEmbedding(
-                    width=width, patch=patch, image=image, channels=channels, stride=stride
-                )
-                if index == 0
-                else None,
-                head=_head(width, embed) if index == blocks - 1 else None,
-            )
-            for index in range(blocks)
-        )
+    layers = stack(
+        VisionBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        dropout=dropout,
+        embed=lambda: PatchEmbedding(
+            width=width, patch=patch, image=image, channels=channels, stride=stride
+        ),
+        head=lambda: MeanReadout(width, embed),
     )
+    return nn.Sequential(*layers)
 
 
 def text(
@@ -272,14 +252,9 @@ def text(
     """Build a text transformer with mean pooling over the tokens that are not padding.
 
     Args:
-        blocks: children of the Sequential, each with one transformer layer.
-        width: channels of the activations, a multiple of ``heads``.
-        heads: attention heads; tp must divide it.
+        blocks, width, heads, embed, mlp_ratio, dropout: as in :func:`vision`.
         vocab: number of token ids; 0 is padding. The default fits ``zoo.digits``.
         length: most tokens of a text. The default fits ``zoo.digits``.
-        embed: width of the features that come out.
-        mlp_ratio: hidden width of the MLP over ``width``.
-        dropout: probability, on the residual branches.
 
     Returns:
         Takes token ids [B, T], gives features [B, embed].
@@ -288,23 +263,84 @@ def text(
         InvalidInputError: sizes that do not fit one another.
     """
     check_sizes(blocks=blocks, width=width, heads=heads, vocab=vocab, length=length, embed=embed)
-    check_divides("heads", heads, "width", width)
-    return nn.Sequential(
-        *(
-            TextBlock(
-                width=width,
-                heads=heads,
-                mlp_ratio=mlp_ratio,
-                dropout=dropout,
-                embed=TokenEmbedding(width=width, vocab=vocab, length=length)
-                if index == 0
-                else None,
-                head=_head(width, embed) if index == blocks - 1 else None,
-            )
-            for index in range(blocks)
-        )
+    layers = stack(
+        TextBlock,
+        blocks,
+        width=width,
+        heads=heads,
+        mlp_ratio=mlp_ratio,
+        dropout=dropout,
+        embed=lambda: TokenEmbedding(width=width, vocab=vocab, length=length),
+        head=lambda: MeanReadout(width, embed),
     )
+    return nn.Sequential(*layers)
 
 
-def _head(width: int, embed: int) -> nn.Sequential:
-    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, embed, bias=False))
+def stack(
+    block: Callable[..., nn.Module],
+    blocks: int,
+    *,
+    width: int,
+    heads: int,
+    embed: Callable[[], nn.Module] | None = None,
+    head: Callable[[], nn.Module] | None = None,
+    **options: Any,
+) -> list[nn.Module]:
+    """Blocks of one class, the first with the embedding, the last with the head.
+
+    Modules are made in a fixed order, a block's embedding and head before the block, so that a
+    seed always gives the same weights.
+
+    Raises:
+        InvalidInputError: ``heads`` does not divide ``width``.
+    """
+    check_divides("heads", heads, "width", width)
+    return [
+        block(
+            width=width,
+            heads=heads,
+            embed=embed() if embed and index == 0 else None,
+            head=head() if head and index == blocks - 1 else None,
+            **options,
+        )
+        for index in range(blocks)
+    ]
+
+
+def split_heads(x_BTL: Tensor, head_dim: int) -> Tensor:
+    """Local channels as heads, [B, H, T, D].
+
+    Raises:
+        InvalidInputError: the local width cuts a head in two.
+    """
+    if x_BTL.shape[-1] % head_dim:
+        raise InvalidInputError(
+            f"a tensor-parallel rank would get {x_BTL.shape[-1]} channels of attention, "
+            f"heads are {head_dim} wide",
+            hint="choose a tp that divides the number of heads",
+        )
+    return x_BTL.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask_BS: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Attention of heads [B, H, T, D] over S tokens, joined to [B, T, L]."""
+    mask = None if mask_BS is None else mask_BS[:, None, None, :]
+    mixed_BHTD = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    return mixed_BHTD.transpose(1, 2).flatten(2)
+
+
+def parts_tp_plan(block: nn.Module) -> dict[str, str]:
+    """The rules that a block's parts carry in ``tp_plan``, by names in the block."""
+    return {
+        f"{name}.{linear}": rule
+        for child_name, child in block.named_children()
+        for name, part in child.named_modules(prefix=child_name)
+        for linear, rule in getattr(part, "tp_plan", {}).items()
+    }
+
+
+def unpacked(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A block's inputs, given as arguments or as one tuple."""
+    return inputs[0] if isinstance(inputs[0], tuple) else inputs
