@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.data.batch_order import StepOrder, step_order
 from mmlaunch.data.loader import StepLoader, step_indices
+from mmlaunch.data.task_data import StepOrder, step_order
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan

@@ -26,13 +26,12 @@ from mmlaunch.comm.batches import (
     map_tensors,
     slice_samples,
 )
-from mmlaunch.comm.messages import BackwardReceive, Spec
+from mmlaunch.comm.messages import BackwardReceive, Mailbox, Spec
 from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.execute.batch_sync import BatchSync
 from mmlaunch.execute.blocks import StageBlocks, frozen
-from mmlaunch.execute.mailbox import Mailbox
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel

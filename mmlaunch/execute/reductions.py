@@ -1,7 +1,7 @@
 """Collectives at the ends of a step: targets counted before it, gradients summed after it.
 
-With ZeRO-1 (:mod:`mmlaunch.execute.zero`) a sum leaves each rank its flat shard, and the update
-ends with a gather of the parameters.
+With ZeRO-1 a sum leaves each rank its flat shard, and the update ends with a gather of the
+parameters.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from mmlaunch.comm.batches import Tree
 from mmlaunch.comm.transport import CommGroup, Transport
-from mmlaunch.data.samples import Field
+from mmlaunch.data.loader import Field
 from mmlaunch.execute.gradient_buckets import (
+    FlatShards,
     GradientBuckets,
     ParameterSlice,
     UpdatedSlice,
     by_type,
 )
-from mmlaunch.execute.zero import FlatShards
 from mmlaunch.model.local_model import LocalModel, Tie, tie_sums
 from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import Loss, LossReduction, Program, Reduction

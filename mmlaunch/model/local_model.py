@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.model.materialize import MetaModule, check_gone
-from mmlaunch.model.replay_init import UndeferrableError
+from mmlaunch.model.deferred_init import MetaModule, UndeferrableError, check_gone
 from mmlaunch.model.shard_layout import ShardLayout
-from mmlaunch.model.tensor_parallel import TensorParallelComm, cut_parameters, shard_block
-from mmlaunch.model.tp_groups import TPGroups
+from mmlaunch.model.tensor_parallel import TensorParallelComm, TPGroups, cut_parameters, shard_block
 from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
