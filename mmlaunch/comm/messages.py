@@ -6,7 +6,7 @@ The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar, cast
@@ -36,13 +36,24 @@ class LeafSpec:
     dtype: DType
     ragged: bool = False
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether gradients travel back for it."""
-        return self.dtype.is_floating_point
-
 
 Spec = TypeAliasType("Spec", LeafSpec | tuple["Spec", ...] | None)
+
+
+def spec_leaves(spec: Spec) -> Iterator[LeafSpec]:
+    """All leaves of a spec, in order."""
+    if isinstance(spec, LeafSpec):
+        yield spec
+    elif isinstance(spec, tuple):
+        for item in spec:
+            yield from spec_leaves(item)
+
+
+def tree_of(spec: Spec, make: Callable[[LeafSpec], Tree]) -> Tree:
+    """The tree of a spec, each leaf made of its own."""
+    if isinstance(spec, LeafSpec):
+        return make(spec)
+    return None if spec is None else tuple(tree_of(item, make) for item in spec)
 
 
 def spec_of(tree: Tree) -> Spec:
@@ -144,22 +155,33 @@ def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
     return []
 
 
-def _receive(
-    transport: Transport,
-    peer: int,
-    tag: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
-    backward: bool,
-    share: TensorShare | None,
-) -> tuple[Work, Tensor | PaddedShare]:
-    """Post the receive of a tensor, or of a share of it."""
-    size = (share.padded(prod(shape)),) if share else shape
-    buffer = torch.empty(size, dtype=dtype, device=transport.device)
-    own = buffer[: share.numbers(prod(shape))] if share else buffer
-    work = transport.irecv(own, peer, tag, backward=backward) if own.numel() else Done()
-    return work, PaddedShare(buffer, shape) if share else buffer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageSource:
+    """Where the tensors of one message come from.
+
+    Attributes:
+        tag: of the first tensor.
+        share: what this rank receives of each tensor; None for all of it.
+    """
+
+    transport: Transport
+    peer: int
+    tag: int
+    backward: bool
+    share: TensorShare | None
+
+    def receive(
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype, *, whole: bool = False
+    ) -> tuple[Work, Tensor | PaddedShare]:
+        """Post the receive of one tensor, or of the share of it."""
+        share = None if whole else self.share
+        size = (share.padded(prod(shape)),) if share else shape
+        buffer = torch.empty(size, dtype=dtype, device=self.transport.device)
+        own = buffer[: share.numbers(prod(shape))] if share else buffer
+        work = Done()
+        if own.numel():
+            work = self.transport.irecv(own, self.peer, self.tag + index, backward=self.backward)
+        return work, PaddedShare(buffer, shape) if share else buffer
 
 
 class ForwardReceive:
@@ -169,57 +191,39 @@ class ForwardReceive:
     tree has a :class:`PaddedShare` in place of each tensor, lengths excepted.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        spec: Spec,
-        samples: int,
-        peer: int,
-        tag: int,
-        share: TensorShare | None = None,
-    ) -> None:
-        self._transport, self._peer, self._next_tag = transport, peer, tag
-        self._share = share
-        self._posted = self._post(spec, samples)
+    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
+        self._source, self._samples = source, samples
+        self._num_tensors = 0
+        self._posted = self._post(spec)
 
     def wait(self) -> TreeOfShares:
         """The tree that was sent."""
         return self._collect(self._posted)
 
-    def _post(self, spec: Spec, samples: int) -> Any:
-        if isinstance(spec, LeafSpec):
-            if spec.ragged:
-                lengths = self._receive((samples,), torch.int64, None)
-                self._next_tag += 1
-                return spec, lengths, self._next_tag - 1
-            return spec, self._receive((samples, *spec.tail), spec.dtype, self._share), 0
+    def _post(self, spec: Spec) -> Any:
         if isinstance(spec, tuple):
-            return [self._post(item, samples) for item in spec]
-        return None
-
-    def _receive(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        share: TensorShare | None,
-        tag: int | None = None,
-    ) -> tuple[Work, Any]:
-        if tag is None:
-            tag, self._next_tag = self._next_tag, self._next_tag + 1
-        source = self._transport, self._peer, tag
-        return _receive(*source, shape, dtype, backward=False, share=share)
+            return [self._post(item) for item in spec]
+        if spec is None:
+            return None
+        index = self._num_tensors
+        if spec.ragged:
+            self._num_tensors += 2
+            lengths = self._source.receive(index, (self._samples,), torch.int64, whole=True)
+            return spec, lengths, index + 1
+        self._num_tensors += 1
+        return spec, self._source.receive(index, (self._samples, *spec.tail), spec.dtype), None
 
     def _collect(self, posted: Any) -> TreeOfShares:
         if isinstance(posted, list):
             return tuple(map(self._collect, posted))
         if posted is None:
             return None
-        spec, (work, buffer), values_tag = posted
+        spec, (work, buffer), values_index = posted
         work.wait()
         if not spec.ragged:
             return buffer
         shape = (int(buffer.sum()), *spec.tail)
-        values_work, values = self._receive(shape, spec.dtype, self._share, values_tag)
+        values_work, values = self._source.receive(values_index, shape, spec.dtype)
         values_work.wait()
         return Ragged(cast(Tensor, values), buffer)
 
@@ -231,45 +235,25 @@ class BackwardReceive:
     receive is posted: only dense leaves are posted early.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        spec: Spec,
-        samples: int,
-        peer: int,
-        tag: int,
-        share: TensorShare | None = None,
-    ) -> None:
-        self._transport, self._peer, self._tag, self._share = transport, peer, tag, share
-        leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]
+    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
+        self._source = source
+        leaves = [leaf for leaf in spec_leaves(spec) if leaf.dtype.is_floating_point]
         self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
         if not any(leaf.ragged for leaf in leaves):
-            shapes = [((samples, *leaf.tail), leaf.dtype) for leaf in leaves]
-            self._posted = [self._post(i, *item) for i, item in enumerate(shapes)]
+            self._posted = [
+                source.receive(i, (samples, *leaf.tail), leaf.dtype)
+                for i, leaf in enumerate(leaves)
+            ]
 
     def wait(self, output: Tree) -> tuple[Tensor | PaddedShare, ...]:
         """Gradients of the floating leaves of ``output``, the samples that were sent."""
         posted = self._posted
         if posted is None:
-            leaves = list(float_leaves(output))
-            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
+            leaves = enumerate(float_leaves(output))
+            posted = [self._source.receive(i, tuple(x.shape), x.dtype) for i, x in leaves]
         for work, _ in posted:
             work.wait()
         return tuple(buffer for _, buffer in posted)
-
-    def _post(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Work, Tensor | PaddedShare]:
-        source = self._transport, self._peer, self._tag + index
-        return _receive(*source, shape, dtype, backward=True, share=self._share)
-
-
-def _spec_leaves(spec: Spec) -> Iterator[LeafSpec]:
-    if isinstance(spec, LeafSpec):
-        yield spec
-    elif isinstance(spec, tuple):
-        for item in spec:
-            yield from _spec_leaves(item)
 
 
 T = TypeVar("T")
@@ -312,13 +296,18 @@ class Mailbox:
         edge = self._program.edges[message.edge]
         producer = self._program.stages[edge.producer]
         spec = element_of(self._specs[edge.producer], edge.element, producer.module)
-        share = self._share(message, self._transport.rank)
-        source = spec, message.stop - message.start, message.peer, self._tag(message)
-        if message.op == Op.RECV_F:
-            self._forward[key].append((message, ForwardReceive(self._transport, *source, share)))
+        source = MessageSource(
+            transport=self._transport,
+            peer=message.peer,
+            tag=self._tag(message),
+            backward=message.op == Op.RECV_B,
+            share=self._share(message, self._transport.rank),
+        )
+        samples = message.stop - message.start
+        if source.backward:
+            self._backward[key].append((message, BackwardReceive(source, spec, samples)))
         else:
-            receive = BackwardReceive(self._transport, *source, share)
-            self._backward[key].append((message, receive))
+            self._forward[key].append((message, ForwardReceive(source, spec, samples)))
 
     def post_send(self, message: Message, tree: Tree) -> None:
         """Post the send of a message's samples.

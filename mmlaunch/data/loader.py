@@ -79,7 +79,10 @@ def collate_samples(
                 f"dataset[{indices[other]}] has {kinds[other]}",
                 hint="give all samples one shape, define collate, or use mmplan.Ragged",
             )
-        batched[field] = _join(values)
+        if isinstance(values[0], Ragged):
+            batched[field] = Ragged(*map(torch.cat, zip(*values, strict=True)))
+        else:
+            batched[field] = torch.stack(cast(list[Tensor], values))
     return batched
 
 
@@ -121,16 +124,6 @@ def _kind(value: Field) -> str:
     if isinstance(value, Ragged):
         return f"Ragged rows {list(value.values.shape[1:])} of {value.values.dtype}"
     return f"{list(value.shape)} of {value.dtype}"
-
-
-def _join(values: Sequence[Field]) -> Field:
-    ragged = [value for value in values if isinstance(value, Ragged)]
-    if ragged:
-        return Ragged(
-            torch.cat([value.values for value in ragged]),
-            torch.cat([value.lengths for value in ragged]),
-        )
-    return torch.stack(cast(list[Tensor], list(values)))
 
 
 Collate = Callable[[list[Any]], dict[str, Field]]
@@ -238,7 +231,6 @@ class StepLoader(Iterator[StepData]):
         order: permutes each step's batch, alike on all ranks.
         start_step: first step to give.
         num_workers: loading processes; 0 loads in this one.
-        prefetch: steps that each process loads ahead.
         pin_memory: give page-locked tensors, for copies to a GPU.
 
     Raises:
@@ -258,7 +250,6 @@ class StepLoader(Iterator[StepData]):
         order: Order | None = None,
         start_step: int = 0,
         num_workers: int = 0,
-        prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         check_dataset(dataset, batch)
@@ -266,17 +257,15 @@ class StepLoader(Iterator[StepData]):
         self._step = start_step
         if self._ranges and not 0 <= self._ranges[0][0] < self._ranges[-1][1] <= batch:
             raise InvalidInputError(f"batch positions {self._ranges} of a batch of {batch}")
-        steps = _Steps(len(dataset), batch, seed, start_step)
         if num_workers and multiprocessing.get_start_method() == "forkserver":
             # A rank that a fork server started has none of its own: unguarded, the loader's
             # would outlive it.
             fork_server.start()
         loader = DataLoader(
             _Reader(dataset, tuple(fields), seed, self._ranges, order),
-            batch_sampler=cast(Any, steps),
+            batch_sampler=cast(Any, _steps(len(dataset), batch, seed, start_step)),
             collate_fn=_as_is,
             num_workers=num_workers,
-            prefetch_factor=prefetch if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=guard_loader,
             # A generator of its own: the default one would be advanced here, and with it
@@ -332,48 +321,34 @@ class _StepBatch:
     indices: Sequence[int]
 
 
-class _Steps:
-    """Yields each step's batch; where it is read it is put in order and cut."""
-
-    def __init__(self, num_samples: int, batch: int, seed: int, start_step: int) -> None:
-        self._num_samples, self._batch, self._seed = num_samples, batch, seed
-        self._start_step = start_step
-
-    def __iter__(self) -> Iterator[list[_StepBatch]]:
-        for step in count(self._start_step):
-            indices = step_indices(self._num_samples, self._batch, self._seed, step)
-            epoch = step // (self._num_samples // self._batch)
-            yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
+def _steps(num_samples: int, batch: int, seed: int, start_step: int) -> Iterator[list[_StepBatch]]:
+    """Each step's batch; where it is read it is put in order and cut."""
+    for step in count(start_step):
+        indices = step_indices(num_samples, batch, seed, step)
+        epoch = step // (num_samples // batch)
+        yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
 
 
+@dataclass
 class _Reader(Dataset[Any]):
     """Loads and batches a step's samples in one go, in a loading process or here."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        fields: Sequence[str],
-        seed: int,
-        ranges: Sequence[tuple[int, int]],
-        order: Order | None,
-    ) -> None:
-        self._dataset = dataset
-        self._fields = fields
-        self._seed = seed
-        self._ranges = ranges
-        self._order = order
-        self._draws = False
-        self._collate: Collate | None = getattr(dataset, "collate", None)
+    dataset: Any
+    fields: Sequence[str]
+    seed: int
+    ranges: Sequence[tuple[int, int]]
+    order: Order | None
+    draws: bool = False
 
     def __getitems__(self, batches: list[_StepBatch]) -> dict[str, Field] | _Failure:
         """Fields of one step's samples; DataLoader calls this in place of one call per sample."""
-        if not self._ranges or not self._fields:
+        if not self.ranges or not self.fields:
             return {}
         try:
             with _own_random_numbers():
                 keys = self._keys(*batches)
                 samples = self._load_all(keys)
-                _seed_random_numbers(self._seed, *keys[0])
+                _seed_random_numbers(self.seed, *keys[0])
                 return self._batch(samples, [index for _, index in keys])
         except MMPlanError as exc:
             cause = exc.__cause__
@@ -382,9 +357,9 @@ class _Reader(Dataset[Any]):
 
     def _keys(self, batch: _StepBatch) -> list[tuple[int, int]]:
         """(epoch, dataset index) of every sample to load."""
-        order = self._order
+        order = self.order
         indices = batch.indices if order is None else order(batch.indices, batch.step)
-        return [(batch.epoch, index) for low, high in self._ranges for index in indices[low:high]]
+        return [(batch.epoch, index) for low, high in self.ranges for index in indices[low:high]]
 
     def _load_all(self, keys: list[tuple[int, int]]) -> list[Any]:
         """The samples, each from random numbers of its own.
@@ -392,39 +367,40 @@ class _Reader(Dataset[Any]):
         Seeding costs 11 µs a sample, more than many datasets take to answer, so it starts
         with the first step in which one draws; that step is loaded once more.
         """
-        if not self._draws:
+        if not self.draws:
             before = _random_state()
             samples = [self._load(index) for _, index in keys]
             if _random_state() == before:
                 return samples
-            self._draws = True
+            self.draws = True
         samples = []
         for epoch, index in keys:
-            _seed_random_numbers(self._seed, epoch, index)
+            _seed_random_numbers(self.seed, epoch, index)
             samples.append(self._load(index))
         return samples
 
     def _load(self, index: int) -> Any:
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except MMPlanError:
             raise
         except Exception as exc:
             raise _user_error(f"dataset[{index}]", exc) from exc
 
     def _batch(self, samples: list[Any], indices: list[int]) -> dict[str, Field]:
-        if self._collate is None:
+        collate: Collate | None = getattr(self.dataset, "collate", None)
+        if collate is None:
             for sample, index in zip(samples, indices, strict=True):
                 check_sample(sample, index)
-            return collate_samples(samples, indices, self._fields)
+            return collate_samples(samples, indices, self.fields)
         try:
-            batched: Any = self._collate(samples)
+            batched: Any = collate(samples)
         except MMPlanError:
             raise
         except Exception as exc:
             raise _user_error("the dataset's collate", exc) from exc
         check_batched(batched, len(samples))
-        return {field: field_of(batched, field, indices[0]) for field in self._fields}
+        return {field: field_of(batched, field, indices[0]) for field in self.fields}
 
 
 def _user_error(what: str, exc: Exception) -> RunFailedError:

@@ -23,21 +23,21 @@ from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import TaskView, Workload
 
 
+@dataclass(frozen=True, slots=True)
 class StepOrder:
     """Dataset indices of a step, in the order in which they fill the batch.
 
-    Args:
+    Attributes:
         order: of the task's batches.
         dataset: has ``work(index) -> {module: cost}``; each module in a unit of its own.
         modules: names that may stand there.
         seed: of the training.
     """
 
-    def __init__(
-        self, order: BatchOrder, dataset: Any, *, modules: Collection[str], seed: int
-    ) -> None:
-        self._order, self._dataset = order, dataset
-        self._modules, self._seed = modules, seed
+    order: BatchOrder
+    dataset: Any
+    modules: Collection[str]
+    seed: int
 
     def __call__(self, indices: Sequence[int], step: int) -> list[int]:
         """The indices of a step's batch, reordered.
@@ -47,14 +47,10 @@ class StepOrder:
                 module.
             RunFailedError: it raised.
         """
-        work = work_columns(
-            self._dataset,
-            indices,
-            modules=self._modules,
-            otherwise="set train.reorder: false",
-        )
+        otherwise = "set train.reorder: false"
+        work = work_columns(self.dataset, indices, modules=self.modules, otherwise=otherwise)
         # A seed sequence takes whole numbers from 0 on.
-        order = self._order(work, (self._seed % 2**32) * 2**32 + step)
+        order = self.order(work, (self.seed % 2**32) * 2**32 + step)
         return [indices[position] for position in order.tolist()]
 
 
@@ -127,12 +123,7 @@ def step_order(program: Program, task: str, dataset: Any, workload: Workload) ->
     """The order of a task's batches; None where the data tell no work or nobody wants it."""
     if not workload.train.reorder or not callable(getattr(dataset, "work", None)):
         return None
-    return StepOrder(
-        BatchOrder(program, task),
-        dataset,
-        modules=workload.modules,
-        seed=workload.train.seed,
-    )
+    return StepOrder(BatchOrder(program, task), dataset, workload.modules, workload.train.seed)
 
 
 class TaskData:
@@ -178,15 +169,6 @@ class TaskData:
 
     def of_task(self, task: str, step: int) -> StepData:
         """The data of one task."""
-        return next(self._loader(task, step))
-
-    def close(self) -> None:
-        """Stop loading; the next step asked for may be any."""
-        for loader in self._loaders.values():
-            loader.close()
-        self._loaders.clear()
-
-    def _loader(self, task: str, step: int) -> StepLoader:
         if task not in self._loaders:
             need = self._needs[task]
             self._loaders[task] = StepLoader(
@@ -200,7 +182,13 @@ class TaskData:
                 num_workers=self._num_workers,
                 pin_memory=self._pin_memory,
             )
-        return self._loaders[task]
+        return next(self._loaders[task])
+
+    def close(self) -> None:
+        """Stop loading; the next step asked for may be any."""
+        for loader in self._loaders.values():
+            loader.close()
+        self._loaders.clear()
 
     def _dataset(self, view: TaskView) -> Any:
         dataset = open_dataset(self._workload, view, self._folder)

@@ -234,17 +234,19 @@ class FlatShards:
         in_boxes = any(item.boxes is not None for item in slices)
         self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
         self.updated: list[UpdatedSlice] = []
-        self._offsets: list[int] = []
         # Index of the slice of each updated one, and on how many ranks each got a gradient.
         self._slice_of: list[int] = []
         self._num_ranks = self._new(0)
         for index, (item, start, stop) in enumerate(self._laid_out()):
             low, high = max(start, self._low), min(stop, self._low + self._length)
             if self._flat is not None:
-                _adopt(item.parameter, self._flat[start:stop])
+                view = self._flat[start:stop].view(item.parameter.shape)
+                view.copy_(item.parameter.detach())
+                item.parameter.data = view
             if low < high:
-                self._cut(item, start, low, high, counts=item.name in counted)
-            self._slice_of += [index] * (len(self.updated) - len(self._slice_of))
+                cut = self._cut(item, start, low, high, counts=item.name in counted)
+                self.updated += cut
+                self._slice_of += [index] * len(cut)
 
     def _laid_out(self) -> Iterator[tuple[ParameterSlice, int, int]]:
         """Each slice with its first and end element in the flat buffer."""
@@ -274,25 +276,21 @@ class FlatShards:
         like = self.slices[0].parameter
         return torch.empty(length, dtype=like.dtype, device=like.device)
 
-    def _cut(self, item: ParameterSlice, start: int, low: int, high: int, *, counts: bool) -> None:
-        """Let this rank update elements [low, high) of the flat buffer, all of one slice."""
+    def _cut(
+        self, item: ParameterSlice, start: int, low: int, high: int, *, counts: bool
+    ) -> list[UpdatedSlice]:
+        """Elements [low, high) of the flat buffer, all of one slice, as this rank updates them."""
         name, parameter = item.name, item.parameter
         if self._flat is not None:
             tensor = self._flat[low:high].view((high - low,) if parameter.dim() else ())
             span = low - start, high - start
-            self._add(
-                UpdatedSlice(name=name, tensor=nn.Parameter(tensor), counts=counts, span=span), low
-            )
-            return
+            return [UpdatedSlice(name=name, tensor=nn.Parameter(tensor), counts=counts, span=span)]
+        cut: list[UpdatedSlice] = []
         for local in flat_parts(item.boxes or (), low - start, high - start):
             tensor = nn.Parameter(parameter.data[local.slices])
             ((full, _),) = item.layout.to_full(local)
-            self._add(UpdatedSlice(name=name, tensor=tensor, counts=counts, box=full), low)
-            low += tensor.numel()
-
-    def _add(self, updated: UpdatedSlice, position: int) -> None:
-        self.updated.append(updated)
-        self._offsets.append(position - self._low)
+            cut.append(UpdatedSlice(name=name, tensor=tensor, counts=counts, box=full))
+        return cut
 
     def reduce(self, transport: Transport, begun: set[str]) -> None:
         """Sum the gradients over the ranks; each keeps those of its own shard.
@@ -319,9 +317,10 @@ class FlatShards:
             if item.boxes is None:
                 item.parameter.grad = None
         self._num_ranks = mine[self._length :]
-        for updated, offset in zip(self.updated, self._offsets, strict=True):
-            grad = mine[offset : offset + updated.tensor.numel()]
-            updated.tensor.grad = grad.view(updated.tensor.shape)
+        start = 0
+        for tensor in (updated.tensor for updated in self.updated):
+            tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
 
     def drop_missing(self) -> None:
         """Slices of parameters that got no gradient on any rank have none."""
@@ -339,9 +338,9 @@ class FlatShards:
             mine = self._flat[self._low : self._low + self._length].clone()
             transport.gather_flat(self._flat, mine, self._ranks)
             return
-        mine = self._new(self._length).zero_()
-        for updated, offset in zip(self.updated, self._offsets, strict=True):
-            mine[offset : offset + updated.tensor.numel()] = updated.tensor.detach().reshape(-1)
+        own = [updated.tensor.detach().reshape(-1) for updated in self.updated]
+        padding = self._new(self._length - sum(map(len, own))).zero_()
+        mine = torch.cat([*own, padding])
         full = self._new(self._length * len(self._ranks))
         transport.gather_flat(full, mine, self._ranks)
         for item, start, stop in self._laid_out():
@@ -360,10 +359,3 @@ class _Bucket:
     low: int
     high: int
     segments: list[tuple[ParameterSlice, slice, int, slice]]
-
-
-def _adopt(parameter: nn.Parameter, buffer: Tensor) -> None:
-    """Make a parameter a view of a flat buffer."""
-    view = buffer.view(parameter.shape)
-    view.copy_(parameter.detach())
-    parameter.data = view

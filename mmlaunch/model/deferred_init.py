@@ -32,173 +32,6 @@ from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_module
 from mmplan.schema.workload import Workload
 
-_UNDEFINED = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
-)
-
-
-class UndeferrableError(Exception):
-    """A factory does something that cannot be recorded and replayed; the text says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorView:
-    """A tensor in its storage, as it was when it was used."""
-
-    storage: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same tensor on a storage with values."""
-        empty = torch.empty(0, dtype=self.dtype)
-        return cast(Any, empty).set_(storage, self.offset, self.size, self.stride)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One operation of the factory.
-
-    Attributes:
-        leaves: flattened arguments; tensors on the meta device as views, real ones as they were.
-        created: views of results in storages of their own, by position.
-        reads: storages whose values it uses.
-        changes: storages that it writes into.
-        overwrites: those of them whose earlier values it makes irrelevant.
-        random: whether it draws from a generator.
-    """
-
-    function: Any
-    leaves: list[Any]
-    spec: Any
-    created: dict[int, TensorView]
-    reads: frozenset[int]
-    changes: frozenset[int]
-    overwrites: frozenset[int]
-    random: bool
-
-    @property
-    def makes(self) -> frozenset[int]:
-        """Storages that hold something else afterwards."""
-        return self.changes | {view.storage for view in self.created.values()}
-
-    @property
-    def is_undefined(self) -> bool:
-        """Whether its result is uninitialised memory."""
-        return name_of(self.function) in _UNDEFINED
-
-
-def view_of(tensor: Tensor) -> TensorView:
-    """A tensor's place in its storage."""
-    return TensorView(
-        tensor.untyped_storage()._cdata,
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-    )
-
-
-def name_of(func: Any) -> str:
-    """An operation's name without its overload."""
-    return str(getattr(func, "overloadpacket", func).__name__)
-
-
-class Replay:
-    """The recorded operations, ready to be replayed.
-
-    Args:
-        operations: in the order in which the factory did them.
-        num_bytes: of every storage.
-    """
-
-    def __init__(self, operations: Sequence[Operation], num_bytes: Mapping[int, int]) -> None:
-        self._operations, self._num_bytes = operations, num_bytes
-
-    def needed(self, wanted: set[int]) -> list[tuple[Operation, bool]]:
-        """Operations that lead to the values of storages, and whether their results are used.
-
-        The others only move a generator on.
-        """
-        live, draws = set(wanted), False
-        found: list[tuple[Operation, bool]] = []
-        for operation in reversed(self._operations):
-            used = bool(operation.makes & live)
-            # How much such an operation draws may depend on its inputs.
-            used = used or (operation.random and draws and bool(operation.reads))
-            made = {view.storage for view in operation.created.values()}
-            if used and operation.is_undefined and any(self._num_bytes[m] for m in made):
-                raise UndeferrableError("it leaves a tensor, or a part of one, undefined")
-            if used:
-                live -= operation.overwrites | made
-                live |= operation.reads
-            if used or (operation.random and draws):
-                found.append((operation, used))
-                draws = draws or operation.random
-        return found[::-1]
-
-    def run(
-        self,
-        needed: list[tuple[Operation, bool]],
-        wanted: set[int],
-        done: Callable[[int, torch.UntypedStorage], None],
-    ) -> None:
-        """Replay needed operations.
-
-        Args:
-            needed: from :meth:`needed`.
-            wanted: the storages that it was asked for.
-            done: called with each of these and its values as soon as they are final; memory is
-                freed after its last use.
-        """
-        last: dict[int, int] = {}
-        final: dict[int, int] = {}
-        for index, (operation, used) in enumerate(needed):
-            if used:
-                last.update(dict.fromkeys(operation.reads | operation.makes, index))
-                final.update(dict.fromkeys(operation.makes & wanted, index))
-        if len(final) < len(wanted):
-            raise UndeferrableError("it leaves a tensor undefined")
-        ending: dict[int, list[int]] = {}
-        for storage, index in last.items():
-            ending.setdefault(index, []).append(storage)
-        values: dict[int, torch.UntypedStorage] = {}
-        for index, (operation, used) in enumerate(needed):
-            self._run(operation, values if used else {}, keep=used)
-            for storage in operation.makes if used else ():
-                if final.get(storage) == index:
-                    done(storage, values[storage])
-            for storage in ending.get(index, ()):
-                values.pop(storage, None)
-
-    def _run(
-        self, operation: Operation, values: dict[int, torch.UntypedStorage], *, keep: bool
-    ) -> None:
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, TensorView):
-                if leaf.storage not in values:
-                    nbytes = self._num_bytes[leaf.storage]
-                    values[leaf.storage] = torch.UntypedStorage(nbytes)
-                return leaf.on(values[leaf.storage])
-            # A constant may be changed in place: this run must not change the next one.
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-        leaves = [real(leaf) for leaf in operation.leaves]
-        arguments, options = tree_unflatten(leaves, operation.spec)
-        try:
-            result = tree_flatten(operation.function(*arguments, **options))[0]
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            name = name_of(operation.function)
-            raise UndeferrableError(f"{name} cannot be done again: {error}") from error
-        for index, view in operation.created.items() if keep else ():
-            made = result[index]
-            if (tuple(made.stride()), made.storage_offset()) != (view.stride, view.offset):
-                raise UndeferrableError(f"{name_of(operation.function)} lays memory out otherwise")
-            values[view.storage] = made.untyped_storage()
-
-
 _ATEN = cast(Any, torch.ops.aten)
 # Rejects and draws again until all values fit, so it looks at them.
 _TRUNCATED = "_no_grad_trunc_normal_"
@@ -214,6 +47,72 @@ _SEEN: dict[Any, Any] = {
     cast(Any, Tensor).device.__get__: torch.device("cpu"),
 }
 _LOOKS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_UNDEFINED = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+)
+
+
+class UndeferrableError(Exception):
+    """A factory does something that cannot be recorded and replayed; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorView:
+    """A tensor in its storage, as it was when it was used."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same tensor on a storage with values."""
+        empty = torch.empty(0, dtype=self.dtype)
+        return cast(Any, empty).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """One operation of the factory.
+
+    Attributes:
+        leaves: flattened arguments; tensors on the meta device as views, real ones as they were.
+        created: views of results in storages of their own, by position.
+        reads: storages whose values it uses.
+        changes: storages that it writes into.
+        overwrites: those of them whose earlier values it makes irrelevant.
+        random: whether it draws from a generator.
+    """
+
+    function: Any
+    leaves: list[Any]
+    spec: Any
+    created: dict[int, _TensorView]
+    reads: frozenset[int]
+    changes: frozenset[int]
+    overwrites: frozenset[int]
+    random: bool
+
+    @property
+    def makes(self) -> frozenset[int]:
+        """Storages that hold something else afterwards."""
+        return self.changes | {view.storage for view in self.created.values()}
+
+
+def _view_of(tensor: Tensor) -> _TensorView:
+    return _TensorView(
+        tensor.untyped_storage()._cdata,
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+    )
+
+
+def _name_of(func: Any) -> str:
+    """An operation's name without its overload."""
+    return str(getattr(func, "overloadpacket", func).__name__)
 
 
 @contextmanager
@@ -260,9 +159,9 @@ class Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._operations: list[Operation] = []
+        self._operations: list[_Operation] = []
         # Kept so that an address stands for one storage.
-        self._storages: dict[int, torch.UntypedStorage] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}
         # Generators that the factory drew from, as they were when it did.
         self._generators: dict[torch.Generator, Tensor] = {}
 
@@ -281,19 +180,14 @@ class Recording(TorchDispatchMode):
             return self.values(tensors[0]).item()
         makes = any(argument.name == "device" for argument in func._schema.arguments)
         if func is _ATEN.lift_fresh.default or not (makes or on_meta):
-            return self._run_real(func, args, kwargs, tensors)
+            if _is_random(func) and tensors:
+                raise UndeferrableError("it draws random numbers into a constant")
+            return func(*args, **kwargs)
         return self._note(func, leaves, spec, makes=makes)
 
-    def _run_real(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
-    ) -> Any:
-        if _is_random(func) and tensors:
-            raise UndeferrableError("it draws random numbers into a constant")
-        return func(*args, **kwargs)
-
     def _note(self, func: Any, leaves: list[Any], spec: Any, *, makes: bool) -> Any:
-        if name_of(func) in _REFUSED:
-            raise UndeferrableError(f"it changes a tensor's memory ({name_of(func)})")
+        if _name_of(func) in _REFUSED:
+            raise UndeferrableError(f"it changes a tensor's memory ({_name_of(func)})")
         random = _is_random(func)
         if random:
             self._check_generator(leaves)
@@ -321,23 +215,23 @@ class Recording(TorchDispatchMode):
         func: Any,
         leaves: list[Any],
         spec: Any,
-        created: dict[int, TensorView],
+        created: dict[int, _TensorView],
         changes: set[int],
         *,
         random: bool,
     ) -> None:
-        views = [leaf for leaf in leaves if isinstance(leaf, TensorView)]
+        views = [leaf for leaf in leaves if isinstance(leaf, _TensorView)]
         used = [view.storage for view in views]
         overwrites = {
             view.storage
             for view in views
             if view.storage in changes
-            and name_of(func) in _OVERWRITING
+            and _name_of(func) in _OVERWRITING
             and used.count(view.storage) == 1
-            and _covers(view, self._storages[view.storage].nbytes())
+            and _covers(view, self.storages[view.storage].nbytes())
         }
         self._operations.append(
-            Operation(
+            _Operation(
                 function=func,
                 leaves=leaves,
                 spec=spec,
@@ -364,20 +258,20 @@ class Recording(TorchDispatchMode):
                     found.add(tensor.untyped_storage()._cdata)
         return found
 
-    def _view(self, tensor: Tensor) -> TensorView:
-        view = view_of(tensor)
-        if view.storage not in self._storages:
+    def _view(self, tensor: Tensor) -> _TensorView:
+        view = _view_of(tensor)
+        if view.storage not in self.storages:
             raise UndeferrableError("it uses a tensor without values that was made elsewhere")
         return view
 
-    def _new_view(self, value: Any) -> TensorView | None:
+    def _new_view(self, value: Any) -> _TensorView | None:
         """The view of a result in a storage of its own; None where the storage is known."""
         if not _is_meta(value):
             return None
-        view = view_of(value)
-        if view.storage in self._storages:
+        view = _view_of(value)
+        if view.storage in self.storages:
             return None
-        self._storages[view.storage] = value.untyped_storage()
+        self.storages[view.storage] = value.untyped_storage()
         return view
 
     def _check_generator(self, leaves: list[Any]) -> None:
@@ -392,8 +286,7 @@ class Recording(TorchDispatchMode):
     def values(self, tensor: Tensor) -> Tensor:
         """The values that Python code asks for."""
         view, found = self._view(tensor), list[Tensor]()
-        again = self._again()
-        needed = again.needed({view.storage})
+        needed = self._needed({view.storage})
         if any(operation.random for operation, _ in needed):
             raise UndeferrableError("it looks at random numbers")
 
@@ -401,7 +294,7 @@ class Recording(TorchDispatchMode):
             found.append(view.on(storage).clone())
 
         with _disable_current_modes(), torch.no_grad():
-            again.run(needed, {view.storage}, keep)
+            self._run(needed, {view.storage}, keep)
         return found[0]
 
     def truncated(self, draw: Any) -> Callable[..., Tensor]:
@@ -412,7 +305,7 @@ class Recording(TorchDispatchMode):
                 leaves, spec = tree_flatten(((tensor, *args), kwargs))
                 self._check_generator(leaves)
                 views = [self._view(leaf) if _is_meta(leaf) else leaf for leaf in leaves]
-                changes = {view.storage for view in views if isinstance(view, TensorView)}
+                changes = {view.storage for view in views if isinstance(view, _TensorView)}
                 self._append(draw, views, spec, {}, changes, random=True)
             return tensor
 
@@ -438,23 +331,96 @@ class Recording(TorchDispatchMode):
             index = index_of[storage]
             done(index, views[index].on(values))
 
-        again = self._again()
-        needed = again.needed(set(index_of))
+        needed = self._needed(set(index_of))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for generator, state in self._generators.items():
                 generator.set_state(state)
-            again.run(needed, set(index_of), finish)
+            self._run(needed, set(index_of), finish)
 
-    def _again(self) -> Replay:
-        num_bytes = {key: storage.nbytes() for key, storage in self._storages.items()}
-        return Replay(self._operations, num_bytes)
+    def _needed(self, wanted: set[int]) -> list[tuple[_Operation, bool]]:
+        """Operations that lead to the values of storages, and whether their results are used.
 
-    def storages(self) -> list[StorageWeakRef]:
-        """Weak references to all recorded memory, to see later whether any of it is still held."""
-        return [StorageWeakRef(storage) for storage in self._storages.values()]
+        The others only move a generator on.
+        """
+        live, draws = set(wanted), False
+        found: list[tuple[_Operation, bool]] = []
+        for operation in reversed(self._operations):
+            used = bool(operation.makes & live)
+            # How much such an operation draws may depend on its inputs.
+            used = used or (operation.random and draws and bool(operation.reads))
+            made = {view.storage for view in operation.created.values()}
+            empty = _name_of(operation.function) in _UNDEFINED
+            if used and empty and any(self.storages[m].nbytes() for m in made):
+                raise UndeferrableError("it leaves a tensor, or a part of one, undefined")
+            if used:
+                live -= operation.overwrites | made
+                live |= operation.reads
+            if used or (operation.random and draws):
+                found.append((operation, used))
+                draws = draws or operation.random
+        return found[::-1]
+
+    def _run(
+        self,
+        needed: list[tuple[_Operation, bool]],
+        wanted: set[int],
+        done: Callable[[int, torch.UntypedStorage], None],
+    ) -> None:
+        """Replay needed operations.
+
+        Args:
+            needed: from :meth:`_needed`.
+            wanted: the storages that it was asked for.
+            done: called with each of these and its values as soon as they are final; memory is
+                freed after its last use.
+        """
+        last: dict[int, int] = {}
+        final: dict[int, int] = {}
+        for index, (operation, used) in enumerate(needed):
+            if used:
+                last.update(dict.fromkeys(operation.reads | operation.makes, index))
+                final.update(dict.fromkeys(operation.makes & wanted, index))
+        if len(final) < len(wanted):
+            raise UndeferrableError("it leaves a tensor undefined")
+        ending: dict[int, list[int]] = {}
+        for storage, index in last.items():
+            ending.setdefault(index, []).append(storage)
+        values: dict[int, torch.UntypedStorage] = {}
+        for index, (operation, used) in enumerate(needed):
+            self._run_one(operation, values if used else {}, keep=used)
+            for storage in operation.makes if used else ():
+                if final.get(storage) == index:
+                    done(storage, values[storage])
+            for storage in ending.get(index, ()):
+                values.pop(storage, None)
+
+    def _run_one(
+        self, operation: _Operation, values: dict[int, torch.UntypedStorage], *, keep: bool
+    ) -> None:
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, _TensorView):
+                if leaf.storage not in values:
+                    nbytes = self.storages[leaf.storage].nbytes()
+                    values[leaf.storage] = torch.UntypedStorage(nbytes)
+                return leaf.on(values[leaf.storage])
+            # A constant may be changed in place: this run must not change the next one.
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        leaves = [real(leaf) for leaf in operation.leaves]
+        arguments, options = tree_unflatten(leaves, operation.spec)
+        try:
+            result = tree_flatten(operation.function(*arguments, **options))[0]
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            name = _name_of(operation.function)
+            raise UndeferrableError(f"{name} cannot be done again: {error}") from error
+        for index, view in operation.created.items() if keep else ():
+            made = result[index]
+            if (tuple(made.stride()), made.storage_offset()) != (view.stride, view.offset):
+                raise UndeferrableError(f"{_name_of(operation.function)} lays memory out otherwise")
+            values[view.storage] = made.untyped_storage()
 
 
-def _covers(view: TensorView, nbytes: int) -> bool:
+def _covers(view: _TensorView, nbytes: int) -> bool:
     """Whether a tensor is all of its storage, without gaps."""
     expected = 1
     for size, stride in sorted(zip(view.size, view.stride, strict=True), key=lambda x: x[1]):
@@ -476,9 +442,6 @@ def _is_meta(value: Any) -> bool:
 
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-Cuts = Mapping[str, Sequence[Box]]
 
 
 @dataclass(slots=True)
@@ -533,12 +496,14 @@ class MetaModule:
             raise UndeferrableError(str(error.__cause__ or error.message)) from None
         init = workload.modules[owner].init
         self._initial = None if init is None else InitialWeights(folder / init, self.module, owner)
-        self._full: dict[str, Tensor] = {}
-        self._full.update(self.module.named_parameters(remove_duplicate=False))
-        self._full.update(self.module.named_buffers(remove_duplicate=False))
+        self._full = dict[str, Tensor](self.module.named_parameters(remove_duplicate=False))
+        self._full |= self.module.named_buffers(remove_duplicate=False)
 
     def materialise(
-        self, blocks: Mapping[int, nn.Module], cuts: Cuts, device: torch.device
+        self,
+        blocks: Mapping[int, nn.Module],
+        cuts: Mapping[str, Sequence[Box]],
+        device: torch.device,
     ) -> None:
         """Make the values of some blocks; those of others never exist all at once.
 
@@ -567,7 +532,9 @@ class MetaModule:
         for block in blocks.values():
             block.to(device)  # constants that were real all along
 
-    def _slots(self, blocks: Mapping[int, nn.Module], cuts: Cuts) -> dict[Tensor, _Slot]:
+    def _slots(
+        self, blocks: Mapping[int, nn.Module], cuts: Mapping[str, Sequence[Box]]
+    ) -> dict[Tensor, _Slot]:
         slots: dict[Tensor, _Slot] = {}
         for name, attributes, key in _meta_tensors(blocks):
             local: Tensor = attributes[key]
@@ -580,7 +547,7 @@ class MetaModule:
 
     def storages(self) -> list[StorageWeakRef]:
         """Memory that must be free when this object and the module are."""
-        return self._record.storages()
+        return [StorageWeakRef(storage) for storage in self._record.storages.values()]
 
 
 def check_gone(storages: Sequence[StorageWeakRef]) -> None:

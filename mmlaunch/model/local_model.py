@@ -61,6 +61,7 @@ class LocalModel:
             here and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
+        frozen_here: for each stage, trained parameters that must not get a gradient from it.
         tp_groups: which shards this rank holds, and in which groups it runs them.
         notes: modules that had to be built whole, and why, in words for the user.
     """
@@ -95,7 +96,7 @@ class LocalModel:
         for loss in program.losses:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
-        self._frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
+        self.frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
         self._leave_out_replicated(stages)
 
     def _build(self, owner: str, kept: list[Stage]) -> None:
@@ -225,10 +226,6 @@ class LocalModel:
             for parameter in self.blocks[stage.owner, index].parameters()
             if parameter.requires_grad
         ]
-
-    def frozen_here(self, stage: int) -> list[nn.Parameter]:
-        """Trained parameters that must not get a gradient from this stage."""
-        return self._frozen_here[stage]
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for (owner, index), block in self.blocks.items():
