@@ -18,7 +18,7 @@ from torch import nn
 
 from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.launch.launch import launch
-from mmlaunch.model.tp_groups import TPGroups
+from mmlaunch.model.tensor_parallel import TPGroups
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError, RunFailedError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.data.batch_order import StepOrder, step_order
 from mmlaunch.data.loader import StepLoader, step_indices
+from mmlaunch.data.task_data import StepOrder, step_order
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
@@ -145,7 +145,7 @@ def test_the_order_follows_the_work() -> None:
     spans = program.stages[0].microbatches
     costs = [9.0, 1.0, 9.0, 1.0]
     data = type("Costs", (), {"work": staticmethod(lambda index: {"llm": costs[index]})})()
-    order = StepOrder(BatchOrder(program, "default"), data, modules=["llm"], seed=-1)
+    order = StepOrder(BatchOrder(program, "default"), data, ["llm"], -1)
     for given in ([0, 2, 1, 3], [0, 1, 2, 3], [3, 1, 2, 0]):
         got = order(given, 0)
         for row in spans:

@@ -9,8 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute import gradient_buckets as pieces
-from mmlaunch.execute import zero
+from mmlaunch.execute import gradient_buckets
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
@@ -30,8 +29,7 @@ ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums in this process take many buckets; the processes of some tests take one."""
-    for module in (pieces, zero):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 200)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
 
 
 def _workload(case: Case, **train: Any) -> Workload:

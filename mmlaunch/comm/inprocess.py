@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from mmlaunch.comm import wire
-from mmlaunch.comm.transport import CommGroup, Done, MessageLink, Send, Work, seconds_since_first
+from mmlaunch.comm.transport import (
+    CommGroup,
+    Deferred,
+    Done,
+    MessageLink,
+    Send,
+    Work,
+    seconds_since_first,
+)
 from mmplan.errors import RunFailedError
 from mmplan.program.shards import Ranks
 
@@ -126,31 +134,6 @@ class InProcessWorld:
         return [deposits[r] for r in ranks]
 
 
-class _Receive:
-    def __init__(self, world: InProcessWorld, rank: int, key: Any, into: Tensor) -> None:
-        self._world, self._rank, self._key, self._into = world, rank, key, into
-
-    def wait(self) -> None:
-        """Copy the message, which must have the promised shape and type."""
-        sent = self._world.take(self._rank, self._key)
-        if sent.shape != self._into.shape or sent.dtype != self._into.dtype:
-            raise RunFailedError(
-                f"a message of {tuple(sent.shape)} {sent.dtype} came where "
-                f"{tuple(self._into.shape)} {self._into.dtype} was expected"
-            )
-        self._into.copy_(sent)
-
-
-class _Gather:
-    def __init__(self, collect: Callable[[], list[Tensor]], into: list[Tensor]) -> None:
-        self._collect, self._into = collect, into
-
-    def wait(self) -> None:
-        """Fill the tensors that were promised."""
-        for target, source in zip(self._into, self._collect(), strict=True):
-            target.copy_(source)
-
-
 class InProcessTransport:
     """One rank's :class:`mmlaunch.comm.transport.Transport` in an :class:`InProcessWorld`."""
 
@@ -171,7 +154,17 @@ class InProcessTransport:
 
     def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        return _Receive(self._world, self.rank, (peer, self.rank, tag, backward), tensor)
+
+        def copy() -> None:
+            sent = self._world.take(self.rank, (peer, self.rank, tag, backward))
+            if sent.shape != tensor.shape or sent.dtype != tensor.dtype:
+                raise RunFailedError(
+                    f"a message of {tuple(sent.shape)} {sent.dtype} came where "
+                    f"{tuple(tensor.shape)} {tensor.dtype} was expected"
+                )
+            tensor.copy_(sent)
+
+        return Deferred(copy)
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`; sums in rank order."""
@@ -179,7 +172,6 @@ class InProcessTransport:
 
     def _sum(self, tensor: Tensor, ranks: Ranks) -> Tensor:
         parts = self._exchange(ranks, tensor.clone())
-        self._check_alike(parts, ranks)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
@@ -191,9 +183,7 @@ class InProcessTransport:
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        parts = self._exchange(ranks, mine.clone())
-        self._check_alike(parts, ranks)
-        full.copy_(torch.cat(parts))
+        full.copy_(torch.cat(self._exchange(ranks, mine.clone())))
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
@@ -203,12 +193,11 @@ class InProcessTransport:
         group = ranks, channel
         sequence = self._deposit(group, tensor.clone())
 
-        def collect() -> list[Tensor]:
-            parts = self._world.collect(self.rank, group, sequence)
-            self._check_alike(parts, ranks)
-            return parts
+        def fill() -> None:
+            for target, source in zip(gathered, self._collect(group, sequence), strict=True):
+                target.copy_(source)
 
-        return _Gather(collect, gathered), gathered
+        return Deferred(fill), gathered
 
     def mark(self) -> float:
         """See :class:`mmlaunch.comm.transport.Transport`."""
@@ -228,18 +217,20 @@ class InProcessTransport:
         mine = wire.pack(item, kind) if self.rank == source else b""
         return wire.unpack(self._exchange(tuple(range(self.world_size)), mine)[source], kind)
 
-    def _check_alike(self, parts: Sequence[Any], ranks: Ranks) -> None:
-        """The ranks of a collective must mean the same one."""
+    def _collect(self, group: CommGroup, sequence: int) -> list[Any]:
+        """Every rank's item; the ranks of a collective must mean the same one."""
+        parts = self._world.collect(self.rank, group, sequence)
         kinds = {
             (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
             for part in parts
         }
         if len(kinds) > 1:
             raise RunFailedError(
-                f"ranks {list(ranks)} meet in one collective with different tensors: "
+                f"ranks {list(group[0])} meet in one collective with different tensors: "
                 f"{sorted(map(str, kinds))}",
                 hint="mmplan check PLAN says where their programs part",
             )
+        return parts
 
     def _deposit(self, group: CommGroup, item: Any) -> int:
         sequence = self._sequence.get(group, 0)
@@ -249,4 +240,4 @@ class InProcessTransport:
 
     def _exchange(self, ranks: Ranks, item: Any) -> list[Any]:
         group = ranks, 0
-        return self._world.collect(self.rank, group, self._deposit(group, item))
+        return self._collect(group, self._deposit(group, item))

@@ -1,4 +1,4 @@
-"""Messages: trees cut to samples, sent leaf by leaf and received into posted buffers.
+"""Messages: trees cut to samples, sent leaf by leaf, received into buffers, kept in a mailbox.
 
 The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf.
 """
@@ -6,22 +6,22 @@ The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from mmlaunch.comm.batches import Tree, float_leaves
-from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares
+from mmlaunch.comm.batches import Tree, element_of, float_leaves, map_tensors, slice_samples
+from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares, share_of
 from mmlaunch.comm.transport import Done, MessageLink, Send, Transport, Work
 from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
-from mmplan.program.model import Program
+from mmplan.program.model import MicroBatch, Program, Stage
 from mmplan.ragged import Ragged
 
 # Tags have room for this many tensors in one message.
@@ -36,13 +36,24 @@ class LeafSpec:
     dtype: DType
     ragged: bool = False
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether gradients travel back for it."""
-        return self.dtype.is_floating_point
-
 
 Spec = TypeAliasType("Spec", LeafSpec | tuple["Spec", ...] | None)
+
+
+def spec_leaves(spec: Spec) -> Iterator[LeafSpec]:
+    """All leaves of a spec, in order."""
+    if isinstance(spec, LeafSpec):
+        yield spec
+    elif isinstance(spec, tuple):
+        for item in spec:
+            yield from spec_leaves(item)
+
+
+def tree_of(spec: Spec, make: Callable[[LeafSpec], Tree]) -> Tree:
+    """The tree of a spec, each leaf made of its own."""
+    if isinstance(spec, LeafSpec):
+        return make(spec)
+    return None if spec is None else tuple(tree_of(item, make) for item in spec)
 
 
 def spec_of(tree: Tree) -> Spec:
@@ -144,22 +155,33 @@ def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
     return []
 
 
-def _receive(
-    transport: Transport,
-    peer: int,
-    tag: int,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    *,
-    backward: bool,
-    share: TensorShare | None,
-) -> tuple[Work, Tensor | PaddedShare]:
-    """Post the receive of a tensor, or of a share of it."""
-    size = (share.padded(prod(shape)),) if share else shape
-    buffer = torch.empty(size, dtype=dtype, device=transport.device)
-    own = buffer[: share.numbers(prod(shape))] if share else buffer
-    work = transport.irecv(own, peer, tag, backward=backward) if own.numel() else Done()
-    return work, PaddedShare(buffer, shape) if share else buffer
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageSource:
+    """Where the tensors of one message come from.
+
+    Attributes:
+        tag: of the first tensor.
+        share: what this rank receives of each tensor; None for all of it.
+    """
+
+    transport: Transport
+    peer: int
+    tag: int
+    backward: bool
+    share: TensorShare | None
+
+    def receive(
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype, *, whole: bool = False
+    ) -> tuple[Work, Tensor | PaddedShare]:
+        """Post the receive of one tensor, or of the share of it."""
+        share = None if whole else self.share
+        size = (share.padded(prod(shape)),) if share else shape
+        buffer = torch.empty(size, dtype=dtype, device=self.transport.device)
+        own = buffer[: share.numbers(prod(shape))] if share else buffer
+        work = Done()
+        if own.numel():
+            work = self.transport.irecv(own, self.peer, self.tag + index, backward=self.backward)
+        return work, PaddedShare(buffer, shape) if share else buffer
 
 
 class ForwardReceive:
@@ -169,57 +191,39 @@ class ForwardReceive:
     tree has a :class:`PaddedShare` in place of each tensor, lengths excepted.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        spec: Spec,
-        samples: int,
-        peer: int,
-        tag: int,
-        share: TensorShare | None = None,
-    ) -> None:
-        self._transport, self._peer, self._next_tag = transport, peer, tag
-        self._share = share
-        self._posted = self._post(spec, samples)
+    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
+        self._source, self._samples = source, samples
+        self._num_tensors = 0
+        self._posted = self._post(spec)
 
     def wait(self) -> TreeOfShares:
         """The tree that was sent."""
         return self._collect(self._posted)
 
-    def _post(self, spec: Spec, samples: int) -> Any:
-        if isinstance(spec, LeafSpec):
-            if spec.ragged:
-                lengths = self._receive((samples,), torch.int64, None)
-                self._next_tag += 1
-                return spec, lengths, self._next_tag - 1
-            return spec, self._receive((samples, *spec.tail), spec.dtype, self._share), 0
+    def _post(self, spec: Spec) -> Any:
         if isinstance(spec, tuple):
-            return [self._post(item, samples) for item in spec]
-        return None
-
-    def _receive(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        share: TensorShare | None,
-        tag: int | None = None,
-    ) -> tuple[Work, Any]:
-        if tag is None:
-            tag, self._next_tag = self._next_tag, self._next_tag + 1
-        source = self._transport, self._peer, tag
-        return _receive(*source, shape, dtype, backward=False, share=share)
+            return [self._post(item) for item in spec]
+        if spec is None:
+            return None
+        index = self._num_tensors
+        if spec.ragged:
+            self._num_tensors += 2
+            lengths = self._source.receive(index, (self._samples,), torch.int64, whole=True)
+            return spec, lengths, index + 1
+        self._num_tensors += 1
+        return spec, self._source.receive(index, (self._samples, *spec.tail), spec.dtype), None
 
     def _collect(self, posted: Any) -> TreeOfShares:
         if isinstance(posted, list):
             return tuple(map(self._collect, posted))
         if posted is None:
             return None
-        spec, (work, buffer), values_tag = posted
+        spec, (work, buffer), values_index = posted
         work.wait()
         if not spec.ragged:
             return buffer
         shape = (int(buffer.sum()), *spec.tail)
-        values_work, values = self._receive(shape, spec.dtype, self._share, values_tag)
+        values_work, values = self._source.receive(values_index, shape, spec.dtype)
         values_work.wait()
         return Ragged(cast(Tensor, values), buffer)
 
@@ -231,42 +235,144 @@ class BackwardReceive:
     receive is posted: only dense leaves are posted early.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        spec: Spec,
-        samples: int,
-        peer: int,
-        tag: int,
-        share: TensorShare | None = None,
-    ) -> None:
-        self._transport, self._peer, self._tag, self._share = transport, peer, tag, share
-        leaves = [leaf for leaf in _spec_leaves(spec) if leaf.has_gradient]
+    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
+        self._source = source
+        leaves = [leaf for leaf in spec_leaves(spec) if leaf.dtype.is_floating_point]
         self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
         if not any(leaf.ragged for leaf in leaves):
-            shapes = [((samples, *leaf.tail), leaf.dtype) for leaf in leaves]
-            self._posted = [self._post(i, *item) for i, item in enumerate(shapes)]
+            self._posted = [
+                source.receive(i, (samples, *leaf.tail), leaf.dtype)
+                for i, leaf in enumerate(leaves)
+            ]
 
     def wait(self, output: Tree) -> tuple[Tensor | PaddedShare, ...]:
         """Gradients of the floating leaves of ``output``, the samples that were sent."""
         posted = self._posted
         if posted is None:
-            leaves = list(float_leaves(output))
-            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
+            leaves = enumerate(float_leaves(output))
+            posted = [self._source.receive(i, tuple(x.shape), x.dtype) for i, x in leaves]
         for work, _ in posted:
             work.wait()
         return tuple(buffer for _, buffer in posted)
 
-    def _post(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Work, Tensor | PaddedShare]:
-        source = self._transport, self._peer, self._tag + index
-        return _receive(*source, shape, dtype, backward=True, share=self._share)
+
+T = TypeVar("T")
 
 
-def _spec_leaves(spec: Spec) -> Iterator[LeafSpec]:
-    if isinstance(spec, LeafSpec):
-        yield spec
-    elif isinstance(spec, tuple):
-        for item in spec:
-            yield from _spec_leaves(item)
+class Mailbox:
+    """Posts the sends and receives of a program.
+
+    A receive is kept for the compute that takes its message.
+
+    Args:
+        program: the whole program.
+        transport: moves tensors between ranks.
+        specs: output spec of every stage (:func:`mmlaunch.model.shape_inference.infer_shapes`).
+    """
+
+    def __init__(self, program: Program, transport: Transport, specs: Sequence[Spec]) -> None:
+        self._program, self._transport, self._specs = program, transport, specs
+        self._most_samples = max(program.batches.values())
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._forward: defaultdict[MicroBatch, list[tuple[Message, ForwardReceive]]]
+        self._forward = defaultdict(list)
+        self._backward: defaultdict[MicroBatch, list[tuple[Message, BackwardReceive]]]
+        self._backward = defaultdict(list)
+        self._outbox = Outbox(self._transport)
+
+    def take_forward(self, stage: Stage, mb: int) -> list[tuple[Message, ForwardReceive]]:
+        """Posted receives of a forward's inputs, once."""
+        return _in_group_order(self._forward.pop((stage.index, mb), []))
+
+    def take_backward(self, stage: Stage, mb: int) -> list[tuple[Message, BackwardReceive]]:
+        """Posted receives of the gradients of a micro-batch's output, once."""
+        return _in_group_order(self._backward.pop((stage.index, mb), []))
+
+    def post_receive(self, message: Message) -> None:
+        """Post a receive; the compute that needs it waits."""
+        key = message.stage, message.mb
+        edge = self._program.edges[message.edge]
+        producer = self._program.stages[edge.producer]
+        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
+        source = MessageSource(
+            transport=self._transport,
+            peer=message.peer,
+            tag=self._tag(message),
+            backward=message.op == Op.RECV_B,
+            share=self._share(message, self._transport.rank),
+        )
+        samples = message.stop - message.start
+        if source.backward:
+            self._backward[key].append((message, BackwardReceive(source, spec, samples)))
+        else:
+            self._forward[key].append((message, ForwardReceive(source, spec, samples)))
+
+    def post_send(self, message: Message, tree: Tree) -> None:
+        """Post the send of a message's samples.
+
+        Args:
+            message: a send.
+            tree: the stage's output for the micro-batch; after a backward its assembled input,
+                whose leaves have gradients.
+
+        Raises:
+            RunFailedError: more tensors than a message may have.
+        """
+        stage = self._program.stages[message.stage]
+        edge = self._program.edges[message.edge]
+        d, _ = stage.place(self._transport.rank)
+        first = stage.microbatches[d][message.mb][0]
+        low, high = message.start - first, message.stop - first
+        share = self._share(message, message.peer)
+        if message.op == Op.SEND_F:
+            output = element_of(tree, edge.element, stage.module)
+            tensors = message_tensors(slice_samples(output, low, high), share)
+        else:
+            gradients = map_tensors(tree, _gradient_of)
+            leaves = float_leaves(slice_samples(gradients, low, high))
+            tensors = [leaf if share is None else share.of(leaf) for leaf in leaves]
+        if len(tensors) > MOST_TENSORS:
+            raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
+        backward = message.op == Op.SEND_B
+        # A forward message is known to be received when its gradient has come.
+        name = None if backward or not edge.carries_gradient else _route(message)
+        self._outbox.send(tensors, message.peer, self._tag(message), backward=backward, name=name)
+
+    def gradients_received(self, messages: Iterable[Message]) -> None:
+        """Let go of the forward sends that received gradients answer."""
+        for message in messages:
+            self._outbox.received(_route(message))
+
+    def finish(self) -> None:
+        """Wait until every send is over."""
+        self._outbox.finish()
+
+    def _share(self, message: Message, receiver: int) -> TensorShare | None:
+        """The share of a message that a rank receives; None where it receives all of it."""
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        edge = self._program.edges[message.edge]
+        return share_of(self._program, edge, receiver, backward=backward)
+
+    def _tag(self, message: Message) -> int:
+        backward = message.op in (Op.SEND_B, Op.RECV_B)
+        number = (message.edge * 2 + backward) * self._most_samples + message.start
+        return number * MOST_TENSORS
+
+
+def _route(message: Message) -> tuple[int, int, int]:
+    """The same for a forward message and its gradient, on the forward's sender."""
+    return message.edge, message.start, message.peer
+
+
+def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
+    """Receives in the order in which a group gathers shares: the same on all its ranks."""
+    return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    """A floating tensor's gradient, zeros where none reached it; other tensors as they are."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -108,15 +109,11 @@ class Transport(Protocol):
         ...
 
 
-class _SelfReceive:
-    """A message of a rank to itself: the send comes before the wait in every program."""
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """Work that is done where it is waited for."""
 
-    def __init__(self, mailbox: dict[tuple[int, bool], Tensor], key: Any, into: Tensor) -> None:
-        self._mailbox, self._key, self._into = mailbox, key, into
-
-    def wait(self) -> None:
-        """Copy the sent tensor."""
-        self._into.copy_(self._mailbox.pop(self._key))
+    wait: Callable[[], Any]
 
 
 class Done:
@@ -223,7 +220,8 @@ class DistTransport:
     def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
         """See :class:`Transport`."""
         if peer == self.rank:
-            return _SelfReceive(self._mailbox, (tag, backward), tensor)
+            # In every program the send comes before the wait.
+            return Deferred(lambda: tensor.copy_(self._mailbox.pop((tag, backward))))
         group = self._directions.get((backward, peer < self.rank))
         work = dist.irecv(tensor, src=peer, tag=tag, group=group)
         return _Watched(work, self._heartbeat, (peer,))
@@ -281,10 +279,8 @@ class DistTransport:
     def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
         """See :class:`Transport`."""
         mine = self._tensor_of(wire.pack(item, kind))
-        lengths = [
-            int(length)
-            for length in self._all_gather(torch.tensor([len(mine)], device=self.device))
-        ]
+        sizes = self._all_gather(torch.tensor([len(mine)], device=self.device))
+        lengths = [int(size) for size in sizes]
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
         found = zip(self._all_gather(padded), lengths, strict=True)
         return [wire.unpack(_bytes_of(part[:length]), kind) for part, length in found]

@@ -22,19 +22,109 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mmlaunch.comm.batches import slice_samples
-from mmlaunch.data.samples import (
-    DataSample,
-    Field,
-    check_batched,
-    check_sample,
-    collate_samples,
-    field_of,
-)
+from mmlaunch.comm.batches import num_samples, slice_samples
 from mmlaunch.process import fork_server
 from mmlaunch.process.process_tree import guard_loader
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
+from mmplan.ragged import Ragged
 from mmplan.wording import counted
+
+Field = Tensor | Ragged
+DataSample = Mapping[str, Field]
+
+
+def check_sample(sample: Any, index: int) -> None:
+    """Refuse a sample that is not a dict of tensors.
+
+    Raises:
+        InvalidInputError: names the dataset index and the field.
+    """
+    if not isinstance(sample, Mapping):
+        raise InvalidInputError(
+            f"dataset[{index}] is a {type(sample).__name__}, not a dict of tensors",
+            hint="return a dict from field name to tensor",
+        )
+    for field, value in sample.items():
+        if not isinstance(value, Tensor | Ragged):
+            raise InvalidInputError(
+                f"dataset[{index}][{field!r}] is a {type(value).__name__}, not a tensor",
+                hint="wrap it in torch.as_tensor",
+            )
+        if isinstance(value, Ragged) and value.lengths.tolist() != [len(value.values)]:
+            raise InvalidInputError(
+                f"dataset[{index}][{field!r}] is Ragged with {len(value.values)} rows and lengths "
+                f"{value.lengths.tolist()}: a sample's Ragged has one length, its number of rows",
+                hint="Ragged(values, torch.tensor([len(values)]))",
+            )
+
+
+def collate_samples(
+    samples: Sequence[DataSample], indices: Sequence[int], fields: Collection[str]
+) -> dict[str, Field]:
+    """Stack the wanted fields of samples; ``Ragged`` fields are joined row by row.
+
+    Raises:
+        InvalidInputError: a missing field, or one whose shape or type changes.
+    """
+    batched: dict[str, Field] = {}
+    for field in fields:
+        values = [
+            field_of(sample, field, index) for sample, index in zip(samples, indices, strict=True)
+        ]
+        kinds = [_kind(value) for value in values]
+        other = next((k for k, kind in enumerate(kinds) if kind != kinds[0]), None)
+        if other is not None:
+            raise InvalidInputError(
+                f"field {field!r} differs within a batch: dataset[{indices[0]}] has {kinds[0]}, "
+                f"dataset[{indices[other]}] has {kinds[other]}",
+                hint="give all samples one shape, define collate, or use mmplan.Ragged",
+            )
+        if isinstance(values[0], Ragged):
+            batched[field] = Ragged(*map(torch.cat, zip(*values, strict=True)))
+        else:
+            batched[field] = torch.stack(cast(list[Tensor], values))
+    return batched
+
+
+def check_batched(batched: Any, expected: int) -> None:
+    """Check the result of a dataset's own collate.
+
+    Raises:
+        InvalidInputError: no dict of tensors, or not the expected number of samples.
+    """
+    if not isinstance(batched, Mapping):
+        raise InvalidInputError(
+            f"the dataset's collate returned a {type(batched).__name__}, not a dict of tensors"
+        )
+    for field, value in batched.items():
+        found = num_samples(value) if isinstance(value, Tensor | Ragged) else None
+        if found != expected:
+            raise InvalidInputError(
+                f"the dataset's collate gave field {field!r} {found} samples of {expected}",
+                hint="return tensors with the samples along dim 0, or mmplan.Ragged",
+            )
+
+
+def field_of(sample: DataSample, field: str, index: int) -> Field:
+    """A field of a sample or batch; ``index`` is the dataset index, for the message.
+
+    Raises:
+        InvalidInputError: there is none; names those that exist.
+    """
+    if field not in sample:
+        raise InvalidInputError(
+            f"dataset[{index}] has no field {field!r}; it has {', '.join(sorted(sample))}",
+            hint="name one of these, or a module, in the workload's inputs, or add it to the data",
+        )
+    return sample[field]
+
+
+def _kind(value: Field) -> str:
+    """Shape and type, which all samples of a batch share; of Ragged rows those of one row."""
+    if isinstance(value, Ragged):
+        return f"Ragged rows {list(value.values.shape[1:])} of {value.values.dtype}"
+    return f"{list(value.shape)} of {value.dtype}"
+
 
 Collate = Callable[[list[Any]], dict[str, Field]]
 # Dataset indices of a step's batch and the step, to the same indices in another order.
@@ -141,7 +231,6 @@ class StepLoader(Iterator[StepData]):
         order: permutes each step's batch, alike on all ranks.
         start_step: first step to give.
         num_workers: loading processes; 0 loads in this one.
-        prefetch: steps that each process loads ahead.
         pin_memory: give page-locked tensors, for copies to a GPU.
 
     Raises:
@@ -161,7 +250,6 @@ class StepLoader(Iterator[StepData]):
         order: Order | None = None,
         start_step: int = 0,
         num_workers: int = 0,
-        prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
         check_dataset(dataset, batch)
@@ -169,17 +257,15 @@ class StepLoader(Iterator[StepData]):
         self._step = start_step
         if self._ranges and not 0 <= self._ranges[0][0] < self._ranges[-1][1] <= batch:
             raise InvalidInputError(f"batch positions {self._ranges} of a batch of {batch}")
-        steps = _Steps(len(dataset), batch, seed, start_step)
         if num_workers and multiprocessing.get_start_method() == "forkserver":
             # A rank that a fork server started has none of its own: unguarded, the loader's
             # would outlive it.
             fork_server.start()
         loader = DataLoader(
             _Reader(dataset, tuple(fields), seed, self._ranges, order),
-            batch_sampler=cast(Any, steps),
+            batch_sampler=cast(Any, _steps(len(dataset), batch, seed, start_step)),
             collate_fn=_as_is,
             num_workers=num_workers,
-            prefetch_factor=prefetch if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=guard_loader,
             # A generator of its own: the default one would be advanced here, and with it
@@ -235,48 +321,34 @@ class _StepBatch:
     indices: Sequence[int]
 
 
-class _Steps:
-    """Yields each step's batch; where it is read it is put in order and cut."""
-
-    def __init__(self, num_samples: int, batch: int, seed: int, start_step: int) -> None:
-        self._num_samples, self._batch, self._seed = num_samples, batch, seed
-        self._start_step = start_step
-
-    def __iter__(self) -> Iterator[list[_StepBatch]]:
-        for step in count(self._start_step):
-            indices = step_indices(self._num_samples, self._batch, self._seed, step)
-            epoch = step // (self._num_samples // self._batch)
-            yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
+def _steps(num_samples: int, batch: int, seed: int, start_step: int) -> Iterator[list[_StepBatch]]:
+    """Each step's batch; where it is read it is put in order and cut."""
+    for step in count(start_step):
+        indices = step_indices(num_samples, batch, seed, step)
+        epoch = step // (num_samples // batch)
+        yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
 
 
+@dataclass
 class _Reader(Dataset[Any]):
     """Loads and batches a step's samples in one go, in a loading process or here."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        fields: Sequence[str],
-        seed: int,
-        ranges: Sequence[tuple[int, int]],
-        order: Order | None,
-    ) -> None:
-        self._dataset = dataset
-        self._fields = fields
-        self._seed = seed
-        self._ranges = ranges
-        self._order = order
-        self._draws = False
-        self._collate: Collate | None = getattr(dataset, "collate", None)
+    dataset: Any
+    fields: Sequence[str]
+    seed: int
+    ranges: Sequence[tuple[int, int]]
+    order: Order | None
+    draws: bool = False
 
     def __getitems__(self, batches: list[_StepBatch]) -> dict[str, Field] | _Failure:
         """Fields of one step's samples; DataLoader calls this in place of one call per sample."""
-        if not self._ranges or not self._fields:
+        if not self.ranges or not self.fields:
             return {}
         try:
             with _own_random_numbers():
                 keys = self._keys(*batches)
                 samples = self._load_all(keys)
-                _seed_random_numbers(self._seed, *keys[0])
+                _seed_random_numbers(self.seed, *keys[0])
                 return self._batch(samples, [index for _, index in keys])
         except MMPlanError as exc:
             cause = exc.__cause__
@@ -285,9 +357,9 @@ class _Reader(Dataset[Any]):
 
     def _keys(self, batch: _StepBatch) -> list[tuple[int, int]]:
         """(epoch, dataset index) of every sample to load."""
-        order = self._order
+        order = self.order
         indices = batch.indices if order is None else order(batch.indices, batch.step)
-        return [(batch.epoch, index) for low, high in self._ranges for index in indices[low:high]]
+        return [(batch.epoch, index) for low, high in self.ranges for index in indices[low:high]]
 
     def _load_all(self, keys: list[tuple[int, int]]) -> list[Any]:
         """The samples, each from random numbers of its own.
@@ -295,39 +367,40 @@ class _Reader(Dataset[Any]):
         Seeding costs 11 µs a sample, more than many datasets take to answer, so it starts
         with the first step in which one draws; that step is loaded once more.
         """
-        if not self._draws:
+        if not self.draws:
             before = _random_state()
             samples = [self._load(index) for _, index in keys]
             if _random_state() == before:
                 return samples
-            self._draws = True
+            self.draws = True
         samples = []
         for epoch, index in keys:
-            _seed_random_numbers(self._seed, epoch, index)
+            _seed_random_numbers(self.seed, epoch, index)
             samples.append(self._load(index))
         return samples
 
     def _load(self, index: int) -> Any:
         try:
-            return self._dataset[index]
+            return self.dataset[index]
         except MMPlanError:
             raise
         except Exception as exc:
             raise _user_error(f"dataset[{index}]", exc) from exc
 
     def _batch(self, samples: list[Any], indices: list[int]) -> dict[str, Field]:
-        if self._collate is None:
+        collate: Collate | None = getattr(self.dataset, "collate", None)
+        if collate is None:
             for sample, index in zip(samples, indices, strict=True):
                 check_sample(sample, index)
-            return collate_samples(samples, indices, self._fields)
+            return collate_samples(samples, indices, self.fields)
         try:
-            batched: Any = self._collate(samples)
+            batched: Any = collate(samples)
         except MMPlanError:
             raise
         except Exception as exc:
             raise _user_error("the dataset's collate", exc) from exc
         check_batched(batched, len(samples))
-        return {field: field_of(batched, field, indices[0]) for field in self._fields}
+        return {field: field_of(batched, field, indices[0]) for field in self.fields}
 
 
 def _user_error(what: str, exc: Exception) -> RunFailedError:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import prod
 from typing import cast
 
 import torch
@@ -25,7 +27,7 @@ from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import widened
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import RunFailedError
-from mmplan.program.model import CrossSampleLoss, LossInput, Program, Stage
+from mmplan.program.model import CrossSampleLoss, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.schema.protocols import ShardedLoss, as_sharded
 
@@ -67,7 +69,6 @@ class BatchSync:
         # The same in every step.
         self._layouts: dict[tuple[int, int], dict[int, list[_HeldRows]]] = {}
         self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self._sizes: dict[tuple[int, int], int] = {}
 
     def begin(self, step: int) -> None:
         """Forget the last step."""
@@ -95,9 +96,11 @@ class BatchSync:
     def start(self, index: int, batch: int) -> None:
         """Begin to gather the features of one sync batch."""
         loss = self._program.cross_sample(index)
+        specs = self._specs_of(loss)
         mine = self._layout(loss, batch)[self._transport.rank]
         own = [self._feature(loss, batch, rows).detach() for rows in mine]
-        size, dtype = self._longest(loss, batch), self._common_type(loss)
+        size = self._longest(loss, batch, {i: prod(spec.tail) for i, spec in specs.items()})
+        dtype = reduce(torch.promote_types, (spec.dtype for spec in specs.values()))
         group = loss.ranks, loss.channel
         self._pending[index, batch] = self._gather(own, size, dtype, group)
 
@@ -129,7 +132,9 @@ class BatchSync:
             for i, tensor in full.items()
         }
         arguments = [
-            leaves[i] if item.stage is not None else self._data_input(loss, item, batch)
+            leaves.get(i)
+            if item.field is None
+            else self._field_of(loss.task, item.field, *loss.samples(batch))
             for i, item in enumerate(loss.inputs)
         ]
         value = module(*arguments) * scale
@@ -179,14 +184,10 @@ class BatchSync:
 
     def _own_positions(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
         """Rows that this rank answers for, by input; none of a tensor-parallel sibling's."""
-        key = loss.index, batch
-        if key not in self._positions:
-            self._positions[key] = self._find_positions(loss, batch)
-        return self._positions[key]
-
-    def _find_positions(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
+        if (loss.index, batch) in self._positions:
+            return self._positions[loss.index, batch]
         mine = self._layout(loss, batch)[self._transport.rank]
-        positions: dict[int, Tensor] = {}
+        positions = self._positions[loss.index, batch] = dict[int, Tensor]()
         for i, item in enumerate(loss.inputs):
             stage = self._program.stages[item.stage or 0]
             if stage.find_place(self._transport.rank) is not None:
@@ -222,16 +223,13 @@ class BatchSync:
     def _dispatch(self, loss: CrossSampleLoss, batch: int, grads: Mapping[int, Tensor]) -> None:
         """Cut the gradients of full inputs back into this rank's micro-batches."""
         first = loss.samples(batch)[0]
-        for i, item in enumerate(loss.inputs):
-            stage = self._program.stages[item.stage] if item.stage is not None else None
-            place = stage.find_place(self._transport.rank) if stage is not None else None
-            if stage is None or place is None:
-                continue
-            for rows in _rows_of(stage, place[0], loss.samples(batch), i):
-                if i in grads and stage.has_backward:
-                    low, high = first + rows.start, first + rows.stop
-                    grad = grads[i][rows.start : rows.stop]
-                    self._gradients[stage.index, rows.mb].append((item.element, low, high, grad))
+        for i, full in grads.items():
+            stage = self._program.stages[loss.inputs[i].stage or 0]
+            place = stage.find_place(self._transport.rank)
+            for rows in _rows_of(stage, place[0], loss.samples(batch), i) if place else ():
+                low, high = first + rows.start, first + rows.stop
+                cut = loss.inputs[i].element, low, high, full[rows.start : rows.stop]
+                self._gradients[stage.index, rows.mb].append(cut)
         self._release(loss, batch)
 
     def _release(self, loss: CrossSampleLoss, batch: int) -> None:
@@ -249,11 +247,6 @@ class BatchSync:
         stage = loss.inputs[index].stage
         return stage is not None and self._program.stages[stage].has_backward
 
-    def _data_input(self, loss: CrossSampleLoss, item: LossInput, batch: int) -> Tree:
-        if item.field is None:
-            return None
-        return self._field_of(loss.task, item.field, *loss.samples(batch))
-
     def _layout(self, loss: CrossSampleLoss, batch: int) -> dict[int, list[_HeldRows]]:
         """The rows that each rank contributes; of a tensor-parallel group, the first rank does."""
         key = loss.index, batch
@@ -269,7 +262,6 @@ class BatchSync:
         return self._layouts[key]
 
     def _feature(self, loss: CrossSampleLoss, batch: int, rows: _HeldRows) -> Tensor:
-        self._tail(loss, rows.input)  # refuses an output that is not a tensor
         item = loss.inputs[rows.input]
         stage = self._program.stages[rows.stage]
         d, _ = stage.place(self._transport.rank)
@@ -277,16 +269,21 @@ class BatchSync:
         tree = element_of(self._features[rows.stage, rows.mb], item.element, stage.module)
         return cast(Tensor, slice_samples(tree, first + rows.start, first + rows.stop))
 
-    def _tail(self, loss: CrossSampleLoss, index: int) -> LeafSpec:
-        item = loss.inputs[index]
-        stage = self._program.stages[item.stage or 0]
-        spec = element_of(self._specs[stage.index], item.element, stage.module)
-        if not isinstance(spec, LeafSpec) or spec.ragged:
-            raise RunFailedError(
-                f"losses.{loss.name} takes {stage.module}, which does not return one tensor",
-                hint="name one element of its output in inputs",
-            )
-        return spec
+    def _specs_of(self, loss: CrossSampleLoss) -> dict[int, LeafSpec]:
+        """Specs of the features that a loss takes, by input; each must be one tensor."""
+        found: dict[int, LeafSpec] = {}
+        for i, item in enumerate(loss.inputs):
+            if item.stage is None:
+                continue
+            stage = self._program.stages[item.stage]
+            spec = element_of(self._specs[stage.index], item.element, stage.module)
+            if not isinstance(spec, LeafSpec) or spec.ragged:
+                raise RunFailedError(
+                    f"losses.{loss.name} takes {stage.module}, which does not return one tensor",
+                    hint="name one element of its output in inputs",
+                )
+            found[i] = spec
+        return found
 
     def _gather(
         self, tensors: Iterable[Tensor], size: int, dtype: torch.dtype, group: CommGroup
@@ -299,43 +296,23 @@ class BatchSync:
             position += tensor.numel()
         return self._transport.all_gather(flat, *group)
 
-    def _longest(self, loss: CrossSampleLoss, batch: int) -> int:
-        """Numbers of the rank that contributes most."""
-        key = loss.index, batch
-        if key not in self._sizes:
-            widths = {
-                i: torch.Size(self._tail(loss, i).tail).numel()
-                for i, item in enumerate(loss.inputs)
-                if item.stage is not None
-            }
-            self._sizes[key] = max(
-                sum((r.stop - r.start) * widths[r.input] for r in rows)
-                for rows in self._layout(loss, batch).values()
-            )
-        return self._sizes[key]
-
-    def _common_type(self, loss: CrossSampleLoss) -> torch.dtype:
-        types = [
-            self._tail(loss, i).dtype
-            for i, item in enumerate(loss.inputs)
-            if item.stage is not None
-        ]
-        common = types[0]
-        for other in types[1:]:
-            common = torch.promote_types(common, other)
-        return common
+    def _longest(self, loss: CrossSampleLoss, batch: int, widths: Mapping[int, int]) -> int:
+        """Numbers of the rank that contributes most; ``widths`` are those of an input's row."""
+        return max(
+            sum((r.stop - r.start) * widths[r.input] for r in rows)
+            for rows in self._layout(loss, batch).values()
+        )
 
     def _unpack(
         self, loss: CrossSampleLoss, batch: int, work: Work, gathered: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         """Full features by input, ``[sync_batch, ...]`` in sample order, at least float32."""
         work.wait()
-        full: dict[int, Tensor] = {}
-        for i, item in enumerate(loss.inputs):
-            if item.stage is not None:
-                spec = self._tail(loss, i)
-                shape = (loss.sync_batch, *spec.tail)
-                full[i] = torch.empty(shape, dtype=spec.dtype, device=self._transport.device)
+        samples, device = loss.sync_batch, self._transport.device
+        full = {
+            i: torch.empty((samples, *spec.tail), dtype=spec.dtype, device=device)
+            for i, spec in self._specs_of(loss).items()
+        }
         self._scatter(loss, batch, gathered, full)
         return {i: widened(tensor) for i, tensor in full.items()}
 
@@ -360,12 +337,11 @@ class BatchSync:
         """Per-row statistics of own rows to those of all rows, for every input."""
         sample = next(iter(stats.values()))
         tail = sample.shape[1:]
-        layout = self._layout(loss, batch)
-        longest = max(sum(r.stop - r.start for r in rows) for rows in layout.values())
-        own = [stats[i] for i in sorted(stats)]
-        work, gathered = self._gather(own, longest * tail.numel(), sample.dtype, (loss.ranks, 0))
-        work.wait()
         inputs = range(len(loss.inputs))
+        longest = self._longest(loss, batch, dict.fromkeys(inputs, tail.numel()))
+        own = [stats[i] for i in sorted(stats)]
+        work, gathered = self._gather(own, longest, sample.dtype, (loss.ranks, 0))
+        work.wait()
         full = {i: sample.new_empty((loss.sync_batch, *tail)) for i in inputs}
         self._scatter(loss, batch, gathered, full)
         return list(full.values())

@@ -72,7 +72,7 @@ class StageBlocks:
         later: WeightGradients | None,
     ) -> Callable[..., Any]:
         block = self._model.blocks[stage.owner, index]
-        off = self._model.frozen_here(stage.index)
+        off = self._model.frozen_here[stage.index]
 
         def run(*arguments: Any) -> Any:
             self._model.tp_groups.enter(stage, index)

@@ -10,27 +10,23 @@ trained.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from mmlaunch.comm.batches import Tree, float_leaves
-from mmlaunch.comm.messages import LeafSpec, Spec
+from mmlaunch.comm.messages import LeafSpec, Spec, spec_leaves, tree_of
 from mmlaunch.execute.blocks import StageBlocks
-from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
+from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients, once
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op
 from mmplan.program.model import Stage, Timings
 from mmplan.ragged import Ragged
-
-# Past the checker, which takes the decorator's ctx for position-only.
-_once = cast("Any", once_differentiable)
 
 
 class EmulatedBlocks(StageBlocks):
@@ -64,7 +60,8 @@ class EmulatedBlocks(StageBlocks):
     ) -> Tree:
         """Wait as long as the forward takes; the output waits in its backward."""
         begun_s = time.perf_counter()
-        samples = _samples(stage, first_sample)
+        spans = (span for row in stage.microbatches for span in row)
+        samples = next(stop - start for start, stop in spans if start == first_sample)
         seconds = {op: self._timings.computes.get((stage.index, op, samples), 0.0) for op in Op}
         if isinstance(later, _LaterWait):
             later.seconds = seconds[Op.WEIGHT]
@@ -72,9 +69,14 @@ class EmulatedBlocks(StageBlocks):
         given = [leaf for item in arguments for leaf in float_leaves(item)]
         wait = _Wait(self._model, stage, backward_s)
         spec, rows = self._specs[stage.index], _RowCount(samples, _lengths(arguments))
-        leaves = cast("Any", _Compute.apply(wait, _shapes(spec, rows), self._anchor, *given))
+        shapes = [((rows.of(leaf), *leaf.tail), leaf.dtype) for leaf in spec_leaves(spec)]
+        outputs = iter(cast("Any", _Compute.apply(wait, shapes, self._anchor, *given)))
+
+        def output(leaf: LeafSpec) -> Tree:
+            return Ragged(next(outputs), rows.given()) if leaf.ragged else next(outputs)
+
         _spend(seconds[Op.FORWARD], begun_s)
-        return _tree(spec, iter(leaves), rows)
+        return tree_of(spec, output)
 
 
 class EmulatedLoss(nn.Module):
@@ -134,7 +136,7 @@ class _Wait:
 
     def __call__(self) -> None:
         begun_s = time.perf_counter()
-        frozen = set(self._model.frozen_here(self._stage.index))
+        frozen = set(self._model.frozen_here[self._stage.index])
         for index in range(*self._stage.blocks):
             for parameter in self._model.blocks[self._stage.owner, index].parameters():
                 trains = parameter.requires_grad and parameter not in frozen
@@ -161,7 +163,7 @@ class _Compute(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Wait, then gradients of zeros."""
         ctx.wait()
@@ -194,11 +196,6 @@ def _spend(seconds: float, begun_s: float) -> None:
     time.sleep(max(0.0, begun_s + seconds - time.perf_counter()))
 
 
-def _samples(stage: Stage, first_sample: int) -> int:
-    sizes = {span[0]: span[1] - span[0] for row in stage.microbatches for span in row}
-    return sizes[first_sample]
-
-
 def _lengths(arguments: Sequence[Tree]) -> Tensor | None:
     """Lengths of the first ragged input."""
     for item in arguments:
@@ -208,16 +205,3 @@ def _lengths(arguments: Sequence[Tree]) -> Tensor | None:
         if found is not None:
             return found
     return None
-
-
-def _shapes(spec: Spec, rows: _RowCount) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    if isinstance(spec, LeafSpec):
-        return [((rows.of(spec), *spec.tail), spec.dtype)]
-    return [] if spec is None else [shape for item in spec for shape in _shapes(item, rows)]
-
-
-def _tree(spec: Spec, leaves: Iterator[Tensor], rows: _RowCount) -> Tree:
-    if isinstance(spec, LeafSpec):
-        leaf = next(leaves)
-        return Ragged(leaf, rows.given()) if spec.ragged else leaf
-    return None if spec is None else tuple(_tree(item, leaves, rows) for item in spec)

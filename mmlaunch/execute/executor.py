@@ -26,13 +26,12 @@ from mmlaunch.comm.batches import (
     map_tensors,
     slice_samples,
 )
-from mmlaunch.comm.messages import BackwardReceive, Spec
+from mmlaunch.comm.messages import BackwardReceive, Mailbox, Spec
 from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.execute.batch_sync import BatchSync
 from mmlaunch.execute.blocks import StageBlocks, frozen
-from mmlaunch.execute.mailbox import Mailbox
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel
@@ -289,14 +288,12 @@ class Executor:
     def _backward(self, stage: Stage, mb: int) -> None:
         live = self._live[stage.index, mb]
         live.messages = self._mailbox.take_backward(stage, mb)
-        roots: list[Tensor] = [term for term in live.losses if term.requires_grad]
-        grads: list[Tensor | None] = [None] * len(roots)
-        for leaf, grad in self._output_gradients(stage, mb, live):
-            roots.append(leaf)
-            grads.append(grad)
+        grads: dict[Tensor, Tensor | None]
+        grads = dict.fromkeys(term for term in live.losses if term.requires_grad)
+        grads |= self._output_gradients(stage, mb, live)
         with nullcontext() if live.later is None else live.later.collect():
-            if roots:
-                torch.autograd.backward(roots, grads)
+            if grads:
+                torch.autograd.backward(list(grads), list(grads.values()))
         if live.later is not None:
             self._later[stage.index, mb] = live.later
         live.output, live.losses, live.messages = None, [], []
@@ -304,10 +301,10 @@ class Executor:
         if not live.sends_left:
             del self._live[stage.index, mb]
 
-    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> list[tuple[Tensor, Tensor]]:
+    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> dict[Tensor, Tensor]:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
-        sums = _GradientSums()
+        sums: dict[Tensor, Tensor] = {}
         cuts: list[tuple[Tree, int, Tree]] = []
         for message, _ in live.messages:
             edge = self._program.edges[message.edge]
@@ -317,11 +314,12 @@ class Executor:
         given = self._gather_shares(stage, [receive.wait(cut[2]) for (_, receive), cut in waited])
         self._mailbox.gradients_received(message for message, _ in live.messages)
         for cut, gradients in zip(cuts, given, strict=True):
-            sums.add(*cut, cast("tuple[Tensor, ...]", gradients))
+            _add_gradients(sums, *cut, cast("tuple[Tensor, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
-            sums.add(tree, low - start, slice_samples(tree, low - start, high - start), [grad])
-        return sums.pairs()
+            part = slice_samples(tree, low - start, high - start)
+            _add_gradients(sums, tree, low - start, part, [grad])
+        return sums
 
     def _message(self, message: Message) -> None:
         if not message.is_send:
@@ -368,33 +366,26 @@ class Executor:
         )
 
 
-class _GradientSums:
-    """Gradients of an output's floating leaves, summed over its consumers."""
+def _add_gradients(
+    sums: dict[Tensor, Tensor], tree: Tree, first: int, part: Tree, grads: Sequence[Tensor]
+) -> None:
+    """Add the gradients that one consumer gives back to the sums of an output's leaves.
 
-    def __init__(self) -> None:
-        self._sums: dict[Tensor, Tensor] = {}
-
-    def add(self, tree: Tree, first: int, part: Tree, grads: Sequence[Tensor]) -> None:
-        """Add the gradients that one consumer gives back.
-
-        Args:
-            tree: the output.
-            first: its first sample that the consumer took.
-            part: the samples that the consumer took.
-            grads: a gradient for each floating leaf of the part.
-        """
-        leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
-        for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
-            if not leaf.requires_grad:
-                continue
-            grad = given.to(leaf.dtype)
-            if leaf not in self._sums and len(cut) == len(leaf):
-                self._sums[leaf] = grad
-                continue
-            if leaf not in self._sums:
-                self._sums[leaf] = torch.zeros_like(leaf)
-            self._sums[leaf][first_row : first_row + len(cut)] += grad
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Leaves that need a gradient, each with its own."""
-        return list(self._sums.items())
+    Args:
+        sums: over the consumers, for the floating leaves that need a gradient.
+        tree: the output.
+        first: its first sample that the consumer took.
+        part: the samples that the consumer took.
+        grads: a gradient for each floating leaf of the part.
+    """
+    leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
+    for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
+        if not leaf.requires_grad:
+            continue
+        grad = given.to(leaf.dtype)
+        if leaf not in sums and len(cut) == len(leaf):
+            sums[leaf] = grad
+            continue
+        if leaf not in sums:
+            sums[leaf] = torch.zeros_like(leaf)
+        sums[leaf][first_row : first_row + len(cut)] += grad

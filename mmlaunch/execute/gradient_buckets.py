@@ -1,9 +1,18 @@
-"""Gradient buckets: slices of parameters whose gradients a set of ranks sums in place."""
+"""Slices of parameters whose gradients a set of ranks sums: all-reduced in place, or with ZeRO-1.
+
+With ZeRO-1 the optimizer's state of a parameter is sharded over the ranks that hold copies of it.
+The parameters that a set of ranks sums together lie one after another in one flat buffer.
+REDUCE leaves each rank the summed gradient of its equal flat shard of the buffer, the optimizer
+updates that shard alone, and an all-gather makes the buffer whole again. The result of an
+elementwise optimizer is that of an update of whole parameters.
+
+Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +21,7 @@ from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.comm.transport import Transport
-from mmlaunch.model.shard_layout import ShardLayout
+from mmlaunch.model.shard_layout import ShardLayout, flat_parts
 from mmplan.program.shards import BUCKET_BYTES, Ranks
 
 
@@ -189,3 +198,163 @@ def _set_gradient(item: ParameterSlice, flat: Tensor, begun: set[str]) -> None:
         parameter.grad = torch.zeros_like(parameter)
         begun.add(item.name)
     item.write(parameter.grad, flat)
+
+
+class FlatShards:
+    """Slices of parameters of which each rank of a set updates an equal flat shard.
+
+    Whole parameters become views of one buffer. Slices of larger tensor-parallel shards stay
+    where they are; the optimizer is given views on their boxes.
+
+    Args:
+        slices: of one type; the same on all ranks, but for their boxes.
+        ranks: of the reduce-scatter, at least two.
+        rank: this rank, one of them.
+        counted: names of parameters of which these ranks' shards count (:class:`UpdatedSlice`).
+
+    Attributes:
+        slices: as given.
+        updated: this rank's shard, parameter by parameter; empty where it is all padding.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[ParameterSlice],
+        ranks: Ranks,
+        rank: int,
+        *,
+        counted: frozenset[str],
+    ) -> None:
+        self._ranks, self.slices = ranks, slices
+        total = sum(item.num_elements for item in slices)
+        self._length = -(-total // len(ranks))
+        self._low = ranks.index(rank) * self._length
+        self._buckets = self._find_buckets()
+        in_boxes = any(item.boxes is not None for item in slices)
+        self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
+        self.updated: list[UpdatedSlice] = []
+        # Index of the slice of each updated one, and on how many ranks each got a gradient.
+        self._slice_of: list[int] = []
+        self._num_ranks = self._new(0)
+        for index, (item, start, stop) in enumerate(self._laid_out()):
+            low, high = max(start, self._low), min(stop, self._low + self._length)
+            if self._flat is not None:
+                view = self._flat[start:stop].view(item.parameter.shape)
+                view.copy_(item.parameter.detach())
+                item.parameter.data = view
+            if low < high:
+                cut = self._cut(item, start, low, high, counts=item.name in counted)
+                self.updated += cut
+                self._slice_of += [index] * len(cut)
+
+    def _laid_out(self) -> Iterator[tuple[ParameterSlice, int, int]]:
+        """Each slice with its first and end element in the flat buffer."""
+        start = 0
+        for item in self.slices:
+            yield item, start, start + item.num_elements
+            start += item.num_elements
+
+    def _find_buckets(self) -> list[_Bucket]:
+        """The shards of all ranks, so much of each at a time as together fills a bucket."""
+        like = self.slices[0].parameter
+        width = max(1, BUCKET_BYTES // (like.element_size() * len(self._ranks)))
+        found: list[_Bucket] = []
+        for low in range(0, max(self._length, 1), width):
+            high = min(low + width, self._length)
+            found.append(_Bucket(low, high, []))
+            for item, start, stop in self._laid_out():
+                for k in range(len(self._ranks)):
+                    first = k * self._length + low
+                    a, b = max(start, first), min(stop, first + high - low)
+                    if a < b:
+                        own, there = slice(a - start, b - start), slice(a - first, b - first)
+                        found[-1].segments.append((item, own, k, there))
+        return found
+
+    def _new(self, length: int) -> Tensor:
+        like = self.slices[0].parameter
+        return torch.empty(length, dtype=like.dtype, device=like.device)
+
+    def _cut(
+        self, item: ParameterSlice, start: int, low: int, high: int, *, counts: bool
+    ) -> list[UpdatedSlice]:
+        """Elements [low, high) of the flat buffer, all of one slice, as this rank updates them."""
+        name, parameter = item.name, item.parameter
+        if self._flat is not None:
+            tensor = self._flat[low:high].view((high - low,) if parameter.dim() else ())
+            span = low - start, high - start
+            return [UpdatedSlice(name=name, tensor=nn.Parameter(tensor), counts=counts, span=span)]
+        cut: list[UpdatedSlice] = []
+        for local in flat_parts(item.boxes or (), low - start, high - start):
+            tensor = nn.Parameter(parameter.data[local.slices])
+            ((full, _),) = item.layout.to_full(local)
+            cut.append(UpdatedSlice(name=name, tensor=tensor, counts=counts, box=full))
+        return cut
+
+    def reduce(self, transport: Transport, begun: set[str]) -> None:
+        """Sum the gradients over the ranks; each keeps those of its own shard.
+
+        Args:
+            transport: of this rank.
+            begun: for sums in place (:class:`GradientBuckets`).
+        """
+        has_gradient = [p.contributes and p.parameter.grad is not None for p in self.slices]
+        # This rank's shard, and behind it for every slice on how many ranks it has a gradient.
+        mine = self._new(self._length + len(has_gradient))
+        flags = mine.new_tensor(has_gradient).expand(len(self._ranks), -1)
+        for bucket in self._buckets:
+            low, high = bucket.low, bucket.high
+            full = mine.new_zeros(len(self._ranks), high - low)
+            for item, own, k, there in bucket.segments:
+                if item.contributes and item.parameter.grad is not None:
+                    full[k, there] = item.flat(item.parameter.grad)[own]
+            if high == self._length:
+                full, high = torch.cat([full, flags], dim=1), len(mine)
+            transport.reduce_scatter(mine[low:high], full.view(-1), self._ranks)
+        for item in self.slices:
+            # Other slices of a larger shard are still to be summed.
+            if item.boxes is None:
+                item.parameter.grad = None
+        self._num_ranks = mine[self._length :]
+        start = 0
+        for tensor in (updated.tensor for updated in self.updated):
+            tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape)
+            start += tensor.numel()
+
+    def drop_missing(self) -> None:
+        """Slices of parameters that got no gradient on any rank have none."""
+        counts = self._num_ranks.tolist()
+        for updated, index in zip(self.updated, self._slice_of, strict=True):
+            if counts and counts[index] == 0:
+                updated.tensor.grad = None
+        for item in self.slices:
+            item.parameter.grad = None
+        self._num_ranks = self._new(0)
+
+    def gather(self, transport: Transport) -> None:
+        """Gather the updated shards on all ranks."""
+        if self._flat is not None:
+            mine = self._flat[self._low : self._low + self._length].clone()
+            transport.gather_flat(self._flat, mine, self._ranks)
+            return
+        own = [updated.tensor.detach().reshape(-1) for updated in self.updated]
+        padding = self._new(self._length - sum(map(len, own))).zero_()
+        mine = torch.cat([*own, padding])
+        full = self._new(self._length * len(self._ranks))
+        transport.gather_flat(full, mine, self._ranks)
+        for item, start, stop in self._laid_out():
+            item.write(item.parameter.data, full[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Elements [low, high) of every rank's shard, which one reduce-scatter sums.
+
+    Attributes:
+        segments: elements of a slice, the index of the shard in which they lie, and their
+            place between low and high.
+    """
+
+    low: int
+    high: int
+    segments: list[tuple[ParameterSlice, slice, int, slice]]

@@ -1,27 +1,28 @@
 """Collectives at the ends of a step: targets counted before it, gradients summed after it.
 
-With ZeRO-1 (:mod:`mmlaunch.execute.zero`) a sum leaves each rank its flat shard, and the update
-ends with a gather of the parameters.
+With ZeRO-1 a sum leaves each rank its flat shard, and the update ends with a gather of the
+parameters.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import cast
 
 import torch
 
 from mmlaunch.comm.batches import Tree
 from mmlaunch.comm.transport import CommGroup, Transport
-from mmlaunch.data.samples import Field
+from mmlaunch.data.loader import Field
 from mmlaunch.execute.gradient_buckets import (
+    FlatShards,
     GradientBuckets,
     ParameterSlice,
     UpdatedSlice,
     by_type,
 )
-from mmlaunch.execute.zero import FlatShards
 from mmlaunch.model.local_model import LocalModel, Tie, tie_sums
 from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import Loss, LossReduction, Program, Reduction
@@ -76,6 +77,7 @@ class Reductions:
                 [self._whole(tie.name, contributors)], ranks, first=index == 0
             )
         ]
+        self._all_sums = [*chain.from_iterable(self._sums.values()), *self._tied]
         self._totals: dict[int, float] = {}
 
     def _slices_of(self, reduction: Reduction) -> list[ParameterSlice]:
@@ -131,10 +133,10 @@ class Reductions:
             writes: whether this rank is the one of all replicas that saves a parameter.
         """
         sharded: defaultdict[str, list[UpdatedSlice]] = defaultdict(list)
-        for item in self._all_sums():
+        for item in self._all_sums:
             for updated in item.updated:
                 sharded[updated.name].append(updated)
-        summed = {part.name for item in self._all_sums() for part in item.slices}
+        summed = {part.name for item in self._all_sums for part in item.slices}
         found: list[UpdatedSlice] = []
         for name, parameter in self._trained.items():
             if self.zero and name in summed:
@@ -142,11 +144,6 @@ class Reductions:
             else:
                 found.append(UpdatedSlice(name=name, tensor=parameter, counts=writes(name)))
         return found
-
-    def _all_sums(self) -> Iterator[_Sum]:
-        for sums in self._sums.values():
-            yield from sums
-        yield from self._tied
 
     def begin(self) -> None:
         """Forget the last step's counts."""
@@ -185,13 +182,13 @@ class Reductions:
         """Sum the gradients of tied parameters; drop those that no rank has."""
         for item in self._tied:
             item.reduce(self._transport, self._begun)
-        for item in self._all_sums():
+        for item in self._all_sums:
             item.drop_missing()
         self._begun.clear()
 
     def gather(self) -> None:
         """After the update: gather parameters whose shards ranks updated apart."""
-        for item in self._all_sums():
+        for item in self._all_sums:
             item.gather(self._transport)
 
 

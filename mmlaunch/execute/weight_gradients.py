@@ -30,7 +30,7 @@ _CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
     nn.Conv3d.forward: functional.conv3d,
 }
 # Past the checker, which takes the decorator's ctx for position-only.
-_once = cast("Callable[[Any], Any]", once_differentiable)
+once = cast("Callable[[Any], Any]", once_differentiable)
 # Gradients of a layer's weight and bias, None where there is none.
 _GradientPair = tuple[Tensor | None, Tensor | None]
 
@@ -80,7 +80,8 @@ class WeightGradients:
         """:func:`torch.nn.functional.linear`, its weight's gradient delayed where it can be."""
         if not _can_wait(x, weight, bias):
             return functional.linear(x, weight, bias)
-        return cast(Tensor, _Linear.apply(*self._arguments(x, weight, bias)))
+        arguments = self._arguments(x, weight, bias)
+        return cast(Tensor, _Layer.apply(*arguments, functional.linear, _linear_gradients))
 
     def convolution(self, layer: Any, input: Tensor) -> Tensor:
         """Forward of an ``nn.Conv1d``, ``2d`` or ``3d``, likewise."""
@@ -90,9 +91,16 @@ class WeightGradients:
         simple = layer.padding_mode == "zeros" and not isinstance(padding, str) and batched
         if not simple or not _can_wait(x, layer.weight, layer.bias):
             return cast(Tensor, plain(layer, x))
-        settings = (layer.stride, padding, layer.dilation, layer.groups)
+        settings = {
+            "stride": layer.stride,
+            "padding": padding,
+            "dilation": layer.dilation,
+            "groups": layer.groups,
+        }
         arguments = self._arguments(x, layer.weight, layer.bias)
-        return cast(Tensor, _Convolution.apply(*arguments, _CONVOLUTIONS[plain], settings))
+        convolve = partial(_CONVOLUTIONS[plain], **settings)
+        gradients = partial(_convolution_gradients, **settings)
+        return cast(Tensor, _Layer.apply(*arguments, convolve, gradients))
 
     def _arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         """The functions' arguments; input and parameters in autocast's type where it is enabled."""
@@ -134,47 +142,17 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and weight.requires_grad
         and type(x) is Tensor
         and all(t.is_leaf and type(t) in (Tensor, nn.Parameter) for t in tensors)
-        and not any(t._backward_hooks or _after(t) for t in tensors)
+        and not any(t._backward_hooks or cast(Any, t)._post_accumulate_grad_hooks for t in tensors)
     )
 
 
-def _after(tensor: Tensor) -> Any:
-    """Hooks that run when its gradient has been added up."""
-    return cast(Any, tensor)._post_accumulate_grad_hooks
+class _Layer(torch.autograd.Function):
+    """A layer whose backward gives the input's gradient, and the weight's now or later.
 
+    ``function`` computes the output of input, weight and bias. ``gradients`` takes the output's
+    gradient, input, weight and which gradients of input, weight and bias are wanted.
+    """
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        used_weight: Tensor,
-        used_bias: Tensor | None,
-        later: WeightGradients,
-    ) -> Tensor:
-        # Saved, not kept on ctx: recomputation must be able to let the input go.
-        ctx.save_for_backward(x, used_weight)
-        ctx.parameters, ctx.later = (weight, bias), later
-        return functional.linear(x, used_weight, used_bias)
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, used_weight) = grads, ctx.saved_tensors
-        grad_x = grad.matmul(used_weight) if ctx.needs_input_grad[0] else None
-        make = partial(_linear_gradients, x, grad, ctx.needs_input_grad[2])
-        return grad_x, *ctx.later.gradients(*ctx.parameters, make), None, None, None
-
-
-def _linear_gradients(x: Tensor, grad: Tensor, needs_bias: bool) -> _GradientPair:
-    rows = grad.reshape(-1, grad.shape[-1])
-    weight = rows.t().mm(x.reshape(-1, x.shape[-1]))
-    return weight, rows.sum(0) if needs_bias else None
-
-
-class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -185,46 +163,49 @@ class _Convolution(torch.autograd.Function):
         used_bias: Tensor | None,
         later: WeightGradients,
         function: Callable[..., Tensor],
-        settings: tuple[Any, ...],
+        gradients: Callable[..., tuple[Tensor | None, ...]],
     ) -> Tensor:
+        # Saved, not kept on ctx: recomputation must be able to let the input go.
         ctx.save_for_backward(x, used_weight)
-        ctx.parameters, ctx.later, ctx.settings = (weight, bias), later, settings
-        return function(x, used_weight, used_bias, *settings)
+        ctx.parameters, ctx.later, ctx.gradients = (weight, bias), later, gradients
+        return function(x, used_weight, used_bias)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (x, used_weight), needed = grads, ctx.saved_tensors, ctx.needs_input_grad
-        run = partial(_convolution_gradients, grad, x, used_weight, ctx.settings)
-        grad_x = run((True, False, False))[0] if needed[0] else None
+        (grad,), needed = grads, ctx.needs_input_grad
+        gradients = partial(ctx.gradients, grad, *ctx.saved_tensors)
+        grad_x = gradients((True, False, False))[0] if needed[0] else None
 
         def make() -> _GradientPair:
-            return run((False, True, needed[2]))[1:]
+            return gradients((False, True, needed[2]))[1:]
 
         return grad_x, *ctx.later.gradients(*ctx.parameters, make), *(None,) * 5
 
 
+def _linear_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, ...]:
+    rows = grad.reshape(-1, grad.shape[-1])
+    return (
+        grad.matmul(weight) if wanted[0] else None,
+        rows.t().mm(x.reshape(-1, x.shape[-1])) if wanted[1] else None,
+        rows.sum(0) if wanted[2] else None,
+    )
+
+
 def _convolution_gradients(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    settings: tuple[Any, ...],
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those gradients of input, weight and bias that are wanted; the others are None."""
-    stride, padding, dilation, groups = settings
+    grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool], **settings: Any
+) -> tuple[Tensor | None, ...]:
     return torch.ops.aten.convolution_backward(
         grad,
         x,
         weight,
-        [weight.shape[0]],
-        stride,
-        padding,
-        dilation,
-        False,
-        [0] * len(stride),
-        groups,
-        wanted,
+        bias_sizes=[weight.shape[0]],
+        transposed=False,
+        output_padding=[0] * len(settings["stride"]),
+        output_mask=wanted,
+        **settings,
     )
 
 
@@ -246,7 +227,9 @@ class SplitBackward:
     @contextmanager
     def during(self, block: nn.Module, later: WeightGradients) -> Generator[None]:
         """Around a block's forward: its layers compute through ``later``."""
-        layers = self._layers_of(block)
+        if block not in self._layers:
+            self._layers[block] = [m for m in block.modules() if _is_known(m)]
+        layers = self._layers[block]
         # Past nn.Module's __setattr__; a forward of an instance hides its class's.
         for layer in layers:
             layer.__dict__["forward"] = _through(layer, later)
@@ -255,11 +238,6 @@ class SplitBackward:
         finally:
             for layer in layers:
                 del layer.__dict__["forward"]
-
-    def _layers_of(self, block: nn.Module) -> list[nn.Module]:
-        if block not in self._layers:
-            self._layers[block] = [m for m in block.modules() if _is_known(m)]
-        return self._layers[block]
 
 
 def _is_known(layer: nn.Module) -> bool:

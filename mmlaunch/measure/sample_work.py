@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmlaunch.data.batch_order import work_columns
 from mmlaunch.data.loader import StepLoader, check_dataset, step_indices
-from mmlaunch.data.task_data import open_dataset
+from mmlaunch.data.task_data import open_dataset, work_columns
 from mmplan.ragged import Ragged
 from mmplan.schema.base import Json
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks

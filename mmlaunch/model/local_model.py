@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.model.materialize import MetaModule, check_gone
-from mmlaunch.model.replay_init import UndeferrableError
+from mmlaunch.model.deferred_init import MetaModule, UndeferrableError, check_gone
 from mmlaunch.model.shard_layout import ShardLayout
-from mmlaunch.model.tensor_parallel import TensorParallelComm, cut_parameters, shard_block
-from mmlaunch.model.tp_groups import TPGroups
+from mmlaunch.model.tensor_parallel import TensorParallelComm, TPGroups, cut_parameters, shard_block
 from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
@@ -63,6 +61,7 @@ class LocalModel:
             here and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
+        frozen_here: for each stage, trained parameters that must not get a gradient from it.
         tp_groups: which shards this rank holds, and in which groups it runs them.
         notes: modules that had to be built whole, and why, in words for the user.
     """
@@ -97,7 +96,7 @@ class LocalModel:
         for loss in program.losses:
             if rank in loss.ranks and loss.name not in self.losses:
                 self.losses[loss.name] = build_loss(workload, loss.name, folder).to(device)
-        self._frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
+        self.frozen_here = {stage.index: self._find_frozen_here(stage) for stage in stages}
         self._leave_out_replicated(stages)
 
     def _build(self, owner: str, kept: list[Stage]) -> None:
@@ -227,10 +226,6 @@ class LocalModel:
             for parameter in self.blocks[stage.owner, index].parameters()
             if parameter.requires_grad
         ]
-
-    def frozen_here(self, stage: int) -> list[nn.Parameter]:
-        """Trained parameters that must not get a gradient from this stage."""
-        return self._frozen_here[stage]
 
     def _named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         for (owner, index), block in self.blocks.items():

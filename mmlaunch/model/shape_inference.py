@@ -11,6 +11,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.comm.batches import Tree, element_of, map_tensors
-from mmlaunch.comm.messages import LeafSpec, Spec, spec_of
+from mmlaunch.comm.messages import LeafSpec, Spec, spec_of, tree_of
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
 from mmlaunch.data.loader import StepData
@@ -112,10 +113,23 @@ def _infer(
 ) -> Spec:
     start, stop = stage.microbatches[0][0]
     samples = min(_SAMPLES, stop - start)
-    arguments = [
-        _argument(source, program, specs, data, (start, samples), prepare, device)
-        for source in stage.inputs
-    ]
+
+    def zeros(leaf: LeafSpec) -> Tree:
+        """One row for each sample, of ``Ragged`` too."""
+        values = torch.zeros((samples, *leaf.tail), dtype=leaf.dtype, device=device)
+        lengths = torch.ones(samples, dtype=torch.int64, device=device)
+        return Ragged(values, lengths) if leaf.ragged else values
+
+    def argument(source: Source) -> Tree:
+        if source.field is not None:
+            return prepare(data.get(source.field, start, start + samples))
+        if source.edge is None:
+            return None
+        edge = program.edges[source.edge]
+        producer = program.stages[edge.producer]
+        return tree_of(element_of(specs[edge.producer], edge.element, producer.module), zeros)
+
+    arguments = [argument(source) for source in stage.inputs]
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
         return _run_fake(blocks, arguments)
@@ -125,37 +139,6 @@ def _infer(
         # Some blocks look at values, which fake tensors do not have.
         with torch.no_grad():
             return spec_of(call_blocks(blocks, arguments))
-
-
-def _argument(
-    source: Source,
-    program: Program,
-    specs: list[Spec],
-    data: StepData,
-    span: tuple[int, int],
-    prepare: Callable[[Tree], Tree],
-    device: torch.device,
-) -> Tree:
-    start, samples = span
-    if source.field is not None:
-        return prepare(data.get(source.field, start, start + samples))
-    if source.edge is None:
-        return None
-    edge = program.edges[source.edge]
-    producer = program.stages[edge.producer]
-    spec = element_of(specs[edge.producer], edge.element, producer.module)
-    return _example(spec, samples, device)
-
-
-def _example(spec: Spec, samples: int, device: torch.device) -> Tree:
-    """Zeros of a spec; one row for each sample of ``Ragged``."""
-    if isinstance(spec, LeafSpec):
-        values = torch.zeros((samples, *spec.tail), dtype=spec.dtype, device=device)
-        lengths = torch.ones(samples, dtype=torch.int64, device=device)
-        return Ragged(values, lengths) if spec.ragged else values
-    if isinstance(spec, tuple):
-        return tuple(_example(item, samples, device) for item in spec)
-    return None
 
 
 def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
@@ -174,13 +157,8 @@ def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
 
         given: tuple[Any, ...] = tuple(map_tensors(argument, convert) for argument in arguments)
         for block in blocks:
-            state = {n: convert(t) for n, t in _state(block)}
+            parameters = block.named_parameters(remove_duplicate=False)
+            buffers = block.named_buffers(remove_duplicate=False)
+            state = {name: convert(tensor) for name, tensor in chain(parameters, buffers)}
             given = (torch.func.functional_call(block, state, given, tie_weights=False),)
         return spec_of(given[0])
-
-
-def _state(block: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *block.named_parameters(remove_duplicate=False),
-        *block.named_buffers(remove_duplicate=False),
-    ]

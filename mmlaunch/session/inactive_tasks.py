@@ -22,9 +22,8 @@ from mmlaunch.checkpoint.exported_weights import targets
 from mmlaunch.checkpoint.restore import Checkpoint
 from mmlaunch.checkpoint.save import Entry
 from mmlaunch.comm.transport import Transport
+from mmlaunch.model.deferred_init import MetaModule, UndeferrableError
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.materialize import MetaModule
-from mmlaunch.model.replay_init import UndeferrableError
 from mmlaunch.model.whole_modules import build_owner
 from mmlaunch.session.state import OPTIMIZER_KIND, WeightSpec
 from mmplan.errors import InvalidInputError

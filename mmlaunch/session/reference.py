@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.comm.batches import Tree, cat_samples, element_of, map_tensors, slice_samples
-from mmlaunch.data.batch_order import step_order
-from mmlaunch.data.loader import StepLoader
-from mmlaunch.data.samples import Field
-from mmlaunch.data.task_data import open_dataset
+from mmlaunch.data.loader import Field, StepLoader
+from mmlaunch.data.task_data import open_dataset, step_order
 from mmlaunch.execute.blocks import frozen
 from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds

@@ -66,7 +66,7 @@ def solve_convex(request: Request) -> Solution:
     cluster = request.cluster.take(node)
     costs = CostModel(request.costs.profile, cluster, request.costs.training)
     on_one = replace(request, cluster=cluster, devices=node, costs=costs)
-    return _with_one_node(problem, replace(problem, request=on_one))
+    return _with_one_node(problem, Problem(request=on_one, task=problem.task))
 
 
 def _with_one_node(whole: Problem, node: Problem) -> Solution:
@@ -348,14 +348,15 @@ def _with_devices(problem: Problem, devices: int) -> Problem:
     else:
         nodes = -(-devices // cluster.devices_per_node)
         cluster = cluster.model_copy(update={"nodes": nodes})
-    return replace(problem, request=replace(problem.request, devices=devices, cluster=cluster))
+    request = replace(problem.request, devices=devices, cluster=cluster)
+    return Problem(request=request, task=problem.task)
 
 
 def _with_memory(problem: Problem, memory_bytes: float) -> Problem:
     cluster = problem.request.cluster
     device = cluster.device.model_copy(update={"memory_bytes": memory_bytes})
     cluster = cluster.model_copy(update={"device": device})
-    return replace(problem, request=replace(problem.request, cluster=cluster))
+    return Problem(request=replace(problem.request, cluster=cluster), task=problem.task)
 
 
 def _least(have: int, enough: Callable[[int], bool]) -> int | None:
