@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame
@@ -42,6 +42,33 @@ _POLL_S = 0.05
 _PEERS_POLL_S = 0.5
 
 
+class Launcher(Protocol):
+    """Starts the workers of a plan, watches them, and ends them all together: :func:`launch`.
+
+    A launcher for a batch system (Slurm, a Kubernetes JobSet) is another function like it, in a
+    file beside it. No worker outlives the call, and a failure is an
+    :class:`mmplan.errors.MMPlanError`, whose ``exit_code`` is that of the command.
+    """
+
+    def __call__(
+        self,
+        *,
+        entry: WorkerEntry | str,
+        args: tuple[Any, ...] = (),
+        num_ranks: int,
+        run_dir: Path,
+        timeout_s: float,
+        max_restarts: int = 0,
+        nnodes: int = 1,
+        node_rank: int = 0,
+        rdzv_endpoint: str | None = None,
+        on_event: OnEvent | None = None,
+        stops_in_order: bool = True,
+    ) -> list[Any]:
+        """Run ``entry(ctx, *args)`` in one process per rank, as :func:`launch` does."""
+        ...
+
+
 def launch(
     *,
     entry: WorkerEntry | str,
@@ -57,9 +84,6 @@ def launch(
     stops_in_order: bool = True,
 ) -> list[Any]:
     """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
-
-    No worker outlives the call. A launcher for a batch system (Slurm, a Kubernetes JobSet) is
-    another function like this one.
 
     The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
     everything at once. In the main thread only: elsewhere signals are the caller's.

@@ -37,7 +37,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
-from mmplan.schema.protocols import as_sharded
+from mmplan.schema.protocols import as_sharded, exchanged_per_row
 from mmplan.schema.workload import Workload
 
 Clock = Callable[[], float]
@@ -359,6 +359,7 @@ class Measurer:
             "backward_s": backward.median_s,
             "activation_bytes": held_bytes,
             "sharded": sharded is not None,
+            "exchanged_per_row": exchanged_per_row(sharded),
         }
 
 

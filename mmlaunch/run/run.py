@@ -23,6 +23,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
+    from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
 
 # For the report and for people, beside a copy of the plan.
@@ -129,7 +130,7 @@ def run(
         WorkerFailedError: a worker died or hung.
         InvalidInputError: the run folder holds another run.
     """
-    from mmlaunch.launch.launch import check_free, launch
+    from mmlaunch.launch.launch import check_free
     from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob
 
     sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
@@ -168,7 +169,7 @@ def run(
         options=options,
     )
     try:
-        results = launch(
+        results = _launcher()(
             entry="mmlaunch.run.training_worker:train",
             args=(job,),
             num_ranks=prepared.plan.devices,
@@ -200,7 +201,6 @@ def run(
 
 def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
     """One planned step held against one process: a :class:`mmlaunch.session.verify.Verdict`."""
-    from mmlaunch.launch.launch import launch
     from mmlaunch.session.verify import compare
     from mmplan.program.compile import compile_plan
 
@@ -209,7 +209,7 @@ def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
         found = _verify_threads(prepared, folder)
     else:
         with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
-            found = launch(
+            found = _launcher()(
                 entry="mmlaunch.run.training_worker:verify",
                 args=(str(options.plan.absolute()), str(prepared.workload_path.absolute())),
                 num_ranks=prepared.plan.devices,
@@ -218,6 +218,13 @@ def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
                 stops_in_order=False,
             )
     return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
+
+
+def _launcher() -> Launcher:
+    """The launcher of this machine; a batch system's own would be chosen here."""
+    from mmlaunch.launch.launch import launch
+
+    return launch
 
 
 def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:

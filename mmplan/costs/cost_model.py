@@ -19,7 +19,6 @@ from mmplan.errors import InvalidInputError
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
-from mmplan.schema.protocols import exchanged_numbers
 
 # Bytes of a row's logsumexp, which is computed in float32 at least.
 _STATISTIC_BYTES = 4
@@ -324,7 +323,8 @@ class CostModel(LinkCosts):
         known = self.profile.losses.get(loss)
         if known is None or not known.sharded:
             return 0.0
-        numbers = exchanged_numbers(samples=samples, inputs=inputs)
+        per_row = inputs if known.exchanged_per_row is None else known.exchanged_per_row
+        numbers = samples * inputs * per_row
         return self.all_gather_s(ranks=ranks, num_bytes=numbers * _STATISTIC_BYTES)
 
     def extrapolations(self) -> list[str]:

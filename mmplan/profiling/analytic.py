@@ -23,7 +23,7 @@ from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.factories import tied_blocks
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
-from mmplan.schema.protocols import as_sharded
+from mmplan.schema.protocols import as_sharded, exchanged_per_row
 from mmplan.schema.workload import Workload, resolve_tasks
 
 # Degrees of tensor parallelism that are counted: groups fit the nodes of common clusters.
@@ -172,5 +172,7 @@ def _loss_profile(flow: TaskFlow, loss: str, roofline: Roofline) -> LossProfile:
         for n, count in counted
     )
     # The runtime shards a loss with a sharded form, if its inputs are features only.
-    sharded = from_modules and as_sharded(flow.build_loss(loss)) is not None
-    return LossProfile(sharded=sharded, points=points)
+    module = flow.build_loss(loss)
+    sharded = from_modules and as_sharded(module) is not None
+    exchanged = exchanged_per_row(module) if sharded else None
+    return LossProfile(sharded=sharded, exchanged_per_row=exchanged, points=points)

@@ -411,7 +411,12 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
             LossPoint(samples=point["samples"], **{key: result[key] for key in _COSTS})
             for point, result in results
         )
-        yield name, LossProfile(sharded=results[0][1]["sharded"], points=points)
+        first = results[0][1]
+        exchanged = first.get("exchanged_per_row")
+        yield (
+            name,
+            LossProfile(sharded=first["sharded"], exchanged_per_row=exchanged, points=points),
+        )
 
 
 def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredPoints) -> Cluster:

@@ -156,10 +156,13 @@ class LossProfile(Record):
         fingerprint: of the loss that was profiled.
         sharded: its work is spread evenly over the ranks that take part (DistMM section 5.3);
             false where every one of them computes all of it.
+        exchanged_per_row: numbers that a sharded loss exchanges for each row of each input,
+            besides the features; default: the number of its inputs, as CLIP does.
     """
 
     fingerprint: Fingerprint | None = None
     sharded: Bool = True
+    exchanged_per_row: Index | None = None
     points: tuple[LossPoint, ...] = Field(min_length=1)
 
 

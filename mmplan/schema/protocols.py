@@ -35,8 +35,8 @@ class ShardedLoss(Protocol):
             rows: input to the positions [N] (int64) of these rows in the sync batch.
             full: all features [S, ...] of every input.
             exchange: gathers statistics of rows, {input: [N, ...]} of own ones to [S, ...] of
-                every input. Every rank calls it equally often. The planner charges one call of
-                :func:`exchanged_numbers` numbers.
+                every input. Every rank calls it equally often. The planner charges one call with
+                :func:`exchanged_per_row` numbers a row.
 
         Returns:
             The part of the loss, detached: the parts of all ranks add up to the forward's value.
@@ -64,14 +64,10 @@ def as_counting(loss: object) -> CountingLoss | None:
     return cast("CountingLoss", loss) if hasattr(loss, "count") else None
 
 
-def exchanged_numbers(*, samples: int, inputs: int) -> int:
-    """Numbers that the ranks of a sharded loss exchange besides the features.
+def exchanged_per_row(loss: object) -> int | None:
+    """Numbers that a sharded loss exchanges for each row of each input, besides the features.
 
-    For each row of each input one against every input, as CLIP's logsumexps are. A profile does
-    not say what another loss exchanges, so every sharded loss is charged this.
-
-    Args:
-        samples: of the sync batch.
-        inputs: modules whose features the loss takes.
+    The loss's attribute of that name; None where it has none. The planner then takes one number
+    against every input, as CLIP's logsumexps are.
     """
-    return samples * inputs**2
+    return getattr(loss, "exchanged_per_row", None)

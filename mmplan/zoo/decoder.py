@@ -106,7 +106,7 @@ class Splice(nn.Module):
         return splice(self.token(tokens_BT), tokens_BT, features, self.placeholders)
 
 
-class Readout(nn.Module):
+class LogitsHead(nn.Module):
     """Activations to logits, and to the normalised activations if others want them."""
 
     def __init__(self, *, width: int, vocab: int, eps: float, hidden: bool) -> None:
@@ -132,7 +132,7 @@ class DecoderBlock(nn.Module):
         mlp: SwiGLU,
         eps: float,
         embed: Splice | None,
-        head: Readout | None,
+        head: LogitsHead | None,
     ) -> None:
         super().__init__()
         width = attention.query.in_features
@@ -214,7 +214,7 @@ def llama(
             mlp=SwiGLU(width, ffn, fused=fused_mlp),
             eps=eps,
             embed=Splice(vocab=vocab, width=width, placeholders=placeholders) if first else None,
-            head=Readout(width=width, vocab=vocab, eps=eps, hidden=hidden) if last else None,
+            head=LogitsHead(width=width, vocab=vocab, eps=eps, hidden=hidden) if last else None,
         )
 
     return nn.Sequential(*map(block, range(blocks)))

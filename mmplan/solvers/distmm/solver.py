@@ -25,7 +25,8 @@ from mmplan.wording import counted, missing, size
 # Seconds of choosing and placing a plan of modules that take nothing from each other.
 _PLACE_S = 2e-3
 # What coupled modules agree on.
-_TP, _GRID = attrgetter("tp"), attrgetter("tp", "pp")
+_TP = attrgetter("tp")
+_GRID = attrgetter("tp", "pp")
 
 
 METHODS = {
