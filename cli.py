@@ -41,7 +41,7 @@ from mmplan.report.terminal.console import Output
 from mmplan.wording import counted
 
 if TYPE_CHECKING:
-    from mmlaunch.run.run import RunOptions
+    from mmlaunch.run.options import RunOptions
     from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
 
@@ -175,7 +175,8 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
-    from mmlaunch.run.run import RunOptions, prepare
+    from mmlaunch.run.options import RunOptions
+    from mmlaunch.run.run import prepare
     from mmlaunch.run.run import run as start
     from mmplan.report.terminal.run_progress import follow, write_run_trace
 
@@ -266,7 +267,8 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """One planned step against one process: every gradient, by name."""
-    from mmlaunch.run.run import RunOptions, prepare
+    from mmlaunch.run.options import RunOptions
+    from mmlaunch.run.run import prepare
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_workload
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.program.model import Timings
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
@@ -28,27 +28,6 @@ if TYPE_CHECKING:
 
 # For the report and for people, beside a copy of the plan.
 _RECORD = "run.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """Options of a run on the command line; see ``mmlaunch run --help``."""
-
-    plan: Path
-    steps: int | None = None
-    run_dir: Path | None = None
-    resume: bool = False
-    resume_anyway: bool = False
-    save_every: int = 0
-    max_restarts: int = 0
-    workload: Path | None = None
-    tasks: tuple[str, ...] | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv_endpoint: str | None = None
-    timeout_s: float = 300.0
-    num_workers: int = 0
-    emulation: Timings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

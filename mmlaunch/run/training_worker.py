@@ -18,7 +18,7 @@ from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.peak_memory import PeakMemory
-from mmlaunch.run.run import RunOptions
+from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
 from mmlaunch.session.session import Session, StepResult
 from mmlaunch.session.verify import LocalGradients, planned_step

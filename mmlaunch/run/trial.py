@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from mmlaunch.run.run import RunOptions, prepare, run
+from mmlaunch.run.options import RunOptions
+from mmlaunch.run.run import prepare, run
 from mmplan.program.model import Timings
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan

@@ -14,48 +14,13 @@ hangs on its last chunk lets it, and each rank before it runs ``1 + lead`` forwa
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from mmplan.program.instructions import Op
 from mmplan.program.schedules.alternating import Alternating
-from mmplan.program.schedules.policy import ChunkOrders
+from mmplan.program.schedules.policy import ChunkOrders, Interleaving
 from mmplan.schema.plan import Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interleaving:
-    """The orders of the ranks of one replica.
-
-    Attributes:
-        forwards: (chunk row, micro-batch) of every forward in its order, the same on all ranks;
-            row r of position q is chunk r * pp + q.
-        backwards: likewise.
-        before: ``[position][j]``, forwards that come before backward j.
-    """
-
-    forwards: tuple[tuple[int, int], ...]
-    backwards: tuple[tuple[int, int], ...]
-    before: tuple[tuple[int, ...], ...]
-
-    def chunk_order(self, position: int, row: int) -> list[int]:
-        """``forwards_before[m]`` of one chunk alone."""
-        places = [i for i, (r, _) in enumerate(self.forwards) if r == row]
-        order = [0] * len(places)
-        for (r, mb), before in zip(self.backwards, self.before[position], strict=True):
-            if r == row:
-                order[mb] = bisect_left(places, before)
-        return order
-
-    def sequence(self, position: int) -> Iterator[tuple[Op, int, int]]:
-        """(F or B, chunk row, micro-batch) in the order of one rank."""
-        done = 0
-        for (row, mb), before in zip(self.backwards, self.before[position], strict=True):
-            yield from ((Op.FORWARD, r, m) for r, m in self.forwards[done:before])
-            done = before
-            yield Op.BACKWARD, row, mb
 
 
 @dataclass(frozen=True)

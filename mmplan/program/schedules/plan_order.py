@@ -10,8 +10,7 @@ from itertools import accumulate, pairwise
 
 from mmplan.program.instructions import Op, ReplicaCompute
 from mmplan.program.model import Graph, Stage
-from mmplan.program.schedules.interleaved_1f1b import Interleaving
-from mmplan.program.schedules.policy import ChunkOrders
+from mmplan.program.schedules.policy import ChunkOrders, Interleaving
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.schedules.stage_order import forwards_that_reach, order_stage, sample_frontier
 from mmplan.program.schedules.waves import turns, wave_precedences

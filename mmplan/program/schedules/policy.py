@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
+from mmplan.program.instructions import Op
 from mmplan.program.samples import SampleRange
 from mmplan.schema.plan import Schedule
 
-if TYPE_CHECKING:
-    from mmplan.program.schedules.interleaved_1f1b import Interleaving
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaving:
+    """The orders of the ranks of one replica.
+
+    Attributes:
+        forwards: (chunk row, micro-batch) of every forward in its order, the same on all ranks;
+            row r of position q is chunk r * pp + q.
+        backwards: likewise.
+        before: ``[position][j]``, forwards that come before backward j.
+    """
+
+    forwards: tuple[tuple[int, int], ...]
+    backwards: tuple[tuple[int, int], ...]
+    before: tuple[tuple[int, ...], ...]
+
+    def chunk_order(self, position: int, row: int) -> list[int]:
+        """``forwards_before[m]`` of one chunk alone."""
+        places = [i for i, (r, _) in enumerate(self.forwards) if r == row]
+        order = [0] * len(places)
+        for (r, mb), before in zip(self.backwards, self.before[position], strict=True):
+            if r == row:
+                order[mb] = bisect_left(places, before)
+        return order
+
+    def sequence(self, position: int) -> Iterator[tuple[Op, int, int]]:
+        """(F or B, chunk row, micro-batch) in the order of one rank."""
+        done = 0
+        for (row, mb), before in zip(self.backwards, self.before[position], strict=True):
+            yield from ((Op.FORWARD, r, m) for r, m in self.forwards[done:before])
+            done = before
+            yield Op.BACKWARD, row, mb
 
 
 class ChunkOrders(Protocol):

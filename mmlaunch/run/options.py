@@ -1,0 +1,29 @@
+"""What a user may say of a run; launcher and workers read it alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmplan.program.model import Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of a run on the command line; see ``mmlaunch run --help``."""
+
+    plan: Path
+    steps: int | None = None
+    run_dir: Path | None = None
+    resume: bool = False
+    resume_anyway: bool = False
+    save_every: int = 0
+    max_restarts: int = 0
+    workload: Path | None = None
+    tasks: tuple[str, ...] | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str | None = None
+    timeout_s: float = 300.0
+    num_workers: int = 0
+    emulation: Timings | None = None
