@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmplan.simulation.symmetry_classes import refine_classes
+from mmplan.program.symmetry_classes import refine_classes
 
 
 def test_components_inside_a_node_are_equivalent_wherever_they_are() -> None:

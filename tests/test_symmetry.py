@@ -12,11 +12,11 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.lower import lower
+from mmplan.program.symmetry_classes import Quotient, find_quotient
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.schema.profile import Profile
 from mmplan.simulation.step import prediction, simulate
 from mmplan.simulation.symmetry import predict
-from mmplan.simulation.symmetry_classes import Quotient, find_quotient
 from tests.solving import module_profile, profile, run_solve, workload
 
 LOSS_POINTS = {"points": [{"samples": 1, "forward_s": 0.25, "backward_s": 0.5}]}

@@ -22,6 +22,7 @@ from mmplan.planning.measured_trials import (
 )
 from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.program.ties import check_ties
 from mmplan.schema.agreement import check_profiled, planned_task
 from mmplan.schema.base import file_sha256
@@ -42,7 +43,6 @@ from mmplan.schema.workload import TaskView, Workload, check_tasks, unused_modul
 from mmplan.simulation.peak_memory import memory_lower_bound
 from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
-from mmplan.simulation.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.solvers.distmm.module_options import largest_of_all_tasks
 from mmplan.solvers.placement import last_stage_ranks
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind

@@ -29,6 +29,7 @@ from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.program.shards import BUCKET_BYTES
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Curve, ModuleProfile, Point
 from mmplan.simulation.sampled_batches import (
@@ -39,7 +40,6 @@ from mmplan.simulation.sampled_batches import (
     weighted_samples,
 )
 from mmplan.simulation.step import Simulation
-from mmplan.simulation.symmetry_classes import LoweredPlan, lower_plan
 
 # The largest peak of so many batches: a run has many more, but the largest of few is near to that
 # of many. bench_prediction.py runs as many steps.

@@ -1,6 +1,6 @@
 """Simulate a plan through its quotient: one representative of each class of components.
 
-Equivalent components (:mod:`mmplan.simulation.symmetry_classes`) do the same at the same time. One
+Equivalent components (:mod:`mmplan.program.symmetry_classes`) do the same at the same time. One
 component of each class is compiled and simulated with the costs of the whole plan: reductions and
 syncs over all ranks, optimizer state divided by all replicas, interfaces used by all components of
 the class. The other ranks get the values of their representatives. A plan of 600 equal replicas
@@ -29,9 +29,9 @@ from mmplan.program.model import (
     Stage,
 )
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
+from mmplan.program.symmetry_classes import LoweredPlan, Quotient, lower_plan
 from mmplan.schema.plan import Plan, Prediction
 from mmplan.simulation.step import Simulation, prediction, simulate
-from mmplan.simulation.symmetry_classes import LoweredPlan, Quotient, lower_plan
 
 
 def predict(plan: Plan, costs: CostModel) -> Prediction:
