@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from mmplan.program.checks.sample_coverage import count_paths
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import BlockReduction, Program, Stage
 
@@ -228,3 +227,24 @@ class NaiveRun:
             for rank in holders[owner, block]:
                 if self.parameters[rank, owner, block] != counts:
                     raise WrongStepError(f"rank {rank}: block {block} of {owner}")
+
+
+def count_paths(program: Program) -> list[Counter[int]]:
+    """Per stage: loss index to the number of ways from the stage's output to the loss."""
+
+    def ways(stage: Stage) -> Counter[int]:
+        found = Counter(stage.syncs)
+        found.update(i for i in stage.hosted if any(s.own for s in program.per_sample(i).inputs))
+        for edge in program.edges:
+            if edge.producer == stage.index:
+                consumer = program.stages[edge.consumer]
+                if any(s.edge == edge.index for s in consumer.inputs):
+                    found.update(ways(consumer))
+                found.update(
+                    i
+                    for i in consumer.hosted
+                    if any(s.edge == edge.index for s in program.per_sample(i).inputs)
+                )
+        return found
+
+    return [ways(stage) for stage in program.stages]

@@ -108,7 +108,7 @@ class BatchSync:
         """Finish the gather, compute the loss and the gradients of this rank's features."""
         loss = self._program.cross_sample(index)
         full = self._unpack(loss, batch, *self._pending.pop((index, batch)))
-        scale = loss.weight * loss.sync_batch / self._program.batches[loss.task]
+        scale = float(loss.weight / loss.divisor)
         self._seeds.enter(self._step, f"losses.{loss.name}", 0, loss.samples(batch)[0])
         only_features = all(item.stage is not None for item in loss.inputs)
         sharded = as_sharded(self._model.losses[loss.name]) if only_features else None

@@ -279,8 +279,7 @@ class Executor:
         # Of a tensor-parallel group only the first rank counts for the loss's parameters.
         with frozen([] if first else list(module.parameters())):
             value = module(*arguments)
-        batch = self._program.batches[loss.task]
-        term = widened(value) * self._reductions.scale(loss, stop - start, batch)
+        term = widened(value) * self._reductions.scale(loss, stop - start)
         if first:
             self._loss += term.detach()
         return term

@@ -168,10 +168,12 @@ class Reductions:
         # A batch without a single target has a loss of zero, not of NaN.
         self._totals[index] = max(float(total), 1.0)
 
-    def scale(self, loss: Loss, samples: int, batch: int) -> float:
+    def scale(self, loss: Loss, samples: int) -> float:
         """The factor of a micro-batch's value of a per-sample loss."""
         total = self._totals.get(loss.index)
-        return loss.weight / total if total is not None else loss.weight * samples / batch
+        if total is not None:
+            return float(loss.weight) / total
+        return float(loss.weight * samples / loss.divisor)
 
     def reduce(self, index: int) -> None:
         """Sum the gradients of one reduction over its ranks."""

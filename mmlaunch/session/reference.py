@@ -86,7 +86,7 @@ class Reference:
                     value = self._cross(loss, data, outputs, step)
                 else:
                     value = self._per_sample(loss, data, outputs, step)
-                total = total + loss.weight * value
+                total = total + float(loss.weight) * value
         return total
 
     def _run_stage(

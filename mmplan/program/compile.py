@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
@@ -72,24 +72,27 @@ class _Projection:
                 self._outgoing[edge.producer, link.d, link.mb].append(outgoing)
                 incoming = edge, senders[link.d], link.span
                 self._incoming[edge.consumer, link.d2, link.mb2].append(incoming)
+        # By loss, and by sync batch: forwards that must come before it starts.
         self._to_forward = self._forwards_per_sync()
-        self._started: defaultdict[tuple[int, int], int] = defaultdict(int)
-        self._complete: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._started: defaultdict[int, int] = defaultdict(int)
+        # By (rank, loss, sync batch): the place behind the rank's last forward of its samples.
+        self._features_at: dict[tuple[int, int, int], int] = {}
+        # By rank: places before which no sync may start, and starts with their places.
+        self._start_after = [0] * num_ranks
+        self._starts: list[list[tuple[int, Instruction]]] = [[] for _ in range(num_ranks)]
         for loss in graph.losses:
             if isinstance(loss, PerSampleLoss):
                 for rank in loss.ranks:
-                    self._rows[rank].append(Collective(Op.COUNT, loss.index))
+                    self._append_collective(rank, Collective(Op.COUNT, loss.index))
 
-    def _forwards_per_sync(self) -> dict[tuple[int, int, int], int]:
-        """(rank, loss, sync batch) to the local forwards that must come before its start."""
-        counts: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+    def _forwards_per_sync(self) -> dict[int, Counter[int]]:
+        counts: dict[int, Counter[int]] = {x.index: Counter() for x in self._graph.losses}
         for stage in self._graph.stages:
             for d, spans in enumerate(stage.microbatches):
                 for mb in range(len(spans)):
-                    for rank in stage.ranks[d]:
-                        for loss, g in self._syncs_of(stage, d, mb):
-                            counts[rank, loss, g] += 1
-        return dict(counts)
+                    for loss, g in self._syncs_of(stage, d, mb):
+                        counts[loss][g] += 1
+        return counts
 
     def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
         span = stage.microbatches[d][mb]
@@ -98,28 +101,31 @@ class _Projection:
     def add(self, event: Event) -> None:
         """Append the event to every rank that takes part."""
         for t, rank in enumerate(event.ranks):
-            row = self._rows[rank]
             match event.op:
-                case Op.FORWARD:
-                    key = event.index, event.d, event.mb
-                    row += self._compute(event, t, self._incoming[key], self._outgoing[key])
-                    row += self._starts_after(event, rank)
-                case Op.BACKWARD | Op.INPUT:
-                    key = event.index, event.d, event.mb
-                    row += self._compute(event, t, self._outgoing[key], self._incoming[key])
+                case Op.FORWARD | Op.BACKWARD | Op.INPUT:
+                    self._rows[rank] += self._compute(event, t)
+                    if len(event.ranks) > 1:
+                        self._start_after[rank] = len(self._rows[rank])
                 case Op.WEIGHT:
-                    row.append(Compute(event.op, event.index, event.mb))
+                    self._rows[rank].append(Compute(event.op, event.index, event.mb))
                 case Op.SYNC_WAIT:
-                    row += self._starts(rank, event.index, event.mb)
-                    row.append(Sync(event.op, event.index, event.mb))
+                    self._append_collective(rank, Sync(event.op, event.index, event.mb))
                 case _:
-                    row.append(Collective(event.op, event.index))
+                    self._append_collective(rank, Collective(event.op, event.index))
+        if event.op is Op.FORWARD:
+            self._note_features(event)
 
-    def _compute(
-        self, event: Event, t: int, taken: Sequence[_Transfer], given: Sequence[_Transfer]
-    ) -> Iterator[Instruction]:
+    def _append_collective(self, rank: int, item: Instruction) -> None:
+        self._rows[rank].append(item)
+        self._start_after[rank] = len(self._rows[rank])
+
+    def _compute(self, event: Event, t: int) -> Iterator[Instruction]:
         """A forward or backward on rank t of its group, with the messages around it."""
         forward = event.op is Op.FORWARD
+        key = event.index, event.d, event.mb
+        taken, given = self._incoming[key], self._outgoing[key]
+        if not forward:
+            taken, given = given, taken
         receive, send = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
         for edge, group, span in taken:
             if forward or edge.carries_gradient:
@@ -131,33 +137,36 @@ class _Projection:
                 for peer in group[t :: len(event.ranks)]:
                     yield Message(send, event.index, event.mb, edge.index, peer, *span)
 
-    def _starts_after(self, event: Event, rank: int) -> list[Instruction]:
-        """Starts of the sync batches of which a forward is the rank's last."""
-        items: list[Instruction] = []
+    def _note_features(self, event: Event) -> None:
+        """Start the sync batches of which a forward is the last of all."""
         for loss, g in self._syncs_of(self._graph.stages[event.index], event.d, event.mb):
-            self._to_forward[rank, loss, g] -= 1
-            if self._to_forward[rank, loss, g] == 0:
-                items += self._starts(rank, loss, g)
-        return items
+            for rank in event.ranks:
+                self._features_at[rank, loss, g] = len(self._rows[rank])
+            left = self._to_forward[loss]
+            left[g] -= 1
+            # A later sync batch may be complete first: its start waits for those before it.
+            while self._started[loss] in left and not left[self._started[loss]]:
+                self._start(loss, self._started[loss])
+                self._started[loss] += 1
 
-    def _starts(self, rank: int, loss: int, last: int) -> list[Instruction]:
-        """Starts of a loss's sync batches up to ``last`` that are not there yet.
+    def _start(self, loss: int, g: int) -> None:
+        """Start a sync batch on all ranks, on each as soon as its features are there.
 
-        Every rank of a loss starts all of its syncs in the same order. One that holds no
-        sample of a sync batch starts it with the next one, or before the wait.
+        It comes after the collectives that the rank has by now, and before all later ones. So
+        the collectives of a loss's ranks have one order everywhere. The gather loses no time by
+        it: it begins when the last rank starts.
         """
-        self._complete[rank, loss] = max(self._complete[rank, loss], last + 1)
-        items: list[Instruction] = []
-        # A later sync batch may be complete first: its start waits for those before it.
-        for g in range(self._started[rank, loss], self._complete[rank, loss]):
-            if self._to_forward.get((rank, loss, g), 0):
-                break
-            items.append(Sync(Op.SYNC_START, loss, g))
-        self._started[rank, loss] += len(items)
-        return items
+        for rank in self._graph.losses[loss].ranks:
+            features = self._features_at.pop((rank, loss, g), 0)
+            place = max(features, self._start_after[rank])
+            self._starts[rank].append((place, Sync(Op.SYNC_START, loss, g)))
+            self._start_after[rank] = place
 
     def rows(self) -> list[tuple[Instruction, ...]]:
         """Every rank's program; a rank without work has an empty row."""
+        for row, starts in zip(self._rows, self._starts, strict=True):
+            for place, start in reversed(starts):
+                row.insert(place, start)
         return [(*row, Step()) if row else () for row in self._rows]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -157,7 +158,8 @@ def _add_loss(
         "index": index,
         "name": name,
         "task": task_name,
-        "weight": loss.weight * task.weight,
+        "weight": Fraction(loss.weight) * Fraction(task.weight),
+        "divisor": task.batch // (loss.sync_batch or 1),
         "ranks": ranks,
     }
     if loss.sync_batch is None:

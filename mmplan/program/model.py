@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Protocol
 
 from mmplan.program.instructions import Instruction, Op
@@ -147,15 +148,22 @@ class LossInput:
 class _LossTerm:
     """A term of the step's loss.
 
+    A step's loss is the sum of its terms. A term is the sum of its parts' values times their
+    factors, which are exact.
+
     Attributes:
         weight: the loss's weight times the task's.
+        divisor: of the weight. A sync batch's value counts weight / divisor times, and so does a
+            sample's of a loss per sample. A loss that counts its targets is divided by their
+            number instead.
         ranks: every rank of the last stages it takes features from, or of its host; sorted.
     """
 
     index: int
     name: str
     task: str
-    weight: float
+    weight: Fraction
+    divisor: int
     ranks: tuple[int, ...]
 
 

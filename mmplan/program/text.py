@@ -68,8 +68,8 @@ def _loss(loss: Loss) -> str:
         kind = f"sync batch {loss.sync_batch}"
     else:
         kind = f"in stage {loss.host}"
-    ranks = " ".join(map(str, loss.ranks))
-    return f"# loss {loss.index}: {loss.task}.{loss.name} x {loss.weight:g}, {kind}, ranks {ranks}"
+    ranks, weight = " ".join(map(str, loss.ranks)), float(loss.weight)
+    return f"# loss {loss.index}: {loss.task}.{loss.name} x {weight:g}, {kind}, ranks {ranks}"
 
 
 def _reduction(reduction: Reduction) -> str:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mmplan.program.checks.instruction_faults import reference_faults, structure_faults, where
-from mmplan.program.checks.sample_coverage import coverage_faults
+from mmplan.program.checks.instruction_faults import (
+    reference_faults,
+    stage_faults,
+    structure_faults,
+    where,
+)
+from mmplan.program.checks.sum_faults import sum_faults
 from mmplan.program.clocks import no_durations, replay
+from mmplan.program.communicators import queue_faults
 from mmplan.program.dependencies import GROUP, SEND, Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Op, Sync
 from mmplan.program.model import Program
@@ -15,9 +21,21 @@ from mmplan.program.model import Program
 def check_program(program: Program) -> list[str]:
     """Every fault of a program, each on one line that names the place; empty when sound.
 
-    The checks are: single instructions (:mod:`mmplan.program.checks.instruction_faults`); no rank
-    waits for ever; every sample enters every stage once and reaches every gradient once
-    (:mod:`mmplan.program.checks.sample_coverage`).
+    A program without faults computes the gradients of the loss that its graph says. Whether that
+    is the workload's loss is the question of :mod:`mmplan.proof.specification`.
+    """
+    return [*graph_faults(program), *row_faults(program)]
+
+
+def graph_faults(program: Program) -> list[str]:
+    """Faults that do not depend on instructions: samples, and sums of gradients."""
+    return [*stage_faults(program), *sum_faults(program)]
+
+
+def row_faults(program: Program) -> list[str]:
+    """Faults of the instructions: of single ones, of their order, and ranks that wait for ever.
+
+    The rows may be those of some ranks only, if these exchange messages with each other alone.
     """
     faults = list(reference_faults(program))
     if faults:
@@ -25,9 +43,9 @@ def check_program(program: Program) -> list[str]:
     dependencies = find_dependencies(program)
     clocks = replay(dependencies, no_durations(dependencies))
     return [
-        *structure_faults(program),
+        *structure_faults(program, dependencies),
         *_deadlock_faults(program, dependencies, clocks.stuck),
-        *coverage_faults(program, dependencies, clocks.order),
+        *queue_faults(program),
     ]
 
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from mmplan.program.dependencies import POST, SEND, Dependencies
 from mmplan.program.instructions import (
     Collective,
     Compute,
@@ -92,17 +93,35 @@ def _message_reference_fault(program: Program, item: Message) -> str | None:
     return None
 
 
-def structure_faults(program: Program) -> Iterator[str]:
-    """All other faults of the instructions of a program without reference faults."""
-    yield from _stage_faults(program)
-    for rank in range(program.num_ranks):
-        yield from _RankCheck(program, rank).faults()
-    yield from _pairing_faults(program)
-    yield from _order_faults(program)
-    yield from _placement_faults(program)
+def structure_faults(program: Program, dependencies: Dependencies) -> Iterator[str]:
+    """All other faults of the instructions of a program without reference faults.
+
+    Without one, and where no rank waits for ever, each forward has its whole micro-batch of every
+    input and each backward the whole gradient of its output: of every edge that brings one, of the
+    losses that its stage hosts and of every sync batch that its samples are in. By induction over
+    an order in which the instructions can run, no sample's gradient is lost or doubled.
+
+    Args:
+        program: the program.
+        dependencies: its dependencies.
+    """
+    edges = _EdgesOf(program)
+    gathered: dict[tuple[int, int, Op, int], list[tuple[int, int, int]]] = {}
+    for rank, row in enumerate(program.instructions):
+        # Without instructions, and not one of those that a quotient leaves out.
+        if not row and not program.stages_of(rank):
+            continue
+        check = _RankCheck(program, rank, edges)
+        yield from check.faults()
+        for key, messages in check.gathered():
+            if gathered.setdefault(key, messages) != messages:
+                work = Compute(key[2], key[0], key[3])
+                yield f"rank {rank}, {work}: gathers shares of other messages than its group"
+    yield from _pairing_faults(program, dependencies)
+    yield from _order_faults(dependencies)
 
 
-def _stage_faults(program: Program) -> Iterator[str]:
+def stage_faults(program: Program) -> Iterator[str]:
     """Micro-batches that do not tile the batch."""
     for stage in program.stages:
         spans = (span for replica in stage.microbatches for span in replica)
@@ -144,28 +163,35 @@ def untiled(spans: Iterable[SampleRange], whole: SampleRange) -> str | None:
 class _RankCheck:
     """The checks of a single rank's row."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, edges: _EdgesOf) -> None:
         self._program = program
         self._rank = rank
         self._row = program.instructions[rank]
+        self._edges = edges
         self._stages = {s.index: s for s in program.stages_of(rank)}
+        self._microbatches = {
+            index: stage.microbatches[stage.place(rank)[0]] for index, stage in self._stages.items()
+        }
+        self._backwards = {index: _backward_of(stage) for index, stage in self._stages.items()}
         self._computes: defaultdict[_ComputeOf, list[int]] = defaultdict(list)
         self._syncs: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
         self._collectives: defaultdict[tuple[Op, int], list[int]] = defaultdict(list)
         # (compute, edge) to the ranges received for it, and positions of its messages.
         self._received: defaultdict[tuple[_ComputeOf, int], list[SampleRange]] = defaultdict(list)
-        self._messages: list[tuple[int, Message]] = []
+        self._messages: list[tuple[int, Message, _ComputeOf]] = []
         for position, item in enumerate(self._row):
             self._record(position, item)
 
     def _record(self, position: int, item: Instruction) -> None:
-        if isinstance(item, Compute):
-            self._computes[item.stage, item.op, item.mb].append(position)
-        elif isinstance(item, Message):
-            self._messages.append((position, item))
-            if not item.is_send:
-                work = item.stage, _op_of(item, self._stages[item.stage]), item.mb
+        if isinstance(item, Message):
+            op = item.op
+            forward = op is Op.SEND_F or op is Op.RECV_F
+            work = item.stage, Op.FORWARD if forward else self._backwards[item.stage], item.mb
+            self._messages.append((position, item, work))
+            if op is Op.RECV_F or op is Op.RECV_B:
                 self._received[work, item.edge].append((item.start, item.stop))
+        elif isinstance(item, Compute):
+            self._computes[item.stage, item.op, item.mb].append(position)
         elif isinstance(item, Sync):
             self._syncs[item.op, item.loss, item.batch].append(position)
         elif isinstance(item, Collective):
@@ -179,29 +205,42 @@ class _RankCheck:
         yield from self._collective_faults()
         yield from self._step_faults()
 
+    def gathered(self) -> Iterator[tuple[tuple[int, int, Op, int], list[tuple[int, int, int]]]]:
+        """Each compute whose group gathers shares: (stage, replica, operation, micro-batch).
+
+        With it the (edge, first sample, end) of its messages, sorted.
+        """
+        found: defaultdict[_ComputeOf, list[tuple[int, int, int]]] = defaultdict(list)
+        for (work, index), spans in self._received.items():
+            edge = self._program.edges[index]
+            if self._program.shares(edge, backward=work[1] is not Op.FORWARD) > 1:
+                found[work] += [(index, *span) for span in spans]
+        for (stage, op, mb), messages in found.items():
+            replica = self._stages[stage].place(self._rank)[0]
+            yield (stage, replica, op, mb), sorted(messages)
+
     def _expected(self) -> Iterator[_ComputeOf]:
         for stage in self._stages.values():
-            for mb in range(len(self._spans(stage))):
+            for mb in range(len(self._microbatches[stage.index])):
                 yield stage.index, Op.FORWARD, mb
                 if stage.has_backward:
-                    yield stage.index, _backward_of(stage), mb
+                    yield stage.index, self._backwards[stage.index], mb
                 if stage.has_backward and stage.split:
                     yield stage.index, Op.WEIGHT, mb
 
-    def _spans(self, stage: Stage) -> Sequence[SampleRange]:
-        return stage.microbatches[stage.place(self._rank)[0]]
-
     def _compute_faults(self) -> Iterator[str]:
-        expected = set(self._expected())
-        for work in sorted(expected | set(self._computes)):
-            text = str(Compute(work[1], work[0], work[2]))
-            yield from self._once(text, self._computes[work], int(work in expected))
-            if work[1] is not Op.FORWARD and self._computes[work]:
+        expected = dict.fromkeys(self._expected())
+        for work in [*expected, *(own for own in self._computes if own not in expected)]:
+            positions = self._computes.get(work, ())
+            if len(positions) != 1 or work not in expected:
+                text = str(Compute(work[1], work[0], work[2]))
+                yield from self._once(text, positions, int(work in expected))
+            if work[1] is not Op.FORWARD and positions:
                 needed = Op.INPUT if work[1] is Op.WEIGHT else Op.FORWARD
-                earlier = self._computes[work[0], needed, work[2]]
-                if earlier and earlier[0] > self._computes[work][0]:
+                earlier = self._computes.get((work[0], needed, work[2]))
+                if earlier and earlier[0] > positions[0]:
                     name = "I" if needed is Op.INPUT else "forward"
-                    yield f"{self._at(self._computes[work][0])}: comes before its {name}"
+                    yield f"{self._at(positions[0])}: comes before its {name}"
 
     def _once(self, text: str, positions: Sequence[int], expected: int) -> Iterator[str]:
         if not positions and expected:
@@ -216,34 +255,38 @@ class _RankCheck:
 
     def _message_faults(self) -> Iterator[str]:
         """Receives stand before their compute, sends after it; ranges lie inside it."""
-        for position, item in self._messages:
-            stage = self._stages[item.stage]
-            computes = self._computes[item.stage, _op_of(item, stage), item.mb]
-            start, stop = self._spans(stage)[item.mb]
+        for position, item, work in self._messages:
+            computes = self._computes.get(work)
+            start, stop = self._microbatches[item.stage][item.mb]
             if not start <= item.start < item.stop <= stop:
                 yield (
                     f"{self._at(position)}: micro-batch {item.mb} of stage {item.stage} holds "
                     f"samples [{start},{stop})"
                 )
-            if computes and item.is_send and position < computes[0]:
-                yield f"{self._at(position)}: sends before {self._row[computes[0]]}"
-            if computes and not item.is_send and position > computes[-1]:
+            if not computes:
+                continue
+            if item.is_send:
+                if position < computes[0]:
+                    yield f"{self._at(position)}: sends before {self._row[computes[0]]}"
+            elif position > computes[-1]:
                 yield f"{self._at(position)}: receives after {self._row[computes[-1]]}"
 
     def _input_faults(self) -> Iterator[str]:
         """The ranges received for a compute are its whole micro-batch, on every edge."""
-        for edge in self._program.edges:
-            ends = [(edge.consumer, Op.FORWARD)]
-            if edge.carries_gradient:
-                ends.append((edge.producer, _backward_of(self._program.stages[edge.producer])))
-            for index, op in ends:
-                stage = self._stages.get(index)
-                for mb, span in enumerate(self._spans(stage) if stage else ()):
-                    fault = untiled(self._received[(index, op, mb), edge.index], span)
+        for index, spans in self._microbatches.items():
+            ends = [(Op.FORWARD, edge) for edge in self._edges.into[index]]
+            ends += [(self._backwards[index], edge) for edge in self._edges.back_to[index]]
+            for op, edge in ends:
+                for mb, span in enumerate(spans):
+                    received = self._received.get(((index, op, mb), edge), ())
+                    # Mostly one message brings all of it.
+                    if len(received) == 1 and received[0] == span:
+                        continue
+                    fault = untiled(received, span)
                     if fault:
-                        work = Compute(op, index, mb)
                         yield (
-                            f"rank {self._rank}, {work}: the messages of edge {edge.index} {fault}"
+                            f"rank {self._rank}, {Compute(op, index, mb)}: the messages of edge "
+                            f"{edge} {fault}"
                         )
 
     def _sync_faults(self) -> Iterator[str]:
@@ -267,11 +310,11 @@ class _RankCheck:
         for stage in self._stages.values():
             if loss.index not in stage.syncs:
                 continue
-            for mb in touching(self._spans(stage), *loss.samples(batch)):
+            for mb in touching(self._microbatches[stage.index], *loss.samples(batch)):
                 for position in self._computes[stage.index, Op.FORWARD, mb]:
                     if position > start:
                         yield f"{self._at(start)}: starts before {self._row[position]}"
-                for position in self._computes[stage.index, _backward_of(stage), mb]:
+                for position in self._computes[stage.index, self._backwards[stage.index], mb]:
                     if position < wait:
                         yield f"{self._at(position)}: needs the gradient of {self._row[wait]}"
 
@@ -302,10 +345,10 @@ class _RankCheck:
                 overlaps = stage.blocks[0] < b and a < stage.blocks[1]
                 contributes = stage.owner == reduction.owner and overlaps
             # In a split backward, I makes the gradients of some parameters and W those of the rest.
-            ops = [_backward_of(stage)]
+            ops = [self._backwards[stage.index]]
             if isinstance(reduction, BlockReduction):
                 ops.append(Op.WEIGHT)
-            for mb in range(len(self._spans(stage)) if contributes else 0):
+            for mb in range(len(self._microbatches[stage.index]) if contributes else 0):
                 for late in (self._computes[stage.index, op, mb] for op in ops):
                     if late and late[-1] > reduce:
                         yield f"{self._at(late[-1])}: adds to gradients already reduced at {reduce}"
@@ -327,22 +370,36 @@ def _backward_of(stage: Stage) -> Op:
     return Op.INPUT if stage.split else Op.BACKWARD
 
 
-def _op_of(item: Message, stage: Stage) -> Op:
-    """The compute of ``stage`` that a message belongs to."""
-    return Op.FORWARD if item.op in (Op.SEND_F, Op.RECV_F) else _backward_of(stage)
+class _EdgesOf:
+    """The edges of each stage.
+
+    Attributes:
+        into: that bring inputs of its blocks or of losses that it hosts.
+        back_to: that bring gradients of its output.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.into: list[list[int]] = [[] for _ in program.stages]
+        self.back_to: list[list[int]] = [[] for _ in program.stages]
+        for edge in program.edges:
+            self.into[edge.consumer].append(edge.index)
+            if edge.carries_gradient:
+                self.back_to[edge.producer].append(edge.index)
 
 
-def _pairing_faults(program: Program) -> Iterator[str]:
-    """Each send has one receive with the same edge, samples and ranks."""
-    sends: defaultdict[MessageKey, list[str]] = defaultdict(list)
-    receives: defaultdict[MessageKey, list[str]] = defaultdict(list)
-    for rank, row in enumerate(program.instructions):
-        for position, item in enumerate(row):
-            if isinstance(item, Message):
-                ends = sends if item.is_send else receives
-                ends[item.key(rank)].append(where(program, rank, position))
-    for key in sorted(sends.keys() | receives.keys()):
-        out, back = sends.get(key, []), receives.get(key, [])
+def _pairing_faults(program: Program, dependencies: Dependencies) -> Iterator[str]:
+    """Each message is sent once and received once."""
+    ends = [[0, 0] for _ in dependencies.messages]
+    for kinds, args in zip(dependencies.kind, dependencies.arg, strict=True):
+        for kind, arg in zip(kinds, args, strict=True):
+            if kind in (SEND, POST):
+                ends[arg][kind == POST] += 1
+    for message, (sent, received) in enumerate(ends):
+        if sent == received == 1:
+            continue
+        key = dependencies.messages[message]
+        out = [where(program, key[2], i) for i in _ends(program, key, key[2], sends=True)]
+        back = [where(program, key[3], i) for i in _ends(program, key, key[3], sends=False)]
         if not back:
             yield f"{out[0]}: rank {key[3]} never receives it"
         elif not out:
@@ -353,68 +410,39 @@ def _pairing_faults(program: Program) -> Iterator[str]:
             yield f"{place}: is received {len(back)} times"
 
 
-def _order_faults(program: Program) -> Iterator[str]:
+def _ends(program: Program, key: MessageKey, rank: int, *, sends: bool) -> list[int]:
+    """Positions of a message's ends on a rank."""
+    return [
+        position
+        for position, item in enumerate(program.instructions[rank])
+        if isinstance(item, Message) and item.is_send == sends and item.key(rank) == key
+    ]
+
+
+def _order_faults(dependencies: Dependencies) -> Iterator[str]:
     """Between two ranks and for each direction, sends and receives match in order.
 
     NCCL ignores tags: the n-th receive takes the n-th send.
     """
-    sent: defaultdict[tuple[int, int, bool], list[MessageKey]] = defaultdict(list)
-    received: defaultdict[tuple[int, int, bool], list[MessageKey]] = defaultdict(list)
-    for rank, row in enumerate(program.instructions):
-        for item in row:
-            if isinstance(item, Message):
-                key = item.key(rank)
-                (sent if item.is_send else received)[key[2], key[3], key[1]].append(key)
-    for route in sorted(sent.keys() | received.keys()):
-        for n, (out, back) in enumerate(zip(sent[route], received[route], strict=False)):
-            if out != back:
+    # By (link, is backward).
+    sent: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    received: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    for kinds, args in zip(dependencies.kind, dependencies.arg, strict=True):
+        for kind, arg in zip(kinds, args, strict=True):
+            if kind == SEND:
+                sent[dependencies.link[arg], dependencies.messages[arg][1]].append(arg)
+            elif kind == POST:
+                received[dependencies.link[arg], dependencies.messages[arg][1]].append(arg)
+    for route, messages in sent.items():
+        for n, pair in enumerate(zip(messages, received[route], strict=False)):
+            if pair[0] != pair[1]:
+                out, back = (dependencies.messages[message] for message in pair)
                 yield (
-                    f"ranks {route[0]} > {route[1]}: message {n} is sent as edge {out[0]} "
+                    f"ranks {out[2]} > {out[3]}: message {n} is sent as edge {out[0]} "
                     f"[{out[4]},{out[5]}) and received as edge {back[0]} [{back[4]},{back[5]})"
                 )
                 break
 
 
-def _placement_faults(program: Program) -> Iterator[str]:
-    """Losses run on the ranks of their features; a loss's own parameters are reduced over them."""
-    for loss in program.losses:
-        stages = loss.stages if isinstance(loss, CrossSampleLoss) else (loss.host,)
-        ranks = {rank for s in stages for rank in program.stages[s].members}
-        if sorted(ranks) != list(loss.ranks):
-            yield (
-                f"loss {loss.index} ({loss.name}): its ranks are {list(loss.ranks)}, its "
-                f"features are on {sorted(ranks)}"
-            )
-    for loss in program.cross_sample_losses:
-        yield from _gather_order_faults(program, loss)
-    for name in sorted({loss.name for loss in program.losses}):
-        losses = [loss for loss in program.losses if loss.name == name]
-        holders = sorted({rank for loss in losses for rank in loss.ranks})
-        reduced = [
-            r.ranks for r in program.reductions if isinstance(r, LossReduction) and r.owner == name
-        ]
-        if len(holders) > 1 and reduced != [tuple(holders)]:
-            yield f"loss {name}: its parameters on ranks {holders} are not reduced over them once"
-
-
 def _num_batches(program: Program, loss: CrossSampleLoss) -> int:
     return program.batches[loss.task] // loss.sync_batch
-
-
-def _gather_order_faults(program: Program, loss: CrossSampleLoss) -> Iterator[str]:
-    """A loss's gathers share a communicator, so all ranks must start them in one order."""
-    started = {
-        rank: [
-            item.batch
-            for item in program.instructions[rank]
-            if isinstance(item, Sync) and item.op is Op.SYNC_START and item.loss == loss.index
-        ]
-        for rank in loss.ranks
-    }
-    first = started[loss.ranks[0]]
-    for rank, batches in started.items():
-        if batches != first:
-            yield (
-                f"rank {rank}: starts the sync batches of loss {loss.index} ({loss.name}) in the "
-                f"order {batches}, rank {loss.ranks[0]} in {first}"
-            )
