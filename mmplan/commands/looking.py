@@ -65,47 +65,67 @@ def show(
 
 
 def check(plan: PlanPath, as_json: JsonOption = False) -> None:
-    """Every invariant of a plan and of its program, without running it."""
-    from mmplan.program.checks.check import check_program
-    from mmplan.program.compile import compile_plan
+    """Prove that a plan trains its workload: every invariant, without running it."""
+    from mmplan.proof.prove import Proof, prove
     from mmplan.schema.agreement import plan_differences
     from mmplan.schema.base import load_document
     from mmplan.schema.faults import plan_faults
     from mmplan.schema.plan import Plan
     from mmplan.schema.workload import load_workload
-    from mmplan.simulation.predict import memory_faults
+    from mmplan.simulation.predict import memory_faults, plan_profile
 
     out = Output(as_json=as_json)
     document = load_document(Plan, plan)
     faults = plan_faults(document)
     workload = plan.parent / document.workload.path
-    if not workload.is_file():
+    asked = load_workload(workload) if workload.is_file() else None
+    if asked is None:
         out.text(f"compared with nothing: its workload {workload} is not there")
     elif not faults:
-        faults = plan_differences(document, load_workload(workload))
+        faults = plan_differences(document, asked)
         out.text(f"compared with {workload}: what is trained")
+    proof: Proof | None = None
     if not faults:
         try:
-            program = compile_plan(document)
-        except InvalidInputError as error:
-            faults = [error.message]
-        else:
-            faults = [*check_program(program), *memory_faults(document, plan, program)]
-            count = sum(map(len, program.instructions))
-            out.text(
-                f"{plan}: {counted(count, 'instruction')} on {counted(program.num_ranks, 'rank')}"
-            )
+            profile = plan_profile(document, plan)
+        except InvalidInputError:
+            profile = None
+        blocks = {name: own.blocks for name, own in profile.modules.items()} if profile else {}
+        proof = prove(document, asked, blocks)
+        faults = [*proof.faults, *(() if proof.faults else memory_faults(document, profile))]
+        out.text(
+            f"{plan}: {counted(proof.instructions, 'instruction')} on "
+            f"{counted(proof.rows, 'rank')}{_stands_for(proof.rows, document.devices)}"
+        )
     for fault in faults:
         out.text(f"fault: {fault}")
     compared = str(workload) if workload.is_file() else None
-    out.data({"plan": str(plan), "workload": compared, "faults": faults})
+    blocking = proof is not None and proof.blocking_sends
+    out.data(
+        {
+            "plan": str(plan),
+            "workload": compared,
+            "faults": faults,
+            "safe_with_blocking_sends": blocking,
+        }
+    )
     if faults:
         raise RunFailedError(
             f"{plan} has {counted(len(faults), 'fault')}",
             hint="solve the workload again",
             documented=True,
         )
-    out.text("no faults: complete, free of deadlocks, every sample reaches every gradient once")
+    trains = "" if asked is None else "it trains its workload, "
+    out.text(f"no faults: {trains}every sample reaches every gradient once, no rank waits for ever")
+    out.text(
+        "safe with buffered sends and one queue for each communicator"
+        f"{', and' if blocking else ', not'} with sends that wait for their receives"
+    )
+
+
+def _stands_for(rows: int, ranks: int) -> str:
+    """What the rows of some ranks say of all."""
+    return "" if rows == ranks else f" that stand for {counted(ranks, 'rank')}"
 
 
 def simulate(

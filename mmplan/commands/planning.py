@@ -22,6 +22,7 @@ from mmplan.commands.options import (
     counts,
     names,
 )
+from mmplan.errors import RunFailedError
 from mmplan.report.terminal.console import Output, Progress
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
+    from mmplan.proof.prove import prove
     from mmplan.report.terminal.tables import plan_grids, warn_unnamed, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
@@ -104,6 +106,12 @@ def solve(
             plan_path=output,
             trials=trials,
             progress=bar.update,
+        )
+        proof = prove(plan, loaded, {name: own.blocks for name, own in costs.modules.items()})
+    if proof.faults:
+        raise RunFailedError(
+            f"the plan of {plan.solver.name} is not proven: {proof.faults[0]}",
+            hint="choose another --solver; this is a fault of the planner, please report it",
         )
     save_document(plan, output)
     out.grids(*plan_grids(plan))

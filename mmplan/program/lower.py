@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -158,7 +157,7 @@ def _add_loss(
         "index": index,
         "name": name,
         "task": task_name,
-        "weight": Fraction(loss.weight) * Fraction(task.weight),
+        "weight": names.exact(loss.weight) * names.exact(task.weight),
         "divisor": task.batch // (loss.sync_batch or 1),
         "ranks": ranks,
     }

@@ -20,7 +20,6 @@ from fractions import Fraction
 from mmplan.program.model import (
     CrossSampleLoss,
     Edge,
-    Graph,
     Loss,
     PerSampleLoss,
     Program,
@@ -28,7 +27,7 @@ from mmplan.program.model import (
     Stage,
 )
 from mmplan.proof.terms import Term, Terms
-from mmplan.schema.workload import InputSource, TaskView, Workload, resolve_tasks
+from mmplan.schema.workload import InputSource, TaskView, Workload, exact, resolve_tasks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ def specify(
         for loss, sources in view.loss_inputs.items():
             losses[name, loss] = SpecifiedLoss(
                 arguments=tuple(_argument(terms, name, source, outputs) for source in sources),
-                weight=Fraction(workload.losses[loss].weight) * Fraction(view.weight),
+                weight=exact(workload.losses[loss].weight) * exact(view.weight),
                 sync_batch=view.sync_batches.get(loss),
             )
     return Specification(
@@ -119,14 +118,17 @@ def _trained(frozen: bool | tuple[tuple[int, int], ...], blocks: int) -> list[tu
     ]
 
 
-def specification_faults(program: Program | Graph, asked: Specification) -> Iterator[str]:
+def specification_faults(program: Program, asked: Specification) -> Iterator[str]:
     """Where the stages and losses of a program compute something else than is specified.
 
     Each fault is one line. Without one, the program's loss is the specified function of the data
     and the parameters, and gradients may flow wherever they are needed.
     """
     yield from _batch_faults(program, asked)
-    order, faults = _producers_first(program)
+    faults = list(_reference_faults(program))
+    order = [] if faults else _producers_first(program)
+    if not faults and len(order) < len(program.stages):
+        faults = ["stages take each other's output in a circle"]
     yield from faults
     if not faults:
         yield from _loss_faults(program, asked, _computed(program, asked.terms, order))
@@ -134,20 +136,55 @@ def specification_faults(program: Program | Graph, asked: Specification) -> Iter
         yield from _flow_faults(program, order)
 
 
-def _batch_faults(program: Program | Graph, asked: Specification) -> Iterator[str]:
-    if not isinstance(program, Program):
-        return
+def _batch_faults(program: Program, asked: Specification) -> Iterator[str]:
     for task in sorted({*program.batches, *asked.batches}):
         has, wanted = program.batches.get(task, 0), asked.batches.get(task, 0)
         if has != wanted:
             yield f"task {task}: a step has {has} samples, the workload's {wanted}"
 
 
-def _producers_first(program: Program | Graph) -> tuple[list[Stage], list[str]]:
-    """Stages, each after those that feed it, and faults of the edges."""
-    faults = list(_edge_faults(program))
-    if faults:
-        return [], faults
+def _reference_faults(program: Program) -> Iterator[str]:
+    """Parts of the graph that name what is not there."""
+    parts: tuple[Sequence[Stage | Edge | Loss], ...]
+    parts = program.stages, program.edges, program.losses
+    for kind, items in zip(("stage", "edge", "loss"), parts, strict=True):
+        for place, item in enumerate(items):
+            if item.index != place:
+                yield f"{kind} {place}: is called {item.index}"
+    stages = range(len(program.stages))
+    for edge in program.edges:
+        if edge.producer not in stages or edge.consumer not in stages:
+            yield f"edge {edge.index}: there are {len(stages)} stages"
+    for stage in program.stages:
+        where = f"stage {stage.index} ({stage.unit})"
+        if stage.blocks[0] >= stage.blocks[1]:
+            yield f"{where}: runs no block"
+        if any(index >= len(program.losses) for index in (*stage.hosted, *stage.syncs)):
+            yield f"{where}: there are {len(program.losses)} losses"
+        yield from _source_faults(program, where, stage.index, stage.inputs)
+    for loss in program.losses:
+        where = f"loss {loss.index} ({loss.name})"
+        taken = [loss.host] if isinstance(loss, PerSampleLoss) else loss.stages
+        if any(index not in stages for index in taken):
+            yield f"{where}: there are {len(stages)} stages"
+        elif isinstance(loss, PerSampleLoss):
+            yield from _source_faults(program, where, loss.host, loss.inputs)
+
+
+def _source_faults(
+    program: Program, where: str, consumer: int, sources: Sequence[Source]
+) -> Iterator[str]:
+    for source in sources:
+        if source.edge is None:
+            continue
+        if source.edge >= len(program.edges):
+            yield f"{where}: there is no edge {source.edge}"
+        elif program.edges[source.edge].consumer != consumer:
+            yield f"{where}: edge {source.edge} does not lead to stage {consumer}"
+
+
+def _producers_first(program: Program) -> list[Stage]:
+    """Stages, each after those that feed it; without those that are in a circle."""
     waits_for = Counter(edge.consumer for edge in program.edges)
     outgoing: defaultdict[int, list[Edge]] = defaultdict(list)
     for edge in program.edges:
@@ -158,36 +195,10 @@ def _producers_first(program: Program | Graph) -> tuple[list[Stage], list[str]]:
             waits_for[edge.consumer] -= 1
             if not waits_for[edge.consumer]:
                 ready.append(program.stages[edge.consumer])
-    if len(ready) < len(program.stages):
-        stuck = [stage.index for stage in program.stages if waits_for[stage.index]]
-        faults = [f"stages {stuck} take each other's output in a circle"]
-    return ready, faults
+    return ready
 
 
-def _edge_faults(program: Program | Graph) -> Iterator[str]:
-    """Edges and arguments that name what is not there."""
-    count = len(program.stages)
-    for edge in program.edges:
-        if not (0 <= edge.producer < count and 0 <= edge.consumer < count):
-            yield f"edge {edge.index}: there are {count} stages"
-    for stage in program.stages:
-        if stage.blocks[0] >= stage.blocks[1]:
-            yield f"stage {stage.index} ({stage.unit}): runs no block"
-        given = [(f"stage {stage.index} ({stage.unit})", stage.index, s) for s in stage.inputs]
-        for index in stage.hosted:
-            loss = program.losses[index]
-            sources = loss.inputs if isinstance(loss, PerSampleLoss) else ()
-            given += [(f"loss {index} ({loss.name})", stage.index, s) for s in sources]
-        for where, consumer, source in given:
-            if not isinstance(source, Source) or source.edge is None:
-                continue
-            if source.edge >= len(program.edges):
-                yield f"{where}: there is no edge {source.edge}"
-            elif program.edges[source.edge].consumer != consumer:
-                yield f"{where}: edge {source.edge} does not lead to stage {consumer}"
-
-
-def _computed(program: Program | Graph, terms: Terms, order: Sequence[Stage]) -> dict[int, Term]:
+def _computed(program: Program, terms: Terms, order: Sequence[Stage]) -> dict[int, Term]:
     """The output of each stage."""
     outputs: dict[int, Term] = {}
     for stage in order:
@@ -201,7 +212,7 @@ def _computed(program: Program | Graph, terms: Terms, order: Sequence[Stage]) ->
 
 
 def _value(
-    program: Program | Graph,
+    program: Program,
     terms: Terms,
     stage: Stage,
     source: Source,
@@ -217,7 +228,7 @@ def _value(
 
 
 def _arguments(
-    program: Program | Graph, terms: Terms, loss: Loss, outputs: Mapping[int, Term]
+    program: Program, terms: Terms, loss: Loss, outputs: Mapping[int, Term]
 ) -> tuple[Term, ...]:
     if isinstance(loss, PerSampleLoss):
         host = program.stages[loss.host]
@@ -231,7 +242,7 @@ def _arguments(
 
 
 def _loss_faults(
-    program: Program | Graph, asked: Specification, outputs: Mapping[int, Term]
+    program: Program, asked: Specification, outputs: Mapping[int, Term]
 ) -> Iterator[str]:
     """Losses that are missing, doubled, or of other values than the specified ones."""
     found = Counter((loss.task, loss.name) for loss in program.losses)
@@ -270,7 +281,7 @@ def _taken(sync_batch: int | None) -> str:
     return "no sync batches" if sync_batch is None else f"sync batches of {sync_batch} samples"
 
 
-def _host_faults(program: Program | Graph) -> Iterator[str]:
+def _host_faults(program: Program) -> Iterator[str]:
     """Stages that do not know of a loss of theirs, or know of another's."""
     for loss in program.losses:
         stages = (loss.host,) if isinstance(loss, PerSampleLoss) else loss.stages
@@ -284,7 +295,7 @@ def _host_faults(program: Program | Graph) -> Iterator[str]:
                 )
 
 
-def _flow_faults(program: Program | Graph, order: Sequence[Stage]) -> Iterator[str]:
+def _flow_faults(program: Program, order: Sequence[Stage]) -> Iterator[str]:
     """Gradients that are needed, and that the program does not carry."""
     through = {source.edge for stage in program.stages for source in stage.inputs}
     to_losses = {

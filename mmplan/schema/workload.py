@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -393,6 +394,11 @@ def _check_task(workload: Workload, task: TaskView) -> None:
         spec = workload.losses[loss]
         if spec.sync_batch is not None and not spec.cross_sample:
             raise ValueError(f"losses.{loss}.sync_batch needs cross_sample: true")
+
+
+def exact(weight: float) -> Fraction:
+    """A weight as it is written: 0.3 is three tenths, not the float beside them."""
+    return Fraction(repr(weight))
 
 
 def unused_modules(workload: Workload) -> list[str]:

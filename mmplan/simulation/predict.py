@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
@@ -9,11 +10,12 @@ from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
-from mmplan.program.model import Program, Timings
+from mmplan.program.model import Timings
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
-from mmplan.simulation.step import Simulation, peak_bytes, simulate
+from mmplan.simulation.step import Simulation, simulate
+from mmplan.simulation.symmetry import simulated
 from mmplan.wording import counted, size
 
 
@@ -61,18 +63,16 @@ def costs_of(plan: Plan, profile: Profile) -> ProgramCosts:
     return ProgramCosts(compile_plan(plan), costs, plan)
 
 
-def memory_faults(plan: Plan, plan_path: Path, program: Program) -> list[str]:
+def memory_faults(plan: Plan, profile: Profile | None) -> list[str]:
     """Ranks whose planned memory exceeds their device's, on one line.
 
-    Without the profile of the plan, the memory is the plan's own prediction.
+    Args:
+        plan: one that compiles.
+        profile: that it was made from; without it the memory is the plan's own prediction.
     """
-    try:
-        profile = plan_profile(plan, plan_path)
-    except InvalidInputError:
-        planned = plan.predicted.memory_bytes
-    else:
-        costs = CostModel(profile, plan.cluster, plan.training)
-        planned = peak_bytes(program, ProgramCosts(program, costs, plan))
+    planned: Sequence[float] = plan.predicted.memory_bytes
+    if profile is not None:
+        planned = simulated(plan, CostModel(profile, plan.cluster, plan.training))[0].peak_bytes
     device = plan.cluster.device
     over = {rank: most for rank, most in enumerate(planned) if most > device.memory_bytes}
     if not over:

@@ -1,0 +1,81 @@
+"""Proof that a plan trains its workload, from one representative of each class of ranks.
+
+Three parts make the proof. Each is about data alone; no code of the workload runs.
+
+1. The plan's stages and losses compute what the workload asks for
+   (:mod:`mmplan.proof.specification`).
+2. The micro-batches of all replicas tile the batch, and every sum of gradients has one rank of each
+   replica (:func:`mmplan.program.checks.check.graph_faults`). These hold for the whole plan.
+3. Every row of instructions meets its obligations, messages and collectives fit together, and
+   nobody waits for ever (:func:`mmplan.program.checks.check.row_faults`). These are shown for the
+   plan's quotient (:mod:`mmplan.program.symmetry_classes`). Components of one class have the same
+   rows under a renaming of ranks and a shift of samples, and exchange messages with themselves
+   alone. An order in which the quotient runs to its end, with every step done in all components of
+   a class, is one in which the plan does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mmplan.errors import InvalidInputError
+from mmplan.processes import rare_collections
+from mmplan.program.checks.check import graph_faults, row_faults
+from mmplan.program.communicators import is_safe_with_blocking_sends
+from mmplan.program.compile import compile_graph
+from mmplan.program.dependencies import find_dependencies
+from mmplan.program.model import Program
+from mmplan.program.symmetry_classes import lower_plan
+from mmplan.proof.specification import specification_faults, specify
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The outcome of :func:`prove`.
+
+    Attributes:
+        faults: what is not proven, one line each; empty where all is.
+        rows: of instructions that were looked at, one for each class of ranks.
+        instructions: in these rows.
+        blocking_sends: whether nobody waits for ever even where a send waits until its receive is
+            posted. Sends that are buffered, and one queue for each communicator and for each pair
+            of ranks and direction, are safe in every proof.
+    """
+
+    faults: tuple[str, ...]
+    rows: int = 0
+    instructions: int = 0
+    blocking_sends: bool = False
+
+
+@rare_collections()
+def prove(plan: Plan, workload: Workload | None, blocks: Mapping[str, int] | None = None) -> Proof:
+    """Prove that a plan trains its workload.
+
+    Args:
+        plan: without faults of its fields (:func:`mmplan.schema.faults.plan_faults`).
+        workload: None to prove only that the program does what the plan's own stages say.
+        blocks: number of blocks of the modules, from the profile of the model; of those that
+            are not there the plan's number counts.
+    """
+    try:
+        lowered = lower_plan(plan)
+        program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
+    except InvalidInputError as error:
+        return Proof(faults=(error.message,))
+    whole = Program.of(plan, lowered.graph, program.instructions)
+    faults = graph_faults(whole)
+    if workload is not None:
+        counts = {n: m.blocks for t in plan.tasks.values() for n, m in t.modules.items()}
+        asked = specify(workload, counts | dict(blocks or {}), plan.tasks)
+        faults += specification_faults(whole, asked)
+    faults += row_faults(program)
+    return Proof(
+        faults=tuple(faults),
+        rows=sum(1 for row in program.instructions if row),
+        instructions=sum(map(len, program.instructions)),
+        blocking_sends=not faults and is_safe_with_blocking_sends(find_dependencies(program)),
+    )
