@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from mmplan.program.folding import fold_large, unfold
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.lower import lower
 from mmplan.program.model import Edge, Graph, PerSampleLoss, Program, Stage
@@ -25,7 +26,15 @@ def compile_plan(plan: Plan) -> Program:
             :func:`mmplan.program.lower.lower`.
     """
     graph = lower(plan)
-    return compile_graph(plan, graph, order_stages(plan, graph))
+    folded = fold_large(plan, graph)
+    if folded is None:
+        return compile_graph(plan, graph, order_stages(plan, graph))
+    return unfolded_program(plan, graph, compile_graph(*folded, order_stages(*folded)))
+
+
+def unfolded_program(plan: Plan, graph: Graph, folded: Program) -> Program:
+    """The program of a plan, from that of its folded plan (:mod:`mmplan.program.folding`)."""
+    return Program.of(plan, graph, match_receives(unfold(plan, graph, folded)))
 
 
 def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:

@@ -75,13 +75,17 @@ class LoweredPlan:
         return self.graph if self.quotient is None else self.quotient.graph
 
 
-def lower_plan(plan: Plan) -> LoweredPlan:
+def lower_plan(plan: Plan, graph: Graph | None = None) -> LoweredPlan:
     """Lower a plan, take its quotient and order the stages of that.
+
+    Args:
+        plan: the plan.
+        graph: that it lowers to, where that is known.
 
     Raises:
         InvalidInputError: see :func:`mmplan.program.lower.lower`.
     """
-    graph = lower(plan)
+    graph = lower(plan) if graph is None else graph
     quotient = find_quotient(plan, graph)
     orders = order_stages(plan, graph if quotient is None else quotient.graph)
     return LoweredPlan(graph=graph, quotient=quotient, orders=orders)

@@ -8,7 +8,8 @@ Three parts make the proof. Each is about data alone; no code of the workload ru
    replica (:func:`mmplan.program.checks.check.graph_faults`). These hold for the whole plan.
 3. Every row of instructions meets its obligations, messages and collectives fit together, and
    nobody waits for ever (:func:`mmplan.program.checks.check.row_faults`). These are shown for the
-   plan's quotient (:mod:`mmplan.program.symmetry_classes`). Components of one class have the same
+   plan's quotient (:mod:`mmplan.program.symmetry_classes`), and of a plan of very many ranks for
+   that of its folded plan (:mod:`mmplan.program.folding`). Components of one class have the same
    rows under a renaming of ranks and a shift of samples, and exchange messages with themselves
    alone. An order in which the quotient runs to its end, with every step done in all components of
    a class, is one in which the plan does.
@@ -25,6 +26,8 @@ from mmplan.program.checks.check import graph_faults, row_faults
 from mmplan.program.communicators import is_safe_with_blocking_sends
 from mmplan.program.compile import compile_graph
 from mmplan.program.dependencies import find_dependencies
+from mmplan.program.folding import fold_large
+from mmplan.program.lower import lower
 from mmplan.program.model import Program
 from mmplan.program.symmetry_classes import lower_plan
 from mmplan.proof.specification import specification_faults, specify
@@ -62,11 +65,13 @@ def prove(plan: Plan, workload: Workload | None, blocks: Mapping[str, int] | Non
             are not there the plan's number counts.
     """
     try:
-        lowered = lower_plan(plan)
-        program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
+        graph = lower(plan)
+        compiled, small = fold_large(plan, graph) or (plan, graph)
+        lowered = lower_plan(compiled, small)
+        program = compile_graph(compiled, lowered.simulated_graph, lowered.orders)
     except InvalidInputError as error:
         return Proof(faults=(error.message,))
-    whole = Program.of(plan, lowered.graph, program.instructions)
+    whole = Program.of(plan, graph, program.instructions)
     faults = graph_faults(whole)
     if workload is not None:
         counts = {n: m.blocks for t in plan.tasks.values() for n, m in t.modules.items()}
