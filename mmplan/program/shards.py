@@ -96,6 +96,23 @@ def is_crowded(groups: Sequence[Ranks]) -> bool:
     return any(held[rank] != (t, len(g)) for g in groups for t, rank in enumerate(g))
 
 
+def writing_ranks(groups: Sequence[Ranks]) -> Ranks:
+    """The ranks that save a block: one for each shard, the first one also what is not cut.
+
+    Of equal shards the lowest rank's is saved; where a block has several tp degrees, those of
+    the degree under which the lowest rank of all holds it. A rank that runs a block as two
+    shards has all of it, and saves it.
+
+    Args:
+        groups: as for :func:`shard_sums`.
+    """
+    if is_crowded(groups):
+        return (min(rank for rank, shard in held_shards(groups).items() if shard == (0, 1)),)
+    degree = len(min(groups, key=min))
+    same = [group for group in groups if len(group) == degree]
+    return tuple(min(ranks) for ranks in zip(*same, strict=True))
+
+
 def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:
     """(ranks, those that bring a gradient) of each sum of a parameter that is not cut.
 

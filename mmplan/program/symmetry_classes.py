@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mmplan.program.lower import lower
-from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
+from mmplan.program.model import BlockReduction, Graph, LossReduction, Reduction, Stage
 from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
@@ -265,7 +265,10 @@ def _ranks(plan: Plan, component: Component) -> Iterator[int]:
 def _restrict(
     plan: Plan, graph: Graph, components: Sequence[Component], *, merges_tp: bool
 ) -> tuple[Graph, list[int]]:
-    """The graph of some components, and the indices of its reductions in the whole graph."""
+    """The graph of some components, and the indices of its reductions in the whole graph.
+
+    Updates are the whole graph's: no instruction differs with them.
+    """
     kept = {
         unit.name: sorted(d for component in components for d in component[u])
         for u, unit in enumerate(plan.units)
@@ -282,11 +285,17 @@ def _restrict(
     reductions: list[Reduction] = []
     for index, whole in enumerate(chosen):
         part = replace(whole, index=index, ranks=left(whole.ranks))
-        if isinstance(part, BlockReduction):
+        if not isinstance(part, LossReduction):
             part = replace(part, contributors=left(part.contributors))
         reductions.append(part)
     losses = [replace(loss, ranks=left(loss.ranks)) for loss in graph.losses]
-    cut = Graph(stages=stages, edges=graph.edges, losses=losses, reductions=reductions)
+    cut = Graph(
+        stages=stages,
+        edges=graph.edges,
+        losses=losses,
+        ties=graph.ties,
+        reductions=reductions,
+    )
     return cut, [reduction.index for reduction in chosen]
 
 
