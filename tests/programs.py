@@ -371,17 +371,21 @@ def in_flight(program: Program) -> dict[tuple[int, int], int]:
     return dict(most)
 
 
-def trained_as(plan: Plan, workload: Workload, folder: Path = Path(__file__).parent) -> Plan:
+def trained_as(plan: Plan, workload: Workload, folder: Path | None = Path(__file__).parent) -> Plan:
     """The plan, saying of its tasks and of training what a workload made beside it says.
 
-    Blocks that share parameters are those of the modules that its factories make.
+    Args:
+        plan: the plan.
+        workload: that it is for.
+        folder: of its factories, whose modules say which blocks share parameters; None where no
+            blocks do.
     """
     views = resolve_tasks(workload)
     tasks: dict[str, PlannedTask] = {}
     for name, task in plan.tasks.items():
         blocks = {m: planned.blocks for m, planned in task.modules.items()}
         owners = {m: workload.modules[m].share or m for m in blocks}
-        ties = {m: ties_of(workload, owner, folder) for m, owner in owners.items()}
+        ties = {m: ties_of(workload, o, folder) for m, o in owners.items()} if folder else {}
         tasks[name] = planned_task(workload, views[name], blocks, ties)
     same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder", "zero"})
     training = plan.training.model_copy(update=same)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from mmplan.program.instructions import Instruction, Op
 from mmplan.program.samples import SampleRange
-from mmplan.program.shards import Ranks, ShardSum, Span
+from mmplan.program.shards import Kind, Ranks, ShardSum, Span
 from mmplan.schema.plan import Plan
 
 # (stage, position of the micro-batch in its replica).
@@ -317,13 +317,13 @@ class BlockUpdate(_UpdatedAlike):
 
     Attributes:
         blocks: half-open range of blocks.
-        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+        parameters: of which kind.
         tp: shards are of this size: a cut parameter has so many.
         shards: half-open range of the shards of cut parameters; all of them for whole ones.
     """
 
     blocks: tuple[int, int]
-    parameters: Literal["all", "cut", "whole"]
+    parameters: Kind
     tp: int
     shards: Span
 

@@ -34,6 +34,8 @@ BUCKET_BYTES = 1 << 26
 Ranks = tuple[int, ...]
 # Half-open, in shards.
 Span = tuple[int, int]
+# Of parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+Kind = Literal["all", "cut", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class ShardSum:
     Attributes:
         tp: shards are of this size: a cut parameter has so many.
         shards: half-open range of the shards that are summed.
-        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+        parameters: of which kind.
         ranks: sorted; one only where a part of its shard is held by no other.
         contributors: those of them that bring the gradients of whole parameters; the others,
             which have the same ones, only take the sum.
@@ -51,7 +53,7 @@ class ShardSum:
 
     tp: int
     shards: Span
-    parameters: Literal["all", "cut", "whole"]
+    parameters: Kind
     ranks: Ranks
     contributors: Ranks
 

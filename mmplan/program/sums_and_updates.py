@@ -25,7 +25,7 @@ from mmplan.program.model import (
     TieUpdate,
     Update,
 )
-from mmplan.program.shards import Ranks, ShardSum, Span, shard_sums, whole_sums, writing_ranks
+from mmplan.program.shards import Kind, Ranks, ShardSum, Span, shard_sums, whole_sums, writing_ranks
 from mmplan.program.ties import groups_of
 
 T = TypeVar("T")
@@ -104,7 +104,8 @@ def _block_updates(
     """The updates of what one sum has: cut and whole parameters count on other ranks."""
     sharded = zero and _is_summed(total)
     alone = total.ranks if sharded else tuple(rank for rank in writing if rank in total.ranks)
-    kinds = {total.parameters: (total.shards, alone)}
+    # Kind of parameters to their shards and to the ranks that count.
+    kinds: dict[Kind, tuple[Span, Ranks]] = {total.parameters: (total.shards, alone)}
     if total.parameters == "all" and total.tp > 1:
         first = total.shards[0] == 0
         kinds = {"cut": (total.shards, alone), "whole": ((0, total.tp), alone if first else ())}

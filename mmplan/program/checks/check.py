@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mmplan.program.checks.instruction_faults import reference_faults, structure_faults, where
 from mmplan.program.checks.sample_coverage import coverage_faults
+from mmplan.program.checks.update_faults import update_faults
 from mmplan.program.clocks import no_durations, replay
 from mmplan.program.dependencies import GROUP, SEND, Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Op, Sync
@@ -17,7 +18,8 @@ def check_program(program: Program) -> list[str]:
 
     The checks are: single instructions (:mod:`mmplan.program.checks.instruction_faults`); no rank
     waits for ever; every sample enters every stage once and reaches every gradient once
-    (:mod:`mmplan.program.checks.sample_coverage`).
+    (:mod:`mmplan.program.checks.sample_coverage`); updates leave all copies equal
+    (:mod:`mmplan.program.checks.update_faults`).
     """
     faults = list(reference_faults(program))
     if faults:
@@ -28,6 +30,7 @@ def check_program(program: Program) -> list[str]:
         *structure_faults(program),
         *_deadlock_faults(program, dependencies, clocks.stuck),
         *coverage_faults(program, dependencies, clocks.order),
+        *update_faults(program),
     ]
 
 
