@@ -24,10 +24,10 @@ from mmplan.program.model import (
     Graph,
     LossReduction,
     LossUpdate,
+    ParameterUpdate,
     Program,
     TieReduction,
     TieUpdate,
-    Update,
 )
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.faults import plan_faults
@@ -74,7 +74,7 @@ CASES: dict[str, Case | MixedCase] = {
 EACH = pytest.mark.parametrize("zero", [0, 1])
 
 
-def faults(graph: Graph, index: int, *changed: Update) -> list[str]:
+def faults(graph: Graph, index: int, *changed: ParameterUpdate) -> list[str]:
     """Those of a graph with other updates in place of one."""
     updates = [*graph.updates[:index], *changed, *graph.updates[index + 1 :]]
     return list(update_faults(replace(graph, updates=updates)))
@@ -97,7 +97,9 @@ def test_facts_of_random_groups_have_no_faults(zero: int) -> None:
         assert list(update_faults(graph)) == [], seed
 
 
-def mutants(graph: Graph, update: Update) -> Iterator[tuple[str, tuple[Update, ...]]]:
+def mutants(
+    graph: Graph, update: ParameterUpdate
+) -> Iterator[tuple[str, tuple[ParameterUpdate, ...]]]:
     """Changes of one field of an update, each of which makes another training."""
     world = {rank for stage in graph.stages for rank in stage.members}
     ranks, counted = update.ranks, update.counted
@@ -174,7 +176,7 @@ def test_sums_that_do_not_fit_their_updates_are_faults() -> None:
 
 def divided(program: Program) -> Program:
     """Updates of several blocks as one for each block, and the last holder counts."""
-    updates: list[Update] = []
+    updates: list[ParameterUpdate] = []
     for update in program.updates:
         last = update.ranks[-1:] if update.counted and not update.sharded else update.counted
         if not isinstance(update, BlockUpdate):

@@ -22,7 +22,7 @@ from mmlaunch.execute.gradient_buckets import (
     ParameterSlice,
     UpdatedSlice,
 )
-from mmlaunch.model.local_model import LocalModel, Tie
+from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import (
     BlockReduction,
@@ -30,11 +30,11 @@ from mmplan.program.model import (
     Loss,
     LossReduction,
     LossUpdate,
+    ParameterUpdate,
     Program,
     Reduction,
     TieReduction,
     TieUpdate,
-    Update,
 )
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
@@ -117,7 +117,7 @@ class Reductions:
             else:
                 yield GradientBuckets(slices, reduction.ranks)
 
-    def _update_of(self, name: str, reduction: Reduction) -> Update:
+    def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
         """The update of a parameter, or of the part of it that a reduction sums."""
         found = self._updates_of(name)
         if isinstance(reduction, BlockReduction) and reduction.parameters == "cut":
@@ -126,21 +126,22 @@ class Reductions:
         (update,) = found
         return update
 
-    def _updates_of(self, name: str) -> list[Update]:
+    def _updates_of(self, name: str) -> list[ParameterUpdate]:
         """This rank's updates of a parameter: several where it holds parts with other ranks."""
         return [update for update in self._updates if self._is_of(update, name)]
 
-    def _is_of(self, update: Update, name: str) -> bool:
+    def _is_of(self, update: ParameterUpdate, name: str) -> bool:
         first, second = name.split(".")[:2]
-        if first == "losses":
-            return isinstance(update, LossUpdate) and update.owner == second
         tie = self._ties.get(name)
-        if tie is not None or not isinstance(update, BlockUpdate):
-            return isinstance(update, TieUpdate) and tie is not None and _shares(update, tie)
+        if isinstance(update, LossUpdate):
+            return first == "losses" and second == update.owner
+        if isinstance(update, TieUpdate):
+            return tie is not None and (tie.owner, tie.blocks) == (update.owner, update.blocks)
+        if first != update.owner or tie is not None:
+            return False
         kind = "cut" if name in self._model.layouts else "whole"
         start, end = update.blocks
-        inside = update.owner == first and start <= int(second) < end
-        return inside and update.parameters in ("all", kind)
+        return start <= int(second) < end and update.parameters in ("all", kind)
 
     def updated_slices(self) -> list[UpdatedSlice]:
         """The slices that this rank's optimizer updates, in the order of its parameters."""
@@ -216,7 +217,3 @@ def collective_groups(program: Program) -> list[CommGroup]:
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
     gathers = [(loss.ranks, loss.channel) for loss in program.cross_sample_losses]
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
-
-
-def _shares(update: TieUpdate, tie: Tie) -> bool:
-    return (update.owner, update.blocks) == (tie.owner, tie.blocks)

@@ -344,7 +344,7 @@ class LossUpdate(_UpdatedAlike):
     """The update of a loss's parameters, if it has any."""
 
 
-Update = BlockUpdate | TieUpdate | LossUpdate
+ParameterUpdate = BlockUpdate | TieUpdate | LossUpdate
 # Module to the blocks, ascending, of each set of blocks that share a parameter.
 Ties = Mapping[str, Sequence[tuple[int, ...]]]
 
@@ -358,7 +358,7 @@ class Graph(LossTable):
     losses: list[Loss] = field(default_factory=list[Loss])
     ties: Ties = field(default_factory=dict[str, Sequence[tuple[int, ...]]])
     reductions: list[Reduction] = field(default_factory=list[Reduction])
-    updates: list[Update] = field(default_factory=list[Update])
+    updates: list[ParameterUpdate] = field(default_factory=list[ParameterUpdate])
 
     def connect(self, producer: int, consumer: int, element: int | None, *, internal: bool) -> int:
         """The edge between two stages for that element, new or already there."""
@@ -396,7 +396,7 @@ class Program(LossTable):
     losses: tuple[Loss, ...]
     ties: Ties
     reductions: tuple[Reduction, ...]
-    updates: tuple[Update, ...]
+    updates: tuple[ParameterUpdate, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     predicted_s: float = 0.0
     # Not given on, as a stage's.

@@ -19,11 +19,11 @@ from mmplan.program.model import (
     Graph,
     LossReduction,
     LossUpdate,
+    ParameterUpdate,
     Reduction,
     Stage,
     TieReduction,
     TieUpdate,
-    Update,
 )
 from mmplan.program.shards import Kind, Ranks, ShardSum, Span, shard_sums, whole_sums, writing_ranks
 from mmplan.program.ties import groups_of
@@ -31,7 +31,7 @@ from mmplan.program.ties import groups_of
 T = TypeVar("T")
 
 
-def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list[Update]]:
+def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list[ParameterUpdate]]:
     """The reductions and the updates of a graph with all its stages and losses.
 
     Args:
@@ -42,7 +42,7 @@ def sums_and_updates(graph: Graph, *, zero: bool) -> tuple[list[Reduction], list
         InvalidInputError: no ranks can sum a tied parameter; see :func:`whole_sums`.
     """
     reductions: list[Reduction] = []
-    updates: list[Update] = []
+    updates: list[ParameterUpdate] = []
     for owner in dict.fromkeys(stage.owner for stage in graph.stages):
         stages = [s for s in graph.stages if s.owner == owner]
         held = [
@@ -133,7 +133,7 @@ def _add_tie(
     blocks: tuple[int, ...],
     stages: Sequence[Stage],
     reductions: list[Reduction],
-    updates: list[Update],
+    updates: list[ParameterUpdate],
     *,
     zero: bool,
 ) -> None:

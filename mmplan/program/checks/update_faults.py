@@ -26,11 +26,11 @@ from mmplan.program.model import (
     Graph,
     LossReduction,
     LossUpdate,
+    ParameterUpdate,
     Program,
     Stage,
     TieReduction,
     TieUpdate,
-    Update,
 )
 from mmplan.program.shards import Kind, Ranks, Span, held_shards
 from mmplan.program.ties import groups_of
@@ -60,7 +60,7 @@ class _Place:
 
     name: str
     holders: frozenset[int]
-    updates: Sequence[tuple[int, Update]]
+    updates: Sequence[tuple[int, ParameterUpdate]]
     sums: Sequence[Ranks]
 
     def faults(self) -> Iterator[str]:
@@ -87,7 +87,7 @@ class _Place:
         if copies != 1:
             yield f"{self.name}: counts {copies} times in the norm of all gradients"
 
-    def _sum_faults(self, index: int, update: Update) -> Iterator[str]:
+    def _sum_faults(self, index: int, update: ParameterUpdate) -> Iterator[str]:
         """An update's ranks sum with each other, and with nobody else."""
         met = [ranks for ranks in self.sums if not set(ranks).isdisjoint(update.ranks)]
         alone = len(update.ranks) == 1 and not update.sharded
@@ -123,7 +123,7 @@ class _UpdateCheck:
                     "optimizer would see parts of some parameters and all of others"
                 )
 
-    def _form_faults(self, index: int, update: Update) -> Iterator[str]:
+    def _form_faults(self, index: int, update: ParameterUpdate) -> Iterator[str]:
         """Ranks and shards that are none; owners that there are not."""
         for ranks in (update.ranks, update.counted):
             if list(ranks) != sorted(set(ranks)):
