@@ -50,7 +50,7 @@ def two_rank_plan(workload: Path, path: Path) -> Path:
         "workload": FileReference(path=str(relative), sha256=file_sha256(workload)),
         "profile": FileReference(path="profile.json", sha256="0" * 64),
     }
-    plan = trained_as(plan, load_workload(workload))
+    plan = trained_as(plan, load_workload(workload), folder=None)
     path.write_text(document_text(plan.model_copy(update=named)))
     return path
 

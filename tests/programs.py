@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from mmplan.program.lower import modules_in_order
 from mmplan.program.model import Program
 from mmplan.schema.agreement import planned_task
 from mmplan.schema.cluster import Cluster, Device, Link, Links
+from mmplan.schema.factories import build_module, tied_blocks
 from mmplan.schema.plan import (
     FileReference,
     Plan,
@@ -369,13 +371,34 @@ def in_flight(program: Program) -> dict[tuple[int, int], int]:
     return dict(most)
 
 
-def trained_as(plan: Plan, workload: Workload) -> Plan:
-    """The plan, saying of its tasks and of training what a workload made beside it says."""
+def trained_as(plan: Plan, workload: Workload, folder: Path | None = Path(__file__).parent) -> Plan:
+    """The plan, saying of its tasks and of training what a workload made beside it says.
+
+    Args:
+        plan: the plan.
+        workload: that it is for.
+        folder: of its factories, whose modules say which blocks share parameters; None where no
+            blocks do.
+    """
     views = resolve_tasks(workload)
-    tasks = {
-        name: planned_task(workload, views[name], {m: x.blocks for m, x in task.modules.items()})
-        for name, task in plan.tasks.items()
-    }
-    same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder"})
+    tasks: dict[str, PlannedTask] = {}
+    for name, task in plan.tasks.items():
+        blocks = {m: planned.blocks for m, planned in task.modules.items()}
+        owners = {m: workload.modules[m].share or m for m in blocks}
+        ties = {m: ties_of(workload, o, folder) for m, o in owners.items()} if folder else {}
+        tasks[name] = planned_task(workload, views[name], blocks, ties)
+    same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder", "zero"})
     training = plan.training.model_copy(update=same)
     return plan.model_copy(update={"tasks": tasks, "training": training})
+
+
+_TIES: dict[str, tuple[tuple[int, ...], ...]] = {}
+
+
+def ties_of(workload: Workload, module: str, folder: Path) -> tuple[tuple[int, ...], ...]:
+    """The blocks of each parameter that several blocks of a module share."""
+    spec = workload.modules[module]
+    key = f"{folder} {spec.factory} {spec.args}"
+    if key not in _TIES:
+        _TIES[key] = tied_blocks(build_module(workload, module, folder))
+    return _TIES[key]

@@ -87,6 +87,7 @@ def write_files(folder: Path, workload: Workload, devices: int = 4) -> tuple[Pat
     costs = profile(
         {
             name: module_profile(each, 2 * each, fixed_s=each, blocks=blocks, tp={1: 1.0, 2: 1.9})
+            | ({"tied_blocks": [[0, blocks - 1]]} if name == "t" else {})
             for name, (each, blocks) in seconds.items()
         },
         devices,

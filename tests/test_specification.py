@@ -134,8 +134,12 @@ def test_faults_name_the_place_and_both_values() -> None:
         "e[1,3)(frozen e[0,1)(image)).0, text))), in the workload b[0,4)(e[1,3)(frozen e[0,1)("
         "image)).1, a[0,1)(e[1,3)(frozen e[0,1)(image)).0, text))"
     )
-    another = prove(PLAN, workload_of(PLAN), blocks | {"b": 5})
-    assert any("in the workload b[0,5)" in fault for fault in another.faults)
+    longer = specification_faults(PROGRAM, specify(workload_of(PLAN), blocks | {"b": 5}))
+    assert any("in the workload b[0,5)" in fault for fault in longer)
+    tied = specify(workload_of(PLAN), blocks, ties={"b": ((0, 3),), "other": ((0, 1),)})
+    assert list(specification_faults(PROGRAM, tied)) == [
+        "module b: blocks that share a parameter: [], in its profile [(0, 3)]"
+    ]
 
 
 def test_two_stages_may_swap_the_numbers_that_nobody_sees() -> None:

@@ -45,7 +45,7 @@ def test_what_is_refused_is_what_the_session_refuses(name: str, can: bool) -> No
         return
     with pytest.raises(InvalidInputError, match=rf"modules\.v: blocks 0, {blocks - 1} share a par"):
         check_ties(stages, ties)
-    with pytest.raises(InvalidInputError, match="stands in several blocks"):
+    with pytest.raises(InvalidInputError, match="whose gradient units of different tp"):
         verify_in_process(case.plan(), case.workload())
     check_ties(stages, {"w": [(0, 1)]})
 

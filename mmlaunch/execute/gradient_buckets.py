@@ -11,7 +11,6 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -88,14 +87,6 @@ class ParameterSlice:
             tensor[box.slices] = value.view(box.sizes)
 
 
-def by_type(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
-    """The slices of each type of numbers, which a collective needs to itself."""
-    found: defaultdict[str, list[ParameterSlice]] = defaultdict(list)
-    for item in slices:
-        found[str(item.parameter.dtype)].append(item)
-    return [found[name] for name in sorted(found)]
-
-
 class GradientBuckets:
     """Slices whose gradients are all-reduced in place, so many at a time as fill a bucket.
 
@@ -105,10 +96,7 @@ class GradientBuckets:
 
     Attributes:
         slices: as given.
-        updated: slices that the optimizer updates in place of these parameters: none.
     """
-
-    updated: Sequence[UpdatedSlice] = ()
 
     def __init__(self, slices: Sequence[ParameterSlice], ranks: Ranks) -> None:
         self.slices = slices
@@ -208,7 +196,7 @@ class FlatShards:
 
     Args:
         slices: of one type; the same on all ranks, but for their boxes.
-        ranks: of the reduce-scatter, at least two.
+        ranks: of the reduce-scatter.
         rank: this rank, one of them.
         counted: names of parameters of which these ranks' shards count (:class:`UpdatedSlice`).
 

@@ -7,7 +7,7 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import cast
 
@@ -21,11 +21,21 @@ from mmlaunch.execute.gradient_buckets import (
     GradientBuckets,
     ParameterSlice,
     UpdatedSlice,
-    by_type,
 )
-from mmlaunch.model.local_model import LocalModel, Tie, tie_sums
+from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.shard_layout import replicated_layout
-from mmplan.program.model import Loss, LossReduction, Program, Reduction
+from mmplan.program.model import (
+    BlockReduction,
+    BlockUpdate,
+    Loss,
+    LossReduction,
+    LossUpdate,
+    ParameterUpdate,
+    Program,
+    Reduction,
+    TieReduction,
+    TieUpdate,
+)
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
@@ -41,43 +51,19 @@ class Reductions:
         program: the whole program.
         model: this rank's parameters.
         transport: sums.
-        ties: all ranks' ties, in one order (:func:`gather_ties`).
-        zero: whether optimizer state is cut over the ranks of each sum.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        model: LocalModel,
-        transport: Transport,
-        ties: Sequence[Tie],
-        *,
-        zero: bool,
-    ) -> None:
+    def __init__(self, program: Program, model: LocalModel, transport: Transport) -> None:
         self._program, self._model, self._transport = program, model, transport
-        self.zero = zero
         self._trained = dict(model.trained())
+        self._ties = {tie.name: tie for tie in model.ties}
+        self._updates = [u for u in program.updates if transport.rank in u.ranks]
         # Parameters whose gradient began in this step as the sum of a slice.
         self._begun: set[str] = set()
         self._sums = {
-            r.index: self._sums_of(
-                self._slices_of(r),
-                r.ranks,
-                first=isinstance(r, LossReduction) or r.shards[0] == 0,
-            )
-            for r in program.reductions
-            if transport.rank in r.ranks
+            r.index: list(self._sums_of(r)) for r in program.reductions if transport.rank in r.ranks
         }
-        self._tied = [
-            item
-            for tie, sums in tie_sums(program, ties)
-            for index, (ranks, contributors) in enumerate(sums)
-            if len(ranks) > 1 and transport.rank in ranks and tie.name in self._trained
-            for item in self._sums_of(
-                [self._whole(tie.name, contributors)], ranks, first=index == 0
-            )
-        ]
-        self._all_sums = [*chain.from_iterable(self._sums.values()), *self._tied]
+        self._all_sums = [*chain.from_iterable(self._sums.values())]
         self._totals: dict[int, float] = {}
 
     def _slices_of(self, reduction: Reduction) -> list[ParameterSlice]:
@@ -85,6 +71,10 @@ class Reductions:
             prefix = f"losses.{reduction.owner}."
             names = [name for name in self._trained if name.startswith(prefix)]
             return [self._whole(name, reduction.ranks) for name in names]
+        if isinstance(reduction, TieReduction):
+            shared = reduction.owner, reduction.blocks
+            names = [n for n, tie in self._ties.items() if (tie.owner, tie.blocks) == shared]
+            return [self._whole(n, reduction.contributors) for n in names if n in self._trained]
         names = list(self._model.block_parameters(reduction.owner, reduction.blocks))
         layouts = self._model.layouts
         if reduction.parameters != "all":
@@ -110,39 +100,66 @@ class Reductions:
             contributes=self._transport.rank in contributors,
         )
 
-    def _sums_of(
-        self, slices: Sequence[ParameterSlice], ranks: Ranks, *, first: bool
-    ) -> list[_Sum]:
-        """The sums of slices over ranks, one for each type of numbers.
-
-        Args:
-            slices: to be summed.
-            ranks: of the sums.
-            first: whether, of ranks that sum equal parameters apart, these ones count.
-        """
-        if not self.zero:
-            return [GradientBuckets(same, ranks) for same in by_type(slices)]
-        counted = frozenset(s.name for s in slices if first or s.name in self._model.layouts)
+    def _sums_of(self, reduction: Reduction) -> Iterator[_Sum]:
+        """The sums of a reduction: one for each type of numbers and each way to update."""
         rank = self._transport.rank
-        return [FlatShards(same, ranks, rank, counted=counted) for same in by_type(slices)]
+        found: defaultdict[tuple[str, Ranks], list[ParameterSlice]] = defaultdict(list)
+        counted: set[str] = set()
+        for item in self._slices_of(reduction):
+            update = self._update_of(item.name, reduction)
+            sharers = update.ranks if update.sharded else ()
+            found[str(item.parameter.dtype), sharers].append(item)
+            if rank in update.counted:
+                counted.add(item.name)
+        for (_, sharers), slices in sorted(found.items()):
+            if sharers:
+                yield FlatShards(slices, sharers, rank, counted=frozenset(counted))
+            else:
+                yield GradientBuckets(slices, reduction.ranks)
 
-    def updated_slices(self, writes: Callable[[str], bool]) -> list[UpdatedSlice]:
-        """The slices that this rank's optimizer updates, in the order of its parameters.
+    def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
+        """The update of a parameter, or of the part of it that a reduction sums."""
+        found = self._updates_of(name)
+        if isinstance(reduction, BlockReduction) and reduction.parameters == "cut":
+            part = reduction.tp, reduction.shards
+            found = [u for u in found if isinstance(u, BlockUpdate) and (u.tp, u.shards) == part]
+        (update,) = found
+        return update
 
-        Args:
-            writes: whether this rank is the one of all replicas that saves a parameter.
-        """
+    def _updates_of(self, name: str) -> list[ParameterUpdate]:
+        """This rank's updates of a parameter: several where it holds parts with other ranks."""
+        return [update for update in self._updates if self._is_of(update, name)]
+
+    def _is_of(self, update: ParameterUpdate, name: str) -> bool:
+        first, second = name.split(".")[:2]
+        tie = self._ties.get(name)
+        if isinstance(update, LossUpdate):
+            return first == "losses" and second == update.owner
+        if isinstance(update, TieUpdate):
+            return tie is not None and (tie.owner, tie.blocks) == (update.owner, update.blocks)
+        if first != update.owner or tie is not None:
+            return False
+        kind = "cut" if name in self._model.layouts else "whole"
+        start, end = update.blocks
+        return start <= int(second) < end and update.parameters in ("all", kind)
+
+    def updated_slices(self) -> list[UpdatedSlice]:
+        """The slices that this rank's optimizer updates, in the order of its parameters."""
         sharded: defaultdict[str, list[UpdatedSlice]] = defaultdict(list)
+        cut: set[str] = set()
         for item in self._all_sums:
-            for updated in item.updated:
-                sharded[updated.name].append(updated)
-        summed = {part.name for item in self._all_sums for part in item.slices}
+            if isinstance(item, FlatShards):
+                cut.update(part.name for part in item.slices)
+                for updated in item.updated:
+                    sharded[updated.name].append(updated)
         found: list[UpdatedSlice] = []
         for name, parameter in self._trained.items():
-            if self.zero and name in summed:
+            updates = self._updates_of(name)
+            if name in cut:
                 found += sharded[name]
-            else:
-                found.append(UpdatedSlice(name=name, tensor=parameter, counts=writes(name)))
+            elif updates:
+                counts = all(self._transport.rank in update.counted for update in updates)
+                found.append(UpdatedSlice(name=name, tensor=parameter, counts=counts))
         return found
 
     def begin(self) -> None:
@@ -181,9 +198,7 @@ class Reductions:
             item.reduce(self._transport, self._begun)
 
     def finish(self) -> None:
-        """Sum the gradients of tied parameters; drop those that no rank has."""
-        for item in self._tied:
-            item.reduce(self._transport, self._begun)
+        """Drop the gradients that no rank has."""
         for item in self._all_sums:
             item.drop_missing()
         self._begun.clear()
@@ -194,15 +209,7 @@ class Reductions:
             item.gather(self._transport)
 
 
-def gather_ties(model: LocalModel, transport: Transport) -> list[Tie]:
-    """The ties of all modules, in one order on every rank."""
-    found = {
-        tie.name: tie for ties in transport.gather_objects(model.ties, list[Tie]) for tie in ties
-    }
-    return [found[name] for name in sorted(found)]
-
-
-def collective_groups(program: Program, ties: Sequence[Tie]) -> list[CommGroup]:
+def collective_groups(program: Program) -> list[CommGroup]:
     """Every group that a step's collectives use, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:
@@ -210,7 +217,5 @@ def collective_groups(program: Program, ties: Sequence[Tie]) -> list[CommGroup]:
             groups.update(dict.fromkeys(tuple(sorted(group)) for group in stage.ranks))
     groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
-    for _, sums in tie_sums(program, ties):
-        groups.update(dict.fromkeys(ranks for ranks, _ in sums))
     gathers = [(loss.ranks, loss.channel) for loss in program.cross_sample_losses]
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]

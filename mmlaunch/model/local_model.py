@@ -19,8 +19,7 @@ from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, tra
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.samples import intersect
-from mmplan.program.shards import Ranks, whole_sums
-from mmplan.program.ties import groups_of
+from mmplan.program.shards import Ranks
 from mmplan.schema.factories import build_loss, tied_parameters
 from mmplan.schema.workload import Workload
 from mmplan.wording import size
@@ -151,6 +150,24 @@ class LocalModel:
                 self.ties.append(
                     Tie(name=f"{owner}.{first}", owner=owner, blocks=tuple(sorted(where)))
                 )
+        self._check_ties(owner)
+
+    def _check_ties(self, owner: str) -> None:
+        """Refuse a module whose blocks share other parameters than the plan knows."""
+        planned = set(self._program.ties.get(owner, ()))
+        found = {tie.blocks: tie.name for tie in self.ties if tie.owner == owner}
+        differing = min(planned.symmetric_difference(found), default=None)
+        if differing is None:
+            return
+        *others, last = map(str, differing)
+        blocks = f"blocks {', '.join(others)} and {last}"
+        raise InvalidInputError(
+            f"modules.{owner}: {blocks} share {found[differing]}, the plan has no such tie"
+            if differing in found
+            else f"modules.{owner}: the plan says that {blocks} share a parameter, in the model "
+            "they do not",
+            hint="profile and solve the workload again",
+        )
 
     def _keep_all(
         self, owner: str, module: nn.Sequential, kept: list[Stage]
@@ -167,19 +184,8 @@ class LocalModel:
         return cuts
 
     def _leave_out_replicated(self, stages: Sequence[Stage]) -> None:
-        """In blocks that some rank runs as two shards, let first ranks contribute alone.
-
-        Raises:
-            InvalidInputError: a parameter stands in such a block and in another one.
-        """
+        """In blocks that some rank runs as two shards, let first ranks contribute alone."""
         several = {key for key in self.blocks if self.tp_groups.has_several_shards(*key)}
-        for tie in self.ties:
-            if any((tie.owner, index) in several for index in tie.blocks):
-                raise InvalidInputError(
-                    f"{tie.name} stands in several blocks, and a rank runs one of them as two "
-                    "different tp shards",
-                    hint=f"give the units of {tie.owner} one tp, or ranks of their own",
-                )
         for stage in stages:
             for index in range(*stage.blocks):
                 if (stage.owner, index) in several:
@@ -271,12 +277,3 @@ class LocalModel:
             and name.split(".")[0] == owner
             and intersect((int(name.split(".")[1]), int(name.split(".")[1]) + 1), blocks)
         }
-
-
-def tie_sums(program: Program, ties: Sequence[Tie]) -> list[tuple[Tie, list[tuple[Ranks, Ranks]]]]:
-    """For each tie, (ranks, those that contribute a gradient) of each sum over its holders.
-
-    Raises:
-        InvalidInputError: see :func:`mmplan.program.shards.whole_sums`.
-    """
-    return [(t, whole_sums(groups_of(program.stages, t.owner, t.blocks))) for t in ties]

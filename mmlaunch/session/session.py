@@ -34,7 +34,7 @@ from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
 from mmlaunch.execute.executor import Executor, InstructionSpan
-from mmlaunch.execute.reductions import Reductions, collective_groups, gather_ties
+from mmlaunch.execute.reductions import Reductions, collective_groups
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
@@ -135,8 +135,7 @@ class Session:
             device=transport.device,
             comm=lambda ranks: _GroupSum(transport, ranks),
         )
-        ties = gather_ties(self.model, transport)
-        transport.prepare(collective_groups(self.program, ties), message_links(self.program))
+        transport.prepare(collective_groups(self.program), message_links(self.program))
         tasks = resolve_tasks(workload)
         self._data = TaskData(
             program=self.program,
@@ -157,8 +156,7 @@ class Session:
             precision=precision,
         )
         self._data.close()
-        zero = max(workload.train.zero, plan.training.zero) > 0
-        reductions = Reductions(self.program, self.model, transport, ties, zero=zero)
+        reductions = Reductions(self.program, self.model, transport)
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         self.executor = Executor(
@@ -189,10 +187,9 @@ class Session:
         tensor_parallel = any(stage.tp > 1 for stage in self.program.stages)
         self.update = Update(
             workload.train,
-            self._state,
             reductions,
             transport,
-            tensor_parallel=tensor_parallel,
+            sharded=tensor_parallel or plan.training.zero > 0,
             inactive=trained_by_others(self._inactive, self.model),
         )
         notes = [async_tp_note(transport.device)] if tensor_parallel else []

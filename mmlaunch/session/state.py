@@ -21,7 +21,7 @@ from mmlaunch.execute.gradient_buckets import UpdatedSlice
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import Program
-from mmplan.program.shards import held_shards, is_crowded
+from mmplan.program.shards import Ranks, writing_ranks
 
 _WEIGHT = "param"
 WeightSpec = tuple[str, tuple[int, ...], DType, tuple[Box, ...]]
@@ -70,10 +70,6 @@ class LocalState:
         # Whole on every rank of a group: the first one writes it. A tied parameter may be saved
         # under the name of a block on other ranks, which write it.
         return rank in (ranks if name in self._model.layouts else ranks[:1])
-
-    def writes(self, name: str) -> bool:
-        """Whether this rank is the one of all replicas that saves a tensor."""
-        return name in self._written
 
     def entries(
         self, optimizer: torch.optim.Optimizer | None, slices: Sequence[UpdatedSlice]
@@ -254,29 +250,15 @@ def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
     )
 
 
-def _writers(program: Program) -> dict[tuple[str, int], tuple[int, ...]]:
-    """(owner, block) and ("losses.name", 0) to the ranks that write it, one for each shard.
-
-    Of equal shards the lowest rank's is written; where a block has several tp degrees, those
-    of the degree under which the lowest rank of all holds it. A rank that runs a block as two
-    shards has all of it, and writes it.
-    """
-    holders: defaultdict[tuple[str, int], list[tuple[int, ...]]] = defaultdict(list)
+def _writers(program: Program) -> dict[tuple[str, int], Ranks]:
+    """(owner, block) and ("losses.name", 0) to the ranks that write it, one for each shard."""
+    holders: defaultdict[tuple[str, int], list[Ranks]] = defaultdict(list)
     for stage in program.stages:
         for block in range(*stage.blocks):
             holders[stage.owner, block] += stage.ranks
     for loss in program.losses:
         holders[f"losses.{loss.name}", 0] += [(rank,) for rank in loss.ranks]
-    writers: dict[tuple[str, int], tuple[int, ...]] = {}
-    for key, groups in holders.items():
-        held = held_shards(groups)
-        if is_crowded(groups):
-            writers[key] = (min(rank for rank, shard in held.items() if shard == (0, 1)),)
-            continue
-        degree = len(min(groups, key=min))
-        same = [group for group in groups if len(group) == degree]
-        writers[key] = tuple(min(ranks) for ranks in zip(*same, strict=True))
-    return writers
+    return {key: writing_ranks(groups) for key, groups in holders.items()}
 
 
 def _entry(

@@ -12,7 +12,7 @@ from mmlaunch.checkpoint.restore import Checkpoint
 from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.session.optimizer import build_optimizer, group_of, rate_factor, state_of
-from mmlaunch.session.state import OPTIMIZER_KIND, LocalState
+from mmlaunch.session.state import OPTIMIZER_KIND
 from mmplan.errors import InvalidInputError
 from mmplan.schema.workload import TrainSpec
 
@@ -22,10 +22,9 @@ class Update:
 
     Args:
         train: the workload's.
-        state: says which replica counts.
-        reductions: has the slices of ZeRO-1, and gathers them.
+        reductions: knows these slices, and gathers those of ZeRO-1.
         transport: adds up the gradients' norm.
-        tensor_parallel: whether any parameter of the run is cut over ranks.
+        sharded: whether any parameter of the run, or its state, is cut over ranks.
         inactive: names of parameters that tasks outside this plan may train.
 
     Attributes:
@@ -40,19 +39,18 @@ class Update:
     def __init__(
         self,
         train: TrainSpec,
-        state: LocalState,
         reductions: Reductions,
         transport: Transport,
         *,
-        tensor_parallel: bool,
+        sharded: bool,
         inactive: Collection[str] = (),
     ) -> None:
         self._train, self._reductions, self._transport = train, reductions, transport
-        self.slices = reductions.updated_slices(state.writes)
+        self.slices = reductions.updated_slices()
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(
             train,
             [(item.name, item.tensor) for item in self.slices],
-            sharded=tensor_parallel or reductions.zero,
+            sharded=sharded,
         )
 
         # Learning rates before the schedule's factor.

@@ -90,8 +90,7 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
             profile = plan_profile(document, plan)
         except InvalidInputError:
             profile = None
-        blocks = {name: own.blocks for name, own in profile.modules.items()} if profile else {}
-        proof = prove(document, asked, blocks)
+        proof = prove(document, asked, profile)
         faults = [*proof.faults, *(() if proof.faults else memory_faults(document, profile))]
         out.text(
             f"{plan}: {counted(proof.instructions, 'instruction')} on "

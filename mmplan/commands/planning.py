@@ -107,7 +107,7 @@ def solve(
             trials=trials,
             progress=bar.update,
         )
-        proof = prove(plan, loaded, {name: own.blocks for name, own in costs.modules.items()})
+        proof = prove(plan, loaded, costs)
     if proof.faults:
         raise RunFailedError(
             f"the plan of {plan.solver.name} is not proven: {proof.faults[0]}",

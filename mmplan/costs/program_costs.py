@@ -10,7 +10,7 @@ from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Message, Op
-from mmplan.program.model import CrossSampleLoss, Edge, LossReduction, Program, Reduction, Stage
+from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Traffic, exchange, incoming, outgoing
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
@@ -216,8 +216,8 @@ class ProgramCosts:
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of summing the gradients of a reduction over its ranks, alone on its links.
 
-        ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters cost
-        the latency only.
+        ZeRO-1's reduce-scatter and gather move the same bytes. A loss's few parameters, and
+        those that blocks share, cost the latency only.
         """
         return self._reduce(reduction).seconds
 
@@ -232,9 +232,10 @@ class ProgramCosts:
         """Bytes of gradient that every rank contributes to a reduction; its blocks all train.
 
         A profile does not know the parameters that tensor parallelism replicates: all count as
-        sharded, here as in memory.
+        sharded, here as in memory. Nor does it know the bytes of a parameter that blocks share,
+        which count as the first block's.
         """
-        if isinstance(reduction, LossReduction) or reduction.parameters == "whole":
+        if not isinstance(reduction, BlockReduction) or reduction.parameters == "whole":
             return 0.0
         numbers = sum(
             self._block_parameters(reduction.owner, block) for block in range(*reduction.blocks)

@@ -23,7 +23,6 @@ from mmplan.planning.measured_trials import (
 from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
-from mmplan.program.ties import check_ties
 from mmplan.schema.agreement import check_profiled, planned_task
 from mmplan.schema.base import file_sha256
 from mmplan.schema.cluster import Cluster
@@ -268,7 +267,6 @@ class _CandidatePlans:
         plan = self._plan(solution, candidate)
         try:
             lowered = lower_plan(plan)
-            check_ties(lowered.graph.stages, self._request.costs.profile.ties)
             self._effort += INSTRUCTIONS_PER_PLAN + sum(
                 sum(stage.rounds) for stage in lowered.simulated_graph.stages
             )
@@ -477,7 +475,9 @@ def planned_tasks(request: Request) -> dict[str, PlannedTask]:
     for name, task in request.tasks.items():
         blocks = {m: request.costs.num_blocks(task=name, module=m) for m in task.modules}
         _check_frozen(task, blocks)
-        planned[name] = planned_task(request.workload, task, blocks)
+        owners = {m: request.workload.modules[m].share or m for m in task.modules}
+        ties = {m: request.costs.profile.ties.get(owner, ()) for m, owner in owners.items()}
+        planned[name] = planned_task(request.workload, task, blocks, ties)
     return planned
 
 

@@ -10,7 +10,7 @@ the folded program runs to its end the unfolded one does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -52,9 +52,7 @@ def fold(plan: Plan, graph: Graph, neighbours: int) -> tuple[Plan, Graph] | None
         )
         for stage in graph.stages
     ]
-    kept = {rank for unit in units for rank in unit.all_ranks}
-    small = restricted(graph, stages, kept)
-    return plan.model_copy(update={"units": units}), small
+    return plan.model_copy(update={"units": units}), restricted(graph, stages)
 
 
 def fold_large(plan: Plan, graph: Graph) -> tuple[Plan, Graph] | None:
@@ -64,8 +62,12 @@ def fold_large(plan: Plan, graph: Graph) -> tuple[Plan, Graph] | None:
     return fold(plan, graph, -(-plan.devices // FOLDED_TO))
 
 
-def restricted(graph: Graph, stages: list[Stage], kept: Collection[int]) -> Graph:
-    """The graph with other stages, and what it sums on some ranks alone; all keep their numbers."""
+def restricted(graph: Graph, stages: list[Stage]) -> Graph:
+    """The graph with stages of fewer ranks; reductions are of those that are left.
+
+    Updates are left out: no instruction differs with them.
+    """
+    kept = {rank for stage in stages for rank in stage.members}
 
     def left(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in kept)
@@ -77,7 +79,9 @@ def restricted(graph: Graph, stages: list[Stage], kept: Collection[int]) -> Grap
             part = replace(part, contributors=left(part.contributors))
         reductions.append(part)
     losses = [replace(loss, ranks=left(loss.ranks)) for loss in graph.losses]
-    return Graph(stages=stages, edges=graph.edges, losses=losses, reductions=reductions)
+    return Graph(
+        stages=stages, edges=graph.edges, losses=losses, ties=graph.ties, reductions=reductions
+    )
 
 
 def _runs(unit: Unit, neighbours: int) -> Iterator[tuple[int, ...]]:

@@ -1,28 +1,26 @@
-"""From a plan's units to stages, edges, losses and reductions: the parts without an order."""
+"""From a plan's units to the parts of a program that have no order: its graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import (
-    BlockReduction,
     CrossSampleLoss,
     Graph,
     LossInput,
-    LossReduction,
     PerSampleLoss,
-    Reduction,
     Source,
     Stage,
+    Ties,
     can_split,
 )
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.schedules.registry import POLICIES
-from mmplan.program.shards import ShardSum, shard_sums
+from mmplan.program.sums_and_updates import sums_and_updates
+from mmplan.program.ties import check_ties
 from mmplan.schema import workload as names
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedTask, Unit
 
@@ -31,10 +29,11 @@ def lower(plan: Plan) -> Graph:
     """Build the graph of a plan that has no faults (:func:`mmplan.schema.faults.plan_faults`).
 
     Raises:
-        InvalidInputError: modules feed each other in a circle, or a loss is placed on other
-            ranks than those that hold its features.
+        InvalidInputError: modules feed each other in a circle, a loss is placed on other ranks
+            than those that hold its features, or the gradient of a tied parameter cannot be
+            summed (:func:`mmplan.program.ties.check_ties`).
     """
-    graph = Graph()
+    graph = Graph(ties=_ties(plan))
     for name, task in plan.tasks.items():
         last = _add_stages(graph, plan, name, task)
         for loss_name, loss in task.losses.items():
@@ -42,8 +41,14 @@ def lower(plan: Plan) -> Graph:
     _mark_gradients(graph)
     _mark_scattered(plan, graph)
     _mark_split(plan, graph)
-    graph.reductions = list(_reductions(graph))
+    check_ties(graph.stages, graph.ties)
+    graph.reductions, graph.updates = sums_and_updates(graph, zero=plan.training.zero > 0)
     return graph
+
+
+def _ties(plan: Plan) -> Ties:
+    modules = [item for task in plan.tasks.values() for item in task.modules.items()]
+    return {planned.share or name: planned.ties for name, planned in modules if planned.ties}
 
 
 def modules_in_order(name: str, task: PlannedTask) -> list[str]:
@@ -273,38 +278,3 @@ def _mark_split(plan: Plan, graph: Graph) -> None:
         split = schedule.split_backward and can_split(stage)
         even = split and schedule.even_in_flight
         graph.stages[stage.index] = replace(stage, split=split, even_in_flight=even)
-
-
-def _reductions(graph: Graph) -> Iterator[Reduction]:
-    index = 0
-    for owner in dict.fromkeys(stage.owner for stage in graph.stages):
-        stages = [s for s in graph.stages if s.owner == owner]
-        for blocks, total in _block_sums(stages):
-            # A part that one rank has alone is summed too: ZeRO-1 updates shards by their parts.
-            if len(total.ranks) > 1 or total.parameters == "cut":
-                yield BlockReduction(index=index, owner=owner, blocks=blocks, **asdict(total))
-                index += 1
-    for name in dict.fromkeys(loss.name for loss in graph.losses):
-        ranks = tuple(sorted({r for loss in graph.losses if loss.name == name for r in loss.ranks}))
-        if len(ranks) > 1:
-            yield LossReduction(index=index, owner=name, ranks=ranks)
-            index += 1
-
-
-def _block_sums(stages: list[Stage]) -> Iterator[tuple[tuple[int, int], ShardSum]]:
-    """The sums of the largest block ranges with one set of holders."""
-    cuts = sorted({x for s in stages for span in (s.blocks, *s.trainable) for x in span})
-    found: list[tuple[tuple[int, int], list[ShardSum]]] = []
-    for a, b in pairwise(cuts):
-        holders = [s for s in stages if s.blocks[0] <= a and b <= s.blocks[1]]
-        groups = list(dict.fromkeys(group for s in holders for group in s.ranks))
-        if not any(x <= a and b <= y for s in holders for x, y in s.trainable):
-            continue
-        sums = shard_sums(groups)
-        if found and found[-1][0][1] == a and found[-1][1] == sums:
-            found[-1] = ((found[-1][0][0], b), sums)
-        else:
-            found.append(((a, b), sums))
-    for blocks, sums in found:
-        for total in sums:
-            yield blocks, total

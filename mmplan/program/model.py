@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mmplan.program.instructions import Instruction, Op
 from mmplan.program.samples import SampleRange
-from mmplan.program.shards import ShardSum
+from mmplan.program.shards import Kind, Ranks, ShardSum, Span
 from mmplan.schema.plan import Plan
 
 # (stage, position of the micro-batch in its replica).
@@ -265,6 +265,25 @@ class BlockReduction(ShardSum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TieReduction:
+    """Gradients of the parameters that some blocks share, summed over ranks.
+
+    Attributes:
+        owner: module (``share`` followed).
+        blocks: all blocks that share them, ascending.
+        ranks: sorted.
+        contributors: those of them that bring their gradient, one of each tensor-parallel group
+            that runs one of the blocks; the others only take the sum.
+    """
+
+    index: int
+    owner: str
+    blocks: tuple[int, ...]
+    ranks: Ranks
+    contributors: Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossReduction:
     """Gradients of a loss's parameters, summed over all ranks that compute it.
 
@@ -278,17 +297,76 @@ class LossReduction:
     ranks: tuple[int, ...]
 
 
-Reduction = BlockReduction | LossReduction
+Reduction = BlockReduction | TieReduction | LossReduction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UpdatedAlike:
+    """Parameters that are updated alike.
+
+    Attributes:
+        owner: module (``share`` followed), or the loss's name.
+        ranks: every rank that holds them and sums their gradient with the others; sorted.
+        sharded: ZeRO-1: each rank updates an equal flat part of what they sum, in the order of
+            ranks, and all gather the parts after it. Else each rank updates all of them.
+        counted: ranks whose updated elements enter the norm of all gradients, and whose optimizer
+            state is saved.
+    """
+
+    owner: str
+    ranks: Ranks
+    sharded: bool
+    counted: Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdate(_UpdatedAlike):
+    """The update of blocks' parameters, without those that several blocks share.
+
+    Attributes:
+        blocks: half-open range of blocks.
+        parameters: of which kind.
+        tp: shards are of this size: a cut parameter has so many.
+        shards: half-open range of the shards of cut parameters; all of them for whole ones.
+    """
+
+    blocks: tuple[int, int]
+    parameters: Kind
+    tp: int
+    shards: Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieUpdate(_UpdatedAlike):
+    """The update of the parameters that some blocks share.
+
+    Attributes:
+        blocks: all of them, ascending.
+    """
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossUpdate(_UpdatedAlike):
+    """The update of a loss's parameters, if it has any."""
+
+
+ParameterUpdate = BlockUpdate | TieUpdate | LossUpdate
+# Module to the blocks, ascending, of each set of blocks that share a parameter.
+Ties = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 @dataclass(slots=True)
 class Graph(LossTable):
-    """Stages, edges, losses and reductions of a plan: the parts of a program without an order."""
+    """Stages, edges, losses, reductions and updates of a plan: a program without an order."""
 
     stages: list[Stage] = field(default_factory=list[Stage])
     edges: list[Edge] = field(default_factory=list[Edge])
     losses: list[Loss] = field(default_factory=list[Loss])
+    ties: Ties = field(default_factory=dict[str, Sequence[tuple[int, ...]]])
     reductions: list[Reduction] = field(default_factory=list[Reduction])
+    updates: list[ParameterUpdate] = field(default_factory=list[ParameterUpdate])
 
     def connect(self, producer: int, consumer: int, element: int | None, *, internal: bool) -> int:
         """The edge between two stages for that element, new or already there."""
@@ -314,6 +392,7 @@ class Program(LossTable):
 
     Attributes:
         batches: samples of a step, by task.
+        ties: of its modules, frozen ones too.
         instructions: one row per rank; a rank without work has an empty row.
         predicted_s: seconds of a step as the plan predicts them; 0 where it does not.
     """
@@ -323,7 +402,9 @@ class Program(LossTable):
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     losses: tuple[Loss, ...]
+    ties: Ties
     reductions: tuple[Reduction, ...]
+    updates: tuple[ParameterUpdate, ...]
     instructions: tuple[tuple[Instruction, ...], ...]
     predicted_s: float = 0.0
     # Not given on, as a stage's.
@@ -342,7 +423,9 @@ class Program(LossTable):
             stages=tuple(graph.stages),
             edges=tuple(graph.edges),
             losses=tuple(graph.losses),
+            ties=graph.ties,
             reductions=tuple(graph.reductions),
+            updates=tuple(graph.updates),
             instructions=tuple(instructions),
             predicted_s=plan.predicted.iteration_s,
         )

@@ -34,6 +34,8 @@ BUCKET_BYTES = 1 << 26
 Ranks = tuple[int, ...]
 # Half-open, in shards.
 Span = tuple[int, int]
+# Of parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+Kind = Literal["all", "cut", "whole"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ class ShardSum:
     Attributes:
         tp: shards are of this size: a cut parameter has so many.
         shards: half-open range of the shards that are summed.
-        parameters: those that tensor parallelism cuts, those that it leaves whole, or both.
+        parameters: of which kind.
         ranks: sorted; one only where a part of its shard is held by no other.
         contributors: those of them that bring the gradients of whole parameters; the others,
             which have the same ones, only take the sum.
@@ -51,7 +53,7 @@ class ShardSum:
 
     tp: int
     shards: Span
-    parameters: Literal["all", "cut", "whole"]
+    parameters: Kind
     ranks: Ranks
     contributors: Ranks
 
@@ -94,6 +96,23 @@ def is_crowded(groups: Sequence[Ranks]) -> bool:
     """Whether a rank runs the block as two different shards."""
     held = held_shards(groups)
     return any(held[rank] != (t, len(g)) for g in groups for t, rank in enumerate(g))
+
+
+def writing_ranks(groups: Sequence[Ranks]) -> Ranks:
+    """The ranks that save a block: one for each shard, the first one also what is not cut.
+
+    Of equal shards the lowest rank's is saved; where a block has several tp degrees, those of
+    the degree under which the lowest rank of all holds it. A rank that runs a block as two
+    shards has all of it, and saves it.
+
+    Args:
+        groups: as for :func:`shard_sums`.
+    """
+    if is_crowded(groups):
+        return (min(rank for rank, shard in held_shards(groups).items() if shard == (0, 1)),)
+    degree = len(min(groups, key=min))
+    same = [group for group in groups if len(group) == degree]
+    return tuple(min(ranks) for ranks in zip(*same, strict=True))
 
 
 def whole_sums(groups: Sequence[Ranks]) -> list[tuple[Ranks, Ranks]]:

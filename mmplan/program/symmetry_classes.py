@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mmplan.program.folding import restricted
 from mmplan.program.lower import lower
-from mmplan.program.model import BlockReduction, Graph, Reduction, Stage
+from mmplan.program.model import BlockReduction, Graph, Stage
 from mmplan.program.samples import RangeIndex
 from mmplan.program.schedules.plan_order import Orders, order_stages
 from mmplan.schema.plan import Plan
@@ -277,20 +278,9 @@ def _restrict(
     stages = [
         _some_replicas(stage, kept[stage.unit], merges_tp=merges_tp) for stage in graph.stages
     ]
-    here = {rank for stage in stages for rank in stage.members}
-
-    def left(ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(rank for rank in ranks if rank in here)
-
-    chosen = [reduction for reduction in graph.reductions if left(reduction.ranks)]
-    reductions: list[Reduction] = []
-    for index, whole in enumerate(chosen):
-        part = replace(whole, index=index, ranks=left(whole.ranks))
-        if isinstance(part, BlockReduction):
-            part = replace(part, contributors=left(part.contributors))
-        reductions.append(part)
-    losses = [replace(loss, ranks=left(loss.ranks)) for loss in graph.losses]
-    cut = Graph(stages=stages, edges=graph.edges, losses=losses, reductions=reductions)
+    cut = restricted(graph, stages)
+    chosen = [reduction for reduction in cut.reductions if reduction.ranks]
+    cut.reductions = [replace(part, index=index) for index, part in enumerate(chosen)]
     return cut, [reduction.index for reduction in chosen]
 
 

@@ -11,6 +11,7 @@ from mmplan.program.model import (
     Program,
     Reduction,
     Stage,
+    TieReduction,
 )
 
 
@@ -76,6 +77,9 @@ def _reduction(reduction: Reduction) -> str:
     what = f"loss {reduction.owner}"
     if isinstance(reduction, BlockReduction):
         what = f"blocks {_span(reduction.blocks)} of {reduction.owner}{_shards(reduction)}"
+    elif isinstance(reduction, TieReduction):
+        blocks, ranks = (" ".join(map(str, x)) for x in (reduction.blocks, reduction.contributors))
+        what = f"what blocks {blocks} of {reduction.owner} share, from ranks {ranks}"
     return f"# reduction {reduction.index}: {what}, ranks {' '.join(map(str, reduction.ranks))}"
 
 

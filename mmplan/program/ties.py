@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from mmplan.errors import InvalidInputError
-from mmplan.program.model import Stage
+from mmplan.program.model import Stage, Ties
 from mmplan.program.shards import Ranks, is_crowded, whole_sums
 
 
@@ -22,7 +22,7 @@ def groups_of(stages: Iterable[Stage], owner: str, blocks: Iterable[int]) -> lis
     )
 
 
-def check_ties(stages: Sequence[Stage], ties: Mapping[str, Sequence[Sequence[int]]]) -> None:
+def check_ties(stages: Sequence[Stage], ties: Ties) -> None:
     """Refuse groups in which the gradient of a shared parameter cannot be summed.
 
     Every rank has this gradient whole: one rank of each group that runs one of the blocks
@@ -30,7 +30,7 @@ def check_ties(stages: Sequence[Stage], ties: Mapping[str, Sequence[Sequence[int
 
     Args:
         stages: of a whole plan.
-        ties: module to the blocks of each parameter that several of them share.
+        ties: of its modules.
 
     Raises:
         InvalidInputError: a rank runs one of the blocks as two different shards, or no set of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
-from mmplan.program.model import BlockReduction, Program
+from mmplan.program.model import LossReduction, Program
 from mmplan.schema.base import write_text
 
 _CATEGORIES = {
@@ -114,7 +114,7 @@ def _arguments(program: Program, rank: int, item: Instruction) -> dict[str, Any]
         if item.op is Op.COUNT:
             return {"loss": program.losses[item.index].name}
         reduction = program.reductions[item.index]
-        blocks = reduction.blocks if isinstance(reduction, BlockReduction) else (0, 0)
+        blocks = (0, 0) if isinstance(reduction, LossReduction) else reduction.blocks
         return {"owner": reduction.owner, "blocks": list(blocks)}
     if isinstance(item, Compute | Message):
         stage = program.stages[item.stage]

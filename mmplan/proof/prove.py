@@ -17,7 +17,6 @@ Three parts make the proof. Each is about data alone; no code of the workload ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmplan.errors import InvalidInputError
@@ -32,6 +31,7 @@ from mmplan.program.model import Program
 from mmplan.program.symmetry_classes import lower_plan
 from mmplan.proof.specification import specification_faults, specify
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
 
 
@@ -55,14 +55,14 @@ class Proof:
 
 
 @rare_collections()
-def prove(plan: Plan, workload: Workload | None, blocks: Mapping[str, int] | None = None) -> Proof:
+def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None) -> Proof:
     """Prove that a plan trains its workload.
 
     Args:
         plan: without faults of its fields (:func:`mmplan.schema.faults.plan_faults`).
         workload: None to prove only that the program does what the plan's own stages say.
-        blocks: number of blocks of the modules, from the profile of the model; of those that
-            are not there the plan's number counts.
+        profile: of the model. It says how many blocks the modules have, and which of them
+            share parameters; without it the plan is believed.
     """
     try:
         graph = lower(plan)
@@ -74,8 +74,11 @@ def prove(plan: Plan, workload: Workload | None, blocks: Mapping[str, int] | Non
     whole = Program.of(plan, graph, program.instructions)
     faults = graph_faults(whole)
     if workload is not None:
-        counts = {n: m.blocks for t in plan.tasks.values() for n, m in t.modules.items()}
-        asked = specify(workload, counts | dict(blocks or {}), plan.tasks)
+        blocks = {n: m.blocks for t in plan.tasks.values() for n, m in t.modules.items()}
+        if profile is not None:
+            blocks |= {name: own.blocks for name, own in profile.modules.items()}
+        ties = None if profile is None else profile.ties
+        asked = specify(workload, blocks, ties=ties, tasks=plan.tasks)
         faults += specification_faults(whole, asked)
     faults += row_faults(program)
     return Proof(

@@ -25,6 +25,7 @@ from mmplan.program.model import (
     Program,
     Source,
     Stage,
+    Ties,
 )
 from mmplan.proof.terms import Term, Terms
 from mmplan.schema.workload import InputSource, TaskView, Workload, exact, resolve_tasks
@@ -53,21 +54,29 @@ class Specification:
         terms: in which the losses' arguments are numbered.
         batches: samples of a step, by task.
         losses: by task and name.
+        ties: of the modules, where the model's profile is known: by the module whose parameters
+            they are, the blocks of each parameter that several blocks share.
     """
 
     terms: Terms
     batches: Mapping[str, int]
     losses: Mapping[tuple[str, str], SpecifiedLoss]
+    ties: Ties | None
 
 
 def specify(
-    workload: Workload, blocks: Mapping[str, int], tasks: Collection[str] | None = None
+    workload: Workload,
+    blocks: Mapping[str, int],
+    *,
+    ties: Ties | None = None,
+    tasks: Collection[str] | None = None,
 ) -> Specification:
     """The specification of some tasks of a workload.
 
     Args:
         workload: the workload.
         blocks: number of blocks of every module of these tasks.
+        ties: of its modules' parameters, by module; None where they are not known.
         tasks: names; default all.
     """
     terms = Terms()
@@ -81,8 +90,12 @@ def specify(
                 weight=exact(workload.losses[loss].weight) * exact(view.weight),
                 sync_batch=view.sync_batches.get(loss),
             )
+    owners = {workload.modules[m].share or m for view in views.values() for m in view.modules}
     return Specification(
-        terms=terms, batches={name: view.batch for name, view in views.items()}, losses=losses
+        terms=terms,
+        batches={name: view.batch for name, view in views.items()},
+        losses=losses,
+        ties=None if ties is None else {m: ties[m] for m in sorted(owners) if ties.get(m)},
     )
 
 
@@ -125,6 +138,7 @@ def specification_faults(program: Program, asked: Specification) -> Iterator[str
     and the parameters, and gradients may flow wherever they are needed.
     """
     yield from _batch_faults(program, asked)
+    yield from _tie_faults(program, asked)
     faults = list(_reference_faults(program))
     order = [] if faults else _producers_first(program)
     if not faults and len(order) < len(program.stages):
@@ -141,6 +155,16 @@ def _batch_faults(program: Program, asked: Specification) -> Iterator[str]:
         has, wanted = program.batches.get(task, 0), asked.batches.get(task, 0)
         if has != wanted:
             yield f"task {task}: a step has {has} samples, the workload's {wanted}"
+
+
+def _tie_faults(program: Program, asked: Specification) -> Iterator[str]:
+    if asked.ties is None:
+        return
+    for owner in sorted({*program.ties, *asked.ties}):
+        has = sorted(map(tuple, program.ties.get(owner, ())))
+        wanted = sorted(map(tuple, asked.ties.get(owner, ())))
+        if has != wanted:
+            yield f"module {owner}: blocks that share a parameter: {has}, in its profile {wanted}"
 
 
 def _reference_faults(program: Program) -> Iterator[str]:

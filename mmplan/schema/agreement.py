@@ -16,13 +16,19 @@ from mmplan.schema.workload import LossSpec, ModuleSpec, TaskView, Workload, res
 from mmplan.wording import counted
 
 
-def planned_task(workload: Workload, task: TaskView, blocks: Mapping[str, int]) -> PlannedTask:
+def planned_task(
+    workload: Workload,
+    task: TaskView,
+    blocks: Mapping[str, int],
+    ties: Mapping[str, tuple[tuple[int, ...], ...]],
+) -> PlannedTask:
     """What a plan has to say of a task.
 
     Args:
         workload: whose task it is.
         task: with its defaults filled in.
         blocks: of every module of the task, which the workload does not know.
+        ties: likewise, the blocks of each parameter that several blocks share.
     """
     spec = workload.tasks.get(task.name)
     changed: Mapping[str, tuple[str | None, ...]] = spec.inputs if spec else {}
@@ -37,6 +43,7 @@ def planned_task(workload: Workload, task: TaskView, blocks: Mapping[str, int]) 
                 share=workload.modules[name].share,
                 recompute=workload.modules[name].recompute,
                 backbone=bool(workload.modules[name].backbone),
+                ties=ties.get(name, ()),
             )
             for name in task.modules
         },
@@ -54,8 +61,9 @@ def planned_task(workload: Workload, task: TaskView, blocks: Mapping[str, int]) 
 def plan_differences(plan: Plan, workload: Workload) -> list[str]:
     """Fields in which a plan trains something else than its workload, each one line.
 
-    A plan may be for some of the workload's tasks. How many blocks a module has is not in the
-    workload: there the plan is believed.
+    A plan may be for some of the workload's tasks. How many blocks a module has, and which of them
+    share parameters, is not in the workload: there the plan is believed. A solver may use ZeRO
+    where the workload does not ask for it.
     """
     known, found = resolve_tasks(workload), list[str]()
     for name, task in plan.tasks.items():
@@ -64,10 +72,13 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
             continue
         view = known[name]
         blocks = {m: task.modules[m].blocks if m in task.modules else 1 for m in view.modules}
-        wanted = planned_task(workload, view, blocks)
+        ties = {m: planned.ties for m, planned in task.modules.items()}
+        wanted = planned_task(workload, view, blocks, ties)
         found += _differences(f"tasks.{name}", _data(task), _data(wanted))
     training = workload.train.model_dump(include={"precision", "optimizer", "seed", "reorder"})
     ours = plan.training.model_dump(include=set(training))
+    if plan.training.zero < workload.train.zero:
+        training["zero"], ours["zero"] = workload.train.zero, plan.training.zero
     return [*found, *_differences("training", ours, training)]
 
 

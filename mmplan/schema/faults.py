@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from mmplan.schema.plan import Plan, Unit
+from mmplan.schema.plan import Plan, PlannedModule, Unit
 from mmplan.schema.workload import parse_source
 
 
@@ -85,6 +85,25 @@ def _blocks(plan: Plan) -> Iterator[str]:
             yield from _coverage(f"task {name}, module {module}", units, planned.blocks)
 
 
+def _ties(plan: Plan) -> Iterator[str]:
+    """Ties are several blocks of the module; modules with one owner have the same ones."""
+    first: dict[str, tuple[str, PlannedModule]] = {}
+    for name, task in plan.tasks.items():
+        for module, planned in task.modules.items():
+            where = f"tasks.{name}.modules.{module}.ties"
+            for i, tie in enumerate(planned.ties):
+                if len(tie) < 2 or list(tie) != sorted(set(tie)) or tie[-1] >= planned.blocks:
+                    yield (
+                        f"{where}.{i}: {list(tie)} are not several of the blocks "
+                        f"0..{planned.blocks - 1}, ascending"
+                    )
+            if len(set(planned.ties)) < len(planned.ties):
+                yield f"{where}: blocks stand there twice"
+            other, same = first.setdefault(planned.share or module, (where, planned))
+            if set(same.ties) != set(planned.ties):
+                yield f"{where}: the parameters are those of {other}, the ties are not"
+
+
 def _coverage(where: str, units: list[Unit], blocks: int) -> Iterator[str]:
     """Chunks in pipeline order must tile [0, blocks)."""
     if not units:
@@ -158,4 +177,4 @@ def _in_turn(plan: Plan) -> Iterator[str]:
             return
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _losses, _waves, _in_turn)
+_CHECKS = (_names, _grids, _samples, _blocks, _ties, _losses, _waves, _in_turn)

@@ -252,6 +252,7 @@ class PlannedModule(Record):
     Attributes:
         blocks: how many.
         frozen: true, or half-open ranges of blocks.
+        ties: the blocks, ascending, of each parameter that several blocks share; equal ones once.
     """
 
     inputs: tuple[Str | None, ...]
@@ -260,6 +261,7 @@ class PlannedModule(Record):
     share: Str | None = None
     recompute: Literal["none", "full"] = "none"
     backbone: Bool = False
+    ties: tuple[tuple[Index, ...], ...] = ()
 
 
 class PlannedLoss(Record):

@@ -11,6 +11,7 @@ from mmplan.program.checks.instruction_faults import (
     where,
 )
 from mmplan.program.checks.sum_faults import sum_faults
+from mmplan.program.checks.update_faults import update_faults
 from mmplan.program.clocks import no_durations, replay
 from mmplan.program.communicators import queue_faults
 from mmplan.program.dependencies import GROUP, SEND, Dependencies, find_dependencies
@@ -28,8 +29,8 @@ def check_program(program: Program) -> list[str]:
 
 
 def graph_faults(program: Program) -> list[str]:
-    """Faults that do not depend on instructions: samples, and sums of gradients."""
-    return [*stage_faults(program), *sum_faults(program)]
+    """Faults that do not depend on instructions: of samples, sums of gradients, and updates."""
+    return [*stage_faults(program), *sum_faults(program), *update_faults(program)]
 
 
 def row_faults(program: Program) -> list[str]:

@@ -19,12 +19,12 @@ from mmplan.program.instructions import (
     Sync,
 )
 from mmplan.program.model import (
-    BlockReduction,
     CrossSampleLoss,
     LossReduction,
     PerSampleLoss,
     Program,
     Stage,
+    TieReduction,
 )
 from mmplan.program.samples import SampleRange
 
@@ -340,13 +340,16 @@ class _RankCheck:
             if isinstance(reduction, LossReduction):
                 names = {self._program.losses[i].name for i in stage.hosted}
                 contributes = reduction.owner in names
+            elif isinstance(reduction, TieReduction):
+                held = any(a <= block < b for block in reduction.blocks for a, b in [stage.blocks])
+                contributes = stage.owner == reduction.owner and held
             else:
                 a, b = reduction.blocks
                 overlaps = stage.blocks[0] < b and a < stage.blocks[1]
                 contributes = stage.owner == reduction.owner and overlaps
             # In a split backward, I makes the gradients of some parameters and W those of the rest.
             ops = [self._backwards[stage.index]]
-            if isinstance(reduction, BlockReduction):
+            if not isinstance(reduction, LossReduction):
                 ops.append(Op.WEIGHT)
             for mb in range(len(self._microbatches[stage.index]) if contributes else 0):
                 for late in (self._computes[stage.index, op, mb] for op in ops):
