@@ -232,7 +232,9 @@ class BackwardReceive:
     """A posted receive of a backward message: one gradient for each floating leaf.
 
     The shape of a ragged leaf is that of the forward output, which may not exist yet when the
-    receive is posted: only dense leaves are posted early.
+    receive is posted: only dense leaves are posted early. In place of the gradient of an empty
+    leaf comes one number: whether there is one. A consumer that leaves a modality without rows
+    out gives none, and its parameters then have none, as in one process.
     """
 
     def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
@@ -241,19 +243,32 @@ class BackwardReceive:
         self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
         if not any(leaf.ragged for leaf in leaves):
             self._posted = [
-                source.receive(i, (samples, *leaf.tail), leaf.dtype)
-                for i, leaf in enumerate(leaves)
+                self._post(i, (samples, *leaf.tail), leaf.dtype) for i, leaf in enumerate(leaves)
             ]
 
-    def wait(self, output: Tree) -> tuple[Tensor | PaddedShare, ...]:
-        """Gradients of the floating leaves of ``output``, the samples that were sent."""
+    def _post(
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Work, Tensor | PaddedShare]:
+        if prod(shape):
+            return self._source.receive(index, shape, dtype)
+        return self._source.receive(index, (1,), torch.bool, whole=True)
+
+    def wait(self, output: Tree) -> tuple[Tensor | PaddedShare | None, ...]:
+        """Gradients of the floating leaves of ``output``, the samples that were sent.
+
+        None for an empty leaf that the consumer did not use.
+        """
+        leaves = list(float_leaves(output))
         posted = self._posted
         if posted is None:
-            leaves = enumerate(float_leaves(output))
-            posted = [self._source.receive(i, tuple(x.shape), x.dtype) for i, x in leaves]
+            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
         for work, _ in posted:
             work.wait()
-        return tuple(buffer for _, buffer in posted)
+        received = zip(leaves, (buffer for _, buffer in posted), strict=True)
+        return tuple(
+            buffer if leaf.numel() else torch.zeros_like(leaf) if cast(Tensor, buffer) else None
+            for leaf, buffer in received
+        )
 
 
 T = TypeVar("T")
@@ -330,9 +345,13 @@ class Mailbox:
             output = element_of(tree, edge.element, stage.module)
             tensors = message_tensors(slice_samples(output, low, high), share)
         else:
-            gradients = map_tensors(tree, _gradient_of)
-            leaves = float_leaves(slice_samples(gradients, low, high))
-            tensors = [leaf if share is None else share.of(leaf) for leaf in leaves]
+            cuts = float_leaves(slice_samples(map_tensors(tree, _gradient_of), low, high))
+            tensors = [
+                (cut if share is None else share.of(cut))
+                if cut.numel()
+                else torch.tensor([leaf.grad is not None], device=leaf.device)
+                for leaf, cut in zip(float_leaves(tree), cuts, strict=True)
+            ]
         if len(tensors) > MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
         backward = message.op == Op.SEND_B

@@ -314,7 +314,7 @@ class Executor:
         given = self._gather_shares(stage, [receive.wait(cut[2]) for (_, receive), cut in waited])
         self._mailbox.gradients_received(message for message, _ in live.messages)
         for cut, gradients in zip(cuts, given, strict=True):
-            _add_gradients(sums, *cut, cast("tuple[Tensor, ...]", gradients))
+            _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
             part = slice_samples(tree, low - start, high - start)
@@ -367,7 +367,11 @@ class Executor:
 
 
 def _add_gradients(
-    sums: dict[Tensor, Tensor], tree: Tree, first: int, part: Tree, grads: Sequence[Tensor]
+    sums: dict[Tensor, Tensor],
+    tree: Tree,
+    first: int,
+    part: Tree,
+    grads: Sequence[Tensor | None],
 ) -> None:
     """Add the gradients that one consumer gives back to the sums of an output's leaves.
 
@@ -376,11 +380,11 @@ def _add_gradients(
         tree: the output.
         first: its first sample that the consumer took.
         part: the samples that the consumer took.
-        grads: a gradient for each floating leaf of the part.
+        grads: a gradient for each floating leaf of the part; None where it was not used.
     """
     leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
     for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
-        if not leaf.requires_grad:
+        if given is None or not leaf.requires_grad:
             continue
         grad = given.to(leaf.dtype)
         if leaf not in sums and len(cut) == len(leaf):
