@@ -70,6 +70,7 @@ class Album(Dataset[dict[str, Tensor | Ragged]]):
             "pictures": pictures,
             "names": Ragged(names, pictures.lengths),
             "clips": rows("clips", 1, WIDTH),
+            "seen": torch.tensor(len(pictures.values) > 0),
             "words": torch.randn((WORDS, WIDTH), generator=generator, dtype=torch.float64),
             "target": torch.randn((), generator=generator, dtype=torch.float64),
         }
@@ -82,15 +83,20 @@ class Album(Dataset[dict[str, Tensor | Ragged]]):
 
 
 class Rows(nn.Module):
-    """A block on the rows of ``Ragged``, whatever their number."""
+    """A block on the rows of ``Ragged``, whatever their number.
 
-    def __init__(self, inner: nn.Module) -> None:
+    With ``passes`` it returns no rows as they came, which are of another shape than its own.
+    """
+
+    def __init__(self, inner: nn.Module, passes: bool = False) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.passes = inner, passes
         plan: dict[str, str] = getattr(inner, "tp_plan", {})
         self.tp_plan = {f"inner.{name}": style for name, style in plan.items()}
 
     def forward(self, x: Ragged) -> Ragged:
+        if self.passes and not len(x.values):
+            return x
         return Ragged(self.inner(x.values), x.lengths)
 
 
@@ -109,16 +115,36 @@ class Patches(nn.Module):
         return functional.scaled_dot_product_attention(q, k, v).mean(dim=1)
 
 
-def eye() -> nn.Sequential:
+def eye(passes: bool = False) -> nn.Sequential:
     """Pictures to rows [N, WIDTH]."""
     blocks = [Block(WIDTH, 2 * WIDTH, WIDTH, 0.0) for _ in range(3)]
-    return nn.Sequential(Rows(Patches(nn.Conv2d(1, WIDTH, 2))), *map(Rows, blocks))
+    first = Patches(nn.Conv2d(1, WIDTH, 2))
+    return nn.Sequential(*(Rows(block, passes) for block in (first, *blocks)))
 
 
-def ear() -> nn.Sequential:
+def fussy_eye() -> nn.Sequential:
+    """An eye whose second block cannot take 0 rows."""
+    built = eye()
+    built[1].inner = Reshaped(built[1].inner)
+    return built
+
+
+class Reshaped(nn.Module):
+    """A block with a size of -1, which an empty tensor does not say."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.reshape(len(x), -1))
+
+
+def ear(passes: bool = False) -> nn.Sequential:
     """Clips to rows [N, WIDTH]."""
+    first = Patches(nn.Conv1d(1, WIDTH, 3))
     block = Block(WIDTH, 2 * WIDTH, WIDTH, 0.0)
-    return nn.Sequential(Rows(Patches(nn.Conv1d(1, WIDTH, 3))), Rows(block))
+    return nn.Sequential(Rows(first, passes), Rows(block, passes))
 
 
 class Join(nn.Module):
@@ -177,8 +203,31 @@ def pool() -> nn.Sequential:
     return nn.Sequential(Pool())
 
 
+class Matching(Contrastive):
+    """Contrasts those samples that have pictures; without any the pictures are left out."""
+
+    # It takes a field more than its base.
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, pictures: Tensor, words: Tensor, seen: Tensor
+    ) -> Tensor:
+        if not seen.any():
+            return words.square().mean()
+        return super().forward(pictures[seen], words[seen])
+
+
 FACTORIES = {"eye": 4, "ear": 2, "reader": 4, "pool": 1}
-LOSSES = {"regression": Regression, "naming": Naming, "contrastive": Contrastive}
+LOSSES = {
+    "regression": Regression,
+    "naming": Naming,
+    "contrastive": Contrastive,
+    "matching": Matching,
+}
+# Arguments of the factories by MissingCase.joins.
+ARGS: dict[str, dict[str, dict[str, Any]]] = {
+    "adds": {},
+    "skips": {"reader": {"skips": True}},
+    "passes": {"reader": {"skips": True}, "eye": {"passes": True}, "ear": {"passes": True}},
+}
 GRID = {"apart": "1f1b", "colocated": "1f1b", "interleaved": "interleaved", "waves": "wave"}
 
 
@@ -190,8 +239,10 @@ class MissingCase:
         where: a key of :data:`PLACES`.
         kind: of the plan.
         tp: of eye and of the slices of reader.
-        joins: "adds" sums whatever rows there are, "skips" leaves a module without rows out.
-        losses: beside the regression of reader: "naming", on rows, or "contrastive", or none.
+        joins: "adds" sums whatever rows there are, "skips" leaves a module without rows out,
+            "passes" also passes no rows through the modules as they came; no loss takes those.
+        losses: beside the regression of reader: "naming", on rows, "contrastive" or "matching",
+            across samples, or none.
         tasks: with 2 a second task trains the same modules on samples without any picture.
         nodes: ranks of a node are 2 where it is true: messages to tp groups travel in shares.
     """
@@ -217,6 +268,11 @@ class MissingCase:
         """What blocks compute under in one process."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16")
 
+    @property
+    def across(self) -> bool:
+        """Whether a loss is across samples."""
+        return self.losses in ("contrastive", "matching")
+
     def task_names(self) -> list[str]:
         return ["default"] if self.tasks == 1 else ["album", "text"]
 
@@ -226,7 +282,7 @@ class MissingCase:
         modules = {
             u.module: {
                 "factory": f"tests.missing_cases:{u.module}",
-                "args": {"skips": True} if u.module == "reader" and self.joins == "skips" else {},
+                "args": ARGS[self.joins].get(u.module, {}),
                 "inputs": list(u.inputs),
                 "recompute": self.recompute,
             }
@@ -287,8 +343,9 @@ class MissingCase:
         found = [loss("regression", "reader", "target", task=task)]
         if self.losses == "naming":
             found.append(loss("naming", "eye", "names", task=task, weight=0.5))
-        if self.losses == "contrastive":
-            found.append(loss("contrastive", "pool", "reader", sync_batch=6, task=task))
+        if self.across:
+            seen = ["seen"] if self.losses == "matching" else []
+            found.append(loss(self.losses, "pool", "reader", *seen, sync_batch=6, task=task))
         return found
 
     def _units(self, task: str) -> list[UnitSpec]:
@@ -298,7 +355,7 @@ class MissingCase:
         def part(module: str, **options: Any) -> UnitSpec:
             fed = inputs.get(module, ["eye"])
             kind = options.pop("kind", "1f1b")
-            if self.losses == "contrastive" and kind in ("1f1b",):
+            if self.across and kind == "1f1b":
                 kind = "batch-sync"
             name = options.pop("name", module)
             return unit(
@@ -329,7 +386,7 @@ class MissingCase:
                 part("ear", k=3, ranks=grids["ear"]),
                 part("reader", **two, tp=tp, pp=2, vpp=vpp, kind=kind, ranks=grids["reader"]),
             ]
-        if self.losses == "contrastive":
+        if self.across:
             kind = "wave" if self.kind == "waves" else "1f1b"
             units.append(part("pool", k=2, kind=kind, ranks=grids["ear"]))
         return units
@@ -418,7 +475,7 @@ def _total(case: MissingCase, losses: Mapping[str, Any], values: Mapping[str, An
     for name, spec in case.workload().losses.items():
         given = [values[str(source)] for source in spec.inputs]
         if spec.sync_batch is not None:
-            wide = [x if x.dtype == torch.float64 else x.float() for x in given]
+            wide = [x.float() if x.dtype == torch.bfloat16 else x for x in given]
             starts = range(0, BATCH, spec.sync_batch)
             cuts = [[x[a : a + spec.sync_batch] for x in wide] for a in starts]
             value = torch.stack([losses[name](*cut) for cut in cuts]).mean()

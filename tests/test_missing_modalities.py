@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mmlaunch.execute.executor import ExecutionError
 from mmlaunch.launch.launch import launch
+from mmlaunch.session.session import Session
+from mmplan.schema.workload import Workload
 from tests.gloo_entries import train
 from tests.missing_cases import GRID, PLACES, STEPS, MissingCase, train_plainly
 from tests.pairwise import Row, pairwise_rows
@@ -23,8 +27,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "where": tuple(PLACES),
     "kind": tuple(GRID),
     "tp": (1, 2),
-    "joins": ("adds", "skips"),
-    "losses": ("naming", "contrastive", "none"),
+    "joins": ("adds", "skips", "passes"),
+    "losses": ("naming", "contrastive", "matching", "none"),
     "tasks": (1, 2),
     "zero": (0, 1),
     "recompute": ("none", "full"),
@@ -48,6 +52,8 @@ def _judge(found: Trained, case: MissingCase) -> None:
 
 def _cases(seed: int, *, ranks: int | None = None, most: int | None = None) -> list[MissingCase]:
     def fits(row: Row) -> bool:
+        if row["joins"] == "passes" and row["losses"] != "none":
+            return False
         return ranks is None or MissingCase(**row).plan().devices <= ranks
 
     return [MissingCase(**r) for r in pairwise_rows(FACTORS, valid=fits, most=most, seed=seed)]
@@ -58,9 +64,9 @@ QUICK = (
     MissingCase(where="step", joins="skips", losses="none"),
     MissingCase(where="first-step", kind="waves", joins="skips", losses="none", zero=1),
     MissingCase(where="everywhere", kind="colocated", recompute="full"),
-    MissingCase(where="replica", kind="interleaved", joins="skips", split=True),
-    MissingCase(where="both", kind="waves", losses="contrastive", joins="skips", tasks=2),
-    MissingCase(where="first-microbatch", kind="colocated", tp=2, nodes=True, losses="none"),
+    MissingCase(where="first-step", kind="interleaved", joins="passes", losses="none", split=True),
+    MissingCase(where="both", kind="waves", losses="matching", joins="skips", tasks=2),
+    MissingCase(where="replica", kind="colocated", tp=2, nodes=True),
 )
 
 
@@ -86,7 +92,43 @@ def test_the_selection_holds_every_pair() -> None:
     cases = _cases(0)
     for a, b in itertools.combinations(FACTORS, 2):
         met = {(getattr(case, a), getattr(case, b)) for case in cases}
-        assert met == set(itertools.product(FACTORS[a], FACTORS[b]))
+        every = set(itertools.product(FACTORS[a], FACTORS[b]))
+        left_out = {("passes", losses) for losses in FACTORS["losses"] if losses != "none"}
+        assert met == (every - left_out if (a, b) == ("joins", "losses") else every)
+
+
+def test_a_block_that_cannot_take_no_rows_is_named() -> None:
+    """Shapes are inferred from a batch without pictures all the same: the first step fails."""
+    case = MissingCase(where="first-step", kind="waves", losses="none", recompute="full")
+    spec = case.workload().model_dump(exclude_none=True, mode="json")
+    spec["modules"]["eye"]["factory"] = "tests.missing_cases:fussy_eye"
+    with pytest.raises(ExecutionError) as caught:
+        train_planned(case.plan(), Workload.model_validate(spec), STEPS)
+    assert str(caught.value).startswith(
+        "modules.eye: block 1 (Rows) cannot take a micro-batch without any row of its ragged "
+        "input: RuntimeError: cannot reshape tensor of 0 elements"
+    )
+    assert str(caught.value.hint).startswith("let the block take 0 rows")
+    assert "x.reshape" in caught.value.detail
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_module_that_was_never_updated_is_saved_and_goes_on(zero: int, tmp_path: Path) -> None:
+    """After a first step without pictures their module has no state; others load it so."""
+    case = MissingCase(where="first-step", kind="waves", joins="skips", losses="none", zero=zero)
+    other = replace(case, kind="colocated", zero=1 - zero)
+
+    def save(session: Session) -> None:
+        session.save(tmp_path)
+
+    def load(session: Session) -> None:
+        session.load(tmp_path / "step-1")
+
+    train_planned(case.plan(), case.workload(), 1, after=save)
+    found = train_planned(other.plan(), other.workload(), STEPS, before=load)
+    plain = train_plainly(case)
+    assert worst_difference(found.weights, plain.weights) <= TOLERANCE["fp64"]
+    assert found.losses == pytest.approx(plain.losses[1:], rel=TOLERANCE["fp64"])
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ what an instruction names. State lives for one call of ``run``.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,25 +30,16 @@ from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.execute.batch_sync import BatchSync
-from mmlaunch.execute.blocks import StageBlocks, frozen
+from mmlaunch.execute.blocks import ExecutionError, StageBlocks, frozen
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
-from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.errors import MMPlanError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
-
-
-class ExecutionError(RunFailedError):
-    """An instruction failed; the message shows it between its neighbours."""
-
-    @property
-    def detail(self) -> str:
-        """The traceback of its cause."""
-        return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
 
 
 @dataclass(slots=True)

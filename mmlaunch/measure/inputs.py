@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from mmlaunch.comm.batches import (
+    NO_ROWS,
     Tree,
     cat_samples,
     element_of,
+    lacks_rows,
     leaf_of,
     map_tensors,
     num_samples,
@@ -276,7 +278,9 @@ def _raise_users(error: Exception, where: str, args: tuple[Tree, ...]) -> NoRetu
     raise InvalidInputError(
         f"{where} raised {problem} ({own[-1].filename}:{own[-1].lineno}) for inputs "
         f"{', '.join(map(_shown, args))}",
-        hint="a block takes what the one before it returns, the first the module's inputs",
+        hint=NO_ROWS
+        if any(map(lacks_rows, args))
+        else "a block takes what the one before it returns, the first the module's inputs",
     ) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import Tree, element_of, map_tensors
+from mmlaunch.comm.batches import Tree, element_of, lacks_rows, map_tensors
 from mmlaunch.comm.messages import LeafSpec, Spec, spec_of, tree_of
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
@@ -122,7 +122,9 @@ def _infer(
 
     def argument(source: Source) -> Tree:
         if source.field is not None:
-            return prepare(data.get(source.field, start, start + samples))
+            field = prepare(data.get(source.field, start, start + samples))
+            # Blocks may return rows that they do not have as they came, of another shape.
+            return tree_of(spec_of(field), zeros) if lacks_rows(field) else field
         if source.edge is None:
             return None
         edge = program.edges[source.edge]
