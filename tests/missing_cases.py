@@ -30,7 +30,7 @@ SEED = 4
 CLASSES = 5
 WORDS = 3
 # Large against rounding, so that a gradient of rounding noise does not move a parameter by lr.
-OPTIMIZER = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}
+OPTIMIZER: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-2}
 
 # (step, first batch position, end) without the modality. Replicas of two take 6 samples each,
 # and of these each micro-batch 3 where there are two.
@@ -125,7 +125,7 @@ def eye(passes: bool = False) -> nn.Sequential:
 def fussy_eye() -> nn.Sequential:
     """An eye whose second block cannot take 0 rows."""
     built = eye()
-    built[1].inner = Reshaped(built[1].inner)
+    built[1] = Rows(Reshaped(Block(WIDTH, 2 * WIDTH, WIDTH, 0.0)))
     return built
 
 
@@ -138,6 +138,24 @@ class Reshaped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.reshape(len(x), -1))
+
+
+class Nothing(nn.Module):
+    """A block that returns None where there are no rows."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Ragged) -> Ragged | None:
+        return self.inner(x) if len(x.values) else None
+
+
+def vanishing_eye() -> nn.Sequential:
+    """An eye that returns None where there are no rows."""
+    built = eye()
+    built[3] = Nothing(built[3])
+    return built
 
 
 def ear(passes: bool = False) -> nn.Sequential:

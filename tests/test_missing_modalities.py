@@ -7,21 +7,31 @@ those alone that have none: both must be as in one process, whose modules run on
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mmlaunch.execute.executor import ExecutionError
 from mmlaunch.launch.launch import launch
+from mmlaunch.measure.inputs import Inputs
+from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.session.session import Session
+from mmplan.errors import RunFailedError
+from mmplan.profiling.data import timed_means
+from mmplan.ragged import Ragged
+from mmplan.schema.base import document_text
 from mmplan.schema.workload import Workload
+from tests.commands import call
 from tests.gloo_entries import train
-from tests.missing_cases import GRID, PLACES, STEPS, MissingCase, train_plainly
+from tests.missing_cases import BATCH, GRID, PLACES, STEPS, MissingCase, train_plainly
 from tests.pairwise import Row, pairwise_rows
 from tests.training import Trained, train_planned, worst_difference
+from tests.verification import HERE
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "where": tuple(PLACES),
@@ -112,6 +122,19 @@ def test_a_block_that_cannot_take_no_rows_is_named() -> None:
     assert "x.reshape" in caught.value.detail
 
 
+def test_an_output_that_nobody_waits_for_is_an_error() -> None:
+    """Not a wait without end: of None nothing would be sent, and the others wait for lengths."""
+    case = MissingCase(where="step", kind="waves", losses="none")
+    spec = case.workload().model_dump(exclude_none=True, mode="json")
+    spec["modules"]["eye"]["factory"] = "tests.missing_cases:vanishing_eye"
+    with pytest.raises(RunFailedError) as caught:
+        train_planned(case.plan(), Workload.model_validate(spec), STEPS)
+    assert str(caught.value) == (
+        "modules.eye returns None for a micro-batch, others wait for Ragged [*, 8] float64"
+    )
+    assert str(caught.value.hint).endswith("mmplan.Ragged with 0 rows")
+
+
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_module_that_was_never_updated_is_saved_and_goes_on(zero: int, tmp_path: Path) -> None:
     """After a first step without pictures their module has no state; others load it so."""
@@ -129,6 +152,44 @@ def test_a_module_that_was_never_updated_is_saved_and_goes_on(zero: int, tmp_pat
     plain = train_plainly(case)
     assert worst_difference(found.weights, plain.weights) <= TOLERANCE["fp64"]
     assert found.losses == pytest.approx(plain.losses[1:], rel=TOLERANCE["fp64"])
+
+
+def test_profiles_time_samples_that_have_the_modality() -> None:
+    """The first step has no picture: the second one is timed, and its work is what ``at`` says."""
+    workload = MissingCase(where="first-step").workload()
+    (pictures,) = Inputs(workload, HERE, torch.device("cpu"), pool=BATCH).of_module(
+        "default", "eye", BATCH
+    )
+    assert isinstance(pictures, Ragged)
+    rows = len(pictures.values)
+    point = {"task": "default", "order": "random", "samples": BATCH}
+    sampler = WorkSampler(workload, HERE)
+    pieces = [sampler.work(point | {"piece": step})["work"]["eye"] for step in range(STEPS)]
+    assert sum(pieces[0]) == 0 < rows
+    work = {"eye": [*itertools.chain(*pieces)]}
+    assert timed_means(work, BATCH, BATCH) == {"eye": rows / BATCH}
+    assert timed_means({"eye": [0.0] * 36}, BATCH, BATCH) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["first-step", "everywhere"])
+def test_planned_from_data_without_pictures(where: str, tmp_path: Path) -> None:
+    """Profile with the data's work, plan, proof, simulation of sampled batches and report."""
+    workload = MissingCase(where=where, joins="adds").workload()
+    spec, profile, plan = (tmp_path / name for name in ("w.json", "p.json", "plan.json"))
+    spec.write_text(document_text(workload))
+
+    def done(*args: str | Path) -> None:
+        result = call("mmplan", *args)
+        assert result.code == 0, result.err
+
+    done("profile", spec, "--analytic", "--cluster", "p3-8", "--data", "-o", profile)
+    done("solve", spec, "--profile", profile, "--devices", "4", "-o", plan)
+    done("check", plan)
+    done("simulate", plan)
+    done("report", plan, "-o", tmp_path / "report.html")
+    data = json.loads(profile.read_text())["data"]["default"]
+    assert ("eye" in data["work"]) == (where == "first-step")
 
 
 @pytest.mark.slow

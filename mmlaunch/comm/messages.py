@@ -81,6 +81,18 @@ def spec_of(tree: Tree) -> Spec:
     )
 
 
+def fits(tree: Tree, spec: Spec) -> bool:
+    """Whether a tree is built as a spec says; rows that are not there may have any shape."""
+    if spec is None or tree is None:
+        return spec is tree
+    if isinstance(spec, tuple):
+        plain = isinstance(tree, tuple) and not isinstance(tree, Ragged)
+        return plain and len(tree) == len(spec) and all(map(fits, tree, spec))
+    if isinstance(tree, Ragged) and spec.ragged and not len(tree.values):
+        return True
+    return isinstance(tree, Tensor | Ragged) and spec_of(tree) == spec
+
+
 class Outbox:
     """Posted sends; tensors are kept until their send is over."""
 
@@ -333,7 +345,8 @@ class Mailbox:
                 whose leaves have gradients.
 
         Raises:
-            RunFailedError: more tensors than a message may have.
+            RunFailedError: more tensors than a message may have, or other ones than the receiver
+                waits for.
         """
         stage = self._program.stages[message.stage]
         edge = self._program.edges[message.edge]
@@ -343,6 +356,14 @@ class Mailbox:
         share = self._share(message, message.peer)
         if message.op == Op.SEND_F:
             output = element_of(tree, edge.element, stage.module)
+            spec = element_of(self._specs[edge.producer], edge.element, stage.module)
+            if not fits(output, spec):
+                raise RunFailedError(
+                    f"modules.{stage.module} returns {_shown(spec_of(output))} for a micro-batch, "
+                    f"others wait for {_shown(spec)}",
+                    hint="return the same for every micro-batch; where no sample has a row, "
+                    "mmplan.Ragged with 0 rows",
+                )
             tensors = message_tensors(slice_samples(output, low, high), share)
         else:
             cuts = float_leaves(slice_samples(map_tensors(tree, _gradient_of), low, high))
@@ -388,6 +409,15 @@ def _route(message: Message) -> tuple[int, int, int]:
 def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
     """Receives in the order in which a group gathers shares: the same on all its ranks."""
     return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
+
+
+def _shown(spec: Spec) -> str:
+    """A spec in words; the first dimension, whose size varies, is a star."""
+    if isinstance(spec, LeafSpec):
+        sizes = ", ".join(map(str, ("*", *spec.tail)))
+        kind = str(spec.dtype).removeprefix("torch.")
+        return f"{'Ragged ' if spec.ragged else ''}[{sizes}] {kind}"
+    return "None" if spec is None else f"({', '.join(map(_shown, spec))})"
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

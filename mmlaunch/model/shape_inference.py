@@ -122,9 +122,7 @@ def _infer(
 
     def argument(source: Source) -> Tree:
         if source.field is not None:
-            field = prepare(data.get(source.field, start, start + samples))
-            # Blocks may return rows that they do not have as they came, of another shape.
-            return tree_of(spec_of(field), zeros) if lacks_rows(field) else field
+            return prepare(data.get(source.field, start, start + samples))
         if source.edge is None:
             return None
         edge = program.edges[source.edge]
@@ -132,9 +130,11 @@ def _infer(
         return tree_of(element_of(specs[edge.producer], edge.element, producer.module), zeros)
 
     arguments = [argument(source) for source in stage.inputs]
+    # Where nobody has a row, blocks may return what came, whose rows are of another shape.
+    with_rows = [tree_of(spec_of(a), zeros) if lacks_rows(a) else a for a in arguments]
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
-        return _run_fake(blocks, arguments)
+        return _run_fake(blocks, with_rows)
     except Exception:
         if stage.tp > 1:
             raise
