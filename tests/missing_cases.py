@@ -20,7 +20,9 @@ from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_loss, build_module
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
+from mmplan.zoo.interleaved import IMAGE
 from tests.matrix_models import WIDTH, Block, Contrastive, Regression, mean_rows
+from tests.mllm_cases import GLANCE, glances
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
 from tests.verification import HERE
 
@@ -425,6 +427,25 @@ def _grids(kind: str, tp: int) -> dict[str, list[list[list[int]]]]:
     reader = grid(0 if kind == "colocated" else 4 * tp, 2, tp)
     last = 0 if kind == "colocated" else 8 * tp
     return {"eye": grid(0, 2, tp), "reader": reader, "ear": [[[last]]]}
+
+
+class TextAlone(Dataset[dict[str, Tensor | Ragged]]):
+    """Interleaved digits without any image, for one encoder or two: padding in their places."""
+
+    def __init__(self, **options: Any) -> None:
+        self._sequences = glances(**options)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor | Ragged]:
+        found: dict[str, Tensor | Ragged] = {}
+        for field, value in self._sequences[index].items():
+            if isinstance(value, Ragged):
+                found[field] = Ragged(value.values[:0], torch.tensor([0]))
+            else:
+                found[field] = value.masked_fill((value == IMAGE) | (value == GLANCE), 0)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
