@@ -70,7 +70,9 @@ def cat_samples(trees: Sequence[Tree]) -> Tree:
         raise RunFailedError(f"batches to join differ: {[type(tree).__name__ for tree in trees]}")
     same = cast("Sequence[Any]", trees)
     if isinstance(first, Ragged):
-        return Ragged(*(torch.cat(column) for column in zip(*same, strict=True)))
+        # Rows that are not there may be of another shape.
+        values = [tree.values for tree in same if len(tree.values)] or [first.values]
+        return Ragged(torch.cat(values), torch.cat([tree.lengths for tree in same]))
     if isinstance(first, Tensor):
         return torch.cat(list(same))
     if isinstance(first, tuple):
