@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 class Ragged(NamedTuple):
     """Rows of several samples, one after another; travels like a tensor.
 
+    A whole micro-batch may have no row. Blocks take 0 rows and give 0 rows then.
+
     Attributes:
         values: [sum(lengths), ...], the rows of sample 0, then of sample 1, ...
         lengths: [batch], int64, rows of each sample; zero is allowed.

@@ -14,6 +14,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
 from tests.programs import trained_as
+from tests.training import Trained, trained
 from tests.verification import HERE
 
 
@@ -37,6 +38,11 @@ def gradients_and_resume(
 ) -> tuple[list[LocalGradients], dict[str, Any]]:
     """One planned step of each, and what :func:`train_and_resume` does with the first."""
     return gradients(ctx, cases), _train_and_resume(lambda: _made(ctx, *cases[0]), folder)
+
+
+def train(ctx: WorkerContext, cases: list[tuple[Plan, Workload]], steps: int) -> list[Trained]:
+    """Some steps of each, with updates."""
+    return [trained(_made(ctx, *case), steps) for case in cases]
 
 
 def _made(ctx: WorkerContext, plan: Plan, workload: Workload) -> Session:

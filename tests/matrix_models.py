@@ -143,7 +143,7 @@ def mean_rows(x: Ragged) -> Tensor:
     sample = torch.searchsorted(
         x.lengths.cumsum(0), torch.arange(len(x.values), device=x.values.device), right=True
     )
-    sums = torch.zeros((len(x.lengths), x.values.shape[1]), dtype=x.values.dtype)
+    sums = x.values.new_zeros((len(x.lengths), x.values.shape[1]))
     return sums.index_add(0, sample, x.values) / x.lengths.clamp(min=1).unsqueeze(1)
 
 

@@ -261,6 +261,25 @@ def test_a_wrong_sample_is_one_clear_error(
         assert "in boom" in str(caught.value.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda s: {"ids": s["ids"]}, r"^dataset\[3\] has no field 'patches'; it has ids$"),
+        (lambda s: {**s, "patches": None}, r"^dataset\[3\]\['patches'\] is a NoneType"),
+        (
+            lambda s: {**s, "patches": Ragged(torch.zeros(0), torch.tensor([0]))},
+            r"^field 'patches' differs within a batch: dataset\[\d\] has Ragged rows \[4?\]",
+        ),
+    ],
+)
+def test_a_sample_without_a_modality_is_told_how_to_say_so(
+    change: Callable[[Any], Any], match: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=match) as caught:
+        next(loader(Odd(change), batch=10, ranges=[(0, 10)], fields=["patches"]))
+    assert "mmplan.Ragged(rows, torch.tensor([0]))" in str(caught.value.hint)
+
+
 def test_a_field_that_nothing_has_is_named_with_those_that_exist() -> None:
     with pytest.raises(InvalidInputError, match="no field 'text'; it has ids, image, patches"):
         next(loader(Numbers(), fields=["text"]))

@@ -45,13 +45,7 @@ def train_planned(
             plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
         )
         before(session)
-        results: list[StepResult] = list(session.steps(steps))
-        after(session)
-        return Trained(
-            weights=session.evaluate(lambda modules: _named(modules, session)),
-            losses=[result.loss for result in results],
-            norms=[result.grad_norm for result in results],
-        )
+        return trained(session, steps, after=after)
 
     ranks = InProcessWorld(plan.devices).run(entry)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
@@ -59,18 +53,31 @@ def train_planned(
     return ranks[0]
 
 
+def trained(
+    session: Session, steps: int, *, after: Callable[[Session], object] = lambda _: None
+) -> Trained:
+    """Some steps of a session; rank 0's weights go to all ranks."""
+    results: list[StepResult] = list(session.steps(steps))
+    after(session)
+    return Trained(
+        weights=session.evaluate(lambda modules: _named(modules, session)),
+        losses=[result.loss for result in results],
+        norms=[result.grad_norm for result in results],
+    )
+
+
 def train_alone(plan: Plan, workload: Workload, steps: int, rule: UpdateRule) -> Trained:
     """One process; ``rule`` makes the function that updates parameters and gives the norm."""
     reference = Reference(workload=workload, folder=HERE, program=compile_plan(plan))
     parameters = reference.named_parameters()
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    update = rule(trained)
+    updated = {name: p for name, p in parameters.items() if p.requires_grad}
+    update = rule(updated)
     losses: list[float] = []
     norms: list[float | None] = []
     for step in range(steps):
         losses.append(reference.step(step))
         norms.append(update(step))
-        for parameter in trained.values():
+        for parameter in updated.values():
             parameter.grad = None
     weights = {name: p.detach().clone() for name, p in parameters.items()}
     return Trained(weights=weights, losses=losses, norms=norms)

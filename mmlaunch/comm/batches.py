@@ -14,6 +14,11 @@ from mmplan.ragged import Ragged
 # Every tensor is batch first. None stands for an input that a task does not have.
 Tree: TypeAlias = "Tensor | Ragged | tuple[Tree, ...] | None"
 T = TypeVar("T")
+# What to do about a block that raises for an input without rows.
+NO_ROWS = (
+    "let the block take 0 rows: give reshape and view their sizes in place of -1, and take no "
+    "maximum of nothing"
+)
 
 
 def num_samples(tree: Tree) -> int | None:
@@ -25,6 +30,13 @@ def num_samples(tree: Tree) -> int | None:
     if isinstance(tree, tuple):
         return next((n for n in map(num_samples, tree) if n is not None), None)
     return None
+
+
+def lacks_rows(tree: Tree) -> bool:
+    """Whether a ``Ragged`` in a batch has no row at all: no sample has the modality."""
+    if isinstance(tree, Ragged):
+        return not len(tree.values)
+    return isinstance(tree, tuple) and any(map(lacks_rows, tree))
 
 
 def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
@@ -58,7 +70,9 @@ def cat_samples(trees: Sequence[Tree]) -> Tree:
         raise RunFailedError(f"batches to join differ: {[type(tree).__name__ for tree in trees]}")
     same = cast("Sequence[Any]", trees)
     if isinstance(first, Ragged):
-        return Ragged(*(torch.cat(column) for column in zip(*same, strict=True)))
+        # Rows that are not there may be of another shape.
+        values = [tree.values for tree in same if len(tree.values)] or [first.values]
+        return Ragged(torch.cat(values), torch.cat([tree.lengths for tree in same]))
     if isinstance(first, Tensor):
         return torch.cat(list(same))
     if isinstance(first, tuple):

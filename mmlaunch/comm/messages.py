@@ -81,6 +81,18 @@ def spec_of(tree: Tree) -> Spec:
     )
 
 
+def fits(tree: Tree, spec: Spec) -> bool:
+    """Whether a tree is built as a spec says; rows that are not there may have any shape."""
+    if spec is None or tree is None:
+        return spec is tree
+    if isinstance(spec, tuple):
+        plain = isinstance(tree, tuple) and not isinstance(tree, Ragged)
+        return plain and len(tree) == len(spec) and all(map(fits, tree, spec))
+    if isinstance(tree, Ragged) and spec.ragged and not len(tree.values):
+        return True
+    return isinstance(tree, Tensor | Ragged) and spec_of(tree) == spec
+
+
 class Outbox:
     """Posted sends; tensors are kept until their send is over."""
 
@@ -232,7 +244,9 @@ class BackwardReceive:
     """A posted receive of a backward message: one gradient for each floating leaf.
 
     The shape of a ragged leaf is that of the forward output, which may not exist yet when the
-    receive is posted: only dense leaves are posted early.
+    receive is posted: only dense leaves are posted early. In place of the gradient of an empty
+    leaf comes one number: whether there is one. A consumer that leaves a modality without rows
+    out gives none, and its parameters then have none, as in one process.
     """
 
     def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
@@ -241,19 +255,32 @@ class BackwardReceive:
         self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
         if not any(leaf.ragged for leaf in leaves):
             self._posted = [
-                source.receive(i, (samples, *leaf.tail), leaf.dtype)
-                for i, leaf in enumerate(leaves)
+                self._post(i, (samples, *leaf.tail), leaf.dtype) for i, leaf in enumerate(leaves)
             ]
 
-    def wait(self, output: Tree) -> tuple[Tensor | PaddedShare, ...]:
-        """Gradients of the floating leaves of ``output``, the samples that were sent."""
+    def _post(
+        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Work, Tensor | PaddedShare]:
+        if prod(shape):
+            return self._source.receive(index, shape, dtype)
+        return self._source.receive(index, (1,), torch.bool, whole=True)
+
+    def wait(self, output: Tree) -> tuple[Tensor | PaddedShare | None, ...]:
+        """Gradients of the floating leaves of ``output``, the samples that were sent.
+
+        None for an empty leaf that the consumer did not use.
+        """
+        leaves = list(float_leaves(output))
         posted = self._posted
         if posted is None:
-            leaves = enumerate(float_leaves(output))
-            posted = [self._source.receive(i, tuple(x.shape), x.dtype) for i, x in leaves]
+            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
         for work, _ in posted:
             work.wait()
-        return tuple(buffer for _, buffer in posted)
+        received = zip(leaves, (buffer for _, buffer in posted), strict=True)
+        return tuple(
+            buffer if leaf.numel() else torch.zeros_like(leaf) if cast(Tensor, buffer) else None
+            for leaf, buffer in received
+        )
 
 
 T = TypeVar("T")
@@ -318,7 +345,8 @@ class Mailbox:
                 whose leaves have gradients.
 
         Raises:
-            RunFailedError: more tensors than a message may have.
+            RunFailedError: more tensors than a message may have, or other ones than the receiver
+                waits for.
         """
         stage = self._program.stages[message.stage]
         edge = self._program.edges[message.edge]
@@ -328,11 +356,23 @@ class Mailbox:
         share = self._share(message, message.peer)
         if message.op == Op.SEND_F:
             output = element_of(tree, edge.element, stage.module)
+            spec = element_of(self._specs[edge.producer], edge.element, stage.module)
+            if not fits(output, spec):
+                raise RunFailedError(
+                    f"modules.{stage.module} returns {_shown(spec_of(output))} for a micro-batch, "
+                    f"others wait for {_shown(spec)}",
+                    hint="return the same for every micro-batch; where no sample has a row, "
+                    "mmplan.Ragged with 0 rows",
+                )
             tensors = message_tensors(slice_samples(output, low, high), share)
         else:
-            gradients = map_tensors(tree, _gradient_of)
-            leaves = float_leaves(slice_samples(gradients, low, high))
-            tensors = [leaf if share is None else share.of(leaf) for leaf in leaves]
+            cuts = float_leaves(slice_samples(map_tensors(tree, _gradient_of), low, high))
+            tensors = [
+                (cut if share is None else share.of(cut))
+                if cut.numel()
+                else torch.tensor([leaf.grad is not None], device=leaf.device)
+                for leaf, cut in zip(float_leaves(tree), cuts, strict=True)
+            ]
         if len(tensors) > MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
         backward = message.op == Op.SEND_B
@@ -369,6 +409,15 @@ def _route(message: Message) -> tuple[int, int, int]:
 def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
     """Receives in the order in which a group gathers shares: the same on all its ranks."""
     return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
+
+
+def _shown(spec: Spec) -> str:
+    """A spec in words; the first dimension, whose size varies, is a star."""
+    if isinstance(spec, LeafSpec):
+        sizes = ", ".join(map(str, ("*", *spec.tail)))
+        kind = str(spec.dtype).removeprefix("torch.")
+        return f"{'Ragged ' if spec.ragged else ''}[{sizes}] {kind}"
+    return "None" if spec is None else f"({', '.join(map(_shown, spec))})"
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

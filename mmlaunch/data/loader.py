@@ -29,6 +29,11 @@ from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.ragged import Ragged
 from mmplan.wording import counted
 
+# What a dataset gives for a sample without a modality: no other value says shape and type.
+_NONE_OF_IT = (
+    "a sample without it has mmplan.Ragged(rows, torch.tensor([0])), rows = torch.zeros(0, ...) "
+    "in the shape and type of other samples' rows"
+)
 Field = Tensor | Ragged
 DataSample = Mapping[str, Field]
 
@@ -48,7 +53,7 @@ def check_sample(sample: Any, index: int) -> None:
         if not isinstance(value, Tensor | Ragged):
             raise InvalidInputError(
                 f"dataset[{index}][{field!r}] is a {type(value).__name__}, not a tensor",
-                hint="wrap it in torch.as_tensor",
+                hint=_NONE_OF_IT if value is None else "wrap it in torch.as_tensor",
             )
         if isinstance(value, Ragged) and value.lengths.tolist() != [len(value.values)]:
             raise InvalidInputError(
@@ -68,8 +73,10 @@ def collate_samples(
     """
     batched: dict[str, Field] = {}
     for field in fields:
+        elsewhere = any(field in sample for sample in samples)
         values = [
-            field_of(sample, field, index) for sample, index in zip(samples, indices, strict=True)
+            field_of(sample, field, index, elsewhere=elsewhere)
+            for sample, index in zip(samples, indices, strict=True)
         ]
         kinds = [_kind(value) for value in values]
         other = next((k for k, kind in enumerate(kinds) if kind != kinds[0]), None)
@@ -77,7 +84,9 @@ def collate_samples(
             raise InvalidInputError(
                 f"field {field!r} differs within a batch: dataset[{indices[0]}] has {kinds[0]}, "
                 f"dataset[{indices[other]}] has {kinds[other]}",
-                hint="give all samples one shape, define collate, or use mmplan.Ragged",
+                hint=_NONE_OF_IT
+                if isinstance(values[0], Ragged) or isinstance(values[other], Ragged)
+                else "give all samples one shape, define collate, or use mmplan.Ragged",
             )
         if isinstance(values[0], Ragged):
             batched[field] = Ragged(*map(torch.cat, zip(*values, strict=True)))
@@ -105,8 +114,14 @@ def check_batched(batched: Any, expected: int) -> None:
             )
 
 
-def field_of(sample: DataSample, field: str, index: int) -> Field:
-    """A field of a sample or batch; ``index`` is the dataset index, for the message.
+def field_of(sample: DataSample, field: str, index: int, *, elsewhere: bool = False) -> Field:
+    """A field of a sample or batch.
+
+    Args:
+        sample: or batch.
+        field: its name.
+        index: the dataset index, for the message.
+        elsewhere: whether other samples have the field.
 
     Raises:
         InvalidInputError: there is none; names those that exist.
@@ -114,7 +129,9 @@ def field_of(sample: DataSample, field: str, index: int) -> Field:
     if field not in sample:
         raise InvalidInputError(
             f"dataset[{index}] has no field {field!r}; it has {', '.join(sorted(sample))}",
-            hint="name one of these, or a module, in the workload's inputs, or add it to the data",
+            hint=_NONE_OF_IT
+            if elsewhere
+            else "name one of these, or a module, in the workload's inputs, or add it to the data",
         )
     return sample[field]
 

@@ -150,10 +150,8 @@ class BatchSync:
         )
         for parameter, grad in zip(parameters, grads[len(wanted) :], strict=True):
             _accumulate(parameter, grad)
-        return {
-            i: torch.zeros_like(leaves[i]) if grad is None else grad
-            for i, grad in zip(wanted, grads, strict=False)
-        }
+        # A feature that the loss leaves out has no gradient, and so has the module behind it.
+        return {i: grad for i, grad in zip(wanted, grads, strict=False) if grad is not None}
 
     def _sharded(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,11 +11,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmlaunch.comm.batches import Tree
+from mmlaunch.comm.batches import NO_ROWS, Tree, lacks_rows
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
+from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Stage
+
+
+class ExecutionError(RunFailedError):
+    """An instruction failed; the message shows it between its neighbours, or names the block."""
+
+    @property
+    def detail(self) -> str:
+        """The traceback of its cause."""
+        return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
 
 
 class StageBlocks:
@@ -55,11 +66,24 @@ class StageBlocks:
         given = tuple(arguments)
         for index in range(*stage.blocks):
             block = self._seeded(stage, index, step, first_sample, later)
-            if again:
-                # The block seeds the generators itself: their state needs no copy.
-                output = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
-            else:
-                output = block(*given)
+            try:
+                if again:
+                    # The block seeds the generators itself: their state needs no copy.
+                    output = checkpoint(
+                        block, *given, use_reentrant=False, preserve_rng_state=False
+                    )
+                else:
+                    output = block(*given)
+            except Exception as error:
+                if isinstance(error, MMPlanError) or not any(map(lacks_rows, given)):
+                    raise
+                kind = type(self._model.blocks[stage.owner, index]).__name__
+                raise ExecutionError(
+                    f"modules.{stage.module}: block {index} ({kind}) cannot take a micro-batch "
+                    f"without any row of its ragged input: {type(error).__name__}: "
+                    f"{next(iter(str(error).splitlines()), '')}",
+                    hint=NO_ROWS,
+                ) from error
             given = (output,)
         return given[0]
 

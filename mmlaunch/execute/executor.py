@@ -6,7 +6,6 @@ what an instruction names. State lives for one call of ``run``.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,25 +30,16 @@ from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.execute.batch_sync import BatchSync
-from mmlaunch.execute.blocks import StageBlocks, frozen
+from mmlaunch.execute.blocks import ExecutionError, StageBlocks, frozen
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
-from mmplan.errors import MMPlanError, RunFailedError
+from mmplan.errors import MMPlanError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
-
-
-class ExecutionError(RunFailedError):
-    """An instruction failed; the message shows it between its neighbours."""
-
-    @property
-    def detail(self) -> str:
-        """The traceback of its cause."""
-        return "".join(traceback.format_exception(self.__cause__)) if self.__cause__ else ""
 
 
 @dataclass(slots=True)
@@ -313,7 +303,7 @@ class Executor:
         given = self._gather_shares(stage, [receive.wait(cut[2]) for (_, receive), cut in waited])
         self._mailbox.gradients_received(message for message, _ in live.messages)
         for cut, gradients in zip(cuts, given, strict=True):
-            _add_gradients(sums, *cut, cast("tuple[Tensor, ...]", gradients))
+            _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
             part = slice_samples(tree, low - start, high - start)
@@ -366,7 +356,11 @@ class Executor:
 
 
 def _add_gradients(
-    sums: dict[Tensor, Tensor], tree: Tree, first: int, part: Tree, grads: Sequence[Tensor]
+    sums: dict[Tensor, Tensor],
+    tree: Tree,
+    first: int,
+    part: Tree,
+    grads: Sequence[Tensor | None],
 ) -> None:
     """Add the gradients that one consumer gives back to the sums of an output's leaves.
 
@@ -375,11 +369,11 @@ def _add_gradients(
         tree: the output.
         first: its first sample that the consumer took.
         part: the samples that the consumer took.
-        grads: a gradient for each floating leaf of the part.
+        grads: a gradient for each floating leaf of the part; None where it was not used.
     """
     leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
     for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
-        if not leaf.requires_grad:
+        if given is None or not leaf.requires_grad:
             continue
         grad = given.to(leaf.dtype)
         if leaf not in sums and len(cut) == len(leaf):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from mmlaunch.comm.batches import (
+    NO_ROWS,
     Tree,
     cat_samples,
     element_of,
+    lacks_rows,
     leaf_of,
     map_tensors,
     num_samples,
@@ -27,6 +30,7 @@ from mmlaunch.model.precision import TrainingPrecision
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_module, dtype_of
+from mmplan.schema.profile import TIMED_STEPS
 from mmplan.schema.protocols import ShardedLoss
 from mmplan.schema.workload import (
     InputSource,
@@ -47,7 +51,8 @@ class Inputs:
     """Inputs of modules and losses, from the first samples of the first step's batch.
 
     The batch is a random subset of the data, so that work that differs between samples is
-    met as it is met in training. Sizes beyond the pool repeat it.
+    met as it is met in training. Sizes beyond the pool repeat it. Where no sample of it has a
+    modality, a later step's is taken: modules without rows take no time.
 
     Args:
         workload: has the inputs of modules and losses.
@@ -137,7 +142,10 @@ class Inputs:
             fields=sorted({s.field for args in sources for s in args if s.field}),
         )
         try:
-            return next(loader)
+            steps = islice(loader, TIMED_STEPS)
+            first = next(steps)
+            found = (data for data in chain([first], steps) if not _lacks_any(data))
+            return next(found, first)
         finally:
             loader.close()
 
@@ -157,6 +165,10 @@ class Inputs:
                     parts.append(checked_blocks(name, module, part))
             self._made[key] = cat_samples(parts)
         return self._made[key]
+
+
+def _lacks_any(data: StepData) -> bool:
+    return any(map(lacks_rows, data.fields.values()))
 
 
 def _is_ragged(tree: Tree) -> bool:
@@ -276,7 +288,9 @@ def _raise_users(error: Exception, where: str, args: tuple[Tree, ...]) -> NoRetu
     raise InvalidInputError(
         f"{where} raised {problem} ({own[-1].filename}:{own[-1].lineno}) for inputs "
         f"{', '.join(map(_shown, args))}",
-        hint="a block takes what the one before it returns, the first the module's inputs",
+        hint=NO_ROWS
+        if any(map(lacks_rows, args))
+        else "a block takes what the one before it returns, the first the module's inputs",
     ) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import Tree, element_of, map_tensors
+from mmlaunch.comm.batches import Tree, element_of, lacks_rows, map_tensors
 from mmlaunch.comm.messages import LeafSpec, Spec, spec_of, tree_of
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
@@ -130,9 +130,11 @@ def _infer(
         return tree_of(element_of(specs[edge.producer], edge.element, producer.module), zeros)
 
     arguments = [argument(source) for source in stage.inputs]
+    # Where nobody has a row, blocks may return what came, whose rows are of another shape.
+    with_rows = [tree_of(spec_of(a), zeros) if lacks_rows(a) else a for a in arguments]
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
-        return _run_fake(blocks, arguments)
+        return _run_fake(blocks, with_rows)
     except Exception:
         if stage.tp > 1:
             raise

@@ -6,7 +6,7 @@ are its first ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmplan.errors import InvalidInputError
@@ -19,7 +19,7 @@ from mmplan.profiling.worker import (
     ProgressCallback,
     measure_points,
 )
-from mmplan.schema.profile import DataWork, Profile
+from mmplan.schema.profile import TIMED_STEPS, DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
 
 # Samples of the subset by default; chosen by hand.
@@ -85,7 +85,7 @@ def profile_data(
                 source=own[0][1]["source"],
                 dataset=own[0][1]["dataset"],
                 work=work,
-                at={m: mean for m in work if (mean := _mean(at.get(m, ())[:pool]))},
+                at=timed_means({m: at[m] for m in work if m in at}, pool, task.batch),
             )
     equal = [name for name in tasks if name not in data]
     provenance = profile.provenance | {"data": {"samples": samples, "equal": equal}}
@@ -114,5 +114,17 @@ def _joined(results: Sequence[Json], samples: int) -> dict[str, tuple[float, ...
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def timed_means(columns: Mapping[str, Sequence[float]], pool: int, batch: int) -> dict[str, float]:
+    """Mean work of the samples that were timed; modules without any are left out.
+
+    Args:
+        columns: work of samples in the first epoch's order.
+        pool: samples that were timed, the first of a step.
+        batch: samples of a step.
+    """
+    length = max(map(len, columns.values()), default=0)
+    starts = range(0, length, batch)[:TIMED_STEPS]
+    full = (s for s in starts if all(any(v[s : s + pool]) for v in columns.values()))
+    start = next(full, 0)
+    timed = {m: values[start : start + pool] for m, values in columns.items()}
+    return {m: sum(values) / len(values) for m, values in timed.items() if any(values)}

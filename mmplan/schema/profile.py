@@ -232,6 +232,11 @@ class Fits(Record):
     losses: dict[Str, LossFit] = Field(default_factory=dict)
 
 
+# Points are timed on the first samples of the first step in which every modality has a row,
+# among so many; chosen by hand.
+TIMED_STEPS = 8
+
+
 class DataWork(Record):
     """What the samples of a random subset of one task's data cost, relative to each other.
 
