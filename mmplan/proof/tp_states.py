@@ -688,9 +688,9 @@ def _partial_parameters(trace: BlockTrace, rules: _Rules) -> frozenset[str]:
             gradient = None if rules.state(number) is not None else back.get(number)
             if number in gradients and (gradients[number] is None) != (gradient is None):
                 raise _FaultError(
-                    f"mixes a value with cut ones ({gradient or gradients[number]}) that is used "
-                    "without them too: its gradient is a sum of whole and partial ones",
-                    operation,
+                    f"{gradient or gradients[number]} joins a value that is whole on each rank "
+                    "with cut ones, and it is used without them too: its gradient would be the sum "
+                    "of a whole part and of partial ones"
                 )
             gradients.setdefault(number, gradient)
     for number in trace.inputs:
