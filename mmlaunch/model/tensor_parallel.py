@@ -20,7 +20,7 @@ Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -258,6 +258,13 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], comm: TensorParallelComm) -> None:
+    """Sum the gradients of parameters over a group in each backward."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(partial(summed, comm=comm))
 
 
 def summed(gradient: Tensor, comm: TensorParallelComm) -> Tensor:

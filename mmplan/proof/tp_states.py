@@ -215,6 +215,38 @@ def tp_states(
     return known[kind]
 
 
+def module_states(
+    module: nn.Sequential, inputs: Sequence[Any], count: int, *, where: str
+) -> list[TPStates]:
+    """Follow a module's blocks, all whole, one after another.
+
+    Args:
+        module, inputs: as for :func:`tp_states`, of the first block.
+        count: ranks of the group.
+        where: the module's name in errors.
+
+    Raises:
+        InvalidInputError: as :func:`tp_states`, or a block cannot run without values.
+    """
+    known: dict[object, TPStates] = {}
+    found: list[TPStates] = []
+    for index, block in enumerate(module):
+        given = inputs if index == 0 else [found[-1].output]
+        try:
+            found.append(tp_states(block, given, count, where=f"{where}.{index}", known=known))
+        except MMPlanError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise InvalidInputError(
+                f"{where}.{index} cannot run on shapes alone, which tp {count} needs: "
+                f"{type(error).__name__}: {(lines or [''])[0]}",
+                hint="look at shapes in forward, not at values, or pin the module with "
+                "plan: {tp: 1}",
+            ) from error
+    return found
+
+
 def _states(
     block: nn.Module, inputs: Sequence[Any], count: int, where: str, plan: _Plan
 ) -> TPStates:
