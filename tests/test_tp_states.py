@@ -65,6 +65,11 @@ def _written(m: Any, x: Tensor, h: Tensor) -> Tensor:
     return h * row.sum()
 
 
+def _two_parts(m: Any, x: Tensor, h: Tensor) -> Tensor:
+    one, other = m.bias.split(4)
+    return h * one.sum() + m.up(x * other.sum())
+
+
 def _heads(h: Tensor) -> Tensor:
     return h.unflatten(-1, (-1, 4))
 
@@ -89,6 +94,16 @@ SUMMED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], set[str]]] = {
         set(),
     ),
     "an activation without a gradient": (lambda m, x, h: h * x.detach()[:, :1], set()),
+    "all channels, counted from the end": (
+        lambda m, x, h: h[..., -24:].tanh(),
+        set(),
+    ),
+    "complex numbers": (
+        lambda m, x, h: torch.view_as_real(
+            torch.view_as_complex(h.unflatten(-1, (-1, 2))) * torch.polar(m.scale, m.scale)
+        ).flatten(-2),
+        {"scale"},
+    ),
     "a product with a parameter": (
         lambda m, x, h: torch.einsum(
             "bhd,de->bhe", _heads(h), m.norm.weight.outer(m.bias[:4])
@@ -98,7 +113,7 @@ SUMMED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], set[str]]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
-    "a norm over the cut width": (lambda m, x, h: m.wide(h), "RuntimeError"),
+    "a norm over the cut width": (lambda m, x, h: m.wide(h), "tp 2: wide: RuntimeError"),
     "that norm without a weight": (
         lambda m, x, h: functional.layer_norm(h, h.shape[-1:]),
         "norm over a cut width",
@@ -134,6 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
         lambda m, x, h: h * m.scale + (m.bias * m.scale).sum() * 0 + m.up(x * m.scale),
         "used without them too",
     ),
+    "two parts of one split": (lambda m, x, h: _two_parts(m, x, h), "used without them too"),
     "heads that are the inner channels": (
         lambda m, x, h: h.view(len(h), 4, -1).transpose(1, 2).reshape(len(h), -1),
         "mixes the shards",
@@ -175,14 +191,16 @@ def _check_sums(block: nn.Module, count: int, partial: set[str]) -> None:
     out, grad_x, grads = _gradients(block, x, grad)
     group = Group(count)
     ranks = [copy.deepcopy(block) for _ in range(count)]
-    for index, rank in enumerate(ranks):
-        cut = shard_block(rank, index=index, count=count, comm=group.member(index))
+    cuts = [
+        shard_block(rank, index=index, count=count, comm=group.member(index))
+        for index, rank in enumerate(ranks)
+    ]
     with ThreadPoolExecutor(count) as pool:
         results = list(pool.map(lambda rank: _gradients(rank, x, grad), ranks))
     for got_out, got_x, _ in results:
         torch.testing.assert_close(got_out, out, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(got_x, grad_x, rtol=1e-12, atol=1e-12)
-    for name in grads.keys() - cut.keys():
+    for name in grads.keys() - cuts[0].keys():
         parts = [got[name] for _, _, got in results]
         if name in partial:
             torch.testing.assert_close(torch.stack(parts).sum(0), grads[name])

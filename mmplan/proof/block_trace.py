@@ -23,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmplan.errors import MMPlanError
+
 # Functions that are one operation: what they are made of differs between devices and sizes.
 _FUNCTIONS: dict[Any, str] = {
     functional.linear: "linear",
@@ -39,6 +41,10 @@ _FUNCTIONS: dict[Any, str] = {
 }
 # The same values under another tensor: no operation of their own.
 _SAME = frozenset(["aten.clone", "aten.alias", "aten.lift_fresh"])
+
+
+class BlockError(Exception):
+    """A block's forward failed; the message says in which submodule, the cause is kept."""
 
 
 class Value(NamedTuple):
@@ -105,6 +111,9 @@ def trace_block(
         inputs: trees of tensors; shapes, types and ``requires_grad`` are taken from them.
         shapes: of the parameters that are to have others than the block's own.
         styles: Linears that are cut by tensor parallelism, with their style.
+
+    Raises:
+        BlockError: the forward failed.
     """
     trace = BlockTrace()
     with ExitStack() as stack:
@@ -125,7 +134,10 @@ def trace_block(
         stack.enter_context(_followed(block, tracer, styles, shapes))
         stack.enter_context(_Functions(tracer))
         stack.enter_context(_Kernels(tracer))
-        trace.output = torch.func.functional_call(block, state, given, tie_weights=False)
+        try:
+            trace.output = torch.func.functional_call(block, state, given, tie_weights=False)
+        except Exception as error:
+            raise BlockError(tracer.described(error)) from error
         trace.results = [tracer.number(tensor) for tensor in tensors_in(trace.output)]
     return trace
 
@@ -202,7 +214,7 @@ def _followed(
         if name
         for hook in (
             module.register_forward_pre_hook(partial(tracer.enter, name)),
-            module.register_forward_hook(tracer.leave, always_call=True),
+            module.register_forward_hook(partial(tracer.leave, name)),
         )
     ]
     kept: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -244,8 +256,17 @@ class _Tracer:
     def enter(self, name: str, *_: Any) -> None:
         self._where.append(name)
 
-    def leave(self, *_: Any) -> None:
-        self._where.pop()
+    def leave(self, name: str, *_: Any) -> None:
+        # Of those that failed, and whose failure was caught, too.
+        while self._where.pop() != name:
+            pass
+
+    def described(self, error: Exception) -> str:
+        """What failed, and in which submodule."""
+        lines = str(error).strip().splitlines()
+        place = f"{self._where[-1]}: " if self._where else ""
+        kind = "" if isinstance(error, MMPlanError) else f"{type(error).__name__}: "
+        return f"{place}{kind}{(lines or [''])[0]}"
 
     def number(self, tensor: Tensor) -> int:
         """A tensor's number; of an unknown one that of its storage, or a new one."""
@@ -285,7 +306,7 @@ class _Tracer:
         given = tensors_in((args, kwargs))
         if self.paused or not tensors_in(out):
             return
-        if name in _SAME and not func._schema.is_mutable:
+        if name in _SAME and torch.is_grad_enabled():
             self._keep(out, self.number(given[0]))
             return
         names = [argument.name for argument in func._schema.arguments]

@@ -33,6 +33,7 @@ from torch import nn
 
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.proof.block_trace import (
+    BlockError,
     BlockTrace,
     Operation,
     Value,
@@ -57,6 +58,8 @@ _REORDERINGS = frozenset(
         "aten.transpose",
         "aten.unbind",
         "aten.unsqueeze",
+        "aten.view_as_complex",
+        "aten.view_as_real",
         "written",
     ]
 )
@@ -64,6 +67,7 @@ _PARTS = frozenset(["aten.slice", "aten.split", "aten.split_with_sizes", "aten.u
 # Pointwise, whatever torch's tags say; random numbers are drawn for each place apart.
 _POINTWISE = frozenset(
     [
+        "aten._prelu_kernel",
         "aten._to_copy",
         "aten.bernoulli",
         "aten.bernoulli_",
@@ -250,19 +254,17 @@ def module_states(
 def _states(
     block: nn.Module, inputs: Sequence[Any], count: int, where: str, plan: _Plan
 ) -> TPStates:
-    whole = trace_block(block, inputs, shapes=plan.whole, styles=plan.styles)
+    try:
+        whole = trace_block(block, inputs, shapes=plan.whole, styles=plan.styles)
+    except BlockError as error:
+        raise cast(Exception, error.__cause__) from None
     if count == 1 or not plan.styles:
         return TPStates(partial=frozenset(), output=whole.output)
     try:
         shard = trace_block(block, inputs, shapes=plan.shard, styles=plan.styles)
         partial = _followed(whole, shard, count, plan.cuts)
-    except MMPlanError:
-        raise
-    except _FaultError as fault:
+    except (_FaultError, BlockError) as fault:
         problem = str(fault)
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        problem = f"{type(error).__name__}: {(lines or [''])[0]}"
     else:
         return TPStates(partial=partial, output=whole.output)
     raise InvalidInputError(
@@ -520,7 +522,15 @@ class _Rules:
                 self._same_part(operation, other)
             return self._kept(operation, other)
         length = shape[dim] // state.parts
-        first = int(operation.arguments.get("start") or 0) % (shape[dim] + 1)
+        first, begins = (
+            max(0, start + sizes[dim]) if start < 0 else start
+            for start, sizes in (
+                (int(operation.arguments.get("start") or 0), shape),
+                (int(other.arguments.get("start") or 0), self._shard.tensors[number].shape),
+            )
+        )
+        if begins * self._count != first:
+            raise _FaultError("takes other channels of a shard than of the whole", operation)
         if (operation.arguments.get("step") or 1) != 1:
             raise _FaultError("takes every other channel of a cut width", operation)
         found: list[State] = []
@@ -534,9 +544,6 @@ class _Rules:
                 )
             found.append(Cut(dim, size // length))
             first += size
-        begins = int(other.arguments.get("start") or 0) % (shape[dim] // self._count + 1)
-        if begins * self._count != first - sum(self._shape(o)[dim] for o in operation.outputs):
-            raise _FaultError("takes other channels of a shard than of the whole", operation)
         return found
 
     def _same_part(self, operation: Operation, other: Operation) -> None:
@@ -719,11 +726,7 @@ def _partial_parameters(trace: BlockTrace, rules: _Rules) -> frozenset[str]:
                 continue
             gradient = None if rules.state(number) is not None else back.get(number)
             if number in gradients and (gradients[number] is None) != (gradient is None):
-                raise _FaultError(
-                    f"{gradient or gradients[number]} joins a value that is whole on each rank "
-                    "with cut ones, and it is used without them too: its gradient would be the sum "
-                    "of a whole part and of partial ones"
-                )
+                raise _FaultError(_mixed(cast(str, gradient or gradients[number])))
             gradients.setdefault(number, gradient)
     for number in trace.inputs:
         if _requires(trace, number) and gradients.get(number):
@@ -743,6 +746,8 @@ def _back(
     came = next((gradients[n] for n in live if gradients[n] is not None), None)
     if operation.name == ROWS and came is not None:
         raise _FaultError(_at_activation(came))
+    if came is not None and any(gradients[n] is None for n in live):
+        raise _FaultError(_mixed(came))
     if any(rules.state(number) is not None for number in live):
         place = f" in {operation.where}" if operation.where else ""
         came = f"{operation.name.removeprefix('aten.')}{place}"
@@ -753,6 +758,13 @@ def _at_activation(reason: str) -> str:
     return (
         f"{reason} joins an activation that is whole on each rank with cut ones, so its gradient "
         "would be a part of the sum on each rank; only a parameter's can be summed"
+    )
+
+
+def _mixed(reason: str) -> str:
+    return (
+        f"{reason} joins a value that is whole on each rank with cut ones, and it is used without "
+        "them too: its gradient would be the sum of a whole part and of partial ones"
     )
 
 
