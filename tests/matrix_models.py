@@ -53,6 +53,55 @@ def gated(blocks: int) -> nn.Sequential:
     return nn.Sequential(*(Gated() for _ in range(blocks)))
 
 
+class HeadNorms(nn.Module):
+    """Heads with norms, a scale and a Linear that all heads share; tp cuts between heads."""
+
+    tp_plan = {"query": "colwise", "key": "colwise", "out": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, heads: int = 12, head_dim: int = 3) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key = (nn.Linear(WIDTH, heads * head_dim) for _ in range(2))
+        self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.LayerNorm(head_dim)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, head_dim))
+        self.mix = nn.Linear(head_dim, head_dim)
+        self.out = nn.Linear(heads * head_dim, WIDTH)
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        present = [item for item in inputs if item is not None]
+        x = sum(present[1:], present[0])
+        h = self.norm(x)
+        q = self.q_norm(self.query(h).unflatten(-1, (-1, self.head_dim)))
+        k = self.k_norm(self.key(h).unflatten(-1, (-1, self.head_dim))) * self.scale
+        return x + self.out((torch.tanh(self.mix(q)) * k).flatten(-2))
+
+
+def head_norms(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(HeadNorms() for _ in range(blocks)))
+
+
+def shared_norms(blocks: int) -> nn.Sequential:
+    """All blocks have one norm of the queries' heads."""
+    items = [HeadNorms() for _ in range(blocks)]
+    for item in items[1:]:
+        item.q_norm = items[0].q_norm
+    return nn.Sequential(*items)
+
+
+class WideNorm(Block):
+    """A norm over all channels between the cut Linears, written by hand."""
+
+    def forward(self, *inputs: Tensor | None) -> Tensor:
+        h = self.up(self.norm(inputs[0]))
+        return self.down(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6))
+
+
+def norm_of_all_heads(blocks: int) -> nn.Sequential:
+    """The last block has it."""
+    return nn.Sequential(*tower(blocks - 1), WideNorm(WIDTH, 2 * WIDTH, WIDTH, 0.0))
+
+
 class Split(nn.Module):
     """A block that returns a tuple."""
 

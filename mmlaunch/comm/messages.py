@@ -30,11 +30,16 @@ MOST_TENSORS = 64
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """Shape of a leaf without its first dimension, and its type."""
+    """Shape of a leaf without its first dimension, and its type.
+
+    Attributes:
+        differentiable: whether something that is trained went into it.
+    """
 
     tail: tuple[int, ...]
     dtype: DType
     ragged: bool = False
+    differentiable: bool = False
 
 
 Spec = TypeAliasType("Spec", LeafSpec | tuple["Spec", ...] | None)
@@ -63,14 +68,15 @@ def spec_of(tree: Tree) -> Spec:
         RunFailedError: there is something in it that cannot travel.
     """
     if isinstance(tree, Ragged):
-        return LeafSpec(tuple(tree.values.shape[1:]), tree.values.dtype, ragged=True)
+        rows = tree.values
+        return LeafSpec(tuple(rows.shape[1:]), rows.dtype, True, rows.requires_grad)
     if isinstance(tree, Tensor):
         if tree.dim() == 0:
             raise RunFailedError(
                 "a block returned a tensor without a batch dimension",
                 hint="blocks return tensors whose first dimension is the samples",
             )
-        return LeafSpec(tuple(tree.shape[1:]), tree.dtype)
+        return LeafSpec(tuple(tree.shape[1:]), tree.dtype, False, tree.requires_grad)
     if isinstance(tree, tuple):
         return tuple(map(spec_of, tree))
     if tree is None:

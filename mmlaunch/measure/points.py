@@ -31,14 +31,18 @@ from mmlaunch.measure.memory import kept_bytes, transient_bytes
 from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.model.precision import TrainingPrecision
-from mmlaunch.model.tensor_parallel import block_plan, shard_block
+from mmlaunch.model.tensor_parallel import block_plan, shard_block, sum_gradients
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
+from mmplan.proof.tp_states import module_states
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
 from mmplan.schema.protocols import as_sharded, exchanged_per_row
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, resolve_tasks
+
+# Two samples: some modules squeeze a batch of one away.
+_FOLLOWED_SAMPLES = 2
 
 Clock = Callable[[], float]
 
@@ -66,6 +70,7 @@ class Measurer:
         self._groups = tensor_parallel_groups(job["processes"], rank)
         self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
         self._built: tuple[tuple[str, int], nn.Sequential] | None = None
+        self._partial: dict[tuple[str, int], list[list[str]]] = {}
         # Measured seconds per sample, to foresee points that would take too long.
         self._seconds: dict[tuple[Any, ...], float] = {}
         self._kinds: dict[str, Callable[[Json], Json]] = {
@@ -157,9 +162,25 @@ class Measurer:
                 tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
                 if tied:
                     return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
+            self._partial_parameters(name, tp)
         except InvalidInputError as error:
             return error.message
         return None
+
+    def _partial_parameters(self, name: str, tp: int) -> list[list[str]]:
+        """By block, the replicated parameters whose gradients a group sums; none at tp 1.
+
+        Raises:
+            InvalidInputError: a block would compute something else at this degree.
+        """
+        if tp == 1:
+            return []
+        if (name, tp) not in self._partial:
+            task = next(t.name for t in resolve_tasks(self._workload).values() if name in t.inputs)
+            inputs = self._inputs.of_module(task, name, _FOLLOWED_SAMPLES)
+            states = module_states(self._build_shapes(name), inputs, tp, where=name)
+            self._partial[name, tp] = [sorted(found.partial) for found in states]
+        return self._partial[name, tp]
 
     def _shape(self, point: Json) -> Json:
         """Work, activations and outputs of every block, from real samples.
@@ -321,6 +342,8 @@ class Measurer:
                     where = f"{name}.{index}"
                     shard_block(block, index=self._rank % tp, count=tp, comm=comm, where=where)
             module = module.to(self._device).train()
+            for block, partial in zip(module, self._partial_parameters(name, tp), strict=False):
+                sum_gradients(map(block.get_parameter, partial), self._groups[tp])
             self._built = (name, tp), module
         return self._built[1]
 

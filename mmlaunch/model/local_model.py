@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +195,32 @@ class LocalModel:
             for name, parameter in self.blocks[owner, index].named_parameters():
                 if parameter.requires_grad and f"{owner}.{index}.{name}" not in self.layouts:
                     self.tp_groups.hook(index, parameter)
+
+    def sum_partial(self, stage: Stage, partial: Mapping[int, Sequence[str]]) -> None:
+        """Sum gradients of replicated parameters that are partial in a stage's groups.
+
+        Args:
+            stage: the stage; nothing is done on ranks that do not run it.
+            partial: names of parameters by block.
+
+        Raises:
+            InvalidInputError: such a parameter stands in several blocks.
+        """
+        place = stage.find_place(self._rank)
+        for index, names in partial.items() if place is not None else ():
+            parameters = dict(self.blocks[stage.owner, index].named_parameters())
+            group = tuple(sorted(stage.ranks[cast("tuple[int, int]", place)[0]]))
+            for name in names:
+                full = self.canonical.get(f"{stage.owner}.{index}.{name}")
+                full = full or f"{stage.owner}.{index}.{name}"
+                if any(tie.name == full for tie in self.ties):
+                    raise InvalidInputError(
+                        f"{full} stands in several blocks, and each rank of a tp group has a part "
+                        "of its gradient",
+                        hint=f"take the Linears around it out of {stage.owner}'s tp_plan, or pin "
+                        "it with plan: {tp: 1}",
+                    )
+                self.tp_groups.sum_partial(stage, index, parameters[name], self._comm(group))
 
     def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:
         """Cut one kept block; returns the kept parts by name in the module."""

@@ -2,7 +2,8 @@
 
 A receive buffer of the wrong size is filled in part, or aborts the process; so shapes are
 inferred when workers start: each stage runs once on fake tensors, in pipeline order, and
-its first rank tells the others.
+its first rank tells the others. Where a tensor-parallel group runs the stage, its blocks' values
+are followed through the group at the same time (:mod:`mmplan.proof.tp_states`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Program, Source, Stage
+from mmplan.proof.tp_states import TPStates, tp_states
 from mmplan.ragged import Ragged
 
 # Two samples: some modules squeeze a batch of one away.
@@ -36,9 +38,14 @@ _SAMPLES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """A stage's spec, or why there is none, as its first rank tells the others."""
+    """A stage's spec, or why there is none, as its first rank tells the others.
+
+    Attributes:
+        partial: by block, the parameters whose gradients its tensor-parallel groups sum.
+    """
 
     spec: Spec = None
+    partial: dict[int, tuple[str, ...]] = field(default_factory=lambda: {})
     failure: Failure | None = None
 
 
@@ -54,26 +61,28 @@ def infer_shapes(
 
     Args:
         program: the program.
-        model: this rank's blocks.
+        model: this rank's blocks; is told whose gradients tensor-parallel groups sum.
         transport: tells the specs to all ranks.
         data: some step's data of a task.
         prepare: moves a data field to the device and its training type.
         precision: the type in which blocks compute.
 
     Raises:
-        MMPlanError: a block raised, or returned something that cannot travel; on all ranks.
+        MMPlanError: a block raised, returned something that cannot travel, or would train
+            something else under tensor parallelism; on all ranks.
     """
     specs: list[Spec] = []
+    known: dict[object, TPStates] = {}
     for stage in program.stages:
         leader = stage.ranks[0][0]
         answer = _Answer()
         if transport.rank == leader:
             try:
                 with precision.compute(keep_casts=False):
-                    found = _infer(
-                        stage, program, model, specs, data(stage.task), prepare, transport.device
+                    inputs = _arguments(
+                        stage, program, specs, data(stage.task), prepare, transport.device
                     )
-                answer = _Answer(spec=found)
+                    answer = _infer(stage, model, inputs, known)
             except MMPlanError as error:
                 answer = _Answer(failure=Failure.of(error))
             except Exception as error:
@@ -88,6 +97,7 @@ def infer_shapes(
         if answer.failure is not None:
             raise answer.failure.error()
         specs.append(answer.spec)
+        model.sum_partial(stage, answer.partial)
     return specs
 
 
@@ -102,21 +112,22 @@ def _own_line(error: Exception) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-def _infer(
+def _arguments(
     stage: Stage,
     program: Program,
-    model: LocalModel,
     specs: list[Spec],
     data: StepData,
     prepare: Callable[[Tree], Tree],
     device: torch.device,
-) -> Spec:
+) -> list[Tree]:
+    """Some samples as a stage's first block takes them."""
     start, stop = stage.microbatches[0][0]
     samples = min(_SAMPLES, stop - start)
 
     def zeros(leaf: LeafSpec) -> Tree:
         """One row for each sample, of ``Ragged`` too."""
         values = torch.zeros((samples, *leaf.tail), dtype=leaf.dtype, device=device)
+        values.requires_grad_(leaf.differentiable)
         lengths = torch.ones(samples, dtype=torch.int64, device=device)
         return Ragged(values, lengths) if leaf.ragged else values
 
@@ -131,16 +142,48 @@ def _infer(
 
     arguments = [argument(source) for source in stage.inputs]
     # Where nobody has a row, blocks may return what came, whose rows are of another shape.
-    with_rows = [tree_of(spec_of(a), zeros) if lacks_rows(a) else a for a in arguments]
+    return [tree_of(spec_of(a), zeros) if lacks_rows(a) else a for a in arguments]
+
+
+def _infer(
+    stage: Stage, model: LocalModel, arguments: list[Tree], known: dict[object, TPStates]
+) -> _Answer:
+    """A stage's answer.
+
+    Args:
+        stage: the stage.
+        model: has its blocks.
+        arguments: of the first block.
+        known: states of blocks that were followed before.
+    """
+    if stage.tp > 1:
+        return _follow(stage, model, arguments, known)
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
-        return _run_fake(blocks, with_rows)
+        return _Answer(spec=_run_fake(blocks, arguments))
     except Exception:
-        if stage.tp > 1:
-            raise
         # Some blocks look at values, which fake tensors do not have.
-        with torch.no_grad():
-            return spec_of(call_blocks(blocks, arguments))
+        return _Answer(spec=spec_of(call_blocks(blocks, arguments)))
+
+
+def _follow(
+    stage: Stage, model: LocalModel, arguments: list[Tree], known: dict[object, TPStates]
+) -> _Answer:
+    """The answer of a stage that tensor-parallel groups run."""
+    given: tuple[Any, ...] = tuple(arguments)
+    partial: dict[int, tuple[str, ...]] = {}
+    for index in range(*stage.blocks):
+        where = f"{stage.owner}.{index}"
+        full = {
+            name.removeprefix(f"{where}."): layout.full_shape
+            for name, layout in model.layouts.items()
+            if name.startswith(f"{where}.")
+        }
+        block = model.blocks[stage.owner, index]
+        found = tp_states(block, given, stage.tp, where=where, full=full, known=known)
+        partial[index] = tuple(sorted(found.partial))
+        given = (found.output,)
+    return _Answer(spec=spec_of(given[0]), partial=partial)
 
 
 def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
@@ -149,7 +192,7 @@ def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
     # It logs a traceback of a failure that is tried again with real tensors, or worded by us.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # Weights are swapped for fake ones: a fake input never meets a real parameter.
-    with FakeTensorMode() as mode, torch.no_grad():
+    with FakeTensorMode() as mode, torch.enable_grad():
         fake: dict[Tensor, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:

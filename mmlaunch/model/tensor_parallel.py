@@ -4,7 +4,9 @@ A block says in ``tp_plan`` which of its Linears are cut and how. Column-cut Lin
 the whole input and give a slice of the channels, row-cut ones take that slice and sum
 their partial outputs over the group; so one all-reduce per row-cut Linear in forward and
 one per column-cut Linear in backward. Parameter names stay, only shapes shrink. All other
-parameters are replicated, and their gradients are equal on every rank of the group.
+parameters are replicated, and their gradients are equal on every rank of the group: where a rank
+has a part of one only (a norm of single heads sees the rank's own heads), the parts are summed
+in backward. :mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
 
 A rank may run a block in several groups: for several tasks, say. With the same shard in all of
 them it holds that shard, and only the group of its sums changes. With different shards it holds
@@ -18,7 +20,7 @@ Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -32,6 +34,7 @@ from mmlaunch.model.shard_layout import ShardLayout, shard_layout
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.shards import Ranks, held_shards, is_crowded
+from mmplan.proof.tp_states import packed_parts
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
 
@@ -174,14 +177,6 @@ def block_plan(block: nn.Module, *, where: str = "block") -> dict[str, ShardStyl
     return cast("dict[str, ShardStyle]", plan)
 
 
-def packed_parts(linear: nn.Module, name: str) -> int:
-    """Matrices that lie one above the other in a fused Linear: its ``packed_parts``.
-
-    Without the attribute: 3 for a name with "qkv" in it, else 2 (gate and up).
-    """
-    return int(cast(Any, getattr(linear, "packed_parts", 3 if "qkv" in name else 2)))
-
-
 class CutLinear(nn.Linear):
     """A Linear of which this rank holds a shard."""
 
@@ -248,10 +243,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A copy: the incoming gradient may be in use by another consumer.
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.comm.all_reduce(grad)
-        return grad, None
+        return summed(grads[0], ctx.comm), None
 
 
 class _Leave(torch.autograd.Function):
@@ -266,6 +258,21 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], comm: TensorParallelComm) -> None:
+    """Sum the gradients of parameters over a group in each backward."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(partial(summed, comm=comm))
+
+
+def summed(gradient: Tensor, comm: TensorParallelComm) -> Tensor:
+    """The sum of a gradient over a group."""
+    # A copy: the incoming gradient may be in use by another consumer.
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total)
+    return total
 
 
 def _enter(x: Tensor, comm: TensorParallelComm) -> Tensor:
@@ -388,6 +395,9 @@ class TPGroups:
         self._attributes: dict[tuple[int, int], list[_GroupAttribute]] = {}
         # (stage, block) for whose replicated parameters another rank of the group contributes.
         self._left_out: set[tuple[int, int]] = set()
+        # By (stage, parameter), the group that sums its gradient.
+        self._partial: dict[tuple[int, nn.Parameter], TensorParallelComm] = {}
+        self._hooked: set[nn.Parameter] = set()
 
     def groups(self, owner: str, index: int) -> list[Ranks]:
         """The tensor-parallel groups of all ranks that run a block."""
@@ -455,12 +465,30 @@ class TPGroups:
         if stage.place(self._rank)[1] > 0:
             self._left_out.add((stage.index, index))
 
-    def hook(self, index: int, parameter: nn.Parameter) -> None:
-        """Let :meth:`leave_out` hold for a replicated parameter of a block."""
-        parameter.register_hook(partial(self._contributed, index))
+    def sum_partial(
+        self, stage: Stage, index: int, parameter: nn.Parameter, comm: TensorParallelComm
+    ) -> None:
+        """Sum a replicated parameter's gradient over a stage's group, in each backward."""
+        self._partial[stage.index, parameter] = comm
+        self.hook(index, parameter)
 
-    def _contributed(self, index: int, gradient: Tensor) -> Tensor | None:
-        return torch.zeros_like(gradient) if (self.running, index) in self._left_out else None
+    def hook(self, index: int, parameter: nn.Parameter) -> None:
+        """Let :meth:`leave_out` and :meth:`sum_partial` hold for a parameter of a block.
+
+        A parameter with a hook gets its gradient in ``I`` of a split backward, where the ranks of
+        a group are together.
+        """
+        if parameter not in self._hooked:
+            self._hooked.add(parameter)
+            parameter.register_hook(partial(self._contributed, index, parameter))
+
+    def _contributed(self, index: int, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        comm = self._partial.get((cast(int, self.running), parameter))
+        if comm is not None:
+            gradient = summed(gradient, comm)
+        if (self.running, index) in self._left_out:
+            return torch.zeros_like(gradient)
+        return gradient
 
 
 def _comms(block: nn.Module, comm: TensorParallelComm) -> list[_GroupAttribute]:

@@ -173,6 +173,14 @@ class Counter:
         for linear in colwise:
             linear.register_forward_pre_hook(self._sum_input_gradient)
 
+    def watch_sums(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Record the sums over the group of parameters' gradients in backward."""
+        for parameter in parameters:
+            parameter.register_hook(self._sum_gradient)
+
+    def _sum_gradient(self, gradient: Tensor) -> None:
+        self._log.add("all_reduce", summed=_num_bytes(gradient))
+
     def _sum_output(self, _: nn.Module, __: Any, output: Tensor) -> None:
         self._log.add("all_reduce", summed=_num_bytes(output))
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
+from mmplan.proof.tp_states import module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.workload import InputSource, TaskView, Workload, crossing_elements
@@ -45,6 +46,7 @@ class TaskFlow:
         self._dtype = DTYPES[workload.train.precision]
         self._fields = self._read_fields()
         self._outputs: dict[str, Any] = {}
+        self._partial: dict[tuple[str, int], list[list[str]]] = {}
 
     def _read_fields(self) -> dict[str, Any]:
         data = self.task.data
@@ -110,9 +112,11 @@ class TaskFlow:
         """Every block at a micro-batch size.
 
         Raises:
-            InvalidInputError: a block cannot run without values, or cannot be split by tp.
+            InvalidInputError: a block cannot run without values, cannot be split by tp, or
+                would then compute something else.
         """
         built = self.build(module, tp)
+        partial = self._partial_parameters(module, tp)
         counter = Counter(built)
         state: Any = self.inputs(f"modules.{module}", self.task.inputs[module], samples)
         counts: list[BlockCount] = []
@@ -121,6 +125,7 @@ class TaskFlow:
         for index, block in enumerate(built):
             if tp > 1:
                 counter.watch_tensor_parallel(*_cut_linears(block))
+                counter.watch_sums(block.get_parameter(name) for name in partial[index])
             arguments = state if index == 0 else [state]
             # What the block before it keeps decides whether a block's input is kept once more.
             kind = before, _kind(block, arguments)
@@ -135,6 +140,21 @@ class TaskFlow:
         if tp == 1 and samples == BASE:
             self._outputs[module] = state
         return counts
+
+    def _partial_parameters(self, module: str, tp: int) -> list[list[str]]:
+        """By block, the replicated parameters whose gradients a group sums."""
+        if tp == 1:
+            return []
+        if (module, tp) not in self._partial:
+            sources = self.task.inputs[module]
+            values = zip(sources, self.inputs(f"modules.{module}", sources, BASE), strict=True)
+            inputs = [
+                value if source.module is None else pytree.tree_map_only(Tensor, _as_output, value)
+                for source, value in values
+            ]
+            states = module_states(self.build(module), inputs, tp, where=f"modules.{module}")
+            self._partial[module, tp] = [sorted(found.partial) for found in states]
+        return self._partial[module, tp]
 
     def count_loss(self, loss: str, samples: int) -> BlockCount:
         """A loss on a number of samples.
@@ -161,6 +181,11 @@ def _resize(tree: Any, samples: int) -> Any:
         return leaf.new_empty(shape)
 
     return pytree.tree_map_only(Tensor, grow, tree)
+
+
+def _as_output(tensor: Tensor) -> Tensor:
+    """A tensor as a module that is trained gives it."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 # Numbers that layers give themselves and that change nothing of what they compute.

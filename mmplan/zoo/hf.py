@@ -30,6 +30,8 @@ TP_PLAN = {
     "mlp.fc1": "colwise",
     "mlp.fc2": "rowwise",
 }
+# transformers' mark of a norm of single heads, say, of whose gradient each rank has a part.
+_SUMMED = "replicated_with_grad_allreduce"
 
 
 def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
@@ -206,14 +208,12 @@ def causal_lm(
 
 
 def _layer_rules(config: Any) -> dict[str, str]:
-    """Rules inside a layer, of those parts of it whose rules are all ours.
-
-    A norm of single heads, say, is used by a rank for its own heads alone, so its gradient
-    would have to be summed over the group: such a part stays whole.
-    """
+    """Rules inside a layer, of those parts of it whose rules are all ours."""
     prefix = "layers.*."
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     rules = {k.removeprefix(prefix): rule for k, rule in plan.items() if k.startswith(prefix)}
+    # Such a parameter needs no rule: that its gradient must be summed is found by itself.
+    rules = {name: rule for name, rule in rules.items() if rule != _SUMMED}
     unknown = {name.partition(".")[0] for name, rule in rules.items() if rule not in TP_RULES}
     return {name: rule for name, rule in rules.items() if name.partition(".")[0] not in unknown}
 

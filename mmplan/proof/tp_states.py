@@ -1,0 +1,772 @@
+"""What a tensor-parallel group's ranks hold of each value of a block: all of it, or a shard.
+
+A block runs twice without values (:mod:`mmplan.proof.block_trace`): whole, and as one rank of a
+group of ``count`` runs it. Operation for operation the two are laid side by side. A value of the
+same shape in both is *whole* on each rank, one that is ``count`` times as long along a dim in
+the first is *cut* along it. Then the rules are few.
+
+Forward. A column-cut Linear takes a whole value and gives a cut one, a row-cut one the other way
+round, with the group's sum. Any other operation on cut values must give each rank its shard
+of what the whole operation gives: pointwise ones along the same dim, matrix products and
+attention where the cut dim is a batch or an output dim, views where the shards stay apart. One
+that gives a value of the same shape on all ranks mixed a rank's shard: a fault. So is a number
+that depends on the shard's size.
+
+Backward. The gradient of a whole value that a cut one was computed with is *partial*: each rank
+has the part that went through its shard. Gradients are linear in those that come in, so it stays
+partial on the way back. At a parameter the group can sum it. At the block's input, or at
+the output of a row-cut Linear, nobody would: a fault. So is a gradient that is partial by one
+use of a value and whole by another one.
+
+Source: the states of GSPMD (arXiv:2105.04663) and of DTensor, for one group and Megatron's two
+kinds of Linears.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+
+from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.proof.block_trace import (
+    BlockError,
+    BlockTrace,
+    Operation,
+    Value,
+    arguments_of,
+    block_kind,
+    trace_block,
+)
+
+COLUMNS = frozenset(["colwise", "packed_colwise"])
+ROWS = "rowwise"
+
+# Views: the shards stay apart if the cut dim keeps its place among all elements.
+_RESHAPES = frozenset(["aten.view", "aten._unsafe_view", "aten._reshape_alias", "aten.reshape"])
+# Dims exchanged, added or dropped; dropping the cut one gives a whole shape, which is a fault.
+_REORDERINGS = frozenset(
+    [
+        "aten.detach",
+        "aten.permute",
+        "aten.select",
+        "aten.squeeze",
+        "aten.t",
+        "aten.transpose",
+        "aten.unbind",
+        "aten.unsqueeze",
+        "aten.view_as_complex",
+        "aten.view_as_real",
+        "written",
+    ]
+)
+_PARTS = frozenset(["aten.slice", "aten.split", "aten.split_with_sizes", "aten.unsafe_split"])
+# Pointwise, whatever torch's tags say; random numbers are drawn for each place apart.
+_POINTWISE = frozenset(
+    [
+        "aten._prelu_kernel",
+        "aten._to_copy",
+        "aten.bernoulli",
+        "aten.bernoulli_",
+        "aten.copy_",
+        "aten.exponential_",
+        "aten.fill_",
+        "aten.masked_fill",
+        "aten.masked_fill_",
+        "aten.native_dropout",
+        "aten.normal_",
+        "aten.uniform_",
+        "aten.where",
+        "aten.zero_",
+    ]
+)
+# The same number, or a random one, in each place.
+_CONSTANTS = frozenset(
+    [
+        "aten.empty",
+        "aten.empty_like",
+        "aten.full",
+        "aten.full_like",
+        "aten.new_empty",
+        "aten.new_full",
+        "aten.new_ones",
+        "aten.new_zeros",
+        "aten.ones",
+        "aten.ones_like",
+        "aten.rand",
+        "aten.rand_like",
+        "aten.randn",
+        "aten.randn_like",
+        "aten.zeros",
+        "aten.zeros_like",
+    ]
+)
+# Over some dims; a cut one among them gives a whole shape, which is a fault.
+_REDUCTIONS = frozenset(
+    [
+        "aten.all",
+        "aten.amax",
+        "aten.amin",
+        "aten.any",
+        "aten.argmax",
+        "aten.argmin",
+        "aten.linalg_vector_norm",
+        "aten.logsumexp",
+        "aten.max",
+        "aten.mean",
+        "aten.min",
+        "aten.norm",
+        "aten.prod",
+        "aten.std",
+        "aten.std_mean",
+        "aten.sum",
+        "aten.var",
+        "aten.var_mean",
+    ]
+)
+# Along dims that they keep: not the cut one.
+_ALONG = frozenset(
+    [
+        "aten._log_softmax",
+        "aten._softmax",
+        "aten.cumprod",
+        "aten.cumsum",
+        "aten.flip",
+        "aten.logcumsumexp",
+        "aten.roll",
+        "aten.sort",
+        "aten.topk",
+    ]
+)
+_PRODUCTS = frozenset(["linear", "matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"])
+# Arguments that say sizes, which shapes show already.
+_SIZES = frozenset(["size", "shape", "split_size", "split_sizes", "start", "end", "names"])
+
+
+class Cut(NamedTuple):
+    """A value of which each rank has a shard.
+
+    Attributes:
+        dim: which is cut.
+        parts: the dim is so many parts, each cut apart (a fused qkv: 3); 0 where all places along
+            it are alike, so that any cut of it is this one.
+    """
+
+    dim: int
+    parts: int
+
+
+State = Cut | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TPStates:
+    """A block as a tensor-parallel group runs it, found right.
+
+    Attributes:
+        partial: replicated parameters of which each rank's gradient is a part; their sum over
+            the group is the gradient.
+        output: its output tree, without values; leaves say whether they require a gradient.
+    """
+
+    partial: frozenset[str]
+    output: Any
+
+
+class _FaultError(Exception):
+    """An operation that is wrong under tensor parallelism."""
+
+    def __init__(self, message: str, operation: Operation | None = None) -> None:
+        place = ""
+        if operation is not None:
+            name = operation.name.removeprefix("aten.")
+            place = f"{operation.where}: {name} " if operation.where else f"{name} "
+        super().__init__(place + message)
+
+
+def tp_states(
+    block: nn.Module,
+    inputs: Sequence[Any],
+    count: int,
+    *,
+    where: str,
+    full: Mapping[str, Sequence[int]] | None = None,
+    known: dict[object, TPStates] | None = None,
+) -> TPStates:
+    """Follow a block's values through a tensor-parallel group; nothing of its size is allocated.
+
+    Args:
+        block: whole or cut; carries ``tp_plan``.
+        inputs: its arguments, trees of tensors with or without values. What requires a gradient
+            of them and of the parameters is as in training.
+        count: ranks of the group.
+        where: the block's name in errors (``vision.3``).
+        full: whole shapes of the parameters of which the block has a shard only.
+        known: answers by kind of block; a block of a kind that is in it costs nothing, and
+            others are added. For as long as the blocks live.
+
+    Raises:
+        InvalidInputError: the block would compute or train something else than on one rank.
+    """
+    plan = _plan(block, count, full or {})
+    known = {} if known is None else known
+    kind = block_kind(block, inputs), plan.key
+    if kind not in known:
+        known[kind] = _states(block, inputs, count, where, plan)
+    return known[kind]
+
+
+def module_states(
+    module: nn.Sequential, inputs: Sequence[Any], count: int, *, where: str
+) -> list[TPStates]:
+    """Follow a module's blocks, all whole, one after another.
+
+    Args:
+        module, inputs: as for :func:`tp_states`, of the first block.
+        count: ranks of the group.
+        where: the module's name in errors.
+
+    Raises:
+        InvalidInputError: as :func:`tp_states`, or a block cannot run without values.
+    """
+    known: dict[object, TPStates] = {}
+    found: list[TPStates] = []
+    for index, block in enumerate(module):
+        given = inputs if index == 0 else [found[-1].output]
+        try:
+            found.append(tp_states(block, given, count, where=f"{where}.{index}", known=known))
+        except MMPlanError:
+            raise
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise InvalidInputError(
+                f"{where}.{index} cannot run on shapes alone, which tp {count} needs: "
+                f"{type(error).__name__}: {(lines or [''])[0]}",
+                hint="look at shapes in forward, not at values, or pin the module with "
+                "plan: {tp: 1}",
+            ) from error
+    return found
+
+
+def _states(
+    block: nn.Module, inputs: Sequence[Any], count: int, where: str, plan: _Plan
+) -> TPStates:
+    try:
+        whole = trace_block(block, inputs, shapes=plan.whole, styles=plan.styles)
+    except BlockError as error:
+        raise cast(Exception, error.__cause__) from None
+    if count == 1 or not plan.styles:
+        return TPStates(partial=frozenset(), output=whole.output)
+    try:
+        shard = trace_block(block, inputs, shapes=plan.shard, styles=plan.styles)
+        partial = _followed(whole, shard, count, plan.cuts)
+    except (_FaultError, BlockError) as fault:
+        problem = str(fault)
+    else:
+        return TPStates(partial=partial, output=whole.output)
+    raise InvalidInputError(
+        f"{where} ({type(block).__name__}) at tp {count}: {problem}",
+        hint=f"take the Linears around it out of tp_plan (it has {', '.join(plan.styles)}), or pin "
+        "the module with plan: {tp: 1}",
+    )
+
+
+def packed_parts(linear: nn.Module, name: str) -> int:
+    """Matrices that lie one above the other in a fused Linear: its ``packed_parts``.
+
+    Without the attribute: 3 for a name with "qkv" in it, else 2 (gate and up).
+    """
+    return int(cast(Any, getattr(linear, "packed_parts", 3 if "qkv" in name else 2)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """A block's ``tp_plan`` at one degree.
+
+    Attributes:
+        styles: of its Linears.
+        whole, shard: shapes of the cut parameters, and of one rank's shards.
+        cuts: how they are cut.
+    """
+
+    styles: dict[str, str] = field(default_factory=lambda: {})
+    whole: dict[str, tuple[int, ...]] = field(default_factory=lambda: {})
+    shard: dict[str, tuple[int, ...]] = field(default_factory=lambda: {})
+    cuts: dict[str, Cut] = field(default_factory=lambda: {})
+
+    @property
+    def key(self) -> object:
+        """Equal for equal plans."""
+        return tuple(self.whole.items()), tuple(self.shard.items()), tuple(self.cuts.items())
+
+
+def _plan(block: nn.Module, count: int, full: Mapping[str, Sequence[int]]) -> _Plan:
+    plan = _Plan()
+    given: Mapping[str, str] = getattr(block, "tp_plan", None) or {}
+    for name, style in given.items():
+        if style not in COLUMNS and style != ROWS:
+            continue
+        plan.styles[name] = style
+        linear = block.get_submodule(name)
+        parts = packed_parts(linear, name) if style == "packed_colwise" else 1
+        for key, parameter in linear.named_parameters(recurse=False):
+            if style == ROWS and parameter.dim() == 1:
+                continue
+            path, dim = f"{name}.{key}", 1 if style == ROWS else 0
+            plan.cuts[path] = Cut(dim, parts)
+            sizes = list(full.get(path, parameter.shape))
+            plan.whole[path] = tuple(sizes)
+            sizes[dim] //= count
+            plan.shard[path] = tuple(sizes)
+    return plan
+
+
+def _followed(
+    whole: BlockTrace, shard: BlockTrace, count: int, cuts: Mapping[str, Cut]
+) -> frozenset[str]:
+    """The parameters with partial gradients.
+
+    Raises:
+        _FaultError: the group computes something else than one rank.
+    """
+    given = [cuts.get(name) for name in whole.parameters]
+    states: dict[int, State] = dict(zip(whole.parameters.values(), given, strict=True))
+    states |= dict.fromkeys(whole.inputs)
+    rules = _Rules(whole, shard, count, states)
+    for index, operation in enumerate(whole.operations):
+        other = shard.operations[index] if index < len(shard.operations) else None
+        if other is None or (other.name, other.outputs) != (operation.name, operation.outputs):
+            ran = "nothing" if other is None else other.name.removeprefix("aten.")
+            raise _FaultError(f"runs on one rank where a rank of the group runs {ran}", operation)
+        rules.apply(operation, other)
+    if len(shard.operations) > len(whole.operations):
+        raise _FaultError("a rank of the group runs more operations than one rank alone")
+    for number in whole.results:
+        if rules.state(number) is not None:
+            raise _FaultError("its output is cut: each rank would return its own shard")
+    return _partial_parameters(whole, rules)
+
+
+class _Rules:
+    """States of all values, found in the order of the operations.
+
+    Args:
+        whole, shard: the block on one rank, and on one of the group.
+        count: ranks of the group.
+        states: of parameters and inputs, by number.
+    """
+
+    def __init__(
+        self, whole: BlockTrace, shard: BlockTrace, count: int, states: dict[int, State]
+    ) -> None:
+        self._whole, self._shard, self._count = whole, shard, count
+        self._states = states
+        table: list[tuple[Iterable[str], Callable[[Operation, Operation], list[State]]]] = [
+            (_RESHAPES, self._reshape),
+            (_REORDERINGS, self._kept),
+            (_REDUCTIONS, self._kept),
+            (_PARTS, self._part),
+            (_CONSTANTS, self._constant),
+            (["aten.expand"], self._expand),
+            (["aten.cat"], self._cat),
+            (_ALONG, self._along),
+            (_PRODUCTS, self._product),
+            (["attention"], self._attention),
+            (["norm"], self._norm),
+            (_POINTWISE, self._pointwise),
+        ]
+        self._rules = {name: rule for names, rule in table for name in names}
+
+    def state(self, number: int) -> State:
+        """Of a value; constants from outside the block are whole."""
+        return self._states.get(number)
+
+    def apply(self, operation: Operation, other: Operation) -> None:
+        """Find the states of an operation's outputs.
+
+        Raises:
+            _FaultError: they are not those of the whole operation.
+        """
+        if operation.name in COLUMNS:
+            found: list[State] = [self._columns(operation)]
+        elif operation.name == ROWS:
+            found = [self._rows(operation)]
+        else:
+            found = self._rule(operation)(operation, other)
+        for output, state in zip(operation.outputs, found, strict=True):
+            if (state and state.dim) != self._cut_dim(output, operation):
+                raise _FaultError("gives a rank something else than its shard", operation)
+            self._states[output] = state
+
+    def _rule(self, operation: Operation) -> Callable[[Operation, Operation], list[State]]:
+        if operation.name in self._rules:
+            return self._rules[operation.name]
+        if operation.pointwise:
+            return self._pointwise
+        return self._unknown
+
+    # --- shapes ------------------------------------------------------------------------
+
+    def _shape(self, number: int) -> tuple[int, ...]:
+        return tuple(self._whole.tensors[number].shape)
+
+    def _cut_dim(self, number: int, operation: Operation) -> int | None:
+        """The dim in which a value is shorter on a rank of the group."""
+        whole, shard = self._shape(number), tuple(self._shard.tensors[number].shape)
+        if whole == shard:
+            return None
+        differ = [d for d, (a, b) in enumerate(zip(whole, shard, strict=False)) if a != b]
+        if len(whole) != len(shard) or len(differ) > 1:
+            raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
+        if whole[differ[0]] != self._count * shard[differ[0]]:
+            raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
+        return differ[0]
+
+    def _from_end(self, number: int) -> int:
+        """The cut dim of a cut value, counted from its last one: -1, -2, ..."""
+        state = self._states[number]
+        assert state is not None
+        return state.dim - len(self._shape(number))
+
+    def _cut_inputs(self, operation: Operation) -> list[int]:
+        return [number for number in operation.inputs if self.state(number) is not None]
+
+    def _parts(self, numbers: Iterable[int], operation: Operation) -> int:
+        """The parts that cut values have alike."""
+        found = {state.parts for n in numbers if (state := self.state(n))} - {0}
+        if len(found) > 1:
+            raise _FaultError("joins values that are cut in different parts", operation)
+        return found.pop() if found else 0
+
+    def _outputs(self, operation: Operation, parts: int) -> list[State]:
+        """Outputs cut where their shapes say so; none of them whole."""
+        dims = [self._cut_dim(number, operation) for number in operation.outputs]
+        if None in dims:
+            raise _FaultError(
+                "goes over the cut width: each rank would have it of its own shard only", operation
+            )
+        return [Cut(cast(int, dim), parts) for dim in dims]
+
+    # --- rules -------------------------------------------------------------------------
+
+    def _columns(self, operation: Operation) -> State:
+        weight = self._states[_number(operation, "weight")]
+        if self.state(_number(operation, "input")) is not None:
+            raise _FaultError("is a column-cut Linear on a value that is cut already", operation)
+        assert weight is not None
+        return Cut(len(self._shape(operation.outputs[0])) - 1, weight.parts)
+
+    def _rows(self, operation: Operation) -> State:
+        number = _number(operation, "input")
+        state = self.state(number)
+        if state is None or self._from_end(number) != -1 or state.parts > 1:
+            raise _FaultError(
+                "is a row-cut Linear on channels that are not cut as it is", operation
+            )
+        return None
+
+    def _same(self, operation: Operation, other: Operation) -> None:
+        """The arguments that are no tensors and no sizes."""
+        for name, value in operation.arguments.items():
+            theirs = other.arguments.get(name)
+            if name not in _SIZES and not _equal(value, theirs):
+                raise _FaultError(
+                    f"takes the number {_shown(value)}, and {_shown(theirs)} on a rank of the "
+                    "group: it was computed of a cut size",
+                    operation,
+                )
+
+    def _unknown(self, operation: Operation, other: Operation) -> list[State]:
+        if self._cut_inputs(operation):
+            raise _FaultError("on a cut value is not known to be right on a shard", operation)
+        self._same(operation, other)
+        dims = [self._cut_dim(number, operation) for number in operation.outputs]
+        if any(dim is not None for dim in dims):
+            raise _FaultError("takes its size of a cut value", operation)
+        return [None] * len(dims)
+
+    def _kept(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        if not cut:
+            return self._unknown(operation, other)
+        self._same(operation, other)
+        return self._outputs(operation, self._parts(cut, operation))
+
+    def _reshape(self, operation: Operation, other: Operation) -> list[State]:
+        (number,), (output,) = operation.inputs, operation.outputs
+        state, dim = self.state(number), self._cut_dim(output, operation)
+        if state is None or dim is None:
+            return self._kept(operation, other)
+        if state.parts == 0:
+            return [Cut(dim, 0)]
+        # So many runs of elements hold one shard of each rank; a view does not move elements.
+        runs = math.prod(self._shape(number)[: state.dim]) * state.parts
+        parts, rest = divmod(runs, math.prod(self._shape(output)[:dim]))
+        if parts < 1 or rest or self._shape(output)[dim] % (parts * self._count):
+            raise _FaultError(
+                f"of {list(self._shape(number))} to {list(self._shape(output))} mixes the shards "
+                f"of dim {state.dim}",
+                operation,
+            )
+        return [Cut(dim, parts)]
+
+    def _part(self, operation: Operation, other: Operation) -> list[State]:
+        number = operation.inputs[0]
+        state, shape = self.state(number), self._shape(number)
+        dim = int(operation.arguments.get("dim", 0)) % len(shape)
+        if state is None or state.dim != dim or state.parts == 0:
+            if state is None or state.dim != dim:
+                self._same_part(operation, other)
+            return self._kept(operation, other)
+        length = shape[dim] // state.parts
+        first, begins = (
+            max(0, start + sizes[dim]) if start < 0 else start
+            for start, sizes in (
+                (int(operation.arguments.get("start") or 0), shape),
+                (int(other.arguments.get("start") or 0), self._shard.tensors[number].shape),
+            )
+        )
+        if begins * self._count != first:
+            raise _FaultError("takes other channels of a shard than of the whole", operation)
+        if (operation.arguments.get("step") or 1) != 1:
+            raise _FaultError("takes every other channel of a cut width", operation)
+        found: list[State] = []
+        for output in operation.outputs:
+            size = self._shape(output)[dim]
+            if first % length or size % length:
+                raise _FaultError(
+                    f"takes channels {first} to {first + size} of a cut width of {shape[dim]}; "
+                    "packed_colwise is for Linears of several matrices",
+                    operation,
+                )
+            found.append(Cut(dim, size // length))
+            first += size
+        return found
+
+    def _same_part(self, operation: Operation, other: Operation) -> None:
+        for name in ("start", "end", "split_size", "split_sizes"):
+            if operation.arguments.get(name) != other.arguments.get(name):
+                raise _FaultError("takes a part whose place depends on a cut size", operation)
+
+    def _constant(self, operation: Operation, other: Operation) -> list[State]:
+        self._same(operation, other)
+        dims = [self._cut_dim(number, operation) for number in operation.outputs]
+        return [None if dim is None else Cut(dim, 0) for dim in dims]
+
+    def _expand(self, operation: Operation, other: Operation) -> list[State]:
+        (number,), (output,) = operation.inputs, operation.outputs
+        dim = self._cut_dim(output, operation)
+        if self.state(number) is not None or dim is None:
+            return self._kept(operation, other)
+        if self._size(number, dim - len(self._shape(output))) != 1:
+            return self._unknown(operation, other)
+        return [Cut(dim, 0)]
+
+    def _size(self, number: int, from_end: int) -> int:
+        """A value's size along a dim, 1 where it has fewer dims."""
+        shape = self._shape(number)
+        return shape[from_end] if -from_end <= len(shape) else 1
+
+    def _pointwise(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        if not cut:
+            return self._unknown(operation, other)
+        self._same(operation, other)
+        return self._aligned(operation, {number: self._from_end(number) for number in cut})
+
+    def _aligned(self, operation: Operation, places: Mapping[int, int]) -> list[State]:
+        """Outputs that are cut in one dim, to which each cut input's dim is brought.
+
+        Args:
+            places: for each cut input, the dim of the outputs, from the end.
+        """
+        found = self._outputs(operation, self._parts(places, operation))
+        for output, state in zip(operation.outputs, found, strict=True):
+            place = cast(Cut, state).dim - len(self._shape(output))
+            if set(places.values()) != {place}:
+                raise _FaultError("joins values that are cut in different dims", operation)
+        return found
+
+    def _broadcast(self, operation: Operation, numbers: Iterable[int], place: int) -> None:
+        for number in numbers:
+            if self.state(number) is None and self._size(number, place) != 1:
+                raise _FaultError("joins a cut value with a whole one along the cut dim", operation)
+
+    def _cat(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        if not cut:
+            return self._unknown(operation, other)
+        self._same(operation, other)
+        dims = len(self._shape(operation.outputs[0]))
+        dim = int(operation.arguments.get("dim", 0)) % dims
+        if len(cut) != len(operation.inputs):
+            raise _FaultError("joins cut values and whole ones", operation)
+        if any(self._from_end(number) == dim - dims for number in cut):
+            if len({self._shape(number)[dim] for number in cut}) > 1:
+                raise _FaultError(
+                    "joins cut values of different sizes along the cut dim", operation
+                )
+            return self._outputs(operation, len(cut) * max(1, self._parts(cut, operation)))
+        return self._aligned(operation, {number: self._from_end(number) for number in cut})
+
+    def _along(self, operation: Operation, other: Operation) -> list[State]:
+        given = operation.arguments.get("dim", operation.arguments.get("dims", -1))
+        for number in self._cut_inputs(operation):
+            dims = len(self._shape(number))
+            along = [int(dim) % dims for dim in (given if isinstance(given, list) else [given])]
+            if self._from_end(number) + dims in along:
+                raise _FaultError("goes along the cut dim", operation)
+        return self._kept(operation, other)
+
+    def _product(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        if not cut:
+            return self._unknown(operation, other)
+        self._same(operation, other)
+        left, right, added = self._factors(operation)
+        ranks = len(self._shape(left)), len(self._shape(right))
+        transposed = operation.name == "linear"
+        places: dict[int, int] = {}
+        for number in cut:
+            place = self._from_end(number)
+            if number == added:
+                places[number] = place
+                continue
+            inner, outer = (-1, -2) if number == left or transposed else (-2, -1)
+            if place == inner or 1 in ranks:
+                raise _FaultError(
+                    "sums over the cut width outside of a row-cut Linear: each rank would have a "
+                    "part of the sum",
+                    operation,
+                )
+            places[number] = place if number == left else -1 if place == outer else place
+        found = self._aligned(operation, places)
+        place = next(iter(places.values()))
+        if place < -2:
+            self._broadcast(operation, [left, right], place)
+        return found
+
+    def _factors(self, operation: Operation) -> tuple[int, int, int | None]:
+        """Left factor, right factor and addend of a matrix product."""
+        if operation.name == "linear":
+            given = list(arguments_of(operation, ["input", "weight", "bias"]))
+        elif operation.name == "matmul":
+            given = [Value(number) for number in operation.inputs]
+        else:
+            given = [operation.arguments.get(n) for n in ("mat1", "batch1", "self")]
+            given = [v for v in given if isinstance(v, Value)][:1]
+            others = [operation.arguments.get(n) for n in ("mat2", "batch2")]
+            given += [v for v in others if isinstance(v, Value)]
+            if operation.name in ("aten.addmm", "aten.baddbmm"):
+                given.append(operation.arguments["self"])
+        numbers = [v.number if isinstance(v, Value) else None for v in (*given, None)]
+        return cast(int, numbers[0]), cast(int, numbers[1]), numbers[2]
+
+    def _attention(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        if not cut:
+            return self._unknown(operation, other)
+        self._same(operation, other)
+        places = {number: self._from_end(number) for number in cut}
+        found = self._aligned(operation, places)
+        place = next(iter(places.values()))
+        if place > -3:
+            raise _FaultError("goes along the cut dim", operation)
+        self._broadcast(operation, operation.inputs, place)
+        return found
+
+    def _norm(self, operation: Operation, other: Operation) -> list[State]:
+        cut = self._cut_inputs(operation)
+        names = ["input", "normalized_shape", "weight", "bias", "eps"]
+        _, shape, *_ = arguments_of(operation, names)
+        if any(self._from_end(number) >= -len(shape) for number in cut):
+            raise _FaultError("over a cut width: each rank would norm its own shard", operation)
+        return self._pointwise(operation, other)
+
+
+def _number(operation: Operation, name: str) -> int:
+    return cast(Value, operation.arguments[name]).number
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or one is other)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --- backward --------------------------------------------------------------------------
+
+# The gradient of a value: whole or its shard on each rank, or a part of it, and why.
+_Gradient = str | None
+
+
+def _partial_parameters(trace: BlockTrace, rules: _Rules) -> frozenset[str]:
+    """Follow gradients back through the operations, from the block's output.
+
+    Raises:
+        _FaultError: a partial gradient that nobody would sum.
+    """
+    gradients: dict[int, _Gradient] = {n: None for n in trace.results if _requires(trace, n)}
+    # Values of an autograd.Function: it runs without a graph, its output has one.
+    inside: set[int] = set()
+    for operation in reversed(trace.operations):
+        live = [n for n in operation.outputs if n in gradients]
+        if not live:
+            continue
+        if not operation.records:
+            inside |= set(operation.inputs)
+        back = _back(operation, live, gradients, rules)
+        for number in dict.fromkeys(operation.inputs):
+            if not (_requires(trace, number) or number in inside):
+                continue
+            gradient = None if rules.state(number) is not None else back.get(number)
+            if number in gradients and (gradients[number] is None) != (gradient is None):
+                raise _FaultError(_mixed(cast(str, gradient or gradients[number])))
+            gradients.setdefault(number, gradient)
+    for number in trace.inputs:
+        if _requires(trace, number) and gradients.get(number):
+            raise _FaultError(_at_activation(cast(str, gradients[number])))
+    return frozenset(name for name, n in trace.parameters.items() if gradients.get(n) is not None)
+
+
+def _back(
+    operation: Operation,
+    live: Sequence[int],
+    gradients: Mapping[int, _Gradient],
+    rules: _Rules,
+) -> dict[int, _Gradient]:
+    """What one operation gives back to each input that is whole."""
+    if operation.name in COLUMNS:
+        return dict.fromkeys(operation.inputs)
+    came = next((gradients[n] for n in live if gradients[n] is not None), None)
+    if operation.name == ROWS and came is not None:
+        raise _FaultError(_at_activation(came))
+    if came is not None and any(gradients[n] is None for n in live):
+        raise _FaultError(_mixed(came))
+    if any(rules.state(number) is not None for number in live):
+        place = f" in {operation.where}" if operation.where else ""
+        came = f"{operation.name.removeprefix('aten.')}{place}"
+    return dict.fromkeys(operation.inputs, came)
+
+
+def _at_activation(reason: str) -> str:
+    return (
+        f"{reason} joins an activation that is whole on each rank with cut ones, so its gradient "
+        "would be a part of the sum on each rank; only a parameter's can be summed"
+    )
+
+
+def _mixed(reason: str) -> str:
+    return (
+        f"{reason} joins a value that is whole on each rank with cut ones, and it is used without "
+        "them too: its gradient would be the sum of a whole part and of partial ones"
+    )
+
+
+def _requires(trace: BlockTrace, number: int) -> bool:
+    return trace.tensors[number].requires_grad
