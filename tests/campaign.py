@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -28,6 +29,9 @@ from tests.judge import Judgement, judge
 from tests.mutants import KINDS, Kind, Level, check_faults
 
 SEED = 14
+# Of each kind: together some 4,500.
+PER_KIND = 14
+PER_VARIANT = 50
 # The modules that enter kinds of mutants.
 SOURCES = legal_variants, mutants_of_graphs, mutants_of_groups, mutants_of_plans
 
@@ -120,6 +124,7 @@ def run_campaign(
     *,
     kinds: Iterable[Kind] = (),
     per_kind: int,
+    per_variant: int | None = None,
     seed: int = SEED,
     progress: Callable[[Case], object] = lambda _: None,
 ) -> Results:
@@ -129,12 +134,14 @@ def run_campaign(
         subjects: whose programs train what one process trains.
         kinds: default all.
         per_kind: mutants of each, spread over the subjects; fewer where fewer are possible.
+        per_variant: of each kind of legal variants; default the same.
         seed: of the choice.
         progress: hears of each case.
     """
     results, start = Results(), time.perf_counter()
     for kind in kinds or KINDS.values():
-        for subject, mutant in _mutants(subjects, kind, per_kind, seed):
+        count = per_kind if kind.level != "variants" else per_variant or per_kind
+        for subject, mutant in _mutants(subjects, kind, count, seed):
             case = try_mutant(kind, subject, mutant)
             results.cases.append(case)
             progress(case)
@@ -212,7 +219,8 @@ def judged_same(subjects: Iterable[Subject]) -> tuple[list[Subject], list[tuple[
 
 def _main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--per-kind", type=int, default=20)
+    options.add_argument("--per-kind", type=int, default=PER_KIND)
+    options.add_argument("--per-variant", type=int, default=PER_VARIANT)
     options.add_argument("--seed", type=int, default=SEED)
     options.add_argument("--kind", help="only kinds whose name has this in it", default="")
     options.add_argument("--show", nargs="*", default=["missed", "missed, stops", "crashed"])
@@ -220,14 +228,18 @@ def _main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         subjects, others = judged_same(all_subjects(Path(folder)))
-    for subject, reason in others:
-        print(f"left out: {subject.name}: {reason}")
+    lines = [f"left out: {subject.name}: {reason}" for subject, reason in others]
     kinds = [kind for kind in KINDS.values() if asked.kind in kind.name]
-    results = run_campaign(subjects, kinds=kinds, per_kind=asked.per_kind, seed=asked.seed)
-    for case in results.of(*asked.show):
-        print(f"{case.outcome}: {case}")
-    print(results.table())
-    print(f"{len(results.cases)} mutants in {results.seconds:.0f} s")
+    results = run_campaign(
+        subjects,
+        kinds=kinds,
+        per_kind=asked.per_kind,
+        per_variant=asked.per_variant,
+        seed=asked.seed,
+    )
+    lines += [f"{case.outcome}: {case}" for case in results.of(*asked.show)]
+    lines += [results.table(), f"{len(results.cases)} mutants in {results.seconds:.0f} s"]
+    sys.stdout.write("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":

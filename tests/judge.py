@@ -8,10 +8,10 @@ not forgive, which threads do.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +23,12 @@ from torch import Tensor, nn
 
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.comm.transport import CommGroup
+from mmlaunch.execute.batch_sync import BatchSync
+from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.reductions import Reductions
 from mmlaunch.session.session import Session
 from mmplan.errors import MMPlanError
-from mmplan.program.instructions import Message, Op, Step
+from mmplan.program.instructions import Compute, Message, Op, Step
 from mmplan.program.model import Program
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
@@ -94,7 +97,9 @@ class OneProcess:
         for step in range(count):
             total = torch.zeros((), dtype=torch.float64)
             for task, dataset in zip(self._tasks, self._data, strict=True):
-                total = total + task.weight * self._task_loss(task, self._batch(task, dataset, step))
+                total = total + task.weight * self._task_loss(
+                    task, self._batch(task, dataset, step)
+                )
             if total.requires_grad:
                 total.backward()
             gradients = {
@@ -105,9 +110,7 @@ class OneProcess:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             weights = {name: p.detach().clone() for name, p in self.parameters.items()}
-            found.append(
-                ExpectedStep(loss=total.item(), gradients=gradients, weights=weights)
-            )
+            found.append(ExpectedStep(loss=total.item(), gradients=gradients, weights=weights))
         return found
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -254,9 +257,7 @@ def _tasks_of(workload: Workload) -> list[_Task]:
 
 def _stacked(values: Sequence[Any]) -> Any:
     if isinstance(values[0], Ragged):
-        return Ragged(
-            torch.cat([v.values for v in values]), torch.cat([v.lengths for v in values])
-        )
+        return Ragged(torch.cat([v.values for v in values]), torch.cat([v.lengths for v in values]))
     return torch.stack(list(values))
 
 
@@ -286,6 +287,8 @@ class _Recording(InProcessTransport):
         self.begun: list[tuple[CommGroup, int]] = []
 
     def _deposit(self, group: CommGroup, item: Any) -> int:
+        if group[0] != tuple(sorted(group[0])):
+            raise WrongError(f"{list(group[0])}: a communicator numbers its ranks upwards")
         sequence = super()._deposit(group, item)
         if len(group[0]) > 1:
             self.begun.append((group, sequence))
@@ -300,7 +303,7 @@ def judge(program: Program, plan: Plan, workload: Workload) -> Judgement:
         plan: of as many ranks.
         workload: says what is to be trained.
     """
-    fault = _order_of_messages(program) or _place_of_the_update(program)
+    fault = _order_of_messages(program) or _place_of_the_update(program) or _twice(program)
     if fault:
         return Judgement("stops" if fault.startswith("NCCL") else "other", fault)
     expected = expected_steps(workload)
@@ -316,13 +319,8 @@ def judge(program: Program, plan: Plan, workload: Workload) -> Judgement:
         for step in expected:
             _compare_step(session, step)
 
-    stand_in = patch.multiple(
-        "mmlaunch.session.session",
-        compile_plan=lambda _: program,
-        check_agrees=lambda *_: None,
-    )
     try:
-        with stand_in:
+        with _standing_in(program):
             world.run(entry)
     except WrongError as error:
         return Judgement("other", str(error))
@@ -336,6 +334,43 @@ def judge(program: Program, plan: Plan, workload: Workload) -> Judgement:
         return Judgement("stops", f"{left} messages are left over")
     circle = _circle([transport.begun for transport in transports])
     return Judgement("stops", circle) if circle else Judgement("same")
+
+
+@contextmanager
+def _standing_in(program: Program) -> Generator[None]:
+    """Sessions run a program in place of their plan's, and all that may meet does.
+
+    Which blocks exchange something in their group, which losses do at their wait, and which
+    count, no program tells. Here all of them do.
+    """
+    compute, wait, count = Executor._compute, BatchSync.wait, Reductions.count
+
+    def meet(transport: Any, ranks: Sequence[int]) -> None:
+        if len(ranks) > 1:
+            transport.all_reduce(torch.zeros(()), tuple(ranks))
+
+    def compute_together(self: Any, item: Compute) -> None:
+        place = self._places.get(item.stage)
+        if place is not None and item.op is not Op.WEIGHT:
+            meet(self._transport, sorted(program.stages[item.stage].ranks[place[0]]))
+        compute(self, item)
+
+    def wait_together(self: Any, loss: int, batch: int) -> None:
+        meet(self._transport, program.losses[loss].ranks)
+        wait(self, loss, batch)
+
+    def count_together(self: Any, loss: int, field_of: Any) -> None:
+        meet(self._transport, program.losses[loss].ranks)
+        count(self, loss, field_of)
+
+    with (
+        patch("mmlaunch.session.session.compile_plan", lambda _: program),
+        patch("mmlaunch.session.session.check_agrees", lambda *_: None),
+        patch.object(Executor, "_compute", compute_together),
+        patch.object(BatchSync, "wait", wait_together),
+        patch.object(Reductions, "count", count_together),
+    ):
+        yield
 
 
 def _compare_step(session: Session, expected: ExpectedStep) -> None:
@@ -407,6 +442,14 @@ def _place_of_the_update(program: Program) -> str | None:
         late = row[steps[0] + 1 :] if steps else ()
         if any(not isinstance(item, Message) for item in late):
             return f"rank {rank} computes after its update"
+    return None
+
+
+def _twice(program: Program) -> str | None:
+    """What stands twice is done twice; the executor forgives it where the graph is gone."""
+    for rank, row in enumerate(program.instructions):
+        if len(set(row)) < len(row):
+            return f"rank {rank} does something twice"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
@@ -105,10 +106,11 @@ def messages_split_at_both_ends(program: Program, rng: random.Random) -> Program
     ops = (Op.SEND_F, Op.RECV_F) if item.op is Op.SEND_F else (Op.SEND_B, Op.RECV_B)
 
     def split(x: Instruction) -> tuple[Instruction, ...]:
-        same = isinstance(x, Message) and x.op in ops
-        if same and (x.edge, x.start, x.stop) == (item.edge, item.start, item.stop):
-            return replace(x, stop=cut), replace(x, start=cut)
-        return (x,)
+        if not isinstance(x, Message) or x.op not in ops:
+            return (x,)
+        if (x.edge, x.start, x.stop) != (item.edge, item.start, item.stop):
+            return (x,)
+        return replace(x, stop=cut), replace(x, start=cut)
 
     return rows_of(program, lambda _, row: tuple(y for x in row for y in split(x)))
 
@@ -152,9 +154,7 @@ def other_peers_of_a_tp_group(program: Program, rng: random.Random) -> Program |
 # --- orders ------------------------------------------------------------------------------
 
 
-def _in_groups(
-    program: Program, rank: int, change: Callable[[Row], Row]
-) -> Program:
+def _in_groups(program: Program, rank: int, change: Callable[[Row], Row]) -> Program:
     """The change on a rank and on all that share a tensor-parallel group with it."""
     ranks, more = {rank}, {rank}
     while more:
@@ -265,7 +265,7 @@ def two_forwards_swapped(program: Program, rng: random.Random) -> Program | None
 
 def _next_computes(row: Row) -> list[tuple[Compute, Compute]]:
     computes = [x for x in row if isinstance(x, Compute)]
-    return list(zip(computes, computes[1:], strict=False))
+    return list(pairwise(computes))
 
 
 def _exchange(program: Program, rank: int, a: Compute, b: Compute) -> Program:
@@ -379,9 +379,7 @@ def counts_just_before_the_first_forward(program: Program, rng: random.Random) -
         if spot[2] not in row:
             return row
         rest = [x for x in row if x != spot[2]]
-        first = next(
-            p for p, x in enumerate(rest) if isinstance(x, Compute) and x.stage == host
-        )
+        first = next(p for p, x in enumerate(rest) if isinstance(x, Compute) and x.stage == host)
         return (*rest[:first], spot[2], *rest[first:])
 
     changed = rows_of(program, late)
@@ -389,16 +387,33 @@ def counts_just_before_the_first_forward(program: Program, rng: random.Random) -
 
 
 @mutator("variants")
-def reductions_at_the_very_end(program: Program, rng: random.Random) -> Program | None:
-    """On all ranks, in the order that they had."""
+def reductions_as_early_as_they_may(program: Program, rng: random.Random) -> Program | None:
+    """On each rank behind the last backward of the blocks that are summed, others go on."""
     del rng
 
-    def late(_: int, row: Row) -> Row:
-        reduces = [x for x in row if x.op is Op.REDUCE]
-        rest = [x for x in row if x.op is not Op.REDUCE]
-        return (*rest[:-1], *reduces, *rest[-1:])
+    def early(rank: int, row: Row) -> Row:
+        items = list(row)
+        for reduction in program.block_reductions:
+            item = Collective(Op.REDUCE, reduction.index)
+            if item not in items:
+                continue
+            stages = {
+                stage.index
+                for stage in program.stages_of(rank)
+                if stage.owner == reduction.owner
+                and stage.blocks[0] < reduction.blocks[1]
+                and reduction.blocks[0] < stage.blocks[1]
+            }
+            items.remove(item)
+            ends = [
+                position
+                for position, x in enumerate(items)
+                if isinstance(x, Compute) and x.op is not Op.FORWARD and x.stage in stages
+            ]
+            items.insert(ends[-1] + 1 if ends else len(items) - 1, item)
+        return tuple(items)
 
-    changed = rows_of(program, late)
+    changed = rows_of(program, early)
     return changed if changed.instructions != program.instructions else None
 
 
@@ -467,9 +482,7 @@ def _without_reduction(program: Program, index: int) -> Program:
     """A reduction goes, and those behind it move up."""
     gone = Collective(Op.REDUCE, index)
     numbers = {r.index: r.index - (r.index > index) for r in program.reductions}
-    kept = tuple(
-        replace(r, index=numbers[r.index]) for r in program.reductions if r.index != index
-    )
+    kept = tuple(replace(r, index=numbers[r.index]) for r in program.reductions if r.index != index)
     changed = without(program, lambda _, x: x == gone)
     return replace(_renumbered(changed, reductions=numbers), reductions=kept)
 
@@ -489,9 +502,7 @@ def reduction_split_by_kinds_of_parameters(program: Program, rng: random.Random)
 def other_contributors(program: Program, rng: random.Random) -> Program | None:
     """The last rank of each tensor-parallel group in place of the first."""
     found = [
-        r
-        for r in program.block_reductions
-        if r.parameters == "whole" and r.contributors != r.ranks
+        r for r in program.block_reductions if r.parameters == "whole" and r.contributors != r.ranks
     ]
     reduction = one_of(rng, found)
     if reduction is None:
@@ -508,19 +519,6 @@ def other_contributors(program: Program, rng: random.Random) -> Program | None:
     if last == reduction.contributors:
         return None
     return with_reduction(program, reduction, contributors=last)
-
-
-@mutator("variants")
-def reduction_of_one_rank(program: Program, rng: random.Random) -> Program | None:
-    """One that sums nothing over nobody else."""
-    found = one_of(rng, program.block_reductions)
-    if found is None:
-        return None
-    rank = rng.choice(found.ranks)
-    new = replace(
-        found, index=len(program.reductions), ranks=(rank,), contributors=(rank,)
-    )
-    return added(program, new, Collective(Op.REDUCE, found.index))
 
 
 # --- numbers -----------------------------------------------------------------------------
@@ -609,7 +607,10 @@ def losses_renumbered(program: Program, rng: random.Random) -> Program | None:
 @mutator("variants")
 def stages_renumbered(program: Program, rng: random.Random) -> Program | None:
     """Another order in which producers come before consumers."""
-    before = {s.index: {e.producer for e in program.edges if e.consumer == s.index} for s in program.stages}
+    before = {
+        s.index: {e.producer for e in program.edges if e.consumer == s.index}
+        for s in program.stages
+    }
     numbers: dict[int, int] = {}
     while len(numbers) < len(program.stages):
         ready = [s for s in before if s not in numbers and before[s] <= set(numbers)]

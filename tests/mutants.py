@@ -8,14 +8,22 @@ program, and the mutants of rows; ``mutants_of_groups``, ``mutants_of_graphs``,
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from torch import nn
 
 from mmplan.program.checks.check import check_program
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import CrossSampleLoss, Program, Stage
+from mmplan.proof.specification import specification_faults, specify
+from mmplan.schema.factories import import_factory, tied_blocks
 from mmplan.schema.workload import Workload
 from tests.plants import Row, drop, put, with_rows, without
 
@@ -51,8 +59,29 @@ def mutator(level: Level, name: str | None = None) -> Callable[[Mutator], Mutato
 
 def check_faults(program: Program, workload: Workload) -> list[str]:
     """What `check` says of a program that is to train a workload."""
-    del workload
-    return check_program(program)
+    asked = specify(workload, blocks_of(workload))
+    return [*check_program(program), *specification_faults(program, asked)]
+
+
+def blocks_of(workload: Workload) -> dict[str, int]:
+    """Number of blocks of every module, as a profile of the models would say it."""
+    return {name: len(_built(workload, name)) for name in workload.modules}
+
+
+def ties_of(workload: Workload) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The blocks of each parameter that several blocks share, by module."""
+    found = {name: tied_blocks(_built(workload, name)) for name in workload.modules}
+    return {name: ties for name, ties in found.items() if ties}
+
+
+def _built(workload: Workload, name: str) -> nn.Sequential:
+    spec = workload.modules[name]
+    return _module(spec.factory, json.dumps(spec.model_dump(mode="json")["args"]))
+
+
+@cache
+def _module(factory: str, args: str) -> nn.Sequential:
+    return import_factory(factory, Path(__file__).parent)(**json.loads(args))
 
 
 # --- helpers -----------------------------------------------------------------------------
@@ -67,13 +96,23 @@ Spot = tuple[int, int, Any]
 
 
 def spots(program: Program, *ops: Op) -> list[Spot]:
-    """(rank, position, instruction) of all instructions with some operations, or of all."""
+    """(rank, position, instruction) of all instructions with some operations, or of all.
+
+    Without COUNT of a loss that counts nothing, where it does nothing.
+    """
     return [
         (rank, position, item)
         for rank, row in enumerate(program.instructions)
         for position, item in enumerate(row)
-        if not ops or item.op in ops
+        if (not ops or item.op in ops) and _does_something(program, item)
     ]
+
+
+def _does_something(program: Program, item: Instruction) -> bool:
+    if item.op is not Op.COUNT:
+        return True
+    assert isinstance(item, Collective)
+    return program.losses[item.index].name.startswith("counted")
 
 
 def moved(program: Program, rank: int, position: int, to: int) -> Program | None:
@@ -98,14 +137,12 @@ def swapped(program: Program, rank: int, first: int, second: int) -> Program:
 
 def other_end(program: Program, rank: int, item: Message) -> tuple[int, int] | None:
     """Where the other end of a message stands."""
-    backward = item.op in (Op.SEND_B, Op.RECV_B)
     wanted = {
         Op.SEND_F: Op.RECV_F,
         Op.RECV_F: Op.SEND_F,
         Op.SEND_B: Op.RECV_B,
         Op.RECV_B: Op.SEND_B,
     }[item.op]
-    del backward
     for position, end in enumerate(program.instructions[item.peer]):
         if (
             isinstance(end, Message)
@@ -201,7 +238,10 @@ def any_two_swapped(program: Program, rng: random.Random) -> Program | None:
 def rows_of_two_ranks_swapped(program: Program, rng: random.Random) -> Program | None:
     rows = program.instructions
     pairs = [
-        (a, b) for a in range(len(rows)) for b in range(a) if rows[a] != rows[b] and rows[a] and rows[b]
+        (a, b)
+        for a in range(len(rows))
+        for b in range(a)
+        if rows[a] != rows[b] and rows[a] and rows[b]
     ]
     pair = one_of(rng, pairs)
     return with_rows(program, {pair[0]: rows[pair[1]], pair[1]: rows[pair[0]]}) if pair else None
@@ -264,9 +304,7 @@ def gradient_dropped_at_both_ends_for_a_whole_group(
 
     def gone(_: int, item: Instruction) -> bool:
         backward = item.op in (Op.SEND_B, Op.RECV_B)
-        return (
-            isinstance(item, Message) and backward and (item.edge, item.start, item.stop) == key
-        )
+        return isinstance(item, Message) and backward and (item.edge, item.start, item.stop) == key
 
     return without(program, gone)
 
@@ -396,6 +434,12 @@ def _pairs_of_messages(program: Program, ops: Sequence[Op]) -> Iterator[tuple[in
         seen[key] = position, item.mb
 
 
+def _message_at(program: Program, rank: int, position: int) -> Message:
+    item = program.instructions[rank][position]
+    assert isinstance(item, Message)
+    return item
+
+
 @mutator("rows")
 def two_receives_serve_each_others_micro_batch(
     program: Program, rng: random.Random
@@ -405,8 +449,7 @@ def two_receives_serve_each_others_micro_batch(
     if pair is None:
         return None
     rank, a, b = pair
-    one, two = (program.instructions[rank][p] for p in (a, b))
-    assert isinstance(one, Message) and isinstance(two, Message)
+    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
     changed = put(program, rank, a, replace(one, mb=two.mb))
     return put(changed, rank, b, replace(two, mb=one.mb))
 
@@ -417,8 +460,7 @@ def two_sends_serve_each_others_micro_batch(program: Program, rng: random.Random
     if pair is None:
         return None
     rank, a, b = pair
-    one, two = (program.instructions[rank][p] for p in (a, b))
-    assert isinstance(one, Message) and isinstance(two, Message)
+    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
     changed = put(program, rank, a, replace(one, mb=two.mb))
     return put(changed, rank, b, replace(two, mb=one.mb))
 
@@ -463,9 +505,12 @@ def messages_merged_at_one_end(program: Program, rng: random.Random) -> Program 
     if spot is None:
         return None
     rank, a, b = spot
-    one, two = (program.instructions[rank][p] for p in (a, b))
-    assert isinstance(one, Message) and isinstance(two, Message)
+    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
     return drop(put(program, rank, a, replace(one, stop=two.stop)), rank, b)
+
+
+def _of(item: Compute | Message) -> tuple[int, int]:
+    return item.stage, item.mb
 
 
 @mutator("rows")
@@ -476,9 +521,9 @@ def receive_after_its_compute(program: Program, rng: random.Random) -> Program |
     rank, position, item = spot
     ops = (Op.FORWARD,) if item.op is Op.RECV_F else (Op.BACKWARD, Op.INPUT)
     for later, other in enumerate(program.instructions[rank]):
-        if isinstance(other, Compute) and other.op in ops:
-            if (other.stage, other.mb) == (item.stage, item.mb) and later > position:
-                return moved(program, rank, position, later)
+        served = isinstance(other, Compute) and other.op in ops and _of(other) == _of(item)
+        if served and later > position:
+            return moved(program, rank, position, later)
     return None
 
 
@@ -490,9 +535,9 @@ def send_before_its_compute(program: Program, rng: random.Random) -> Program | N
     rank, position, item = spot
     ops = (Op.FORWARD,) if item.op is Op.SEND_F else (Op.BACKWARD, Op.INPUT)
     for earlier, other in enumerate(program.instructions[rank]):
-        if isinstance(other, Compute) and other.op in ops:
-            if (other.stage, other.mb) == (item.stage, item.mb) and earlier < position:
-                return moved(program, rank, position, earlier)
+        made = isinstance(other, Compute) and other.op in ops and _of(other) == _of(item)
+        if made and earlier < position:
+            return moved(program, rank, position, earlier)
     return None
 
 
@@ -641,7 +686,7 @@ def computes_of_a_group_in_two_orders(program: Program, rng: random.Random) -> P
             for p, x in enumerate(row)
             if isinstance(x, Compute) and program.stages[x.stage].tp > 1
         ]
-        for (p, x), (q, y) in zip(computes, computes[1:], strict=False):
+        for (p, x), (q, y) in pairwise(computes):
             if x.op is y.op and x != y:
                 found.append((rank, p, q))
     spot = one_of(rng, found)
@@ -675,9 +720,7 @@ def sync_starts_of_one_loss_in_another_order_on_one_rank(
         return None
     rank, position, item = spot
     later = [
-        p
-        for r, p, x in _starts(program)
-        if r == rank and p > position and x.loss == item.loss
+        p for r, p, x in _starts(program) if r == rank and p > position and x.loss == item.loss
     ]
     return moved(program, rank, position, later[0]) if later else None
 
@@ -854,7 +897,7 @@ def two_reduces_swapped_on_one_rank(program: Program, rng: random.Random) -> Pro
     spot = one_of(rng, spots(program, Op.REDUCE))
     if spot is None:
         return None
-    others = [p for r, p, x in spots(program, Op.REDUCE) if r == spot[0] and p != spot[1]]
+    others = [p for r, p, _ in spots(program, Op.REDUCE) if r == spot[0] and p != spot[1]]
     other = one_of(rng, others)
     return None if other is None else swapped(program, spot[0], spot[1], other)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from mmplan.program.instructions import Collective, Instruction, Op
@@ -52,6 +53,11 @@ def _hosted(program: Program) -> list[PerSampleLoss]:
     return [loss for loss in program.losses if isinstance(loss, PerSampleLoss)]
 
 
+def _means(program: Program) -> list[Loss]:
+    """Losses whose divisor is used: the others count their targets."""
+    return [loss for loss in program.losses if not loss.name.startswith("counted")]
+
+
 def _fields(program: Program) -> list[str]:
     """All data fields that a program takes."""
     found = {s.field for stage in program.stages for s in stage.inputs}
@@ -71,12 +77,26 @@ def loss_weight_three_times(program: Program, rng: random.Random) -> Program | N
 @mutator("graph")
 def loss_weight_a_millionth_more(program: Program, rng: random.Random) -> Program | None:
     loss = rng.choice(program.losses)
-    return with_loss(program, loss, weight=loss.weight * (1 + 1e-6))
+    return with_loss(program, loss, weight=loss.weight * Fraction(1000001, 1000000))
+
+
+@mutator("graph")
+def divisor_of_a_loss_double(program: Program, rng: random.Random) -> Program | None:
+    """A mean over twice as many samples, or sync batches."""
+    loss = one_of(rng, _means(program))
+    return with_loss(program, loss, divisor=loss.divisor * 2) if loss else None
+
+
+@mutator("graph")
+def divisor_of_a_loss_by_replica(program: Program, rng: random.Random) -> Program | None:
+    """A mean by rank in place of one by sample."""
+    loss = one_of(rng, [x for x in _means(program) if len(x.ranks) > 1])
+    return with_loss(program, loss, divisor=loss.divisor * len(loss.ranks)) if loss else None
 
 
 @mutator("graph")
 def loss_weight_zero(program: Program, rng: random.Random) -> Program | None:
-    return with_loss(program, rng.choice(program.losses), weight=0.0)
+    return with_loss(program, rng.choice(program.losses), weight=Fraction(0))
 
 
 @mutator("graph")
@@ -104,19 +124,6 @@ def weights_of_two_losses_exchanged(program: Program, rng: random.Random) -> Pro
         return None
     a, b = pair
     return with_loss(with_loss(program, a, weight=b.weight), b, weight=a.weight)
-
-
-@mutator("graph")
-def batch_of_a_task_half(program: Program, rng: random.Random) -> Program | None:
-    """The normaliser of its losses."""
-    task = rng.choice(sorted(program.batches))
-    return replace(program, batches={**program.batches, task: program.batches[task] // 2})
-
-
-@mutator("graph")
-def batch_of_a_task_double(program: Program, rng: random.Random) -> Program | None:
-    task = rng.choice(sorted(program.batches))
-    return replace(program, batches={**program.batches, task: program.batches[task] * 2})
 
 
 @mutator("graph")
@@ -299,13 +306,6 @@ def loss_of_another_name(program: Program, rng: random.Random) -> Program | None
     return None if name is None else with_loss(program, loss, name=name)
 
 
-@mutator("graph")
-def loss_of_another_task(program: Program, rng: random.Random) -> Program | None:
-    loss = rng.choice(program.losses)
-    task = one_of(rng, sorted(set(program.batches) - {loss.task}))
-    return None if task is None else with_loss(program, loss, task=task)
-
-
 # --- inputs and edges --------------------------------------------------------------------
 
 
@@ -368,9 +368,7 @@ def stage_takes_a_field_in_place_of_an_edge(program: Program, rng: random.Random
 
 @mutator("graph")
 def two_edges_into_a_stage_exchanged(program: Program, rng: random.Random) -> Program | None:
-    stage = one_of(
-        rng, _stages(program, lambda s: sum(x.edge is not None for x in s.inputs) > 1)
-    )
+    stage = one_of(rng, _stages(program, lambda s: sum(x.edge is not None for x in s.inputs) > 1))
     if stage is None:
         return None
     inputs = list(stage.inputs)
@@ -402,21 +400,13 @@ def edge_carries_no_gradient(program: Program, rng: random.Random) -> Program | 
         return None
     backward = (Op.SEND_B, Op.RECV_B)
     changed = with_edge(program, edge, carries_gradient=False)
-    return without(
-        changed, lambda _, x: x.op in backward and getattr(x, "edge", -1) == edge.index
-    )
+    return without(changed, lambda _, x: x.op in backward and getattr(x, "edge", -1) == edge.index)
 
 
 @mutator("graph")
 def edge_said_to_carry_no_gradient(program: Program, rng: random.Random) -> Program | None:
     edge = one_of(rng, [e for e in program.edges if e.carries_gradient])
     return with_edge(program, edge, carries_gradient=False) if edge else None
-
-
-@mutator("graph")
-def edge_said_to_carry_a_gradient(program: Program, rng: random.Random) -> Program | None:
-    edge = one_of(rng, [e for e in program.edges if not e.carries_gradient])
-    return with_edge(program, edge, carries_gradient=True) if edge else None
 
 
 @mutator("graph")
@@ -436,15 +426,26 @@ def edge_called_a_cut_or_not(program: Program, rng: random.Random) -> Program | 
 
 @mutator("graph")
 def edge_from_another_producer(program: Program, rng: random.Random) -> Program | None:
-    edge = one_of(rng, program.edges)
-    if edge is None:
+    """Of the same ranks and micro-batches, and its messages with it: right shape, wrong stage."""
+    found = [
+        (edge, other)
+        for edge in program.edges
+        for other in program.stages
+        if other.index not in (edge.producer, edge.consumer)
+        and other.ranks == program.stages[edge.producer].ranks
+        and other.microbatches == program.stages[edge.producer].microbatches
+    ]
+    pick = one_of(rng, found)
+    if pick is None:
         return None
-    ranks = program.stages[edge.producer].ranks
-    others = _stages(program, lambda s: s.index < edge.consumer and s.index != edge.producer)
-    # On the same ranks the messages still fit.
-    alike = [s for s in others if s.ranks == ranks] or others
-    other = one_of(rng, alike)
-    return with_edge(program, edge, producer=other.index) if other else None
+    edge, other = pick
+
+    def rewired(item: Any) -> Any:
+        end = getattr(item, "edge", None) == edge.index and item.op in (Op.SEND_F, Op.RECV_B)
+        return replace(item, stage=other.index) if end else item
+
+    rows = tuple(tuple(map(rewired, row)) for row in program.instructions)
+    return replace(with_edge(program, edge, producer=other.index), instructions=rows)
 
 
 # --- stages ------------------------------------------------------------------------------
@@ -589,18 +590,6 @@ def stage_said_to_have_no_backward(program: Program, rng: random.Random) -> Prog
 
 
 @mutator("graph")
-def stage_said_to_have_a_backward(program: Program, rng: random.Random) -> Program | None:
-    stage = one_of(rng, _stages(program, lambda s: not s.has_backward))
-    return with_stage(program, stage, has_backward=True) if stage else None
-
-
-@mutator("graph")
-def stage_said_to_have_no_input_gradient(program: Program, rng: random.Random) -> Program | None:
-    stage = one_of(rng, _stages(program, lambda s: s.input_gradient))
-    return with_stage(program, stage, input_gradient=False) if stage else None
-
-
-@mutator("graph")
 def stage_said_to_be_split_or_not(program: Program, rng: random.Random) -> Program | None:
     stage = one_of(rng, _stages(program, lambda s: s.has_backward))
     return with_stage(program, stage, split=not stage.split) if stage else None
@@ -611,12 +600,6 @@ def stage_of_another_task(program: Program, rng: random.Random) -> Program | Non
     stage = rng.choice(program.stages)
     task = one_of(rng, sorted(set(program.batches) - {stage.task}))
     return None if task is None else with_stage(program, stage, task=task)
-
-
-@mutator("graph")
-def stage_of_another_degree(program: Program, rng: random.Random) -> Program | None:
-    stage = rng.choice(program.stages)
-    return with_stage(program, stage, tp=stage.tp % 2 + 1)
 
 
 @mutator("graph")
@@ -657,9 +640,7 @@ def micro_batches_of_two_replicas_exchanged(program: Program, rng: random.Random
     stage = one_of(rng, _stages(program, lambda s: s.dp > 1))
     if stage is None:
         return None
-    return with_stage(
-        program, stage, microbatches=(*stage.microbatches[1:], stage.microbatches[0])
-    )
+    return with_stage(program, stage, microbatches=(*stage.microbatches[1:], stage.microbatches[0]))
 
 
 @mutator("graph")
@@ -688,9 +669,16 @@ def _with_spans(
     return with_stage(program, stage, microbatches=tuple(microbatches))
 
 
+def _reads_samples(stage: Stage) -> bool:
+    """Whether it takes fields or gives features: others take what their messages bring."""
+    return bool(stage.syncs or stage.hosted or any(source.field for source in stage.inputs))
+
+
 @mutator("graph")
 def sample_left_out(program: Program, rng: random.Random) -> Program | None:
-    stage = rng.choice(program.stages)
+    stage = one_of(rng, _stages(program, _reads_samples))
+    if stage is None:
+        return None
     d = rng.randrange(stage.dp)
     spans = list(stage.microbatches[d])
     m = rng.randrange(len(spans))
@@ -700,7 +688,9 @@ def sample_left_out(program: Program, rng: random.Random) -> Program | None:
 
 @mutator("graph")
 def sample_taken_twice(program: Program, rng: random.Random) -> Program | None:
-    stage = rng.choice(program.stages)
+    stage = one_of(rng, _stages(program, _reads_samples))
+    if stage is None:
+        return None
     d = rng.randrange(stage.dp)
     spans = list(stage.microbatches[d])
     m = rng.randrange(len(spans))

@@ -160,7 +160,7 @@ def reduction_of_another_module(program: Program, rng: random.Random) -> Program
 
 @mutator("groups")
 def reduction_of_other_kinds_of_parameters(program: Program, rng: random.Random) -> Program | None:
-    found = _blocks(program, rng)
+    found = one_of(rng, [r for r in program.block_reductions if r.tp > 1])
     if found is None:
         return None
     kind = rng.choice(sorted({"all", "cut", "whole"} - {found.parameters}))
@@ -181,7 +181,7 @@ def reduction_of_other_shards(program: Program, rng: random.Random) -> Program |
 
 @mutator("groups")
 def reduction_of_another_tp_degree(program: Program, rng: random.Random) -> Program | None:
-    found = _blocks(program, rng)
+    found = one_of(rng, [r for r in program.block_reductions if r.tp > 1])
     return with_reduction(program, found, tp=found.tp * 2) if found else None
 
 
@@ -316,8 +316,7 @@ def loss_without_one_rank(program: Program, rng: random.Random) -> Program | Non
 
     def gone(rank: int, item: Instruction) -> bool:
         return rank == lost and (
-            getattr(item, "loss", None) == found.index
-            or item == Collective(Op.COUNT, found.index)
+            getattr(item, "loss", None) == found.index or item == Collective(Op.COUNT, found.index)
         )
 
     return without(changed, gone)

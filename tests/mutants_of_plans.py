@@ -22,9 +22,7 @@ def _with_task(plan: Plan, name: str, **changes: Any) -> Plan:
 
 def _with_module(plan: Plan, task: str, name: str, **changes: Any) -> Plan:
     modules = plan.tasks[task].modules
-    return _with_task(
-        plan, task, modules={**modules, name: _copied(modules[name], **changes)}
-    )
+    return _with_task(plan, task, modules={**modules, name: _copied(modules[name], **changes)})
 
 
 def _with_loss(plan: Plan, task: str, name: str, **changes: Any) -> Plan:
@@ -155,7 +153,9 @@ def plan_gives_a_module_null(plan: Plan, rng: random.Random) -> Plan | None:
     inputs = list(found[2].inputs)
     inputs[rng.randrange(len(inputs))] = None
     inputs = tuple(inputs)
-    return _with_module(plan, found[0], found[1], inputs=inputs) if inputs != found[2].inputs else None
+    return (
+        _with_module(plan, found[0], found[1], inputs=inputs) if inputs != found[2].inputs else None
+    )
 
 
 @mutator("plan")
@@ -376,9 +376,7 @@ def plan_moves_a_sample_between_replicas(plan: Plan, rng: random.Random) -> Plan
     samples = list(unit.samples)
     samples[a] -= rounds
     samples[b] += rounds
-    return _with_unit(
-        plan, unit, microbatches=tuple(map(tuple, sizes)), samples=tuple(samples)
-    )
+    return _with_unit(plan, unit, microbatches=tuple(map(tuple, sizes)), samples=tuple(samples))
 
 
 @mutator("plan")
