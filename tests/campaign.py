@@ -17,16 +17,14 @@ from pathlib import Path
 
 import torch
 
-from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.errors import MMPlanError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
-from mmplan.schema.agreement import plan_differences
-from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from tests import legal_variants, mutants_of_graphs, mutants_of_groups, mutants_of_plans
 from tests.campaign_plans import Subject, all_subjects
 from tests.judge import Judgement, judge
-from tests.mutants import KINDS, Kind, Level, check_faults
+from tests.mutants import KINDS, Kind, Level, check_faults, check_plan
 
 SEED = 14
 # Of each kind: together some 4,500.
@@ -176,18 +174,8 @@ def try_mutant(kind: Kind, subject: Subject, mutant: Program | Plan) -> Case:
 
 
 def _try_plan(kind: Kind, subject: Subject, plan: Plan) -> Case:
-    """A plan is refused by its own faults, by its workload, by compiling, or by its program."""
-
-    def found() -> list[str]:
-        said = [*plan_faults(plan), *plan_differences(plan, subject.workload)]
-        if said:
-            return said
-        try:
-            return check_faults(compile_plan(plan), subject.workload)
-        except InvalidInputError as error:
-            return [error.message]
-
-    faults, crash = _faults(found)
+    """A mutant that cannot be compiled stops before it begins."""
+    faults, crash = _faults(lambda: check_plan(plan, subject.workload))
     try:
         judgement = judge(compile_plan(plan), plan, subject.workload)
     except Exception as error:

@@ -22,8 +22,12 @@ from torch import nn
 from mmplan.program.checks.check import check_program
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import CrossSampleLoss, Program, Stage
+from mmplan.proof.prove import prove
 from mmplan.proof.specification import specification_faults, specify
+from mmplan.schema.agreement import plan_differences
 from mmplan.schema.factories import import_factory, tied_blocks
+from mmplan.schema.faults import plan_faults
+from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.plants import Row, drop, put, with_rows, without
 
@@ -61,6 +65,12 @@ def check_faults(program: Program, workload: Workload) -> list[str]:
     """What `check` says of a program that is to train a workload."""
     asked = specify(workload, blocks_of(workload))
     return [*check_program(program), *specification_faults(program, asked)]
+
+
+def check_plan(plan: Plan, workload: Workload) -> list[str]:
+    """What `check` says of a plan file: its own faults, its workload's, or the proof's."""
+    said = [*plan_faults(plan), *plan_differences(plan, workload)]
+    return said or list(prove(plan, workload, blocks_of(workload)).faults)
 
 
 def blocks_of(workload: Workload) -> dict[str, int]:

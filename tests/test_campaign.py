@@ -12,15 +12,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from mmplan.program.compile import compile_plan
-from mmplan.schema.agreement import plan_differences
-from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.campaign import PER_KIND, PER_VARIANT, Results, judged_same, run_campaign
 from tests.campaign_plans import Subject, all_subjects
 from tests.matrix_cases import FEATURES, Case
 from tests.mixed_tp_cases import random_case
-from tests.mutants import check_faults
+from tests.mutants import check_faults, check_plan
 from tests.pairwise import pairwise_rows
 from tests.programs import LossSpec, UnitSpec, make_plan, trained_as
 from tests.test_matrix import FACTORS, planned_units
@@ -62,6 +60,7 @@ def test_the_plans_themselves_train_what_one_process_trains(subjects: list[Subje
     assert len({subject.kind for subject in subjects}) >= 20
     for subject in subjects:
         assert check_faults(subject.program, subject.workload) == [], subject.name
+        assert check_plan(subject.plan, subject.workload) == [], subject.name
     _, others = judged_same(subjects)
     assert not others, [(subject.name, reason) for subject, reason in others]
 
@@ -101,8 +100,7 @@ def test_next_to_nothing_that_trains_the_same_is_refused(results: Results) -> No
 
 def _no_alarm(plan: Plan, workload: Workload) -> None:
     plan = trained_as(plan, workload)
-    assert plan_faults(plan) == []
-    assert plan_differences(plan, workload) == []
+    assert check_plan(plan, workload) == []
     assert check_faults(compile_plan(plan), workload) == []
 
 
