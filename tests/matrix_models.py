@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,16 @@ from torch.utils.data import Dataset
 from mmplan.ragged import Ragged
 
 WIDTH = 8
+
+
+def mixed(inputs: Sequence[Tensor | None]) -> Tensor:
+    """A sum in which each input has a weight of its own, by its place and by their number."""
+    parts = [
+        item * (1.0 + (place + 1) / (len(inputs) + 1))
+        for place, item in enumerate(inputs)
+        if item is not None
+    ]
+    return sum(parts[1:], parts[0])
 
 
 class Block(nn.Module):
@@ -27,8 +37,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        present = [item for item in inputs if item is not None]
-        x = sum(present[1:], present[0])
+        x = mixed(inputs)
         return self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
@@ -43,8 +52,7 @@ class Gated(nn.Module):
         self.gate_up, self.down = nn.Linear(WIDTH, 24), nn.Linear(12, WIDTH)
 
     def forward(self, *inputs: Tensor | None) -> Tensor:
-        present = [item for item in inputs if item is not None]
-        x = sum(present[1:], present[0])
+        x = mixed(inputs)
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.down(torch.tanh(gate) * up)
 
