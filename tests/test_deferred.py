@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,12 @@ def workload_of(
     )
 
 
-def program_of(*, blocks: int, pp: int, tp: int) -> Program:
+def program_of(*, blocks: int, pp: int, tp: int, tied: bool = False) -> Program:
     plan = make_plan(
         unit("m", "x", pp=pp, tp=tp, blocks=blocks), losses=[loss("regression", "m", "x")], batch=4
     )
-    return compile_plan(plan)
+    program = compile_plan(plan)
+    return replace(program, ties={"m": ((0, blocks - 1),)}) if tied else program
 
 
 def local_model(workload: Workload, program: Program, rank: int) -> LocalModel:
@@ -156,7 +158,7 @@ def test_every_rank_has_the_values_of_an_ordinary_build(name: str, precision: st
     workload = workload_of(factory, args, precision=precision)
     state = torch.get_rng_state()
     for tp in (1, 2):
-        program = program_of(blocks=blocks, pp=2, tp=tp)
+        program = program_of(blocks=blocks, pp=2, tp=tp, tied=name == "tied")
         whole = build_owner(workload, "m", HERE, trainable_blocks(program))
         for rank in range(2 * tp):
             model = local_model(workload, program, rank)
@@ -216,7 +218,7 @@ def saved(kind: str, folder: Path, module: nn.Module, names: dict[str, str]) -> 
 @pytest.mark.parametrize("name", ["tied", "qwen3", "siglip"])
 def test_initial_weights_come_in_slices(name: str, kind: str, tmp_path: Path) -> None:
     factory, args, blocks = FACTORIES[name]
-    program = program_of(blocks=blocks, pp=2, tp=2)
+    program = program_of(blocks=blocks, pp=2, tp=2, tied=name == "tied")
     trains = trainable_blocks(program)
     other: Any = build_owner(workload_of(factory, args, precision="fp64"), "m", HERE, trains)
     with torch.no_grad():
