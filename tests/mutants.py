@@ -70,7 +70,7 @@ def check_faults(program: Program, workload: Workload) -> list[str]:
 def check_plan(plan: Plan, workload: Workload) -> list[str]:
     """What `check` says of a plan file: its own faults, its workload's, or the proof's."""
     said = [*plan_faults(plan), *plan_differences(plan, workload)]
-    return said or list(prove(plan, workload, blocks_of(workload)).faults)
+    return said or list(prove(plan, workload).faults)
 
 
 def blocks_of(workload: Workload) -> dict[str, int]:
