@@ -427,3 +427,22 @@ def test_the_grid_has_both_ends_and_two_lengths() -> None:
     assert {tp for tp, _, _ in points} == {1, 2}
     assert {blocks for _, _, blocks in design(1, 12, (1,))} == {1}
     assert len(design(6, 12, (1,), quick=True)) < len(design(6, 12, (1,)))
+
+
+def test_sums_of_partial_gradients_are_counted_and_wrong_degrees_left_out(tmp_path: Path) -> None:
+    data = {"factory": "tests.matrix_models:Samples", "args": {"length": 64}}
+    modules = {
+        name: {"factory": f"tests.matrix_models:{name}", "args": {"blocks": 2}, "inputs": ["a"]}
+        for name in ("head_norms", "norm_of_all_heads")
+    }
+    target = {"factory": "tests.matrix_models:Regression", "inputs": ["head_norms", "target"]}
+    workload = _workload(modules=modules, losses={"target": target}, data=data)
+    profile = analytic_profile(workload, tmp_path, load_cluster("p3-8"))
+    assert {p.tp for p in profile.modules["head_norms"].points} == {1, 2, 4}
+    assert {p.tp for p in profile.modules["norm_of_all_heads"].points} == {1}
+    reason = profile.provenance["tp_left_out"]["norm_of_all_heads tp 2"]
+    assert reason.startswith("modules.norm_of_all_heads.1 (WideNorm) at tp 2: mean goes over")
+    flow = TaskFlow(workload, tmp_path, resolve_tasks(workload)["default"])
+    backward = flow.count_module("head_norms", tp=2, samples=2)[0].backward
+    # Two inputs of cut Linears, and q_norm, k_norm's two, scale, mix's two.
+    assert backward.names.count("all_reduce") == 2 + 6

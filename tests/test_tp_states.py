@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("name", SUMMED)
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_partial_gradients_are_found_and_their_sum_is_the_gradient(name: str, count: int) -> None:
     torch.manual_seed(0)
     function, partial = SUMMED[name]
@@ -259,7 +259,7 @@ def _check_run(case: MixedCase, **workload: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "train"),
     [
-        (_one_task(), {}),
+        pytest.param(_one_task(), {}, marks=pytest.mark.slow),
         (_one_task(tp=4), {"recompute": "full"}),
         (_one_task(pp=2, dp=2, split=True), {"zero": 1, "recompute": "full"}),
         (_one_task(pp=2, split=True), {"precision": "bf16"}),
@@ -274,7 +274,7 @@ def test_runs_equal_one_process(case: MixedCase, train: dict[str, Any]) -> None:
     [
         ("3 ranks: tp 2 and tp 1", 1),
         ("2 ranks: tp 2 and dp 2", 0),
-        ("one degree, other partners", 1),
+        pytest.param("one degree, other partners", 1, marks=pytest.mark.slow),
         pytest.param("4 ranks: tp 4, tp 2 and dp 3", 1, marks=pytest.mark.slow),
         pytest.param("7 ranks: tp 2, tp 4 and tp 1", 0, marks=pytest.mark.slow),
         pytest.param("frozen in one task", 0, marks=pytest.mark.slow),
@@ -291,7 +291,7 @@ def test_runs_of_any_slices_equal_one_process(seed: int, crowded: bool) -> None:
     _check_run(_heads_of(random_case(seed, crowded=crowded)), zero=seed % 2)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_three_steps_equal_plain_torch(zero: int) -> None:
     case = _one_task(pp=2, dp=2, split=True)
     workload = case.workload(zero=zero, optimizer="AdamW", optimizer_args={"lr": 0.01, "eps": 1e-4})

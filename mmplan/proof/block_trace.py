@@ -133,7 +133,7 @@ def trace_block(
         trace.inputs = [tracer.number(tensor) for tensor in tensors_in(given)]
         stack.enter_context(_followed(block, tracer, styles, shapes))
         stack.enter_context(_Functions(tracer))
-        stack.enter_context(_Kernels(tracer))
+        stack.enter_context(_EveryKernel(tracer))
         try:
             trace.output = torch.func.functional_call(block, state, given, tie_weights=False)
         except Exception as error:
@@ -381,7 +381,7 @@ class _Functions(TorchFunctionMode):
         return self._tracer.whole(_FUNCTIONS[func], arguments, lambda: func(*args, **kwargs))
 
 
-class _Kernels(TorchDispatchMode):
+class _EveryKernel(TorchDispatchMode):
     """Writes every kernel down."""
 
     def __init__(self, tracer: _Tracer) -> None:
