@@ -154,6 +154,12 @@ def run(
         int, typer.Option("--max-restarts", metavar="N", min=0, help="after a worker's failure")
     ] = 0,
     workload: WorkloadOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="another value of a field that no plan depends on"
+        ),
+    ] = None,
     tasks: TasksOption = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
     node_rank: Annotated[
@@ -179,6 +185,7 @@ def run(
     from mmlaunch.run.run import prepare
     from mmlaunch.run.run import run as start
     from mmplan.report.terminal.run_progress import follow, write_run_trace
+    from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
     if emulate and (resume or resume_anyway or save_every or tasks):
@@ -199,6 +206,7 @@ def run(
         save_every=save_every,
         max_restarts=max_restarts,
         workload=workload,
+        settings=parse_settings(settings or ()),
         tasks=chosen,
         nnodes=nnodes,
         node_rank=node_rank,

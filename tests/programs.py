@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mmplan.program.instructions import Compute, Op
 from mmplan.program.lower import modules_in_order
 from mmplan.program.model import Program
-from mmplan.schema.agreement import planned_task
+from mmplan.schema.agreement import depended_on, planned_task
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.plan import (
     FileReference,
@@ -378,4 +378,5 @@ def trained_as(plan: Plan, workload: Workload) -> Plan:
     }
     same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder"})
     training = plan.training.model_copy(update=same)
-    return plan.model_copy(update={"tasks": tasks, "training": training})
+    depends_on = depended_on(workload, plan.tasks, working=())
+    return plan.model_copy(update={"tasks": tasks, "training": training, "depends_on": depends_on})
