@@ -182,8 +182,9 @@ def run(
 ) -> None:
     """Train in one process per rank, following the plan's program."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare
+    from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
+    from mmlaunch.run.segments import sets_of_run
     from mmplan.report.terminal.run_progress import follow, write_run_trace
     from mmplan.schema.settings import parse_settings
 
@@ -217,6 +218,10 @@ def run(
     )
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
+    if not emulate:
+        sets = sets_of_run(prepared.plan, prepared.workload, chosen)
+        for note in try_out(prepared, {name for item in sets for name in item.tasks}):
+            out.hint(note)
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
         show = follow(out, bar, prepared.plan, total, emulated=emulate)
@@ -276,13 +281,15 @@ def verify(
 ) -> None:
     """One planned step against one process: every gradient, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare
+    from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
+    for note in try_out(prepared, prepared.plan.tasks):
+        out.hint(note)
     verdict = start(options, prepared, in_process=in_process)
     for item in verdict.differences[:10]:
         where = f"rank {item.rank}" if item.rank >= 0 else "no rank has a gradient"

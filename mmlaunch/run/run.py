@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -75,11 +75,11 @@ class Prepared:
 
 
 def prepare(options: RunOptions) -> Prepared:
-    """Check plan, workload, devices and optimizer.
+    """Check plan, workload and devices.
 
     Raises:
         InvalidInputError: a file is wrong, the plan is for another workload, a setting cannot
-            be made, there are too few devices, or torch.optim has no such optimizer.
+            be made, or there are too few devices.
     """
     if not 0 < options.timeout_s < math.inf:
         raise InvalidInputError(
@@ -94,12 +94,30 @@ def prepare(options: RunOptions) -> Prepared:
     workload = with_settings(stated, settings)
     check_settings(plan, workload, settings)
     _check_devices(plan, options)
-    if options.emulation is None:
-        from mmlaunch.session.optimizer import check_optimizer
-
-        cut = any(unit.tp > 1 for unit in plan.units) or bool(plan.training.zero)
-        check_optimizer(workload.train, sharded=cut)
     return Prepared(plan=plan, workload=workload, workload_path=path, settings=settings)
+
+
+def try_out(prepared: Prepared, tasks: Collection[str]) -> list[str]:
+    """Run the workload on two samples in this process, before any worker starts.
+
+    Args:
+        prepared: checked.
+        tasks: that are to be trained.
+
+    Returns:
+        What could not be tried, in words.
+
+    Raises:
+        InvalidInputError: names the field of the workload that is wrong.
+    """
+    from mmplan.schema.dry_run import dry_run
+
+    return dry_run(
+        prepared.workload,
+        prepared.workload_path.parent,
+        tasks=tasks,
+        sharded=prepared.plan.cuts_parameters,
+    )
 
 
 def run(

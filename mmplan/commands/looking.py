@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from mmplan.commands.options import (
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted
+
+if TYPE_CHECKING:
+    from mmplan.schema.plan import Plan
 
 
 def show(
@@ -64,7 +67,14 @@ def show(
     out.data(document.model_dump(mode="json", exclude_none=True))
 
 
-def check(plan: PlanPath, as_json: JsonOption = False) -> None:
+def check(
+    plan: PlanPath,
+    try_it: Annotated[
+        bool,
+        typer.Option("--try", help="import the workload's code, and run it on two samples first"),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Every invariant of a plan and of its program, without running it."""
     from mmplan.program.checks.check import check_program
     from mmplan.program.compile import compile_plan
@@ -77,6 +87,8 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
 
     out = Output(as_json=as_json)
     document = load_document(Plan, plan)
+    if try_it:
+        _try(out, document, plan)
     faults = plan_faults(document)
     workload = plan.parent / document.workload.path
     if not workload.is_file():
@@ -106,6 +118,23 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
             documented=True,
         )
     out.text("no faults: complete, free of deadlocks, every sample reaches every gradient once")
+
+
+def _try(out: Output, plan: Plan, path: Path) -> None:
+    """Run the workload of a plan on two samples.
+
+    Raises:
+        InvalidInputError: it is not there, or something of it is wrong.
+    """
+    from mmplan.schema.dry_run import dry_run
+    from mmplan.schema.workload import load_workload
+
+    workload = path.parent / plan.workload.path
+    for note in dry_run(
+        load_workload(workload), workload.parent, tasks=plan.tasks, sharded=plan.cuts_parameters
+    ):
+        out.hint(note)
+    out.text(f"tried {workload}: data, modules, losses and optimizer work on two samples")
 
 
 def simulate(

@@ -360,6 +360,11 @@ class Plan(Document):
     )
     predicted: Prediction
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank may hold, or update, a part of a parameter."""
+        return any(unit.tp > 1 for unit in self.units) or bool(self.training.zero)
+
     def unit(self, name: str) -> Unit:
         """The unit of that name.
 
