@@ -157,7 +157,9 @@ def run(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="another value of a field that no plan depends on"
+            "--set",
+            metavar="KEY=VALUE",
+            help="another value of a field that is no part of the plan",
         ),
     ] = None,
     tasks: TasksOption = None,

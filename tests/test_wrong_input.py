@@ -169,19 +169,12 @@ def test_factory_that_raises_in_a_worker(files: Folder) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_trained_nothing_leaves_its_folder_to_the_next(files: Folder) -> None:
-    towers = files.workload.parent / "birds" / "towers.py"
-    right = towers.read_text()
-    towers.write_text(right.replace("self.lift(spectrogram)", "self.lift(spectrogram[..., 1:])"))
     where = ("--run-dir", files.root / "run", "--steps", 1)
-    done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
-    refused(done, "sound blocks", "RuntimeError", "shapes", f"({towers}:17)", code=1)
-    # In the first step the user's own lines are shown as well.
+    # Seen with more samples than are tried before: the user's own lines are shown as well.
     losses = files.workload.parent / "birds" / "losses.py"
-    towers.write_text(right)
     intact = losses.read_text()
-    losses.write_text(
-        intact.replace("        return", "        raise ValueError('odd')\n        return")
-    )
+    odd = "        if len(sound) > 2:\n            raise ValueError('odd')\n        return"
+    losses.write_text(intact.replace("        return", odd))
     done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
     assert done.code == 1
     assert "step 0, instruction " in done.message

@@ -45,7 +45,9 @@ _MOST_REAL = 20_000_000
 # Errors of code that runs on another device than the CPU only.
 _ELSEWHERE = re.compile("cuda|triton|flash", re.IGNORECASE)
 # Errors of code that looks at values, which fake tensors do not have.
-_NO_VALUES = re.compile("fake|meta|data pointer|numpy|unbacked|symbolic", re.IGNORECASE)
+_NO_VALUES = re.compile(
+    r"fake ?tensor|\bmeta\b|register_meta|data pointer|numpy|unbacked|symbolic", re.IGNORECASE
+)
 
 
 class _CannotBeTriedError(Exception):
