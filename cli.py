@@ -154,6 +154,14 @@ def run(
         int, typer.Option("--max-restarts", metavar="N", min=0, help="after a worker's failure")
     ] = 0,
     workload: WorkloadOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="another value of a field that is no part of the plan",
+        ),
+    ] = None,
     tasks: TasksOption = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
     node_rank: Annotated[
@@ -176,9 +184,11 @@ def run(
 ) -> None:
     """Train in one process per rank, following the plan's program."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare
+    from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
+    from mmlaunch.run.segments import sets_of_run
     from mmplan.report.terminal.run_progress import follow, write_run_trace
+    from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
     if emulate and (resume or resume_anyway or save_every or tasks):
@@ -199,6 +209,7 @@ def run(
         save_every=save_every,
         max_restarts=max_restarts,
         workload=workload,
+        settings=parse_settings(settings or ()),
         tasks=chosen,
         nnodes=nnodes,
         node_rank=node_rank,
@@ -209,6 +220,10 @@ def run(
     )
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
+    if not emulate:
+        sets = sets_of_run(prepared.plan, prepared.workload, chosen)
+        for note in try_out(prepared, {name for item in sets for name in item.tasks}):
+            out.hint(note)
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
         show = follow(out, bar, prepared.plan, total, emulated=emulate)
@@ -268,13 +283,15 @@ def verify(
 ) -> None:
     """One planned step against one process: every gradient, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare
+    from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
+    for note in try_out(prepared, prepared.plan.tasks):
+        out.hint(note)
     verdict = start(options, prepared, in_process=in_process)
     for item in verdict.differences[:10]:
         where = f"rank {item.rank}" if item.rank >= 0 else "no rank has a gradient"

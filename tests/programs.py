@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mmplan.program.instructions import Compute, Op
 from mmplan.program.lower import modules_in_order
 from mmplan.program.model import Program
-from mmplan.schema.agreement import planned_task
+from mmplan.schema.agreement import depended_on, planned_task
 from mmplan.schema.cluster import Cluster, Device, Link, Links
 from mmplan.schema.factories import build_module, tied_blocks
 from mmplan.schema.plan import (
@@ -389,7 +389,8 @@ def trained_as(plan: Plan, workload: Workload, folder: Path | None = Path(__file
         tasks[name] = planned_task(workload, views[name], blocks, ties)
     same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder", "zero"})
     training = plan.training.model_copy(update=same)
-    return plan.model_copy(update={"tasks": tasks, "training": training})
+    depends_on = depended_on(workload, plan.tasks, working=())
+    return plan.model_copy(update={"tasks": tasks, "training": training, "depends_on": depends_on})
 
 
 _TIES: dict[str, tuple[tuple[int, ...], ...]] = {}

@@ -66,7 +66,7 @@ EDITS: dict[str, tuple[Callable[[Data], None], str]] = {
     ),
     "batch": (half_batch, "tasks.default.batch"),
     "loss left out": (lambda plan: at(plan, LOSSES).pop("species"), "losses.species: is missing"),
-    "seed": (put("training", "seed", value=4), "training.seed"),
+    "args": (put("depends_on", "modules.sound.args.width", value=8), "sound.args.width was 8"),
     "precision": (put("training", "precision", value="bf16"), "training.precision"),
 }
 

@@ -13,16 +13,27 @@ from mmlaunch.run.segments import first_step, make_segments
 from mmplan.errors import UnfitEnvironmentError
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Asked, Plan
+from mmplan.schema.settings import with_settings
 from mmplan.schema.train import TaskSet, task_sets
-from tests.programs import loss, make_plan, unit
+from mmplan.schema.workload import Workload
+from tests.programs import LossSpec, UnitSpec, loss, make_plan, trained_as, unit
+from tests.verification import make_workload
 
 SETS = task_sets({0: ["a", "b"], 4: ["b"], 6: ["a"], 8: ["b"]}, ["a", "b"])
 
 
-def plan_of(*tasks: str, devices: int = 2, top: int = 8) -> Plan:
+def parts(*tasks: str) -> tuple[list[UnitSpec], list[LossSpec]]:
     units = [unit(f"m{task}", "x", task=task) for task in tasks]
-    losses = [loss(f"l{task}", f"m{task}", "y", task=task) for task in tasks]
-    plan = make_plan(*units, losses=losses, devices=devices)
+    return units, [loss(f"l{task}", f"m{task}", "y", task=task) for task in tasks]
+
+
+LOSS = "tests.matrix_models:regression"
+WORKLOAD = make_workload(*parts("a", "b"), batch=8, factories={"la": LOSS, "lb": LOSS})
+
+
+def plan_of(*tasks: str, devices: int = 2, top: int = 8) -> Plan:
+    units, losses = parts(*tasks)
+    plan = trained_as(make_plan(*units, losses=losses, devices=devices), WORKLOAD)
     report = plan.solver.model_copy(update={"asked": Asked(solver="mpsp", top=top)})
     return plan.model_copy(update={"solver": report})
 
@@ -34,7 +45,15 @@ class Run:
         self.folder = folder
         self.asked: list[tuple[str, ...]] = []
 
-    def segments(self, plan: Plan, *, start: int = 0, steps: int = 10, first: bool = True) -> str:
+    def segments(
+        self,
+        plan: Plan,
+        *,
+        workload: Workload = WORKLOAD,
+        start: int = 0,
+        steps: int = 10,
+        first: bool = True,
+    ) -> str:
         """``from-until:tasks`` of each segment."""
 
         def planner(tasks: tuple[str, ...], output: Path) -> Plan:
@@ -47,6 +66,7 @@ class Run:
             start=start,
             steps=steps,
             plan=plan,
+            workload=workload,
             path=self.folder / "given.json",
             run_dir=self.folder,
             planner=planner,
@@ -92,6 +112,9 @@ def test_plans_of_an_earlier_start_are_taken_while_they_fit(run: Run) -> None:
     run.segments(plan_of("a", "b"))
     run.segments(plan_of("a", "b"))
     assert len(run.asked) == 2
+    # What no plan depends on.
+    run.segments(plan_of("a", "b"), workload=with_settings(WORKLOAD, {"train.seed": 5}))
+    assert len(run.asked) == 2
     run.segments(plan_of("a", "b", devices=3))  # other devices
     assert len(run.asked) == 4
     run.segments(plan_of("a", "b", devices=3, top=1))  # the solver is asked for something else
@@ -99,6 +122,9 @@ def test_plans_of_an_earlier_start_are_taken_while_they_fit(run: Run) -> None:
     (run.folder / "plans" / "step-4.json").write_text("{")  # cut off by hand: files are whole
     run.segments(plan_of("a", "b", devices=3, top=1))
     assert run.asked[6:] == [("b",)]
+    recomputed = with_settings(WORKLOAD, {"modules.mb.recompute": "full"})
+    run.segments(plan_of("a", "b", devices=3, top=1), workload=recomputed)
+    assert run.asked[7:] == [("b",)]
 
 
 def test_other_machines_take_what_the_first_one_planned(

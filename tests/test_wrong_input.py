@@ -169,19 +169,12 @@ def test_factory_that_raises_in_a_worker(files: Folder) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_trained_nothing_leaves_its_folder_to_the_next(files: Folder) -> None:
-    towers = files.workload.parent / "birds" / "towers.py"
-    right = towers.read_text()
-    towers.write_text(right.replace("self.lift(spectrogram)", "self.lift(spectrogram[..., 1:])"))
     where = ("--run-dir", files.root / "run", "--steps", 1)
-    done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
-    refused(done, "sound blocks", "RuntimeError", "shapes", f"({towers}:17)", code=1)
-    # In the first step the user's own lines are shown as well.
+    # Seen with more samples than are tried before: the user's own lines are shown as well.
     losses = files.workload.parent / "birds" / "losses.py"
-    towers.write_text(right)
     intact = losses.read_text()
-    losses.write_text(
-        intact.replace("        return", "        raise ValueError('odd')\n        return")
-    )
+    odd = "        if len(sound) > 2:\n            raise ValueError('odd')\n        return"
+    losses.write_text(intact.replace("        return", odd))
     done = run("mmlaunch", "run", files.plan, *where, cwd=files.root)
     assert done.code == 1
     assert "step 0, instruction " in done.message
@@ -360,9 +353,7 @@ def test_a_file_of_another_kind_is_called_what_it_is(files: Folder) -> None:
     refused(call("mmplan", "check", files.profile), "this is a profile, not a plan")
 
 
-def test_workload_that_has_changed_since_it_was_planned(files: Folder) -> None:
-    edited(files.workload, "steps: 8", "steps: 9")
-    refused(call("mmlaunch", "run", files.plan, "--run-dir", files.root / "run"), "has changed")
+def test_workload_that_is_gone(files: Folder) -> None:
     shutil.rmtree(files.workload.parent)
     refused(call("mmlaunch", "run", files.plan, "--run-dir", files.root / "run"), "is not there")
     assert not (files.root / "run").exists()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mmplan.program.model import Timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run on the command line; see ``mmlaunch run --help``."""
+    """Options of a run on the command line; see ``mmlaunch run --help``.
+
+    Attributes:
+        settings: fields of the workload that ``--set`` gives other values, dotted.
+    """
 
     plan: Path
     steps: int | None = None
@@ -20,6 +26,7 @@ class RunOptions:
     save_every: int = 0
     max_restarts: int = 0
     workload: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] | None = None
     nnodes: int = 1
     node_rank: int = 0

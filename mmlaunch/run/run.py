@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +20,7 @@ from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
+from mmplan.schema.settings import check_settings, with_settings
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
@@ -51,11 +52,18 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan and its workload, checked, before anything of the user's is imported."""
+    """A plan and its workload, checked, before anything of the user's is imported.
+
+    Attributes:
+        workload: with the settings.
+        settings: those that the run folder has recorded, where it is resumed, and those of the
+            command line, which go before them.
+    """
 
     plan: Plan
     workload: Workload
     workload_path: Path
+    settings: Mapping[str, Any]
 
     @property
     def imports(self) -> list[str]:
@@ -67,11 +75,11 @@ class Prepared:
 
 
 def prepare(options: RunOptions) -> Prepared:
-    """Check plan, workload, devices and optimizer.
+    """Check plan, workload and devices.
 
     Raises:
-        InvalidInputError: a file is wrong or has changed, there are too few devices, or
-            torch.optim has no such optimizer.
+        InvalidInputError: a file is wrong, the plan is for another workload, a setting cannot
+            be made, or there are too few devices.
     """
     if not 0 < options.timeout_s < math.inf:
         raise InvalidInputError(
@@ -79,15 +87,37 @@ def prepare(options: RunOptions) -> Prepared:
         )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
-    workload = load_workload(path)
-    check_agrees(plan, workload)
+    stated = load_workload(path)
+    check_agrees(plan, stated)
+    recorded = _recorded(_run_dir(options, plan), "set", {}) if options.resume else {}
+    settings = {**recorded, **options.settings}
+    workload = with_settings(stated, settings)
+    check_settings(plan, workload, settings)
     _check_devices(plan, options)
-    if options.emulation is None:
-        from mmlaunch.session.optimizer import check_optimizer
+    return Prepared(plan=plan, workload=workload, workload_path=path, settings=settings)
 
-        cut = any(unit.tp > 1 for unit in plan.units) or bool(plan.training.zero)
-        check_optimizer(workload.train, sharded=cut)
-    return Prepared(plan=plan, workload=workload, workload_path=path)
+
+def try_out(prepared: Prepared, tasks: Collection[str]) -> list[str]:
+    """Run the workload on two samples in this process, before any worker starts.
+
+    Args:
+        prepared: checked.
+        tasks: that are to be trained.
+
+    Returns:
+        What could not be tried, in words.
+
+    Raises:
+        InvalidInputError: names the field of the workload that is wrong.
+    """
+    from mmplan.schema.dry_run import dry_run
+
+    return dry_run(
+        prepared.workload,
+        prepared.workload_path.parent,
+        tasks=tasks,
+        sharded=prepared.plan.cuts_parameters,
+    )
 
 
 def run(
@@ -122,12 +152,18 @@ def run(
         start=first_step(run_dir, CHECKPOINTS, resume=options.resume),
         steps=steps,
         plan=prepared.plan,
+        workload=prepared.workload,
         path=options.plan.absolute(),
         run_dir=run_dir,
         planner=planner,
         is_first_node=options.node_rank == 0,
     )
-    record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
+    record = RunRecord(
+        run_dir,
+        prepared.workload_path,
+        settings=prepared.settings,
+        emulated=options.emulation is not None,
+    )
     record.write(segments[0])
     on_event({"kind": "start", "run_dir": str(run_dir)})
     if options.resume and options.node_rank == 0 and not any((run_dir / CHECKPOINTS).glob("*")):
@@ -144,6 +180,7 @@ def run(
     job = TrainJob(
         segments=segments,
         workload=prepared.workload_path.absolute(),
+        settings=prepared.settings,
         steps=steps,
         options=options,
     )
@@ -232,11 +269,19 @@ class RunRecord:
     Args:
         run_dir: the run's folder.
         workload_path: the workload's file.
+        settings: that the run has beside it.
         emulated: whether computes are waits, so that times are no measurement of computing.
     """
 
-    def __init__(self, run_dir: Path, workload_path: Path, *, emulated: bool = False) -> None:
-        self._emulated = emulated
+    def __init__(
+        self,
+        run_dir: Path,
+        workload_path: Path,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        emulated: bool = False,
+    ) -> None:
+        self._emulated, self._settings = emulated, dict(settings or {})
         self._run_dir, self._workload_path = run_dir, workload_path
         self._started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
@@ -267,6 +312,7 @@ class RunRecord:
             "plan": os.path.relpath(segment.path, self._run_dir),
             "plan_sha256": sha256,
             "workload": os.path.relpath(self._workload_path, self._run_dir),
+            **({"set": self._settings} if self._settings else {}),
             "devices": segment.plan.devices,
             "started_at": self._started_at,
             "cores": os.cpu_count(),
@@ -286,12 +332,21 @@ class RunRecord:
 
     def _history(self) -> list[dict[str, Any]]:
         """Segments that the folder's record has; none where it cannot be read."""
+        found = _recorded(self._run_dir, "segments", [])
         try:
-            found = json.loads((self._run_dir / _RECORD).read_text(encoding="utf-8"))["segments"]
             entries = [cast("dict[str, Any]", dict(entry)) for entry in found]
             return [e for e in entries if isinstance(e["from_step"], int) and e["plan_sha256"]]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return []
+
+
+def _recorded(run_dir: Path, field: str, default: Any) -> Any:
+    """A field of a run folder's record; the default where it has none of that type."""
+    try:
+        found = json.loads((run_dir / _RECORD).read_text(encoding="utf-8"))[field]
+    except (OSError, ValueError, KeyError, TypeError):
+        return default
+    return found if isinstance(found, type(default)) else default
 
 
 def _check_devices(plan: Plan, options: RunOptions) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmlaunch.checkpoint.manifest import step_folders
 from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
+from mmplan.schema.agreement import plan_differences
 from mmplan.schema.base import save_document
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
@@ -72,6 +73,7 @@ def make_segments(
     start: int,
     steps: int,
     plan: Plan,
+    workload: Workload,
     path: Path,
     run_dir: Path,
     planner: Planner,
@@ -87,7 +89,8 @@ def make_segments(
         start: steps done.
         steps: of the whole run.
         plan: the one that was given, of which the others have devices and solver.
-        path: its file.
+        workload: of the run.
+        path: the plan's file.
         run_dir: the others are kept there.
         planner: makes them.
         is_first_node: the other machines take the plans that it writes.
@@ -106,23 +109,27 @@ def make_segments(
         if key not in made:
             target = run_dir.absolute() / PLANS / f"step-{item.from_step}.json"
             if is_first_node:
-                made[key] = _made(target, plan, item.tasks, planner), target
+                made[key] = _made(target, plan, workload, item.tasks, planner), target
             else:
-                made[key] = _awaited(target, plan, item.tasks), target
+                made[key] = _awaited(target, plan, workload, item.tasks), target
         found, file = made[key]
         segments.append(Segment(from_step=item.from_step, until=until, plan=found, path=file))
     return segments
 
 
-def _made(target: Path, plan: Plan, tasks: tuple[str, ...], planner: Planner) -> Plan:
-    found = _made_before(target, plan, tasks)
+def _made(
+    target: Path, plan: Plan, workload: Workload, tasks: tuple[str, ...], planner: Planner
+) -> Plan:
+    found = _made_before(target, plan, workload, tasks)
     if found is None:
         found = planner(tasks, target)
         save_document(found, target)
     return found
 
 
-def _made_before(target: Path, plan: Plan, tasks: tuple[str, ...]) -> Plan | None:
+def _made_before(
+    target: Path, plan: Plan, workload: Workload, tasks: tuple[str, ...]
+) -> Plan | None:
     """The plan that an earlier start of this run wrote, if it would be asked for again."""
     try:
         found = load_plan(target)
@@ -130,7 +137,7 @@ def _made_before(target: Path, plan: Plan, tasks: tuple[str, ...]) -> Plan | Non
         return None
     same = (
         set(found.tasks) == set(tasks)
-        and found.workload.sha256 == plan.workload.sha256
+        and not plan_differences(found, workload)
         and found.profile.sha256 == plan.profile.sha256
         and (found.cluster, found.devices) == (plan.cluster, plan.devices)
         and (plan.solver.asked is None or found.solver.asked == plan.solver.asked)
@@ -138,11 +145,11 @@ def _made_before(target: Path, plan: Plan, tasks: tuple[str, ...]) -> Plan | Non
     return found if same else None
 
 
-def _awaited(target: Path, plan: Plan, tasks: tuple[str, ...]) -> Plan:
+def _awaited(target: Path, plan: Plan, workload: Workload, tasks: tuple[str, ...]) -> Plan:
     """The plan that the first machine writes."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline_s:
-        found = _made_before(target, plan, tasks)
+        found = _made_before(target, plan, workload, tasks)
         if found is not None:
             return found
         time.sleep(_POLL_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,14 @@ class TrainJob:
     Attributes:
         segments: of the run, one after another; the last one ends with the run.
         workload: path of the workload.
+        settings: fields of the workload with other values, dotted.
         steps: optimizer steps in all.
         options: of the command line.
     """
 
     segments: Sequence[Segment]
     workload: Path
+    settings: Mapping[str, Any]
     steps: int
     options: RunOptions
 
@@ -117,6 +119,7 @@ class _Trainer:
         with Session.from_plan(
             segment.path,
             workload=job.workload,
+            settings=job.settings,
             timeout_s=ctx.timeout_s,
             transport=self._transport,
             heartbeat=ctx.heartbeat,

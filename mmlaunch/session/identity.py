@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from mmlaunch.comm.transport import Transport
 from mmplan.errors import InvalidInputError
-from mmplan.schema.base import file_sha256
+from mmplan.schema.agreement import field_changes, flat_fields
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.wording import counted
 
-_NONE = object()
 _TRAIN = {"seed", "optimizer_args", "groups", "clip_grad_norm", "precision"}
 
 
 def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path:
-    """The workload file of a plan: the given one, or the one it names, unchanged.
+    """The workload file of a plan: the given one, or the one it names.
 
     Raises:
-        InvalidInputError: it is not there, or no longer the one that was planned.
+        InvalidInputError: it is not there.
     """
     path = Path(given) if given is not None else plan_path.parent / plan.workload.path
     if not path.is_file():
@@ -29,12 +29,24 @@ def find_workload(plan: Plan, plan_path: Path, given: str | Path | None) -> Path
             f"{plan_path}: its workload {path} is not there",
             hint="name the file with --workload FILE",
         )
-    if file_sha256(path) != plan.workload.sha256:
-        raise InvalidInputError(
-            f"{path} has changed since {plan_path} was made for it",
-            hint="solve again: mmplan solve WORKLOAD --profile PROFILE -o PLAN",
-        )
     return path
+
+
+def check_same_workload(workload: Workload, transport: Transport) -> None:
+    """Refuse ranks that read different workloads, from files of their machines or by ``--set``.
+
+    Raises:
+        InvalidInputError: on all ranks; names the first field that differs.
+    """
+    mine = json.dumps(flat_fields(workload.model_dump(mode="json")))
+    here, first = json.loads(mine), json.loads(transport.broadcast_object(mine, 0))
+    others = [name for name in {**first, **here} if here.get(name) != first.get(name)]
+    for rank, names in enumerate(transport.gather_objects(others[:1])):
+        for name in names:
+            raise InvalidInputError(
+                f"rank {rank} has another workload than rank 0: {name} differs",
+                hint="give every machine the same workload file and the same --set",
+            )
 
 
 def identity_of(workload: Workload) -> dict[str, Any]:
@@ -60,7 +72,7 @@ def identity_of(workload: Workload) -> dict[str, Any]:
     if train.schedule.kind != "constant":
         schedule["total_steps"] = train.schedule.total_steps or train.steps
     found["train.schedule"] = schedule
-    return _flat(found)
+    return flat_fields(found)
 
 
 def check_same_run(path: Path, saved: Any, workload: Workload, *, anyway: bool) -> list[str]:
@@ -81,11 +93,7 @@ def check_same_run(path: Path, saved: Any, workload: Workload, *, anyway: bool) 
     if not isinstance(saved, Mapping):
         return []
     was, now = cast("Mapping[str, Any]", saved), json.loads(json.dumps(identity_of(workload)))
-    found = [
-        _change(name, was, now)
-        for name in dict.fromkeys([*now, *was])
-        if was.get(name, _NONE) != now.get(name, _NONE)
-    ]
+    found = field_changes(was, now)
     if found and not anyway:
         more = f" (and {counted(len(found) - 1, 'more difference')})" if len(found) > 1 else ""
         raise InvalidInputError(
@@ -93,21 +101,4 @@ def check_same_run(path: Path, saved: Any, workload: Workload, *, anyway: bool) 
             hint="--resume-anyway goes on with what the workload has; samples may be repeated or "
             "left out",
         )
-    return found
-
-
-def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    if name not in now:
-        return f"{name} is gone, it was {json.dumps(was[name])}"
-    before = f"was {json.dumps(was[name])}" if name in was else "is new"
-    return f"{name} {before}, the workload has {json.dumps(now[name])}"
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat({f"{name}.{key}": inner for key, inner in value.items()})
-        else:
-            found[name] = value
     return found

@@ -11,14 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmplan.errors import InvalidInputError
+from mmplan.schema.optimizers import check_optimizer
 from mmplan.schema.workload import TrainSpec
-
-# They treat every element alone, so that shards of a parameter can be updated apart.
-ELEMENTWISE = frozenset(
-    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax"}
-    | {"NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
-)
 
 
 def build_optimizer(
@@ -32,7 +26,7 @@ def build_optimizer(
         sharded: whether tensor parallelism cuts parameters anywhere in the run.
 
     Raises:
-        InvalidInputError: see :func:`check_optimizer`.
+        InvalidInputError: see :func:`mmplan.schema.optimizers.check_optimizer`.
     """
     kind = check_optimizer(train, sharded=sharded)
     if not parameters:
@@ -45,31 +39,6 @@ def build_optimizer(
         for index, found in members.items()
     ]
     return kind(groups, **train.optimizer_args)
-
-
-def check_optimizer(train: TrainSpec, *, sharded: bool) -> Any:
-    """The class that a workload names, where it takes the arguments that are given.
-
-    Raises:
-        InvalidInputError: no such class, wrong arguments, or one that needs whole
-            parameters where they are cut.
-    """
-    kind: Any = getattr(torch.optim, train.optimizer, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise InvalidInputError(
-            f"train.optimizer: torch.optim has no optimizer {train.optimizer!r}",
-            hint=f"choose of {', '.join(sorted(ELEMENTWISE))}",
-        )
-    if train.optimizer == "LBFGS" or (sharded and train.optimizer not in ELEMENTWISE):
-        raise InvalidInputError(
-            f"train.optimizer: {train.optimizer} needs whole parameters on every rank",
-            hint=f"choose of {', '.join(sorted(ELEMENTWISE))}, or a plan with tp 1",
-        )
-    _try_arguments(kind, train.optimizer_args, "train.optimizer_args")
-    for index, group in enumerate(train.groups):
-        arguments = {**train.optimizer_args, **group.optimizer_args}
-        _try_arguments(kind, arguments, f"train.groups[{index}].optimizer_args")
-    return kind
 
 
 def group_of(train: TrainSpec, name: str) -> int | None:
@@ -90,17 +59,6 @@ def state_of(train: TrainSpec, name: str) -> frozenset[str]:
     parameter.grad = torch.zeros(2, 2)
     optimizer.step()
     return frozenset(k for k, v in optimizer.state[parameter].items() if v is not None)
-
-
-def _try_arguments(kind: Any, arguments: dict[str, Any], field: str) -> None:
-    """Make one optimizer of a number: torch does not look at the arguments of groups."""
-    try:
-        kind([nn.Parameter(torch.zeros(1))], **arguments)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"{field}: {kind.__name__}: {error}",
-            hint=f"see torch.optim.{kind.__name__} for its arguments",
-        ) from None
 
 
 def rate_factor(train: TrainSpec, step: int) -> float:

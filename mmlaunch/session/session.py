@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +42,12 @@ from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process.device import async_tp_note, pick
 from mmlaunch.process.heartbeat import Heartbeat
-from mmlaunch.session.identity import check_same_run, find_workload, identity_of
+from mmlaunch.session.identity import (
+    check_same_run,
+    check_same_workload,
+    find_workload,
+    identity_of,
+)
 from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
@@ -55,6 +60,7 @@ from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
+from mmplan.schema.settings import with_settings
 from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 from mmplan.wording import counted
 
@@ -82,7 +88,7 @@ class Session:
         transport: this rank's; its world has as many ranks as the plan.
         heartbeat: told of every instruction.
         num_workers: data loading processes of this rank.
-        meta: kept in checkpoints: hashes of plan and workload.
+        meta: kept in checkpoints: the plan's hash.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
 
@@ -117,6 +123,7 @@ class Session:
                 hint=f"start {counted(plan.devices, 'rank')}, or solve with --devices "
                 f"{transport.world_size}",
             )
+        check_same_workload(workload, transport)
         self.plan, self.workload, self.folder = plan, workload, folder
         self.transport = transport
         self.hooks = Hooks()
@@ -202,6 +209,7 @@ class Session:
         plan: str | Path,
         *,
         workload: str | Path | None = None,
+        settings: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         transport: Transport | None = None,
         heartbeat: Heartbeat | None = None,
@@ -214,6 +222,7 @@ class Session:
         Args:
             plan: path of plan.json.
             workload: path of the workload; default: the one that the plan names.
+            settings: fields of the workload with other values: {"train.optimizer_args.lr": 1e-3}.
             timeout_s: longest wait for another rank; used when this call creates the
                 process group.
             transport: of the process group; default: one of the session's own.
@@ -226,7 +235,7 @@ class Session:
         ``mmlaunch run`` does.
 
         Raises:
-            InvalidInputError: a file is wrong, or the workload is not the plan's.
+            InvalidInputError: a file is wrong, or the plan is for another workload.
         """
         path = Path(plan)
         loaded = load_plan(path)
@@ -248,14 +257,14 @@ class Session:
         watch = heartbeat or Heartbeat.detached()
         session = cls(
             plan=loaded,
-            workload=load_workload(workload_path),
+            workload=with_settings(load_workload(workload_path), settings or {}),
             folder=workload_path.parent,
             transport=transport or DistTransport(device.device, watch),
             heartbeat=watch,
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
-            meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
+            meta={"plan_sha256": file_sha256(path)},
         )
         session._owns_process_group = owns
         return session

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from mmplan.commands.options import (
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted
+
+if TYPE_CHECKING:
+    from mmplan.schema.plan import Plan
 
 
 def show(
@@ -64,7 +67,14 @@ def show(
     out.data(document.model_dump(mode="json", exclude_none=True))
 
 
-def check(plan: PlanPath, as_json: JsonOption = False) -> None:
+def check(
+    plan: PlanPath,
+    try_it: Annotated[
+        bool,
+        typer.Option("--try", help="import the workload's code, and run it on two samples first"),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Prove that a plan trains its workload: every invariant, without running it."""
     from mmplan.proof.prove import Proof, prove
     from mmplan.schema.agreement import plan_differences
@@ -76,6 +86,8 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
 
     out = Output(as_json=as_json)
     document = load_document(Plan, plan)
+    if try_it:
+        _try(out, document, plan)
     faults = plan_faults(document)
     workload = plan.parent / document.workload.path
     asked = load_workload(workload) if workload.is_file() else None
@@ -125,6 +137,23 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
 def _stands_for(rows: int, ranks: int) -> str:
     """What the rows of some ranks say of all."""
     return "" if rows == ranks else f" that stand for {counted(ranks, 'rank')}"
+
+
+def _try(out: Output, plan: Plan, path: Path) -> None:
+    """Run the workload of a plan on two samples.
+
+    Raises:
+        InvalidInputError: it is not there, or something of it is wrong.
+    """
+    from mmplan.schema.dry_run import dry_run
+    from mmplan.schema.workload import load_workload
+
+    workload = path.parent / plan.workload.path
+    for note in dry_run(
+        load_workload(workload), workload.parent, tasks=plan.tasks, sharded=plan.cuts_parameters
+    ):
+        out.hint(note)
+    out.text(f"tried {workload}: data, modules, losses and optimizer work on two samples")
 
 
 def simulate(

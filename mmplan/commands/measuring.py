@@ -40,6 +40,7 @@ def profile(
     from mmplan.report.terminal.tables import profile_grids, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
+    from mmplan.schema.dry_run import dry_run
     from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
@@ -55,11 +56,13 @@ def profile(
         raise InvalidInputError(f"--device {device}: no kind of device", hint="choose cpu or cuda")
     machine = load_cluster(cluster) if cluster is not None else None
     state = output.with_name(f".{output.name}.partial")
-    if analytic:
-        if machine is None:
-            raise InvalidInputError(
-                "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
-            )
+    if analytic and machine is None:
+        raise InvalidInputError(
+            "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
+        )
+    for note in dry_run(loaded, workload.parent, on_meta=analytic):
+        out.hint(note)
+    if analytic and machine is not None:
         from mmplan.profiling.analytic import analytic_profile
 
         profiled = analytic_profile(loaded, workload.parent, machine)

@@ -23,7 +23,7 @@ from mmplan.planning.measured_trials import (
 from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
-from mmplan.schema.agreement import check_profiled, planned_task
+from mmplan.schema.agreement import check_profiled, depended_on, planned_task
 from mmplan.schema.base import file_sha256
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import (
@@ -216,6 +216,9 @@ class _CandidatePlans:
         self._workload = file_reference(workload_path, folder)
         self._profile = file_reference(profile_path, folder)
         self._tasks = planned_tasks(request)
+        self._depends_on = depended_on(
+            request.workload, request.tasks, working=request.costs.profile.data
+        )
         self._costs = {training.zero: request.costs}
         self._too_large: list[float] = []
         self._dropped: list[InvalidInputError] = []
@@ -389,6 +392,7 @@ class _CandidatePlans:
             cluster=request.cluster,
             devices=request.devices,
             training=training,
+            depends_on=self._depends_on,
             tasks=self._tasks,
             solver=SolverReport(
                 name=solution.solver,

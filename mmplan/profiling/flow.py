@@ -17,6 +17,7 @@ from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.proof.tp_states import module_states
 from mmplan.ragged import Ragged
+from mmplan.schema.dry_run import looks_at_values
 from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.workload import InputSource, TaskView, Workload, crossing_elements
 
@@ -285,8 +286,13 @@ def _run(counter: Counter, call: nn.Module, inputs: list[Any], what: str) -> tup
     except MMPlanError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
+        problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if looks_at_values(error):
+            raise InvalidInputError(
+                f"{what} cannot run on shapes alone: {problem}",
+                hint="profile it on real devices: leave --analytic out",
+            ) from error
         raise InvalidInputError(
-            f"{what} cannot run on shapes alone: {type(error).__name__}: {(lines or [''])[0]}",
-            hint="profile it on real devices: leave --analytic out",
+            f"{what} raised {problem}",
+            hint="a block takes what the one before it returns, the first the module's inputs",
         ) from error

@@ -5,14 +5,22 @@ The workload is what a user wants trained; the other two are made from it, and e
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedModule, PlannedTask
 from mmplan.schema.profile import Fingerprint, Profile
-from mmplan.schema.workload import LossSpec, ModuleSpec, TaskView, Workload, resolve_tasks
+from mmplan.schema.workload import (
+    DataSpec,
+    LossSpec,
+    ModuleSpec,
+    TaskView,
+    Workload,
+    resolve_tasks,
+)
 from mmplan.wording import counted
 
 
@@ -58,12 +66,80 @@ def planned_task(
     )
 
 
+# Stands before the hash of a factory's name.
+_HASH = "sha256:"
+_ABSENT = object()
+
+
+def depended_on(
+    workload: Workload, tasks: Collection[str], *, working: Collection[str]
+) -> dict[str, Any]:
+    """Field to value, of what a plan depends on beside the fields that it has of its own.
+
+    A factory is there as a hash: a plan names no code.
+
+    Args:
+        workload: that is planned.
+        tasks: of the plan.
+        working: those of which the profile knows how much work each sample is.
+    """
+    views = {name: view for name, view in resolve_tasks(workload).items() if name in tasks}
+    found: dict[str, Any] = {"train.zero": workload.train.zero}
+    for name, spec in workload.modules.items():
+        if any(name in view.modules for view in views.values()):
+            found[f"modules.{name}"] = _made_by(spec)
+            found[f"modules.{name}.plan"] = spec.plan.model_dump(mode="json", exclude_defaults=True)
+    for name, spec in workload.losses.items():
+        if any(name in view.loss_inputs for view in views.values()):
+            found[f"losses.{name}"] = _made_by(spec)
+    for name, view in views.items():
+        if name in working and view.data is not None:
+            found[f"tasks.{name}.data"] = _made_by(view.data)
+    # JSON has no infinity.
+    return json.loads(json.dumps(flat_fields(found)), parse_constant=str)
+
+
+def _made_by(spec: ModuleSpec | LossSpec | DataSpec) -> dict[str, Any]:
+    factory = hashlib.sha256(spec.factory.encode()).hexdigest()
+    return {"factory": _HASH + factory, "args": spec.model_dump(mode="json")["args"]}
+
+
+def flat_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings inside mappings as one, with dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat_fields({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            found[name] = value
+    return found
+
+
+def field_changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between a workload's fields then and now, each one line."""
+    return [
+        _change(name, was, now)
+        for name in dict.fromkeys([*now, *was])
+        if was.get(name, _ABSENT) != now.get(name, _ABSENT)
+    ]
+
+
+def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if name not in now:
+        return f"{name} is gone, it was {json.dumps(was[name])}"
+    if name in was and str(was[name]).startswith(_HASH):
+        return f"{name} was another one"
+    before = f"was {json.dumps(was[name])}" if name in was else "is new"
+    return f"{name} {before}, the workload has {json.dumps(now[name])}"
+
+
 def plan_differences(plan: Plan, workload: Workload) -> list[str]:
-    """Fields in which a plan trains something else than its workload, each one line.
+    """Fields in which a plan is for something else than its workload, each one line.
 
     A plan may be for some of the workload's tasks. How many blocks a module has, and which of them
-    share parameters, is not in the workload: there the plan is believed. A solver may use ZeRO
-    where the workload does not ask for it.
+    share parameters, is not in the workload: there the plan is believed. Older plans do not say
+    all that they depend on; they are believed too. A solver may use ZeRO where the workload does
+    not ask for it.
     """
     known, found = resolve_tasks(workload), list[str]()
     for name, task in plan.tasks.items():
@@ -75,15 +151,20 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
         ties = {m: planned.ties for m, planned in task.modules.items()}
         wanted = planned_task(workload, view, blocks, ties)
         found += _differences(f"tasks.{name}", _data(task), _data(wanted))
-    training = workload.train.model_dump(include={"precision", "optimizer", "seed", "reorder"})
+    training = workload.train.model_dump(include={"precision", "optimizer", "reorder"})
     ours = plan.training.model_dump(include=set(training))
     if plan.training.zero < workload.train.zero:
         training["zero"], ours["zero"] = workload.train.zero, plan.training.zero
-    return [*found, *_differences("training", ours, training)]
+    found += _differences("training", ours, training)
+    if plan.depends_on:
+        working = {name for name in plan.tasks if f"tasks.{name}.data.factory" in plan.depends_on}
+        now = depended_on(workload, plan.tasks, working=working)
+        found += field_changes(plan.depends_on, now)
+    return found
 
 
 def check_agrees(plan: Plan, workload: Workload) -> None:
-    """Refuse a plan that trains something else than its workload.
+    """Refuse a plan that is for something else than its workload.
 
     Raises:
         InvalidInputError: names the first field, and how many differ.

@@ -180,7 +180,7 @@ def parse_text(text: str, path: Path) -> object:
     """Parse JSON (a text that starts with a brace, or a .json file), else YAML 1.2."""
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return _parse_json(text, path)
-    return _parse_yaml(text, path)
+    return parse_yaml(text, path)
 
 
 def _parse_json(text: str, path: Path) -> object:
@@ -218,7 +218,16 @@ def _parse_json(text: str, path: Path) -> object:
         ) from None
 
 
-def _parse_yaml(text: str, path: Path) -> object:
+def parse_yaml(text: str, path: Path) -> object:
+    """Parse YAML 1.2.
+
+    Args:
+        text: of a document.
+        path: for errors.
+
+    Raises:
+        InvalidInputError: it is no YAML, or larger than any file of ours.
+    """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 

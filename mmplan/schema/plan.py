@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -31,7 +31,7 @@ class FileReference(Record):
 
     Attributes:
         path: relative to the plan.
-        sha256: of its bytes; a run is refused when it differs.
+        sha256: of its bytes, when the plan was made.
     """
 
     path: Annotated[Str, Field(max_length=1000, pattern=r"^([^/\x00]{0,255}/)*[^/\x00]{0,255}$")]
@@ -344,6 +344,12 @@ class Plan(Document):
     cluster: Cluster
     devices: Count = Field(description="ranks of the run; those in no unit stay idle")
     training: PlannedTraining = PlannedTraining()
+    depends_on: dict[Str, Any] = Field(
+        default_factory=dict,
+        description="fields of the workload, beside those in tasks and training, without which "
+        "it would be another plan: a run is refused when one differs. Factories stand there as "
+        "hashes; older plans have none of it",
+    )
     tasks: dict[Str, PlannedTask] = Field(min_length=1)
     solver: SolverReport
     units: tuple[Unit, ...] = Field(min_length=1)
@@ -355,6 +361,11 @@ class Plan(Document):
         "and backwards of one before it begins the next",
     )
     predicted: Prediction
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank may hold, or update, a part of a parameter."""
+        return any(unit.tp > 1 for unit in self.units) or bool(self.training.zero)
 
     def unit(self, name: str) -> Unit:
         """The unit of that name.
