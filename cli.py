@@ -263,10 +263,13 @@ def verify(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="ranks as threads of this process")
     ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, metavar="N", help="optimizer steps to compare")
+    ] = 3,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """One planned step against one process: every gradient, by name."""
+    """Planned steps and a reload against one process, by name."""
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import prepare
     from mmlaunch.run.run import verify as start
@@ -275,18 +278,27 @@ def verify(
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
-    verdict = start(options, prepared, in_process=in_process)
+    verdict = start(options, prepared, steps=steps, in_process=in_process)
     for item in verdict.differences[:10]:
-        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has a gradient"
-        out.text(f"differs: {item.name} ({where}): {item.error:.3g}")
+        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has one"
+        when = "after the reload" if item.step == steps else f"step {item.step}"
+        out.text(
+            f"differs: {item.what} {item.name} ({where}, {when}): {item.error:.3g} of its size, "
+            f"allowed {item.allowed:.2g}"
+        )
     out.data(
         {
             "compared": verdict.compared,
+            "updates": verdict.updates,
+            "steps": verdict.steps,
             "worst": _number(verdict.worst),
-            "tolerance": verdict.tolerance,
+            "share": _number(verdict.share),
             "loss": _number(verdict.loss),
             "reference_loss": _number(verdict.reference_loss),
-            "differences": [[d.name, d.rank, _number(d.error)] for d in verdict.differences],
+            "differences": [
+                [d.name, d.rank, _number(d.error), d.what, d.step, d.allowed]
+                for d in verdict.differences
+            ],
         }
     )
     if not math.isfinite(verdict.reference_loss):
@@ -297,15 +309,16 @@ def verify(
         )
     if verdict.differences:
         raise RunFailedError(
-            f"{len(verdict.differences)} of {counted(verdict.compared, 'gradient')} differ from "
-            f"one process's by up to {verdict.worst:.3g} (allowed {verdict.tolerance:g})",
+            f"{len(verdict.differences)} of {verdict.compared + verdict.updates} values differ "
+            f"from one process's; a gradient by {verdict.worst:.3g} of the largest one",
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
     out.text(
-        f"{counted(verdict.compared, 'gradient')} on {counted(prepared.plan.devices, 'rank')} "
-        f"equal one process's: worst difference {verdict.worst:.2g} of the largest gradient "
-        f"(allowed {verdict.tolerance:g})"
+        f"{counted(verdict.compared, 'gradient')} and {counted(verdict.updates, 'updated value')} "
+        f"of {counted(steps, 'step')} on {counted(prepared.plan.devices, 'rank')}, and of one "
+        f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
+        f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
 
 

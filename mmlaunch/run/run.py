@@ -25,6 +25,7 @@ from mmplan.schema.workload import Workload, load_workload
 if TYPE_CHECKING:
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.session.verify import Verdict
 
 # For the report and for people, beside a copy of the plan.
 _RECORD = "run.json"
@@ -178,25 +179,38 @@ def run(
     )
 
 
-def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
-    """One planned step held against one process: a :class:`mmlaunch.session.verify.Verdict`."""
-    from mmlaunch.session.verify import compare
-    from mmplan.program.compile import compile_plan
+def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: bool) -> Verdict:
+    """Planned steps and a reload held against one process.
+
+    Args:
+        options: of the command line.
+        prepared: checked.
+        steps: of the optimizer.
+        in_process: whether ranks are threads of this process.
+    """
+    from mmlaunch.session.verify import judge
 
     folder = prepared.workload_path.parent
-    if in_process:
-        found = _verify_threads(prepared, folder)
-    else:
-        with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
-            found = _launcher()(
+    with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
+        records = Path(run_dir) / "records"
+        records.mkdir()
+        if in_process:
+            _verify_threads(prepared, folder, steps, records)
+        else:
+            _launcher()(
                 entry="mmlaunch.run.training_worker:verify",
-                args=(str(options.plan.absolute()), str(prepared.workload_path.absolute())),
+                args=(
+                    str(options.plan.absolute()),
+                    str(prepared.workload_path.absolute()),
+                    steps,
+                    records,
+                ),
                 num_ranks=prepared.plan.devices,
                 run_dir=Path(run_dir),
                 timeout_s=options.timeout_s,
                 stops_in_order=False,
             )
-    return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
+        return judge(prepared.workload, folder, prepared.plan, records, steps)
 
 
 def _launcher() -> Launcher:
@@ -206,24 +220,21 @@ def _launcher() -> Launcher:
     return launch
 
 
-def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
+def _verify_threads(prepared: Prepared, folder: Path, steps: int, records: Path) -> None:
     import torch
 
     from mmlaunch.comm.inprocess import InProcessWorld
     from mmlaunch.session.session import Session
-    from mmlaunch.session.verify import planned_step
+    from mmlaunch.session.verify import planned_steps
+
+    def entry(transport: Any) -> None:
+        session = Session(
+            plan=prepared.plan, workload=prepared.workload, folder=folder, transport=transport
+        )
+        planned_steps(session, steps, records)
 
     torch.set_num_threads(1)
-    return InProcessWorld(prepared.plan.devices).run(
-        lambda transport: planned_step(
-            Session(
-                plan=prepared.plan,
-                workload=prepared.workload,
-                folder=folder,
-                transport=transport,
-            )
-        )
-    )
+    InProcessWorld(prepared.plan.devices).run(entry)
 
 
 class RunRecord:
