@@ -25,6 +25,7 @@ from mmplan.schema.workload import Workload, load_workload
 if TYPE_CHECKING:
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.session.original import OriginalVerdict
     from mmlaunch.session.verify import Verdict
 
 # For the report and for people, beside a copy of the plan.
@@ -211,6 +212,15 @@ def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: b
                 stops_in_order=False,
             )
         return judge(prepared.workload, folder, prepared.plan, records, steps)
+
+
+def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
+    """The workload's cut modules against the model before it was cut."""
+    from mmlaunch.session.original import compare_original
+    from mmplan.program.compile import compile_plan
+
+    program = compile_plan(prepared.plan)
+    return compare_original(prepared.workload, prepared.workload_path.parent, program, original)
 
 
 def _launcher() -> Launcher:

@@ -67,6 +67,7 @@ class Reference:
         modules: whole, by the module that owns the parameters.
         losses: by name.
         tasks: of the program, as the workload has them.
+        values: of the last step's losses, unweighted, by task and name.
     """
 
     def __init__(self, *, workload: Workload, folder: Path, program: Program) -> None:
@@ -91,6 +92,12 @@ class Reference:
         self._cut_otherwise = False
         self._batch: dict[str, dict[str, Value]] = {}
         self._step = 0
+        self.values: dict[tuple[str, str], float] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether any block drew random numbers so far."""
+        return bool(self._random)
 
     def take_microbatches(self, program: Program) -> None:
         """Go on with another program's micro-batches, of the same tasks."""
@@ -192,8 +199,24 @@ class Reference:
                 value = self._cross_sample(task, name, arguments)
             else:
                 value = self._per_sample(task, name, sources, arguments)
+            self.values[task.name, name] = float(value.detach())
             total = total + self._weights[name] * value
         return total
+
+    def fields(self, task: str) -> Mapping[str, Value]:
+        """The last step's data of a task."""
+        return self._batch[task]
+
+    def inputs_of(self, task: str, module: str) -> list[Value]:
+        """A module's inputs for the batch of the last step, without their graph."""
+        view, values = self.tasks[task], dict[str, Value]()
+        with torch.no_grad():
+            for name, sources in view.inputs.items():
+                arguments = [self._value(view, source, values) for source in sources]
+                if name == module:
+                    return arguments
+                values[name] = self._module(view, name, arguments)
+        raise KeyError(module)
 
     def _value(self, task: TaskView, source: InputSource, values: Mapping[str, Value]) -> Value:
         if source.field is not None:
@@ -366,7 +389,9 @@ class _Samples:
         self._fields = list(dict.fromkeys(s.field for s in sources if s.field is not None))
         field = "data" if task.data == workload.data else f"tasks.{task.name}.data"
         # A session refuses a task without data.
-        self.dataset = task.data and build_dataset(task.data, folder, seed=self._seed, field=field)
+        self.dataset: Any = task.data and build_dataset(
+            task.data, folder, seed=self._seed, field=field
+        )
 
     def indices(self, step: int) -> list[int]:
         """Batch s mod n of epoch s div n, whose order is drawn from seed + epoch."""

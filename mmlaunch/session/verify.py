@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -210,7 +210,7 @@ class Recorder:
         self._samples: dict[str, LoadedSamples] = {}
         self._found: LocalGradients | None = None
         session.hooks.on_data.append(self._note_samples)
-        session.hooks.on_loss.append(lambda _, loss: self._note_gradients(loss))
+        session.hooks.on_loss.append(self._on_loss)
 
     def _note_samples(self, _: Session, data: Mapping[str, StepData]) -> None:
         self._samples = {
@@ -218,8 +218,11 @@ class Recorder:
             for task, item in data.items()
         }
 
+    def _on_loss(self, _: Session, loss: float) -> None:
+        self._found = self._note_gradients(loss)
+
     def _note_gradients(self, loss: float) -> LocalGradients:
-        self._found = LocalGradients(
+        return LocalGradients(
             rank=self._session.rank,
             step=self._session.step_count,
             loss=loss,
@@ -232,7 +235,6 @@ class Recorder:
             elements=self._elements,
             samples=self._samples,
         )
-        return self._found
 
     def without_update(self) -> LocalGradients:
         """A step that ends before its update."""
@@ -381,36 +383,33 @@ class Judge:
         loss = self.reference.step(step, order)
         expected = {name: p.grad for name, p in self._parameters.items()}
         self._losses.append((found[0].loss, loss))
-        noise = _Noise(expected, loss)
-        for _ in range(_DRAWS[self._precision] if math.isfinite(loss) else 0):
-            self._forget_gradients()
-            with self.reference.rounded_otherwise(self._draws):
-                noise.add(self.reference.again(), self._parameters)
-        self._forget_gradients()
+        rounding = Rounding.measured(
+            self.reference,
+            expected,
+            loss,
+            precision=self._precision,
+            draws=self._draws,
+            again=self.reference.again,
+        )
         for name, gradient in expected.items():
             self._parameters[name].grad = gradient
-        allowance = _Allowance(self._precision, expected, noise)
         covered: defaultdict[str, list[ReportedElements]] = defaultdict(list)
         for rank in found:
             self._compared += 1 + len(rank.gradients)
             error = abs(rank.loss - loss)
-            self._note("loss", "loss", rank, error / max(abs(loss), 1e-300), allowance.loss)
+            self._note("loss", "loss", rank, error / max(abs(loss), 1e-300), rounding.loss)
             self._worst = max(self._worst, error / max(abs(loss), 1e-300))
             for label, gradient in rank.gradients.items():
                 where = rank.elements[label]
                 covered[where.name].append(where)
-                error, allowed, absolute = allowance.judge(gradient, where)
-                self._worst = max(self._worst, absolute / allowance.largest)
+                error, allowed, absolute = rounding.judge(gradient, where)
+                self._worst = max(self._worst, absolute / rounding.largest)
                 self._note(label, "gradient", rank, error, allowed)
         for name, gradient in expected.items():
             if gradient is not None and not _is_whole(gradient, covered[name]):
                 missing = Difference(name=name, rank=-1, step=step, error=math.inf)
                 self._found.append(missing)
                 self._share = self._worst = math.inf
-
-    def _forget_gradients(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
 
     def _note(
         self, name: str, what: str, where: LocalGradients, error: float, allowed: float
@@ -515,53 +514,73 @@ class Judge:
         self._note(name, what, where, error, self._exact(step))
 
 
-class _Noise:
-    """Differences of references that round otherwise, of every parameter and of the loss.
-
-    Attributes:
-        of_loss: the reference's loss.
-        loss: the largest difference of losses.
-        draws: differences of gradients, by parameter.
-    """
-
-    def __init__(self, gradients: Mapping[str, Tensor | None], loss: float) -> None:
-        self._gradients, self.of_loss = gradients, loss
-        self.loss = 0.0
-        self.draws: defaultdict[str, list[Tensor]] = defaultdict(list)
-
-    def add(self, loss: float, parameters: Mapping[str, Any]) -> None:
-        """One more draw: its loss, and the parameters with its gradients."""
-        self.loss = max(self.loss, abs(loss - self.of_loss))
-        for name, gradient in self._gradients.items():
-            other = parameters[name].grad
-            if gradient is not None and other is not None:
-                self.draws[name].append(other - gradient)
-
-
-class _Allowance:
+class Rounding:
     """What rounding allows of every parameter's gradient, and of the loss.
 
     A gradient is held by its largest difference and by the root of the mean square: the one sees
     a single wrong element, the other a small error of all.
 
+    Args:
+        precision: of the training.
+        gradients: the reference's, by parameter.
+        loss: the reference's.
+
     Attributes:
-        loss: relative.
         largest: gradient of the model.
     """
 
-    def __init__(
-        self, precision: str, gradients: Mapping[str, Tensor | None], noise: _Noise
-    ) -> None:
-        self._factor, self._gradients = _FACTOR[precision], gradients
+    def __init__(self, precision: str, gradients: Mapping[str, Tensor | None], loss: float) -> None:
+        self._factor, self._gradients, self._of_loss = _FACTOR[precision], gradients, loss
         wide = torch.float64 if precision == "fp64" else torch.float32
         unit = _BF16_UNIT if precision == "bf16" else torch.finfo(wide).eps
         self._floor = _UNITS[precision] * unit
-        self._noise = noise
         sizes = [_largest(g) for g in gradients.values() if g is not None]
         self.largest = max(sizes, default=0.0) or 1.0
         # Below this part of the model's largest gradient everything is zero.
         self._zero = torch.finfo(wide).eps * self.largest
-        self.loss = self._floor + self._factor * noise.loss / max(abs(noise.of_loss), 1e-300)
+        # Differences of references that round otherwise.
+        self._draws: defaultdict[str, list[Tensor]] = defaultdict(list)
+        self._loss_noise = 0.0
+
+    @classmethod
+    def measured(
+        cls,
+        reference: Reference,
+        gradients: Mapping[str, Tensor | None],
+        loss: float,
+        *,
+        precision: str,
+        draws: torch.Generator,
+        again: Callable[[], float],
+    ) -> Rounding:
+        """Measure it on a reference, whose ``.grad`` are gone afterwards.
+
+        Args:
+            reference: that made the gradients.
+            gradients: by parameter.
+            loss: beside them.
+            precision: of the training.
+            draws: of the roundings.
+            again: makes the loss and the gradients once more.
+        """
+        found = cls(precision, gradients, loss)
+        parameters = reference.named_parameters()
+        for _ in range(_DRAWS[precision] if math.isfinite(loss) else 0):
+            _forget_gradients(parameters)
+            with reference.rounded_otherwise(draws):
+                other = again()
+            found._loss_noise = max(found._loss_noise, abs(other - loss))
+            for name, gradient in gradients.items():
+                moved = parameters[name].grad
+                if gradient is not None and moved is not None:
+                    found._draws[name].append(moved - gradient)
+        _forget_gradients(parameters)
+        return found
+
+    @property
+    def loss(self) -> float:
+        """Allowed for the loss, over its size."""
+        return self._floor + self._factor * self._loss_noise / max(abs(self._of_loss), 1e-300)
 
     def judge(self, gradient: Tensor, where: ReportedElements) -> tuple[float, float, float]:
         """(error, allowed) over the parameter's own size, and the largest absolute error."""
@@ -572,7 +591,7 @@ class _Allowance:
             size = _largest(gradient)
             return (math.inf, 0.0, size) if size else (0.0, 0.0, 0.0)
         difference = gradient.double() - where.take(whole).double()
-        draws = self._noise.draws[where.name]
+        draws = self._draws[where.name]
         worst = (0.0, 0.0)
         for measure in (_largest, _mean_size):
             size = measure(whole) or self._zero
@@ -582,6 +601,11 @@ class _Allowance:
             if not error / allowed <= (worst[0] / worst[1] if worst[1] else 0.0):
                 worst = error, allowed
         return *worst, _largest(difference)
+
+
+def _forget_gradients(parameters: Mapping[str, Tensor]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None
 
 
 def _largest(tensor: Tensor) -> float:
