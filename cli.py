@@ -275,20 +275,33 @@ def verify(
             help="the uncut model, to hold the cut against, without dropout",
         ),
     ] = None,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="a small plan with every class of alike ranks, as threads of this process",
+        ),
+    ] = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare, verify_original
+    from mmlaunch.run.run import prepare, shrunk, verify_original
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
     out.text(f"importing {', '.join(prepared.imports)}")
+    if shrink:
+        whole, prepared = prepared.plan, shrunk(prepared)
+        out.text(
+            f"--shrink: {prepared.plan.devices} of {counted(whole.devices, 'rank')}, every class "
+            "of alike ranks among them"
+        )
     uncut = None if original is None else verify_original(prepared, original)
-    verdict = start(options, prepared, steps=steps, in_process=in_process)
+    verdict = start(options, prepared, steps=steps, in_process=in_process or shrink)
     for item in uncut.differences[:10] if uncut else ():
         out.text(f"differs from the original: {item.what} {item.name}: {_error(item)}")
     for item in verdict.differences[:10]:

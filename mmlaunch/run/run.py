@@ -8,25 +8,31 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_workload
-from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, load_workload
+from mmplan.wording import size
 
 if TYPE_CHECKING:
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
     from mmlaunch.session.original import OriginalVerdict
     from mmlaunch.session.verify import Verdict
+
+# Weights, gradients and two moments; the reference also keeps weights while they are moved, and
+# gradients of the step, of a draw and their difference.
+_COPIES_OF_A_RANK = 4
+_COPIES_OF_THE_REFERENCE = 8
 
 # For the report and for people, beside a copy of the plan.
 _RECORD = "run.json"
@@ -212,6 +218,38 @@ def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: b
                 stops_in_order=False,
             )
         return judge(prepared.workload, folder, prepared.plan, records, steps)
+
+
+def shrunk(prepared: Prepared) -> Prepared:
+    """The small likeness of a plan, and the workload with its batches.
+
+    Raises:
+        UnfitEnvironmentError: the memory does not hold it and the reference in one process.
+    """
+    import torch
+
+    from mmlaunch.measure.machine import memory_bytes
+    from mmlaunch.session.smaller_plans import likeness
+    from mmplan.schema.factories import build_module
+
+    plan, workload = likeness(prepared.plan, prepared.workload)
+    held = weights = 0.0
+    for unit in plan.units:
+        module = build_module(workload, unit.module, prepared.workload_path.parent, device="meta")
+        own_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        blocks = sum(high - low for low, high in unit.blocks)
+        part_bytes = own_bytes * blocks / plan.tasks[unit.task].modules[unit.module].blocks
+        weights += part_bytes
+        held += unit.dp * part_bytes
+    needed = _COPIES_OF_A_RANK * held + _COPIES_OF_THE_REFERENCE * weights
+    there = memory_bytes(torch.device("cpu"), 1)
+    if needed > there:
+        raise UnfitEnvironmentError(
+            f"--shrink: {plan.devices} ranks and the reference hold {size(needed)} in one process "
+            f"(weights alone {size(weights)}), this machine has {size(there)}",
+            hint="lower blocks and widths in the workload's args, profile and solve that",
+        )
+    return replace(prepared, plan=plan, workload=workload)
 
 
 def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
