@@ -42,6 +42,7 @@ from mmplan.wording import counted
 
 if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
+    from mmlaunch.session.verify import Difference
     from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
 
@@ -278,12 +279,30 @@ def verify(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="ranks as threads of this process")
     ] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, metavar="N", help="optimizer steps to compare")
+    ] = 3,
+    original: Annotated[
+        str | None,
+        typer.Option(
+            "--original",
+            metavar="[MODULE=]PACKAGE.MODULE:CALLABLE",
+            help="the uncut model, to hold the cut against, without dropout",
+        ),
+    ] = None,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="a small plan with every class of alike ranks, as threads of this process",
+        ),
+    ] = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """One planned step against one process: every gradient, by name."""
+    """Planned steps and a reload against one process, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare, try_out
+    from mmlaunch.run.run import prepare, shrunk, try_out, verify_original
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
@@ -292,18 +311,36 @@ def verify(
     out.text(f"importing {', '.join(prepared.imports)}")
     for note in try_out(prepared, prepared.plan.tasks):
         out.hint(note)
-    verdict = start(options, prepared, in_process=in_process)
+    if shrink:
+        whole, prepared = prepared.plan, shrunk(prepared)
+        out.text(
+            f"--shrink: {prepared.plan.devices} of {counted(whole.devices, 'rank')}, every class "
+            "of alike ranks among them"
+        )
+    uncut = None if original is None else verify_original(prepared, original)
+    verdict = start(options, prepared, steps=steps, in_process=in_process or shrink)
+    for item in uncut.differences[:10] if uncut else ():
+        out.text(f"differs from the original: {item.what} {item.name}: {_error(item)}")
     for item in verdict.differences[:10]:
-        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has a gradient"
-        out.text(f"differs: {item.name} ({where}): {item.error:.3g}")
+        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has one"
+        when = "after the reload" if item.step == steps else f"step {item.step}"
+        out.text(f"differs: {item.what} {item.name} ({where}, {when}): {_error(item)}")
     out.data(
         {
             "compared": verdict.compared,
+            "updates": verdict.updates,
+            "steps": verdict.steps,
             "worst": _number(verdict.worst),
-            "tolerance": verdict.tolerance,
+            "share": _number(verdict.share),
             "loss": _number(verdict.loss),
             "reference_loss": _number(verdict.reference_loss),
-            "differences": [[d.name, d.rank, _number(d.error)] for d in verdict.differences],
+            "differences": [_row(item) for item in verdict.differences],
+            "original": uncut
+            and {
+                "compared": uncut.compared,
+                "share": _number(uncut.share),
+                "differences": [_row(item) for item in uncut.differences],
+            },
         }
     )
     if not math.isfinite(verdict.reference_loss):
@@ -312,18 +349,39 @@ def verify(
             hint="look for bad samples in the first batch, or a division by zero in a module",
             documented=True,
         )
+    if uncut and uncut.differences:
+        raise RunFailedError(
+            f"{len(uncut.differences)} of {counted(uncut.compared, 'value')} differ from "
+            f"{original}",
+            hint="compare the factory's before, each and after with the model's own forward",
+            documented=True,
+        )
     if verdict.differences:
         raise RunFailedError(
-            f"{len(verdict.differences)} of {counted(verdict.compared, 'gradient')} differ from "
-            f"one process's by up to {verdict.worst:.3g} (allowed {verdict.tolerance:g})",
+            f"{len(verdict.differences)} of {verdict.compared + verdict.updates} values differ "
+            f"from one process's; a gradient by {verdict.worst:.3g} of the largest one",
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
+    if uncut:
+        out.text(
+            f"{counted(uncut.compared, 'value')} of the cut modules equal {original}'s, both in "
+            f"evaluation mode, without dropout: at most {uncut.share:.0%} of what rounding allows"
+        )
     out.text(
-        f"{counted(verdict.compared, 'gradient')} on {counted(prepared.plan.devices, 'rank')} "
-        f"equal one process's: worst difference {verdict.worst:.2g} of the largest gradient "
-        f"(allowed {verdict.tolerance:g})"
+        f"{counted(verdict.compared, 'gradient')} and {counted(verdict.updates, 'updated value')} "
+        f"of {counted(steps, 'step')} on {counted(prepared.plan.devices, 'rank')}, and of one "
+        f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
+        f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
+
+
+def _error(item: Difference) -> str:
+    return f"{item.error:.3g} of its size, allowed {item.allowed:.2g}"
+
+
+def _row(item: Difference) -> list[Any]:
+    return [item.name, item.rank, _number(item.error), item.what, item.step, item.allowed]
 
 
 def _number(value: float) -> float | None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch.session.verify import TOLERANCE
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.schema.workload import Workload
@@ -16,7 +15,7 @@ from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
 from tests.programs import loss, make_plan, unit
 from tests.test_hf import load_by_source_names
-from tests.verification import verify_in_process
+from tests.verification import TOLERANCE, verify_in_process
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,7 +25,7 @@ from mmplan.schema.workload import Workload
 from tests.matrix_cases import FEATURES, Case
 from tests.pairwise import pairwise_rows
 from tests.programs import Kind, LossSpec, UnitSpec, in_flight, loss, make_plan, trained_as, unit
-from tests.verification import HERE, verify_in_process, verify_units
+from tests.verification import HERE, TOLERANCE, verify_in_process, verify_units
 
 PP, DP, TP, K, SYNCS = (1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3)
 # Any two values of any two factors; the whole product is among the slow tests.
@@ -35,7 +35,6 @@ DEGREES = [
     if (pp + dp + K.index(k) + syncs) % 3 == tp % 3
 ]
 KINDS: tuple[Kind, ...] = ("batch-sync", "gpipe", "1f1b", "interleaved")
-TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": PP,

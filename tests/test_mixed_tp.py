@@ -33,7 +33,7 @@ from tests.mixed_tp_cases import MIXED, random_case
 from tests.plants import without
 from tests.programs import loss, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
-from tests.verification import HERE, verify_in_process, verify_units
+from tests.verification import HERE, TOLERANCE, verify_in_process, verify_units
 
 CLIP = 0.05
 ADAMW: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_gradients_equal_one_process(name: str, zero: int) -> None:
     assert not check_program(compile_plan(case.plan()))
     verdict = verify_in_process(case.plan(), case.workload(zero=zero))
     assert not verdict.differences, verdict.differences[:5]
-    assert verdict.tolerance == 1e-12
+    assert verdict.worst <= TOLERANCE["fp64"]
     assert verdict.compared > 8
 
 
@@ -97,8 +97,8 @@ def test_gradients_of_any_slices_equal_one_process(seed: int, crowded: bool) -> 
 def test_bf16_gradients_are_as_near_as_rounding_allows(name: str, zero: int) -> None:
     case = MIXED[name]
     verdict = verify_in_process(case.plan(), case.workload(precision="bf16", zero=zero))
-    assert not verdict.differences, (verdict.tolerance, verdict.differences[:5])
-    assert 1e-5 < verdict.tolerance < 0.2
+    assert not verdict.differences, verdict.differences[:5]
+    assert 0 < verdict.share < 1
 
 
 def _clipped(parameters: dict[str, nn.Parameter]) -> Callable[[int], float | None]:

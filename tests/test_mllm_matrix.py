@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from mmlaunch.launch.launch import launch
-from mmlaunch.session.verify import TOLERANCE, LocalGradients, Verdict, compare
+from mmlaunch.session.verify import LocalGradients, Verdict, compare
 from mmplan.program.compile import compile_plan
 from tests.gloo_entries import gradients
 from tests.mllm_cases import FREEZES, MllmCase
 from tests.pairwise import Row, pairwise_rows
-from tests.verification import HERE, verify_in_process
+from tests.verification import HERE, TOLERANCE, verify_in_process
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "encoder_dp": (1, 2, 3),

@@ -43,9 +43,9 @@ def _workload(case: Case, **train: Any) -> Workload:
 )
 def test_gradients_are_as_near_as_rounding_allows(case: Case) -> None:
     verdict = verify_in_process(case.plan(), _workload(case))
-    assert not verdict.differences, (verdict.tolerance, verdict.differences[:5])
-    # The tolerance itself must tell a step from a wrong one.
-    assert 1e-5 < verdict.tolerance < 0.2
+    assert not verdict.differences, verdict.differences[:5]
+    # Noise is there, and it is seen to be noise.
+    assert 0 < verdict.share < 1
 
 
 def _without_last_microbatch(program: Program) -> Program:

@@ -343,7 +343,7 @@ def test_bf16_is_as_near_as_rounding_allows(feature: str) -> None:
     workload = case.workload()
     train = workload.train.model_copy(update={"precision": "bf16"})
     verdict = verify_in_process(case.plan(), workload.model_copy(update={"train": train}))
-    assert not verdict.differences, (verdict.tolerance, verdict.differences[:5])
+    assert not verdict.differences, (verdict.share, verdict.differences[:5])
 
 
 def test_a_forgotten_w_is_a_wrong_gradient() -> None:

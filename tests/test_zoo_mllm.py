@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmlaunch.session.verify import TOLERANCE
 from mmplan.schema.factories import build_dataset
 from tests import mllm
-from tests.verification import HERE, verify_in_process
+from tests.verification import HERE, TOLERANCE, verify_in_process
 
 BATCH = 12
 PLANS: dict[str, dict[str, dict[str, Any]]] = {

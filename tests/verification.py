@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.session.session import Session
-from mmlaunch.session.verify import Verdict, compare, planned_step
+from mmlaunch.session.verify import Verdict, compare, judge, planned_step, planned_steps
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
 from mmplan.schema.plan import Plan
@@ -18,6 +19,8 @@ from tests.programs import LossSpec, UnitSpec, make_plan, trained_as
 
 HERE = Path(__file__).parent
 MODELS = "tests.matrix_models"
+# Largest difference of a gradient over the largest gradient of the model.
+TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5}
 FACTORIES = {"contrastive": "Contrastive", "regression": "Regression", "counted": "Counted"}
 
 
@@ -120,6 +123,20 @@ def verify_in_process(
     with patch("mmlaunch.session.session.compile_plan", planned):
         found = InProcessWorld(plan.devices).run(entry)
     return compare(workload, HERE, compile_plan(plan), found)
+
+
+def verify_steps(plan: Plan, workload: Workload, *, steps: int = 3) -> Verdict:
+    """What ``mmlaunch verify --in-process`` does: steps with their updates, and a reload."""
+    plan = trained_as(plan, workload)
+
+    def entry(transport: Any) -> None:
+        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        planned_steps(session, steps, records)
+
+    with TemporaryDirectory() as folder:
+        records = Path(folder)
+        InProcessWorld(plan.devices).run(entry)
+        return judge(workload, HERE, plan, records, steps)
 
 
 def verify_units(

@@ -209,12 +209,14 @@ class StepData:
     Attributes:
         step: the optimizer step.
         ranges: the batch positions that were loaded, disjoint and in order.
+        indices: the dataset indices that stand there, one after another.
         fields: per field the loaded samples, one after another.
     """
 
     step: int
     ranges: Sequence[tuple[int, int]]
     fields: Mapping[str, Field]
+    indices: Sequence[int] = ()
 
     def get(self, field: str, start: int, stop: int) -> Field:
         """Samples at batch positions [start, stop), as a view.
@@ -298,7 +300,8 @@ class StepLoader(Iterator[StepData]):
         got = self._next_batch(self._batches)
         if isinstance(got, _Failure):
             raise got.error from (RuntimeError(got.trace) if got.trace else None)
-        data = StepData(step=self._step, ranges=self._ranges, fields=got)
+        indices, fields = got
+        data = StepData(step=self._step, ranges=self._ranges, fields=fields, indices=indices)
         self._step += 1
         return data
 
@@ -357,16 +360,19 @@ class _Reader(Dataset[Any]):
     order: Order | None
     draws: bool = False
 
-    def __getitems__(self, batches: list[_StepBatch]) -> dict[str, Field] | _Failure:
-        """Fields of one step's samples; DataLoader calls this in place of one call per sample."""
+    def __getitems__(
+        self, batches: list[_StepBatch]
+    ) -> tuple[list[int], dict[str, Field]] | _Failure:
+        """Indices and fields of one step's samples, in place of DataLoader's calls per sample."""
         if not self.ranges or not self.fields:
-            return {}
+            return [], {}
         try:
             with _own_random_numbers():
                 keys = self._keys(*batches)
                 samples = self._load_all(keys)
                 _seed_random_numbers(self.seed, *keys[0])
-                return self._batch(samples, [index for _, index in keys])
+                indices = [index for _, index in keys]
+                return indices, self._batch(samples, indices)
         except MMPlanError as exc:
             cause = exc.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None

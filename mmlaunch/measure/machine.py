@@ -31,7 +31,7 @@ def measure_machine(
     processor = _processor(device)
     return {
         "name": processor if device.type == "cuda" else "cpu",
-        "memory_bytes": _memory_bytes(device, processes),
+        "memory_bytes": memory_bytes(device, processes),
         "peak_flops": _peak_flops(device, precision, watch),
         "cores": num_cores(),
         "processor": processor,
@@ -71,7 +71,8 @@ def _processor(device: torch.device) -> str:
     return models[0] if models else platform.machine()
 
 
-def _memory_bytes(device: torch.device, processes: int) -> float:
+def memory_bytes(device: torch.device, processes: int) -> float:
+    """Memory of a device for each of so many processes."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

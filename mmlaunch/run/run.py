@@ -8,24 +8,32 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_workload
-from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.settings import check_settings, with_settings
 from mmplan.schema.workload import Workload, load_workload
+from mmplan.wording import size
 
 if TYPE_CHECKING:
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.session.original import OriginalVerdict
+    from mmlaunch.session.verify import Verdict
+
+# Weights, gradients and two moments; the reference also keeps weights while they are moved, and
+# gradients of the step, of a draw and their difference.
+_COPIES_OF_A_RANK = 4
+_COPIES_OF_THE_REFERENCE = 8
 
 # For the report and for people, beside a copy of the plan.
 _RECORD = "run.json"
@@ -215,25 +223,79 @@ def run(
     )
 
 
-def verify(options: RunOptions, prepared: Prepared, *, in_process: bool) -> Any:
-    """One planned step held against one process: a :class:`mmlaunch.session.verify.Verdict`."""
-    from mmlaunch.session.verify import compare
-    from mmplan.program.compile import compile_plan
+def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: bool) -> Verdict:
+    """Planned steps and a reload held against one process.
+
+    Args:
+        options: of the command line.
+        prepared: checked.
+        steps: of the optimizer.
+        in_process: whether ranks are threads of this process.
+    """
+    from mmlaunch.session.verify import judge
 
     folder = prepared.workload_path.parent
-    if in_process:
-        found = _verify_threads(prepared, folder)
-    else:
-        with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
-            found = _launcher()(
+    with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
+        records = Path(run_dir) / "records"
+        records.mkdir()
+        if in_process:
+            _verify_threads(prepared, folder, steps, records)
+        else:
+            _launcher()(
                 entry="mmlaunch.run.training_worker:verify",
-                args=(str(options.plan.absolute()), str(prepared.workload_path.absolute())),
+                args=(
+                    str(options.plan.absolute()),
+                    str(prepared.workload_path.absolute()),
+                    steps,
+                    records,
+                ),
                 num_ranks=prepared.plan.devices,
                 run_dir=Path(run_dir),
                 timeout_s=options.timeout_s,
                 stops_in_order=False,
             )
-    return compare(prepared.workload, folder, compile_plan(prepared.plan), found)
+        return judge(prepared.workload, folder, prepared.plan, records, steps)
+
+
+def shrunk(prepared: Prepared) -> Prepared:
+    """The small likeness of a plan, and the workload with its batches.
+
+    Raises:
+        UnfitEnvironmentError: the memory does not hold it and the reference in one process.
+    """
+    import torch
+
+    from mmlaunch.measure.machine import memory_bytes
+    from mmlaunch.session.smaller_plans import likeness
+    from mmplan.schema.factories import build_module
+
+    plan, workload = likeness(prepared.plan, prepared.workload)
+    held = weights = 0.0
+    for unit in plan.units:
+        module = build_module(workload, unit.module, prepared.workload_path.parent, device="meta")
+        own_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        blocks = sum(high - low for low, high in unit.blocks)
+        part_bytes = own_bytes * blocks / plan.tasks[unit.task].modules[unit.module].blocks
+        weights += part_bytes
+        held += unit.dp * part_bytes
+    needed = _COPIES_OF_A_RANK * held + _COPIES_OF_THE_REFERENCE * weights
+    there = memory_bytes(torch.device("cpu"), 1)
+    if needed > there:
+        raise UnfitEnvironmentError(
+            f"--shrink: {plan.devices} ranks and the reference hold {size(needed)} in one process "
+            f"(weights alone {size(weights)}), this machine has {size(there)}",
+            hint="lower blocks and widths in the workload's args, profile and solve that",
+        )
+    return replace(prepared, plan=plan, workload=workload)
+
+
+def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
+    """The workload's cut modules against the model before it was cut."""
+    from mmlaunch.session.original import compare_original
+    from mmplan.program.compile import compile_plan
+
+    program = compile_plan(prepared.plan)
+    return compare_original(prepared.workload, prepared.workload_path.parent, program, original)
 
 
 def _launcher() -> Launcher:
@@ -243,24 +305,21 @@ def _launcher() -> Launcher:
     return launch
 
 
-def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
+def _verify_threads(prepared: Prepared, folder: Path, steps: int, records: Path) -> None:
     import torch
 
     from mmlaunch.comm.inprocess import InProcessWorld
     from mmlaunch.session.session import Session
-    from mmlaunch.session.verify import planned_step
+    from mmlaunch.session.verify import planned_steps
+
+    def entry(transport: Any) -> None:
+        session = Session(
+            plan=prepared.plan, workload=prepared.workload, folder=folder, transport=transport
+        )
+        planned_steps(session, steps, records)
 
     torch.set_num_threads(1)
-    return InProcessWorld(prepared.plan.devices).run(
-        lambda transport: planned_step(
-            Session(
-                plan=prepared.plan,
-                workload=prepared.workload,
-                folder=folder,
-                transport=transport,
-            )
-        )
-    )
+    InProcessWorld(prepared.plan.devices).run(entry)
 
 
 class RunRecord:

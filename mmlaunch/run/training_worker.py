@@ -21,7 +21,7 @@ from mmlaunch.process.peak_memory import PeakMemory
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
 from mmlaunch.session.session import Session, StepResult
-from mmlaunch.session.verify import LocalGradients, planned_step
+from mmlaunch.session.verify import planned_steps
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
 
@@ -186,12 +186,12 @@ def _tensors(session: Session) -> Iterator[Tensor]:
     yield from (item for state in states for item in state.values() if torch.is_tensor(item))
 
 
-def verify(ctx: WorkerContext, plan: str, workload: str | None) -> LocalGradients:
-    """One planned step without its update: this rank's gradients."""
+def verify(ctx: WorkerContext, plan: str, workload: str | None, steps: int, records: Path) -> None:
+    """Some planned steps; this rank's records and a checkpoint lie in a folder."""
     with Session.from_plan(
         plan, workload=workload, timeout_s=ctx.timeout_s, heartbeat=ctx.heartbeat
     ) as session:
-        return planned_step(session)
+        planned_steps(session, steps, records)
 
 
 def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:

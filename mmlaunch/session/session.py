@@ -30,6 +30,7 @@ from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.messages import message_links
 from mmlaunch.comm.transport import DistTransport, Transport
+from mmlaunch.data.loader import StepData
 from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
@@ -323,6 +324,8 @@ class Session:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
         data = self._data.step(self.step_count)
+        for hook in self.hooks.on_data:
+            hook(self, data)
         began = time.perf_counter()
         part, spans = self.executor.run(self.step_count, data, timed=timed)
         sums = [part, float(self._should_stop()), 0.0]
@@ -482,11 +485,13 @@ class Hooks:
     """Functions called with the session and an event's result; all ranks call them.
 
     Attributes:
+        on_data: before forward, with this rank's samples by task.
         on_step: after each update, with its :class:`StepResult`.
         on_loss: after backward and before the update, with the loss; gradients are whole.
         on_checkpoint: after a checkpoint is complete, with its folder.
     """
 
+    on_data: list[Callable[[Session, Mapping[str, StepData]], None]] = field(default_factory=list)
     on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
     on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
     on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)

@@ -92,6 +92,17 @@ def lower_plan(plan: Plan, graph: Graph | None = None) -> LoweredPlan:
     return LoweredPlan(graph=graph, quotient=quotient, orders=orders)
 
 
+def alike_components(plan: Plan, graph: Graph) -> list[list[Component]]:
+    """The components of each class, in the plan's order."""
+    components = _components(plan, graph)
+    found: defaultdict[int, list[Component]] = defaultdict(list)
+    for own, component in zip(
+        _classes(plan, graph, components).component_class, components, strict=True
+    ):
+        found[own].append(component)
+    return list(found.values())
+
+
 def find_quotient(plan: Plan, graph: Graph) -> Quotient | None:
     """One component of each class; None where that is the whole plan."""
     components = _components(plan, graph)
