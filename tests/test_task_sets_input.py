@@ -202,7 +202,7 @@ def test_a_module_that_two_tasks_use_with_other_shapes(files: Files) -> None:
     files.change(wide)
     assert files.solve("new.json", "--tasks", "VT,TR").code == 0
     done = call("mmlaunch", "verify", "--in-process", files.folder / "new.json")
-    refused(done, "task TR, t blocks [0, 4]", "2x5 and 8x8", code=1)
+    refused(done, "task TR: modules.t: block 0", "2x5 and 8x8", "wide [2, 5] float64")
 
 
 @pytest.mark.slow
