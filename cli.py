@@ -208,6 +208,8 @@ def run(
         emulation=emulation,
     )
     prepared = prepare(options)
+    for note in prepared.notes:
+        out.hint(note)
     out.text(f"importing {', '.join(prepared.imports)}")
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
@@ -274,6 +276,8 @@ def verify(
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
+    for note in prepared.notes:
+        out.hint(note)
     out.text(f"importing {', '.join(prepared.imports)}")
     verdict = start(options, prepared, in_process=in_process)
     for item in verdict.differences[:10]:

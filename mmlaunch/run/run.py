@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
-from mmlaunch.session.identity import find_workload
+from mmlaunch.session.identity import find_profile, find_workload
 from mmplan.errors import InvalidInputError, MMPlanError
-from mmplan.schema.agreement import check_agrees
+from mmplan.schema.agreement import check_agrees, check_profiled
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, load_workload
 
 if TYPE_CHECKING:
@@ -51,11 +52,18 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan and its workload, checked, before anything of the user's is imported."""
+    """A plan and its workload, checked, before anything of the user's is imported.
+
+    Attributes:
+        profile: that the plan was made from; None where it is gone.
+        notes: lines that tell the user what was not compared.
+    """
 
     plan: Plan
     workload: Workload
     workload_path: Path
+    profile: Profile | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def imports(self) -> list[str]:
@@ -81,13 +89,17 @@ def prepare(options: RunOptions) -> Prepared:
     path = find_workload(plan, options.plan, options.workload)
     workload = load_workload(path)
     check_agrees(plan, workload)
+    profile, note = find_profile(plan, options.plan)
+    if profile is not None:
+        check_profiled(profile, workload)
     _check_devices(plan, options)
     if options.emulation is None:
         from mmlaunch.session.optimizer import check_optimizer
 
         cut = any(unit.tp > 1 for unit in plan.units) or bool(plan.training.zero)
         check_optimizer(workload.train, sharded=cut)
-    return Prepared(plan=plan, workload=workload, workload_path=path)
+    notes = () if note is None else (note,)
+    return Prepared(plan=plan, workload=workload, workload_path=path, profile=profile, notes=notes)
 
 
 def run(
@@ -221,6 +233,7 @@ def _verify_threads(prepared: Prepared, folder: Path) -> list[Any]:
                 workload=prepared.workload,
                 folder=folder,
                 transport=transport,
+                profile=prepared.profile,
             )
         )
     )
