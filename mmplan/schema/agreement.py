@@ -188,9 +188,12 @@ def _other_parts(where: str, was: BuiltPart, now: BuiltPart) -> Iterator[str]:
         yield from _other_parameters(
             block, was.parameters[old.parameters], now.parameters[new.parameters]
         )
-    for here, there, has in ((now, was, "takes no"), (was, now, "takes a")):
+    for here, there, differs in (
+        (now, was, "freezes {}, the profile's does not"),
+        (was, now, "trains {}, the profile's froze it"),
+    ):
         for name in sorted({*here.frozen} - {*there.frozen}):
-            yield f"{where}: its factory {has} gradient of {name}, the profile's is otherwise"
+            yield f"{where}: its factory {differs.format(name)}"
     yield from _other_ties(where, was, now)
     # Another torch may write the same as other operations.
     if was.torch is None or now.torch not in (was.torch, None):
