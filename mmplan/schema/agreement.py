@@ -193,7 +193,8 @@ def _other_parts(where: str, was: BuiltPart, now: BuiltPart) -> Iterator[str]:
         (was, now, "trains {}, the profile's froze it"),
     ):
         for name in sorted({*here.frozen} - {*there.frozen}):
-            yield f"{where}: its factory {differs.format(name)}"
+            own = name if where.startswith("modules.") else name.partition(".")[2]
+            yield f"{where}: its factory {differs.format(own)}"
     yield from _other_ties(where, was, now)
     # Another torch may write the same as other operations.
     if was.torch is None or now.torch not in (was.torch, None):

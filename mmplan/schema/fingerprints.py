@@ -51,9 +51,9 @@ def built_parts(workload: Workload, folder: Path) -> dict[str, BuiltPart]:
     """
     found: dict[str, BuiltPart] = {}
     for task in resolve_tasks(workload).values():
-        flow = _Flow(workload, folder, task)
+        traced = _TracedTask(workload, folder, task)
         for where in (*(f"modules.{m}" for m in task.modules), *_losses(task)):
-            part = flow.build(where)
+            part = traced.build(where)
             found.setdefault(where, part)
     return found
 
@@ -87,7 +87,7 @@ def _losses(task: TaskView) -> Iterator[str]:
     return (f"losses.{name}" for name in task.loss_inputs)
 
 
-class _Flow:
+class _TracedTask:
     """A task's parts, each traced on the outputs of those before it."""
 
     def __init__(self, workload: Workload, folder: Path, task: TaskView) -> None:

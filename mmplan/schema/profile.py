@@ -62,8 +62,8 @@ class Point(Record):
     repeats: Count | None = None
 
 
-# Type and shape of a tensor: "float32 (512, 128)".
-Shape = Annotated[Str, Field(pattern=r"^[a-z][a-z0-9_]* \([0-9, ]*\)$")]
+# Type and sizes of a tensor: "float32 (512, 128)".
+TensorShape = Annotated[Str, Field(pattern=r"^[a-z][a-z0-9_]* \([0-9, ]*\)$")]
 
 
 class BlockRun(Record):
@@ -97,7 +97,7 @@ class BuiltPart(Record):
         untraced: why some or all blocks have no operations.
     """
 
-    parameters: tuple[dict[Str, Shape], ...]
+    parameters: tuple[dict[Str, TensorShape], ...]
     frozen: tuple[Str, ...] = ()
     operations: tuple[dict[Str, Count], ...] = ()
     blocks: tuple[BlockRun, ...] = Field(min_length=1)
