@@ -37,6 +37,9 @@ _SAMPLES = 2
 _DTYPE = torch.float32
 # Hex digits of a trace's digest: 64 bits.
 _DIGITS = 16
+# Attributes of every module, as they are when they say nothing.
+_EMPTY = vars(nn.Module())
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
 _MEND = "profile this workload again: mmplan profile WORKLOAD -o PROFILE"
 
 
@@ -51,10 +54,11 @@ def built_parts(workload: Workload, folder: Path) -> dict[str, BuiltPart]:
     """
     found: dict[str, BuiltPart] = {}
     for task in resolve_tasks(workload).values():
-        traced = _TracedTask(workload, folder, task)
-        for where in (*(f"modules.{m}" for m in task.modules), *_losses(task)):
-            part = traced.build(where)
-            found.setdefault(where, part)
+        traced = _TracedTask(workload, folder, task, found)
+        for name in task.modules:
+            traced.add(f"modules.{name}")
+        for name in task.loss_inputs:
+            traced.add(f"losses.{name}")
     return found
 
 
@@ -83,25 +87,30 @@ def check_model(
         check_built(profile, where, made.built, now)
 
 
-def _losses(task: TaskView) -> Iterator[str]:
-    return (f"losses.{name}" for name in task.loss_inputs)
-
-
 class _TracedTask:
-    """A task's parts, each traced on the outputs of those before it."""
+    """A task's parts, each traced on the outputs of those before it.
 
-    def __init__(self, workload: Workload, folder: Path, task: TaskView) -> None:
-        self._workload, self._folder, self._task = workload, folder, task
+    Args:
+        workload: the job.
+        folder: the workload file's folder.
+        task: one of its tasks.
+        found: what the parts of earlier tasks are; this task's are added.
+    """
+
+    def __init__(
+        self, workload: Workload, folder: Path, task: TaskView, found: dict[str, BuiltPart]
+    ) -> None:
+        self._workload, self._folder, self._task, self._found = workload, folder, task, found
         self._outputs: dict[str, Any] = {}
         self._shapes: TaskShapes | None = None
 
-    def build(self, where: str) -> BuiltPart:
-        part, output = _build_part(
-            self._workload, self._folder, where, lambda: self._arguments(where)
-        )
-        if part.untraced is None:
-            self._outputs[where] = output
-        return part
+    def add(self, where: str) -> None:
+        """Build and trace a part that no earlier task has."""
+        if where not in self._found:
+            self._found[where], self._outputs[where] = self._build(where)
+
+    def _build(self, where: str) -> tuple[BuiltPart, Any]:
+        return _build_part(self._workload, self._folder, where, lambda: self._arguments(where))
 
     def _arguments(self, where: str) -> list[Any]:
         kind, _, name = where.partition(".")
@@ -118,9 +127,13 @@ class _TracedTask:
         return self._shapes.inputs(where, sources, _SAMPLES)
 
     def _output(self, module: str) -> Any:
-        if f"modules.{module}" not in self._outputs:
-            raise InvalidInputError(f"modules.{module} could not be traced")
-        return self._outputs[f"modules.{module}"]
+        where = f"modules.{module}"
+        if where not in self._outputs:
+            # An earlier task's, which this one may give other inputs.
+            _, self._outputs[where] = self._build(where)
+        if self._outputs[where] is None:
+            raise InvalidInputError(f"{where} could not be traced")
+        return self._outputs[where]
 
 
 def _build_part(
@@ -233,12 +246,37 @@ class _Trace:
 def _trace(blocks: nn.Sequential, arguments: list[Any], context: Any, traces: list[_Trace]) -> Any:
     """Run blocks one after another, add the trace of each; returns the last one's output."""
     given = tuple(arguments)
+    known: dict[object, tuple[_Trace, Any]] = {}
     with torch.no_grad(), _same_draws(), context:
         for block in blocks:
-            with _Operations(block, given) as record:
-                given = (block(*given),)
-            traces.append(record.trace())
+            kind = _state_of(block), repr([_shape_of(item) for item in given])
+            if kind not in known:
+                with _Operations(block, given) as record:
+                    output = block(*given)
+                known[kind] = record.trace(), output
+            trace, output = known[kind]
+            traces.append(trace)
+            given = (output,)
     return given[0]
+
+
+def _state_of(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that must do the same: same classes, settings and shapes throughout.
+
+    An attribute that is no plain value is equal to itself alone.
+    """
+    plain = (bool, int, float, str, type(None))
+    state: list[Any] = []
+    for name, part in cast("Iterator[tuple[str, nn.Module]]", block.named_modules()):
+        settings = tuple(
+            (key, repr(value) if isinstance(value, plain) else id(value))
+            for key, value in vars(part).items()
+            if key not in _STRUCTURE and (key not in _EMPTY or value != _EMPTY[key])
+        )
+        tensors = (*part._parameters.items(), *part._buffers.items())
+        shapes = tuple((key, tensor is not None and _shape_of(tensor)) for key, tensor in tensors)
+        state.append((name, type(part), settings, shapes))
+    return (*state, tuple(name for name, _ in block.named_parameters()))
 
 
 @contextmanager
