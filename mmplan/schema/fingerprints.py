@@ -265,11 +265,10 @@ def _state_of(block: nn.Module) -> tuple[Any, ...]:
 
     An attribute that is no plain value is equal to itself alone.
     """
-    plain = (bool, int, float, str, type(None))
     state: list[Any] = []
     for name, part in cast("Iterator[tuple[str, nn.Module]]", block.named_modules()):
         settings = tuple(
-            (key, repr(value) if isinstance(value, plain) else id(value))
+            (key, repr(value) if _is_plain(value) else id(value))
             for key, value in vars(part).items()
             if key not in _STRUCTURE and (key not in _EMPTY or value != _EMPTY[key])
         )
@@ -277,6 +276,15 @@ def _state_of(block: nn.Module) -> tuple[Any, ...]:
         shapes = tuple((key, tensor is not None and _shape_of(tensor)) for key, tensor in tensors)
         state.append((name, type(part), settings, shapes))
     return (*state, tuple(name for name, _ in block.named_parameters()))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value's text says all of it."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, cast("Sequence[Any]", value)))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *cast("dict[Any, Any]", value).values())))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
 
 
 @contextmanager
