@@ -36,6 +36,9 @@ class TaskFlow:
         folder: the workload file's folder.
         task: one of its tasks.
 
+    Attributes:
+        shapes: inputs of its modules and losses.
+
     Raises:
         InvalidInputError: the task has no data, or its factories cannot be used.
     """
@@ -44,7 +47,7 @@ class TaskFlow:
         self._workload, self._folder, self.task = workload, folder, task
         self._dtype = DTYPES[workload.train.precision]
         self._outputs: dict[str, Any] = {}
-        self._shapes = TaskShapes(
+        self.shapes = TaskShapes(
             workload,
             folder,
             task,
@@ -82,7 +85,7 @@ class TaskFlow:
         """
         built = self.build(module, tp)
         counter = Counter(built)
-        state: Any = self._shapes.inputs(f"modules.{module}", self.task.inputs[module], samples)
+        state: Any = self.shapes.inputs(f"modules.{module}", self.task.inputs[module], samples)
         counts: list[BlockCount] = []
         known: dict[object, tuple[BlockCount, Any]] = {}
         before: object = None
@@ -111,7 +114,7 @@ class TaskFlow:
             InvalidInputError: it cannot run without values.
         """
         built = self.build_loss(loss)
-        inputs = self._shapes.inputs(f"losses.{loss}", self.task.loss_inputs[loss], samples)
+        inputs = self.shapes.inputs(f"losses.{loss}", self.task.loss_inputs[loss], samples)
         return _run(Counter(built), built, inputs, f"losses.{loss}")[0]
 
     def build_loss(self, loss: str) -> nn.Module:
