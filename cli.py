@@ -220,6 +220,8 @@ def run(
         emulation=emulation,
     )
     prepared = prepare(options)
+    for note in prepared.notes:
+        out.hint(note)
     out.text(f"importing {', '.join(prepared.imports)}")
     if not emulate:
         sets = sets_of_run(prepared.plan, prepared.workload, chosen)
@@ -308,6 +310,8 @@ def verify(
     out = Output(as_json=as_json)
     options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
     prepared = prepare(options)
+    for note in prepared.notes:
+        out.hint(note)
     out.text(f"importing {', '.join(prepared.imports)}")
     for note in try_out(prepared, prepared.plan.tasks):
         out.hint(note)

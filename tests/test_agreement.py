@@ -11,7 +11,7 @@ import pytest
 
 from mmlaunch.session.identity import check_same_run, identity_of
 from mmplan.errors import InvalidInputError
-from mmplan.schema.agreement import check_profiled, fingerprinted, says_its_model
+from mmplan.schema.agreement import belief, check_profiled, fingerprinted
 from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import load_workload
 from tests.birds import copy_workload, edited, given_profile, two_rank_plan
@@ -155,7 +155,7 @@ def test_a_profile_of_another_model_is_refused(folder: Path) -> None:
     made = folder / "plans" / "analytic.json"
     given = ("--analytic", "--cluster", "cpu", "-o", made)
     assert call("mmplan", "profile", workload_path, *given).code == 0
-    assert says_its_model(load_profile(made))
+    assert belief(load_profile(made)) is None
     done = call("mmplan", "solve", workload_path, "--profile", made, "-o", folder / "x.json")
     assert done.code == 0, done.err
     assert "does not say" not in done.err
@@ -183,9 +183,8 @@ def test_a_profile_written_by_hand_is_believed_with_a_note(folder: Path) -> None
     workload_path, given = folder / "birds" / "workload.yaml", folder / "plans" / "given.json"
     profile = load_profile(given)
     check_profiled(profile, load_workload(workload_path))
-    check_profiled(
-        fingerprinted(profile, load_workload(workload_path)), load_workload(workload_path)
-    )
+    workload = load_workload(workload_path)
+    check_profiled(fingerprinted(profile, workload, {}), workload)
     for command in ("solve", "compare"):
         more = ("-o", folder / "y.json") if command == "solve" else ()
         done = call("mmplan", command, workload_path, "--profile", given, *more)

@@ -76,7 +76,7 @@ def test_ragged_fields_count_with_their_mean_rows() -> None:
     data: Any = digits(sequences=64, length=32, sigma=1.5)
     chosen = range(0, 64, 2)
     mean = sum(len(data[i]["images"].values) for i in chosen) / len(chosen)
-    (images,) = flow.inputs("vision", task.inputs["vision"], BASE)
+    (images,) = flow.shapes.inputs("vision", task.inputs["vision"], BASE)
     assert len(images.values) == round(BASE * mean)
     assert images.values.is_meta
     assert len(images.lengths) == BASE

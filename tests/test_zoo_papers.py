@@ -107,7 +107,7 @@ def test_papers_tasks_flow_through_their_modules(
     flow = TaskFlow(workload, PAPERS, resolve_tasks(workload)[task])
     for module, shapes in outputs.items():
         flow.count_module(module, tp=1, samples=BASE)
-        (output,) = flow.inputs("test", [InputSource(module=module)], BASE)
+        (output,) = flow.shapes.inputs("test", [InputSource(module=module)], BASE)
         found = output if isinstance(output, tuple) else (output,)
         assert [list(tensor.shape) for tensor in found] == shapes
     for loss in flow.task.loss_inputs:

@@ -38,6 +38,7 @@ from mmplan.processes import num_cores
 from mmplan.proof.tp_states import module_states
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
+from mmplan.schema.fingerprints import built_parts
 from mmplan.schema.protocols import as_sharded, exchanged_per_row
 from mmplan.schema.workload import Workload, resolve_tasks
 
@@ -75,6 +76,7 @@ class Measurer:
         self._seconds: dict[tuple[Any, ...], float] = {}
         self._kinds: dict[str, Callable[[Json], Json]] = {
             "machine": self._machine,
+            "fingerprints": self._fingerprints,
             "describe": self._describe,
             "shape": self._shape,
             "module": self._module,
@@ -118,6 +120,13 @@ class Measurer:
         )
 
     # --- modules -----------------------------------------------------------------------
+
+    def _fingerprints(self, _: Json) -> Json:
+        """What the factories of all modules and losses build."""
+        built = built_parts(self._workload, self._folder)
+        return {
+            name: part.model_dump(mode="json", exclude_none=True) for name, part in built.items()
+        }
 
     def _describe(self, point: Json) -> Json:
         """A module's sizes, from its shapes alone."""

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
-from mmlaunch.session.identity import find_workload
+from mmlaunch.session.identity import find_profile, find_workload
 from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
-from mmplan.schema.agreement import check_agrees
+from mmplan.schema.agreement import check_agrees, check_profiled
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 from mmplan.schema.settings import check_settings, with_settings
 from mmplan.schema.workload import Workload, load_workload
 from mmplan.wording import size
@@ -66,12 +67,16 @@ class Prepared:
         workload: with the settings.
         settings: those that the run folder has recorded, where it is resumed, and those of the
             command line, which go before them.
+        profile: that the plan was made from; None where it is gone.
+        notes: lines that tell the user what was not compared.
     """
 
     plan: Plan
     workload: Workload
     workload_path: Path
     settings: Mapping[str, Any]
+    profile: Profile | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def imports(self) -> list[str]:
@@ -101,8 +106,18 @@ def prepare(options: RunOptions) -> Prepared:
     settings = {**recorded, **options.settings}
     workload = with_settings(stated, settings)
     check_settings(plan, workload, settings)
+    profile, note = find_profile(plan, options.plan)
+    if profile is not None:
+        check_profiled(profile, workload)
     _check_devices(plan, options)
-    return Prepared(plan=plan, workload=workload, workload_path=path, settings=settings)
+    return Prepared(
+        plan=plan,
+        workload=workload,
+        workload_path=path,
+        settings=settings,
+        profile=profile,
+        notes=() if note is None else (note,),
+    )
 
 
 def try_out(prepared: Prepared, tasks: Collection[str]) -> list[str]:
@@ -314,7 +329,11 @@ def _verify_threads(prepared: Prepared, folder: Path, steps: int, records: Path)
 
     def entry(transport: Any) -> None:
         session = Session(
-            plan=prepared.plan, workload=prepared.workload, folder=folder, transport=transport
+            plan=prepared.plan,
+            workload=prepared.workload,
+            folder=folder,
+            transport=transport,
+            profile=prepared.profile,
         )
         planned_steps(session, steps, records)
 

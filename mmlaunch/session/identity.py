@@ -9,8 +9,10 @@ from typing import Any, cast
 
 from mmlaunch.comm.transport import Transport
 from mmplan.errors import InvalidInputError
-from mmplan.schema.agreement import field_changes, flat_fields
+from mmplan.schema.agreement import belief, field_changes, flat_fields
+from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile, load_profile
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.wording import counted
 
@@ -47,6 +49,25 @@ def check_same_workload(workload: Workload, transport: Transport) -> None:
                 f"rank {rank} has another workload than rank 0: {name} differs",
                 hint="give every machine the same workload file and the same --set",
             )
+
+
+def find_profile(plan: Plan, plan_path: Path) -> tuple[Profile | None, str | None]:
+    """The profile that a plan was made from, which says what model it is for.
+
+    Returns:
+        The profile, and a note on what it does not say; None and a note where it is gone.
+
+    Raises:
+        InvalidInputError: it is there and cannot be read.
+    """
+    path = plan_path.parent / plan.profile.path
+    without = "the model is not compared with the one that was profiled"
+    if not path.is_file():
+        return None, f"{plan_path}: its profile {path} is not there: {without}"
+    if file_sha256(path) != plan.profile.sha256:
+        return None, f"{path} has changed since {plan_path} was made from it: {without}"
+    profile = load_profile(path)
+    return profile, belief(profile)
 
 
 def identity_of(workload: Workload) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import (
     check_same_run,
     check_same_workload,
+    find_profile,
     find_workload,
     identity_of,
 )
@@ -54,13 +55,15 @@ from mmlaunch.session.state import LocalState, gather_weights, write_final_weigh
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.compile import compile_plan
-from mmplan.program.model import Timings
+from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
+from mmplan.schema.fingerprints import check_model
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 from mmplan.schema.settings import with_settings
 from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 from mmplan.wording import counted
@@ -92,6 +95,7 @@ class Session:
         meta: kept in checkpoints: the plan's hash.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
+        profile: of the plan; this rank's modules and losses must be those that it is of.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -100,7 +104,8 @@ class Session:
         notes: lines that tell the user how this run works and why.
 
     Raises:
-        InvalidInputError: the plan needs another number of ranks, or a factory is wrong.
+        InvalidInputError: the plan needs another number of ranks, a factory is wrong, or it
+            builds another model than was profiled.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        profile: Profile | None = None,
     ) -> None:
         check_agrees(plan, workload)
         if transport.world_size != plan.devices:
@@ -135,6 +141,9 @@ class Session:
         self._emulation = emulation
         self.program = compile_plan(plan)
         self._dtype = dtype_of(workload.train.precision)
+        if profile is not None:
+            parts = _parts_of(self.program, transport.rank)
+            check_model(profile, workload, folder, parts=parts)
         self.model = LocalModel(
             workload=workload,
             folder=folder,
@@ -265,6 +274,7 @@ class Session:
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
+            profile=find_profile(loaded, path)[0],
             meta={"plan_sha256": file_sha256(path)},
         )
         session._owns_process_group = owns
@@ -451,6 +461,12 @@ class Session:
             return tensor.to(self.transport.device, dtype, non_blocking=True)
 
         return map_tensors(tree, move)
+
+
+def _parts_of(program: Program, rank: int) -> list[str]:
+    """The modules and losses that a rank builds, as a profile's fingerprints are called."""
+    modules = dict.fromkeys(f"modules.{stage.module}" for stage in program.stages_of(rank))
+    return [*modules, *(f"losses.{loss.name}" for loss in program.losses if rank in loss.ranks)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

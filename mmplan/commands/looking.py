@@ -34,13 +34,14 @@ def show(
         plan_grids,
         profile_grids,
         timeline_lines,
+        warn_belief,
         workload_grids,
     )
     from mmplan.schema.load import load_any
     from mmplan.schema.plan import Plan
     from mmplan.schema.profile import Profile
     from mmplan.schema.workload import Workload
-    from mmplan.simulation.predict import simulate_plan
+    from mmplan.simulation.predict import check_plans_model, simulate_plan
 
     out = Output(as_json=as_json)
     document = load_any(file)
@@ -51,6 +52,7 @@ def show(
 
             out.text(format_program(compile_plan(document)))
         else:
+            warn_belief(out, check_plans_model(document, file))
             out.grids(*plan_grids(document))
             try:
                 lines = list(timeline_lines(simulate_plan(document, file)))
@@ -77,17 +79,19 @@ def check(
 ) -> None:
     """Prove that a plan trains its workload: every invariant, without running it."""
     from mmplan.proof.prove import Proof, prove
+    from mmplan.report.terminal.tables import warn_belief
     from mmplan.schema.agreement import plan_differences
     from mmplan.schema.base import load_document
     from mmplan.schema.faults import plan_faults
     from mmplan.schema.plan import Plan
     from mmplan.schema.workload import load_workload
-    from mmplan.simulation.predict import memory_faults, plan_profile
+    from mmplan.simulation.predict import check_plans_model, memory_faults, plan_profile
 
     out = Output(as_json=as_json)
     document = load_document(Plan, plan)
     if try_it:
         _try(out, document, plan)
+    warn_belief(out, check_plans_model(document, plan))
     faults = plan_faults(document)
     workload = plan.parent / document.workload.path
     asked = load_workload(workload) if workload.is_file() else None
@@ -175,9 +179,9 @@ def simulate(
     from dataclasses import asdict
 
     from mmplan.program.trace import trace_events, write_trace
-    from mmplan.report.terminal.tables import sampled_grid, timeline_lines
+    from mmplan.report.terminal.tables import sampled_grid, timeline_lines, warn_belief
     from mmplan.schema.load import load_plan
-    from mmplan.simulation.predict import plan_costs
+    from mmplan.simulation.predict import check_plans_model, plan_costs
     from mmplan.simulation.sampled_batches import sample_steps
     from mmplan.simulation.step import prediction
     from mmplan.simulation.step import simulate as start
@@ -185,6 +189,7 @@ def simulate(
     out = Output(as_json=as_json)
     check_output("--trace", trace)
     document = load_plan(plan)
+    warn_belief(out, check_plans_model(document, plan, profile))
     costs = plan_costs(document, plan, profile)
     simulated = start(costs.program, costs)
     predicted = prediction(simulated, document)
@@ -217,13 +222,15 @@ def report(
 ) -> None:
     """One self-contained page with pictures of a plan, or of a run."""
     from mmplan.report.report_page import write_report
+    from mmplan.report.terminal.tables import warn_belief
 
     out = Output(as_json=as_json)
     check_output("--output", output)
     if replan:
         with out.progress("planning again") as bar:
-            write_report(source, output, progress=bar.update)
+            data = write_report(source, output, progress=bar.update)
     else:
-        write_report(source, output)
+        data = write_report(source, output)
+    warn_belief(out, data.believed)
     out.text(f"wrote {output}")
     out.data({"report": str(output)})

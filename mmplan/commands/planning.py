@@ -77,7 +77,8 @@ def solve(
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
     from mmplan.proof.prove import prove
-    from mmplan.report.terminal.tables import plan_grids, warn_unnamed, warn_unused
+    from mmplan.report.terminal.tables import plan_grids, warn_belief, warn_unused
+    from mmplan.schema.agreement import belief
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
@@ -88,7 +89,7 @@ def solve(
     loaded = load_workload(workload)
     costs = load_profile(profile)
     warn_unused(out, loaded)
-    warn_unnamed(out, costs)
+    warn_belief(out, belief(costs))
     with out.progress("planning", after_s=SILENT_S) as bar:
         trials = _trials(out, bar, context.obj, measure, workload, output) if measure else None
         plan = planner.solve(
@@ -172,7 +173,8 @@ def compare(
     """Plans of several solvers side by side, best first."""
     from mmplan.planning.compare import compare as start
     from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines
-    from mmplan.report.terminal.tables import warn_unnamed
+    from mmplan.report.terminal.tables import warn_belief
+    from mmplan.schema.agreement import belief
     from mmplan.schema.cluster import load_cluster
     from mmplan.schema.profile import load_profile
     from mmplan.schema.workload import load_workload
@@ -180,7 +182,7 @@ def compare(
     out = Output(as_json=as_json)
     check_output("--output", output)
     costs = load_profile(profile)
-    warn_unnamed(out, costs)
+    warn_belief(out, belief(costs))
     with out.progress("planning") as bar:
         comparison = start(
             load_workload(workload),
@@ -221,15 +223,17 @@ def explain(
     from mmplan.planning.what_if import part_effects, replans
     from mmplan.report.explain import best_batch, reason_grid, replan_reason
     from mmplan.report.explain import explain as reasons_of
+    from mmplan.report.terminal.tables import warn_belief
     from mmplan.schema.load import load_plan
     from mmplan.schema.workload import load_workload
     from mmplan.simulation.peak_memory import ExpectedMemory
-    from mmplan.simulation.predict import costs_of, plan_profile
+    from mmplan.simulation.predict import check_plans_model, costs_of, plan_profile
     from mmplan.simulation.step import simulate as simulated
 
     out = Output(as_json=as_json)
     document = load_plan(plan)
     loaded = plan_profile(document, plan, profile)
+    warn_belief(out, check_plans_model(document, plan, profile))
     effects = part_effects(document, loaded)
     costs = costs_of(document, loaded)
     step = simulated(costs.program, costs)

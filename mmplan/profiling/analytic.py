@@ -22,6 +22,7 @@ from mmplan.profiling.roofline import Roofline
 from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.factories import tied_blocks
+from mmplan.schema.fingerprints import built_parts
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.protocols import as_sharded, exchanged_per_row
 from mmplan.schema.workload import Workload, resolve_tasks
@@ -76,7 +77,8 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
         },
     )
     fits = fit_profile(profile)
-    return fingerprinted(profile, workload).model_copy(update={"fits": fits})
+    made = fingerprinted(profile, workload, built_parts(workload, folder))
+    return made.model_copy(update={"fits": fits})
 
 
 def _module_profile(

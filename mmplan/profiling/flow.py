@@ -16,10 +16,10 @@ from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.proof.tp_states import module_states
-from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
-from mmplan.schema.factories import build_dataset, build_loss, build_module
-from mmplan.schema.workload import InputSource, TaskView, Workload, crossing_elements
+from mmplan.schema.factories import build_loss, build_module
+from mmplan.schema.task_shapes import TaskShapes
+from mmplan.schema.workload import TaskView, Workload, crossing_elements
 
 # Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
 # and several, because ragged fields have a whole number of rows in all of them together.
@@ -38,6 +38,9 @@ class TaskFlow:
         folder: the workload file's folder.
         task: one of its tasks.
 
+    Attributes:
+        shapes: inputs of its modules and losses.
+
     Raises:
         InvalidInputError: the task has no data, or its factories cannot be used.
     """
@@ -45,49 +48,17 @@ class TaskFlow:
     def __init__(self, workload: Workload, folder: Path, task: TaskView) -> None:
         self._workload, self._folder, self.task = workload, folder, task
         self._dtype = DTYPES[workload.train.precision]
-        self._fields = self._read_fields()
         self._outputs: dict[str, Any] = {}
+        self.shapes = TaskShapes(
+            workload,
+            folder,
+            task,
+            samples=BASE,
+            dtype=self._dtype,
+            output=self._output,
+            ragged_rows=_mean_rows,
+        )
         self._partial: dict[tuple[str, int], list[list[str]]] = {}
-
-    def _read_fields(self) -> dict[str, Any]:
-        data = self.task.data
-        if data is None:
-            raise InvalidInputError(
-                f"task {self.task.name} has no data, so the shapes of its inputs are unknown",
-                hint="add data: {factory: ...} to the workload",
-            )
-        dataset = build_dataset(data, self._folder, seed=self._workload.train.seed)
-        collate = getattr(dataset, "collate", None) or _collate
-        fields = {k: self._on_meta(v) for k, v in collate([dataset[0]] * BASE).items()}
-        ragged = [name for name, value in fields.items() if isinstance(value, Ragged)]
-        for name, rows in _mean_rows(dataset, collate, ragged).items():
-            values, lengths = fields[name]
-            num_rows = max(round(BASE * rows), 1 if rows else 0)
-            fields[name] = Ragged(values.new_empty((num_rows, *values.shape[1:])), lengths)
-        return fields
-
-    def _on_meta(self, tree: Any) -> Any:
-        def move(leaf: Tensor) -> Tensor:
-            return leaf.to("meta", self._dtype if leaf.is_floating_point() else leaf.dtype)
-
-        return pytree.tree_map_only(Tensor, move, tree)
-
-    def inputs(self, consumer: str, sources: Sequence[InputSource], samples: int) -> list[Any]:
-        """Arguments of a module or a loss for a micro-batch, on the meta device."""
-        return [_resize(self._value(consumer, source), samples) for source in sources]
-
-    def _value(self, consumer: str, source: InputSource) -> Any:
-        if source.module is not None:
-            output = self._output(source.module)
-            return output if source.element is None else output[source.element]
-        if source.field is None:
-            return None
-        if source.field not in self._fields:
-            raise InvalidInputError(
-                f"{consumer} takes {source.field!r}, which is no module and no field of the data",
-                hint=f"the data has {', '.join(sorted(self._fields))}",
-            )
-        return self._fields[source.field]
 
     def _output(self, module: str) -> Any:
         if module not in self._outputs:
@@ -119,7 +90,7 @@ class TaskFlow:
         built = self.build(module, tp)
         partial = self._partial_parameters(module, tp)
         counter = Counter(built)
-        state: Any = self.inputs(f"modules.{module}", self.task.inputs[module], samples)
+        state: Any = self.shapes.inputs(f"modules.{module}", self.task.inputs[module], samples)
         counts: list[BlockCount] = []
         known: dict[object, tuple[BlockCount, Any]] = {}
         before: object = None
@@ -148,7 +119,7 @@ class TaskFlow:
             return []
         if (module, tp) not in self._partial:
             sources = self.task.inputs[module]
-            values = zip(sources, self.inputs(f"modules.{module}", sources, BASE), strict=True)
+            values = zip(sources, self.shapes.inputs(f"modules.{module}", sources, BASE), strict=True)
             inputs = [
                 value if source.module is None else pytree.tree_map_only(Tensor, _as_output, value)
                 for source, value in values
@@ -164,24 +135,12 @@ class TaskFlow:
             InvalidInputError: it cannot run without values.
         """
         built = self.build_loss(loss)
-        inputs = self.inputs(f"losses.{loss}", self.task.loss_inputs[loss], samples)
+        inputs = self.shapes.inputs(f"losses.{loss}", self.task.loss_inputs[loss], samples)
         return _run(Counter(built), built, inputs, f"losses.{loss}")[0]
 
     def build_loss(self, loss: str) -> nn.Module:
         """A loss on the meta device."""
         return build_loss(self._workload, loss, self._folder, device="meta").to(self._dtype)
-
-
-def _resize(tree: Any, samples: int) -> Any:
-    """A batch of ``BASE`` samples as one of another size; shapes only."""
-
-    def grow(leaf: Tensor) -> Tensor:
-        if not leaf.dim():
-            return leaf
-        shape = leaf.shape[0] * samples // BASE, *leaf.shape[1:]
-        return leaf.new_empty(shape)
-
-    return pytree.tree_map_only(Tensor, grow, tree)
 
 
 def _as_output(tensor: Tensor) -> Tensor:
@@ -223,11 +182,9 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-def _collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {name: _join([sample[name] for sample in samples]) for name in samples[0]}
-
-
-def _mean_rows(dataset: Any, collate: Callable[..., Any], fields: list[str]) -> dict[str, float]:
+def _mean_rows(
+    dataset: Any, collate: Callable[..., Any], fields: Sequence[str]
+) -> dict[str, float]:
     """Rows per sample of ragged fields, over samples spread evenly over the data set."""
     if not fields:
         return {}
@@ -239,12 +196,6 @@ def _mean_rows(dataset: Any, collate: Callable[..., Any], fields: list[str]) -> 
         for name in fields:
             rows[name] += len(sample[name].values)
     return {name: count / len(chosen) for name, count in rows.items()}
-
-
-def _join(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], Ragged):
-        return Ragged(*(torch.cat(column) for column in zip(*values, strict=True)))
-    return torch.stack(list(values))
 
 
 def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:

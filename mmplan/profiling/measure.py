@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from mmplan.profiling.worker import (
 )
 from mmplan.schema.agreement import fingerprinted
 from mmplan.schema.cluster import Cluster, CollectiveLinks, Device, Link, Links
-from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
+from mmplan.schema.profile import BuiltPart, LossPoint, LossProfile, ModuleProfile, Point, Profile
 from mmplan.schema.workload import TaskView, Workload, load_workload, resolve_tasks
 
 DeviceType = Literal["cpu", "cuda"]
@@ -99,13 +99,15 @@ def measure_profile(
     )
     state = ProfileState(state_path)
     uses = list(_uses(workload))
-    described = _describe(setting, workload, uses, state)
+    described, built = _describe(setting, workload, uses, state)
+    # Points of another model, which an interrupted profile may have left, are of no use.
+    setting = replace(setting, model={name: part.model_dump() for name, part in built.items()})
     points = _design(workload, uses, described, setting, cluster is None, quick)
     rounds = 1 if quick else ROUNDS
     results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
     measured = list(zip(points, results, strict=True))
     assembled = _assemble(workload, uses, described, setting, measured, cluster)
-    profile = fingerprinted(assembled, workload)
+    profile = fingerprinted(assembled, workload, built)
     return profile.model_copy(update={"fits": fit_profile(profile)})
 
 
@@ -162,16 +164,20 @@ def _signature(task: TaskView, module: str) -> Any:
 
 def _describe(
     setting: ProfileSetting, workload: Workload, uses: Sequence[_Use], state: ProfileState
-) -> dict[str, Json]:
-    """Blocks, parameters and possible tp of every module, from shapes, in one process."""
+) -> tuple[dict[str, Json], dict[str, BuiltPart]]:
+    """Of every module blocks, parameters and possible tp, of every part what was built.
+
+    From shapes, in one process; of the model as it is now, whatever was found before.
+    """
     degrees = [tp for tp in range(2, setting.processes + 1) if setting.processes % tp == 0]
-    points: list[Json] = []
+    points: list[Json] = [{"kind": "fingerprints"}]
     for module in dict.fromkeys(use.module for use in uses):
         pins = workload.modules[module].plan
         tps = [tp for tp in degrees if pins.allows("tp", tp)]
         points.append({"kind": "describe", "module": module, "tps": tps})
-    results = measure_points(setting, points, state, processes=1)
-    return {p["module"]: result for p, result in zip(points, results, strict=True)}
+    built, *results = measure_points(setting, points, state, processes=1, again=True)
+    described = {p["module"]: result for p, result in zip(points[1:], results, strict=True)}
+    return described, {name: BuiltPart.model_validate(part) for name, part in built.items()}
 
 
 def _design(

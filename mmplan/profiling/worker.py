@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, cast
 
@@ -45,6 +45,7 @@ class ProfileSetting:
         repeat_s: seconds to spend on each timing, about.
         max_point_s: points whose single run would take longer are left out.
         pool: samples to load.
+        model: what the factories build; empty until that is known.
     """
 
     workload: Json
@@ -54,11 +55,12 @@ class ProfileSetting:
     repeat_s: float
     max_point_s: float
     pool: int
+    model: Json = field(default_factory=lambda: {})
 
     def key(self, point: Json) -> str:
         """Name of a point in the state file: the same only for the same measurement."""
         same = (self.workload, str(self.folder), self.device, self.processes, self.repeat_s)
-        text = json.dumps([*same, self.max_point_s, self.pool, point], sort_keys=True)
+        text = json.dumps([*same, self.max_point_s, self.pool, self.model, point], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def job(self, points: Sequence[Json], processes: int) -> Json:
@@ -128,8 +130,9 @@ def measure_points(
     *,
     processes: int | None = None,
     progress: ProgressCallback | None = None,
+    again: bool = False,
 ) -> list[Json]:
-    """Results of all points, in order; those that the state has are not measured again.
+    """Results of all points, in order; those that the state has only where ``again`` says so.
 
     Raises:
         InvalidInputError: a factory, the data or a block is wrong.
@@ -137,7 +140,7 @@ def measure_points(
         RunFailedError: a process died; finished points stay in the state.
     """
     keys = [setting.key(point) for point in points]
-    todo = [index for index, key in enumerate(keys) if state.get(key) is None]
+    todo = [index for index, key in enumerate(keys) if again or state.get(key) is None]
     job = setting.job([points[index] for index in todo], processes or setting.processes)
     started_s = time.monotonic()
     for count, line in enumerate(_run(job, setting.device) if todo else (), start=1):

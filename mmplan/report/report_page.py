@@ -45,8 +45,8 @@ SECTIONS: dict[str, tuple[str, Callable[[ReportData], str]]] = {
 
 def write_report(
     source: Path, output: Path, *, progress: Callable[[int, int, str], None] | None = None
-) -> None:
-    """Write the page of a plan file or of a run's folder.
+) -> ReportData:
+    """Write the page of a plan file or of a run's folder; returns what it is made of.
 
     Args:
         source: plan file or run folder.
@@ -62,6 +62,7 @@ def write_report(
     if progress is not None:
         data = with_replans(data, progress)
     write_text(output, render(data))
+    return data
 
 
 def render(data: ReportData) -> str:

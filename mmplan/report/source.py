@@ -17,7 +17,7 @@ from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
 from mmplan.simulation.peak_memory import ExpectedMemory
-from mmplan.simulation.predict import costs_of
+from mmplan.simulation.predict import check_plans_model, costs_of
 from mmplan.simulation.step import Simulation, simulate
 
 TraceEvent = dict[str, Any]
@@ -120,6 +120,7 @@ class ReportData:
     Attributes:
         profile: None where it cannot be read.
         profile_note: the reason for that, or that the profile has changed since planning.
+        believed: a note on a profile that does not say its model.
         simulation: of the plan's step; None where it cannot be simulated.
         simulation_note: the reason for that.
         run_memory: expected memory of a run's ranks; None without a simulation.
@@ -135,6 +136,7 @@ class ReportData:
     plan: Plan
     profile: Profile | None
     profile_note: str
+    believed: str | None
     simulation: Simulation | None
     simulation_note: str
     run_memory: ExpectedMemory | None
@@ -164,7 +166,8 @@ def load_source(source: Path) -> ReportData:
     """Read a plan file or a run's folder.
 
     Raises:
-        InvalidInputError: neither of the two, or the plan in it is faulty.
+        InvalidInputError: neither of the two, the plan in it is faulty, or its profile is of
+            another model than its workload.
     """
     if source.is_dir():
         plan_file = source / "plan.json"
@@ -180,6 +183,7 @@ def load_source(source: Path) -> ReportData:
     else:
         plan, run, plan_file = load_plan(source), None, source
         original = source
+    believed = check_plans_model(plan, original)
     profile, note = _load_profile(plan, original)
     simulation, run_memory, fault = _simulated(plan, profile)
     predicted, measured, notes = _timelines(simulation, fault, run)
@@ -187,6 +191,7 @@ def load_source(source: Path) -> ReportData:
         plan=plan,
         profile=profile,
         profile_note=note,
+        believed=believed,
         simulation=simulation,
         simulation_note=fault,
         run_memory=run_memory,

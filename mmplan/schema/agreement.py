@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.schema.plan import Plan, PlannedLoss, PlannedModule, PlannedTask
-from mmplan.schema.profile import Fingerprint, Profile
+from mmplan.schema.profile import BlockRun, BuiltPart, Fingerprint, Profile
 from mmplan.schema.workload import (
     DataSpec,
     LossSpec,
@@ -210,28 +210,58 @@ def _differences(where: str, ours: Any, theirs: Any) -> Iterator[str]:
         yield f"{where}: the plan has {json.dumps(ours)}, the workload {json.dumps(theirs)}"
 
 
+def fingerprints_of(profile: Profile) -> dict[str, Fingerprint | None]:
+    """The fingerprint of each part of the model, by ``modules.NAME`` and ``losses.NAME``."""
+    found = {f"modules.{name}": item.fingerprint for name, item in profile.modules.items()}
+    return found | {f"losses.{name}": item.fingerprint for name, item in profile.losses.items()}
+
+
 def check_profiled(profile: Profile, workload: Workload) -> None:
     """Refuse a profile of another model, where the profile says what it was made from.
+
+    Factories and arguments are compared; :func:`mmplan.schema.fingerprints.check_model` compares
+    what the factories build.
 
     Raises:
         InvalidInputError: a factory or its arguments are others.
     """
-    profiled = {f"modules.{name}": item for name, item in profile.modules.items()}
-    profiled |= {f"losses.{name}": item for name, item in profile.losses.items()}
-    specs = {f"modules.{name}": spec for name, spec in workload.modules.items()}
-    specs |= {f"losses.{name}": spec for name, spec in workload.losses.items()}
-    for where, spec in specs.items():
-        made = profiled[where].fingerprint if where in profiled else None
-        difference = next(_of_another(where, made, spec), None) if made else None
-        if difference:
-            raise InvalidInputError(
-                f"profile {profile.name} is of another model: {difference}",
-                hint="profile this workload again: mmplan profile WORKLOAD -o PROFILE",
-            )
+    for where, made in fingerprints_of(profile).items():
+        spec = _spec_of(workload, where)
+        if made is not None and spec is not None:
+            _refuse_another(profile, _other_factory(where, made, spec))
 
 
-def _of_another(where: str, made: Fingerprint, spec: ModuleSpec | LossSpec) -> Iterator[str]:
-    now = _fingerprint_of(spec)
+def check_built(profile: Profile, where: str, was: BuiltPart, now: BuiltPart) -> None:
+    """Refuse a part of the model that is not as it was when it was profiled.
+
+    Args:
+        profile: whose part it was.
+        where: ``modules.NAME`` or ``losses.NAME``.
+        was: in the profile.
+        now: built from the workload.
+
+    Raises:
+        InvalidInputError: says which block differs, and in what.
+    """
+    _refuse_another(profile, _other_parts(where, was, now))
+
+
+def _refuse_another(profile: Profile, differences: Iterator[str]) -> None:
+    difference = next(differences, None)
+    if difference:
+        raise InvalidInputError(
+            f"profile {profile.name} is of another model: {difference}",
+            hint="profile this workload again: mmplan profile WORKLOAD -o PROFILE",
+        )
+
+
+def _spec_of(workload: Workload, where: str) -> ModuleSpec | LossSpec | None:
+    kind, _, name = where.partition(".")
+    return (workload.modules if kind == "modules" else workload.losses).get(name)
+
+
+def _other_factory(where: str, made: Fingerprint, spec: ModuleSpec | LossSpec) -> Iterator[str]:
+    now = _fingerprint_of(spec, None)
     if made.factory != now.factory:
         yield f"{where}.factory was {made.factory}, the workload has {now.factory}"
     for name in sorted({*made.args, *now.args}):
@@ -240,27 +270,112 @@ def _of_another(where: str, made: Fingerprint, spec: ModuleSpec | LossSpec) -> I
             yield f"{where}.args.{name} was {was}, the workload has {has}"
 
 
-def fingerprinted(profile: Profile, workload: Workload) -> Profile:
-    """The profile, with what it was made from."""
+def _other_parts(where: str, was: BuiltPart, now: BuiltPart) -> Iterator[str]:
+    if was.num_blocks != now.num_blocks:
+        yield f"{where} has {counted(now.num_blocks, 'block')}, the profile's has {was.num_blocks}"
+        return
+    pairs = list(zip(_blocks(was), _blocks(now), strict=True))
+    for index, (old, new) in enumerate(pairs):
+        block = f"{where}: block {index}" if where.startswith("modules.") else where
+        yield from _other_parameters(
+            block, was.parameters[old.parameters], now.parameters[new.parameters]
+        )
+    for here, there, differs in (
+        (now, was, "freezes {}, the profile's does not"),
+        (was, now, "trains {}, the profile's froze it"),
+    ):
+        for name in sorted({*here.frozen} - {*there.frozen}):
+            own = name if where.startswith("modules.") else name.partition(".")[2]
+            yield f"{where}: its factory {differs.format(own)}"
+    yield from _other_ties(where, was, now)
+    # Another torch may write the same as other operations.
+    if was.torch is None or now.torch not in (was.torch, None):
+        return
+    if now.untraced is not None:
+        yield f"{where} cannot be run on the profile's inputs: {now.untraced}"
+        return
+    for index, (old, new) in enumerate(pairs):
+        if old.trace != new.trace:
+            block = f"{where}: block {index}" if where.startswith("modules.") else where
+            yield f"{block} {_other_operations(_operations(was, old), _operations(now, new))}"
 
-    def marked(found: Mapping[str, Any], specs: Mapping[str, ModuleSpec | LossSpec]) -> Any:
-        return {
-            name: item.model_copy(update={"fingerprint": _fingerprint_of(specs[name])})
-            for name, item in found.items()
-        }
+
+def _blocks(part: BuiltPart) -> Iterator[BlockRun]:
+    return (run for run in part.blocks for _ in range(run.count))
+
+
+def _operations(part: BuiltPart, run: BlockRun) -> Mapping[str, int]:
+    return {} if run.operations is None else part.operations[run.operations]
+
+
+def _other_parameters(block: str, was: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    for name in [*now, *(name for name in was if name not in now)]:
+        if name not in was:
+            yield f"{block} has {name} of {now[name]}, the profile's has none"
+        elif name not in now:
+            yield f"{block} has no {name}, the profile's has one of {was[name]}"
+        elif was[name] != now[name]:
+            yield f"{block} has {name} of {now[name]}, the profile's has {was[name]}"
+
+
+def _other_ties(where: str, was: BuiltPart, now: BuiltPart) -> Iterator[str]:
+    old, new = ({_tie_text(tie) for tie in part.ties} for part in (was, now))
+    for text in sorted(new - old):
+        yield f"{where}: {text} are one parameter, the profile's are not"
+    for text in sorted(old - new):
+        yield f"{where}: {text} are several parameters, the profile's are one"
+
+
+def _tie_text(tie: Mapping[str, Sequence[tuple[int, int]]]) -> str:
+    return " and ".join(
+        f"{name} of block {low}" if high - low == 1 else f"{name} of blocks {low} to {high - 1}"
+        for name, ranges in sorted(tie.items())
+        for low, high in ranges
+    )
+
+
+def _other_operations(was: Mapping[str, int], now: Mapping[str, int]) -> str:
+    names = [name for name in sorted({*was, *now}) if was.get(name, 0) != now.get(name, 0)]
+    if not names:
+        return "has the operations of the profile's in another order, or of other shapes or numbers"
+    ours, theirs = (", ".join(f"{of.get(n, 0)} {n}" for n in names) for of in (now, was))
+    return f"computes {ours}, the profile's {theirs}"
+
+
+def fingerprinted(profile: Profile, workload: Workload, built: Mapping[str, BuiltPart]) -> Profile:
+    """The profile, with what it was made from.
+
+    Args:
+        profile: without fingerprints.
+        workload: that was profiled.
+        built: what its factories built, by ``modules.NAME`` and ``losses.NAME``.
+    """
+
+    def marked(kind: str, found: Mapping[str, Any], specs: Mapping[str, Any]) -> dict[str, Any]:
+        made = {name: _fingerprint_of(specs[name], built.get(f"{kind}.{name}")) for name in found}
+        return {n: item.model_copy(update={"fingerprint": made[n]}) for n, item in found.items()}
 
     return profile.model_copy(
         update={
-            "modules": marked(profile.modules, workload.modules),
-            "losses": marked(profile.losses, workload.losses),
+            "modules": marked("modules", profile.modules, workload.modules),
+            "losses": marked("losses", profile.losses, workload.losses),
         }
     )
 
 
-def _fingerprint_of(spec: ModuleSpec | LossSpec) -> Fingerprint:
-    return Fingerprint(factory=spec.factory, args=spec.model_dump(mode="json")["args"])
+def _fingerprint_of(spec: ModuleSpec | LossSpec, built: BuiltPart | None) -> Fingerprint:
+    args = spec.model_dump(mode="json")["args"]
+    return Fingerprint(factory=spec.factory, args=args, built=built)
 
 
-def says_its_model(profile: Profile) -> bool:
-    """Whether a profile says of every module what it was made from."""
-    return all(module.fingerprint is not None for module in profile.modules.values())
+def belief(profile: Profile) -> str | None:
+    """A note on a profile that does not say all of its model; None where it does."""
+    made = fingerprints_of(profile).values()
+    if any(item is None for item in made):
+        return f"profile {profile.name} does not say of which model it is: it is believed"
+    if any(item is not None and item.built is None for item in made):
+        return (
+            f"profile {profile.name} says the factories of its model and not what they built: "
+            "it is believed; mmplan profile writes both"
+        )
+    return None

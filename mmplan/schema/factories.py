@@ -145,7 +145,7 @@ def build_dataset(data: DataSpec, folder: Path, *, seed: int = 0, field: str = "
             length, no samples, or samples that are not dicts of tensors.
     """
     factory = import_factory(data.factory, folder, field=f"{field}.factory")
-    with _seeded(seed, "data"):
+    with seeded_draws(seed, "data"):
         dataset = _call(factory, data.args, folder, field=field)
         missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
         if missing:
@@ -286,7 +286,8 @@ def _where(error: BaseException, folder: Path) -> str:
 
 
 @contextmanager
-def _seeded(train_seed: int, name: str) -> Generator[None]:
+def seeded_draws(train_seed: int, name: str) -> Generator[None]:
+    """The default generator of the CPU with :func:`factory_seed`; as it was afterwards."""
     import torch
 
     random = cast(Any, torch.random)
@@ -308,7 +309,7 @@ def _made(
     import torch
 
     factory = import_factory(spec.factory, folder, field=f"{field}.factory")
-    with _seeded(*seeded), torch.device("meta" if device == "meta" else "cpu"):
+    with seeded_draws(*seeded), torch.device("meta" if device == "meta" else "cpu"):
         return _call(factory, spec.args, folder, field=field)
 
 

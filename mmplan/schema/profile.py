@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -15,6 +15,7 @@ from mmplan.schema.base import (
     Document,
     Index,
     Positive,
+    Range,
     Record,
     Size,
     Str,
@@ -61,16 +62,90 @@ class Point(Record):
     repeats: Count | None = None
 
 
+# Type and sizes of a tensor: "float32 (512, 128)".
+TensorShape = Annotated[Str, Field(pattern=r"^[a-z][a-z0-9_]* \([0-9, ]*\)$")]
+
+
+class BlockRun(Record):
+    """Consecutive blocks that have equal parameters and do the same.
+
+    Attributes:
+        parameters: index of their parameters.
+        operations: index of their operations; absent where they could not be traced.
+        trace: digest of the operations in their order, with arguments and shapes.
+        count: how many blocks.
+    """
+
+    parameters: Index
+    operations: Index | None = None
+    trace: Str | None = None
+    count: Count = 1
+
+
+class BuiltPart(Record):
+    """What a factory built: blocks, their parameters, and what they compute.
+
+    Attributes:
+        parameters: each different set of a block's parameters, by name in the block.
+        frozen: parameters that the factory itself takes no gradient of, by full name.
+        operations: each different set of a block's operations of torch, and how often.
+        blocks: first to last; a loss has one.
+        ties: parameters that are one: name in the block to ranges of blocks that have it.
+        inputs: of the first block when it was traced, on the meta device with two samples:
+            shapes; a list is a tuple, a pair of ``values`` and ``lengths`` is ragged.
+        torch: version whose operations these are.
+        untraced: why some or all blocks have no operations.
+    """
+
+    parameters: tuple[dict[Str, TensorShape], ...]
+    frozen: tuple[Str, ...] = ()
+    operations: tuple[dict[Str, Count], ...] = ()
+    blocks: tuple[BlockRun, ...] = Field(min_length=1)
+    ties: tuple[dict[Str, tuple[Range, ...]], ...] = ()
+    inputs: tuple[Any, ...] = ()
+    torch: Str | None = None
+    untraced: Str | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks there are."""
+        return sum(run.count for run in self.blocks)
+
+    @property
+    def tied_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of each parameter that several blocks share; equal ones once."""
+        of_each = (
+            {block for ranges in tie.values() for low, high in ranges for block in range(low, high)}
+            for tie in self.ties
+        )
+        return tuple(sorted({tuple(sorted(blocks)) for blocks in of_each if len(blocks) > 1}))
+
+    @model_validator(mode="after")
+    def _indices_fit(self) -> BuiltPart:
+        for i, run in enumerate(self.blocks):
+            if run.parameters >= len(self.parameters):
+                raise ValueError(f"blocks.{i}.parameters: {run.parameters} is not listed")
+            if run.operations is not None and run.operations >= len(self.operations):
+                raise ValueError(f"blocks.{i}.operations: {run.operations} is not listed")
+        for i, tie in enumerate(self.ties):
+            for name, ranges in tie.items():
+                if any(not low < high <= self.num_blocks for low, high in ranges):
+                    raise ValueError(f"ties.{i}.{name}: is of blocks that there are not")
+        return self
+
+
 class Fingerprint(Record):
     """What a part of the model was made from: a profile is true of that alone.
 
     Attributes:
         factory: the workload's, when it was profiled.
         args: that it was called with.
+        built: what it gave; absent in older profiles.
     """
 
     factory: Str
     args: Args = Field(default_factory=dict)
+    built: BuiltPart | None = None
 
 
 class ModuleProfile(Record):
@@ -123,6 +198,7 @@ class ModuleProfile(Record):
                 raise ValueError(f"{name} has {len(values)} values for {self.blocks} blocks")
             if not sum(values) and name == "block_work":
                 raise ValueError("block_work adds up to 0")
+        self._check_fingerprint()
         for i, tied in enumerate(self.tied_blocks or ()):
             if len(tied) < 2 or list(tied) != sorted(set(tied)) or tied[-1] >= self.blocks:
                 raise ValueError(
@@ -133,6 +209,19 @@ class ModuleProfile(Record):
             if point.blocks is not None and point.blocks > self.blocks:
                 raise ValueError(f"points.{i}.blocks: {point.blocks} of {self.blocks} blocks")
         return self
+
+    def _check_fingerprint(self) -> None:
+        """Refuse other blocks than those of the module that was profiled."""
+        built = self.fingerprint.built if self.fingerprint else None
+        if built is None:
+            return
+        if built.num_blocks != self.blocks:
+            raise ValueError(f"blocks is {self.blocks}, the fingerprint has {built.num_blocks}")
+        if tuple(sorted(set(self.tied_blocks or ()))) != built.tied_blocks:
+            raise ValueError(
+                f"tied_blocks is {[*map(list, self.tied_blocks or ())]}, the fingerprint has "
+                f"{[*map(list, built.tied_blocks)]}"
+            )
 
 
 class LossPoint(Record):
@@ -349,6 +438,11 @@ class Profile(Document):
         if not changes:
             return base
         return ModuleProfile.model_validate(base.model_dump(exclude_none=True) | changes)
+
+
+def profiled_blocks(profile: Profile) -> dict[str, tuple[int, tuple[tuple[int, ...], ...]]]:
+    """Module to its number of blocks, and to the blocks of each parameter that several share."""
+    return {name: (own.blocks, own.tied_blocks or ()) for name, own in profile.modules.items()}
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -11,9 +11,11 @@ from mmplan.processes import rare_collections
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute
 from mmplan.program.model import Timings
+from mmplan.schema.agreement import belief, check_profiled
 from mmplan.schema.base import file_sha256
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
+from mmplan.schema.workload import load_workload
 from mmplan.simulation.step import Simulation, simulate
 from mmplan.simulation.symmetry import simulated
 from mmplan.wording import counted, size
@@ -41,6 +43,29 @@ def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Prof
             hint="solve again, or name it with --profile to predict with what it says now",
         )
     return load_profile(path)
+
+
+def check_plans_model(plan: Plan, plan_path: Path, given: Path | None = None) -> str | None:
+    """Refuse a profile of another model than the plan's workload, where both are there.
+
+    Args:
+        plan: the plan.
+        plan_path: its file; paths of profile and workload are relative to it.
+        given: another profile.
+
+    Returns:
+        A note on a profile that does not say its model.
+
+    Raises:
+        InvalidInputError: a factory or its arguments are others.
+    """
+    try:
+        profile = load_profile(given or plan_path.parent / plan.profile.path)
+        workload = load_workload(plan_path.parent / plan.workload.path)
+    except InvalidInputError:
+        return None  # whoever needs the file says what is wrong with it
+    check_profiled(profile, workload)
+    return belief(profile)
 
 
 def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> ProgramCosts:

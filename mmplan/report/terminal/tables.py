@@ -10,7 +10,6 @@ import numpy as np
 from mmplan.program.instructions import Op
 from mmplan.report import numbers as text
 from mmplan.report.terminal.console import Grid, Output
-from mmplan.schema.agreement import says_its_model
 from mmplan.schema.plan import Plan, Unit
 from mmplan.schema.profile import Curve, DataWork, Profile
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks, unused_modules
@@ -322,7 +321,7 @@ def warn_unused(out: Output, workload: Workload) -> None:
         out.hint(f"module {name} is used by no task: ignored")
 
 
-def warn_unnamed(out: Output, profile: Profile) -> None:
-    """A line for a profile that nothing ties to the workload's model."""
-    if not says_its_model(profile):
-        out.hint(f"profile {profile.name} does not say of which model it is: it is believed")
+def warn_belief(out: Output, note: str | None) -> None:
+    """A line on a profile that does not say its model, where it does not."""
+    if note is not None:
+        out.hint(note)
