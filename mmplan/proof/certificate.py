@@ -1,0 +1,258 @@
+"""Certificates: a plan's program in a form that an independent checker can check.
+
+A certificate is made from representatives of ranks that do the same
+(:mod:`mmplan.program.symmetry_classes`), so the rows of the others are never written. It is written
+only if the checker (:mod:`mmplan.proof.checker`) accepts it. docs/proof.md has the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from mmplan.errors import InvalidInputError, RunFailedError
+from mmplan.program.clocks import Durations, replay
+from mmplan.program.compile import compile_graph
+from mmplan.program.dependencies import find_dependencies
+from mmplan.program.instructions import Collective, Compute, Op, Sync
+from mmplan.program.model import CrossSampleLoss, Program
+from mmplan.program.shards import Ranks
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
+from mmplan.proof.checker import check_certificate, document_sha256, specification
+from mmplan.proof.rows import RowWriter, describe_graph, hash_graph, hash_row, sum_indices
+from mmplan.schema.base import Json, parse_document, parse_text, read_text, write_text
+from mmplan.schema.plan import Plan
+from mmplan.wording import counted
+
+VERSION = 1
+
+
+def certificate_path(plan: Path) -> Path:
+    """Where the certificate of a plan lies: beside it."""
+    return plan.with_name(f"{plan.stem}.proof.json")
+
+
+def make_certificate(plan: Plan, document: Json, workload: Json) -> Json:
+    """The certificate of a plan without faults.
+
+    Args:
+        plan: the plan.
+        document: its file, parsed.
+        workload: the workload's file, parsed.
+
+    Raises:
+        RunFailedError: the program's ranks wait for each other.
+        InvalidInputError: see :func:`mmplan.program.compile.compile_plan`.
+    """
+    lowered = lower_plan(plan)
+    program = compile_graph(plan, lowered.simulated_graph, lowered.orders)
+    graph = describe_graph(lowered.graph)
+    classes = _Classes(plan, lowered, program)
+    graph_sha256 = hash_graph(graph)
+    return {
+        "version": VERSION,
+        "plan_sha256": document_sha256(document),
+        "specification": specification(workload, plan.tasks),
+        "graph": graph,
+        "rows": [
+            {"sha256": hash_row(graph_sha256, row), "instructions": row} for row in classes.rows
+        ],
+        "classes": [
+            {"representative": rank, "row": row, "levels": classes.levels(rank)}
+            for rank, row in classes.known
+        ],
+        "ranks": classes.of_rank,
+        "images": _images(plan, classes.representative),
+        "communicators": classes.communicators(),
+    }
+
+
+def prove(plan_path: Path, workload_path: Path) -> Json:
+    """The certificate of a plan's file, checked.
+
+    Raises:
+        InvalidInputError: a file is wrong, or see :func:`make_certificate`.
+        RunFailedError: the plan does not train what the workload says.
+    """
+    document, workload = _read(plan_path), _read(workload_path)
+    plan = parse_document(Plan, document, source=str(plan_path))
+    # As a reader will find it: tuples are lists, names are texts.
+    certificate = json.loads(json.dumps(make_certificate(plan, document, workload)))
+    faults = check_certificate(workload, document, certificate)
+    if faults:
+        raise RunFailedError(
+            f"{plan_path} cannot be proven to train {workload_path}: {first_of(faults)}",
+            hint="solve the workload again; mmplan check says more",
+        )
+    return certificate
+
+
+def write_certificate(plan_path: Path, workload_path: Path, path: Path | None = None) -> Path:
+    """Prove a plan and write its certificate, beside it or to another path.
+
+    Raises:
+        MMPlanError: see :func:`prove`; or the file cannot be written.
+    """
+    path = path or certificate_path(plan_path)
+    write_text(path, _text(prove(plan_path, workload_path)))
+    return path
+
+
+def rank_hashes(plan_path: Path, workload_path: Path) -> tuple[str | None, ...]:
+    """The hash of the row that each rank of a plan must execute; None where it is idle.
+
+    From the certificate beside the plan, which must hold, or from a new proof.
+
+    Raises:
+        InvalidInputError: there is a certificate, and it proves something else or nothing.
+        MMPlanError: see :func:`prove`.
+    """
+    path = certificate_path(plan_path)
+    if not path.is_file():
+        certificate = prove(plan_path, workload_path)
+    else:
+        certificate = _read(path)
+        faults = check_certificate(_read(workload_path), _read(plan_path), certificate)
+        if faults:
+            raise InvalidInputError(
+                f"{path} does not prove that {plan_path} trains {workload_path}: {first_of(faults)}",
+                hint=f"mmplan check {plan_path} writes it again, where the plan has no faults",
+            )
+    rows, classes = certificate["rows"], certificate["classes"]
+    return tuple(
+        None if own is None else rows[classes[own]["row"]]["sha256"] for own in certificate["ranks"]
+    )
+
+
+def first_of(faults: Sequence[str]) -> str:
+    """The first fault, and how many there are beside it."""
+    more = f" (and {counted(len(faults) - 1, 'more fault')})" if len(faults) > 1 else ""
+    return f"{faults[0]}{more}"
+
+
+def _read(path: Path) -> Json:
+    document = parse_text(read_text(path), path)
+    if not isinstance(document, dict):
+        raise InvalidInputError(f"{path}: is not a mapping of fields", hint="check the path")
+    return cast(Json, document)
+
+
+def _text(certificate: Json) -> str:
+    """JSON with one entry of each long list on a line."""
+    lines = [_entry(name, value) for name, value in certificate.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _entry(name: str, value: object) -> str:
+    if not isinstance(value, list):
+        return f"{json.dumps(name)}: {json.dumps(value)}"
+    items = cast("list[object]", value)
+    if name == "ranks":
+        return f"{json.dumps(name)}: {json.dumps(items)}"
+    return f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]"
+
+
+def _images(plan: Plan, representative: Mapping[int, int]) -> Json:
+    """Of each unit's replicas, the replicas that stand for them."""
+    found: Json = {}
+    for unit in plan.units:
+        replica_of = {replica[0][0]: d for d, replica in enumerate(unit.ranks)}
+        found[unit.name] = [replica_of[representative[first]] for first in replica_of]
+    return found
+
+
+class _Classes:
+    """The classes of a plan's ranks: those with one representative and one row.
+
+    Attributes:
+        rows: canonical ones, each once.
+        known: representative and index of the row of each class.
+        of_rank: class of each rank; None where it is idle.
+        representative: of each rank that works.
+    """
+
+    def __init__(self, plan: Plan, lowered: LoweredPlan, program: Program) -> None:
+        quotient, self._graph = lowered.quotient, lowered.graph
+        sums = sum_indices(lowered.graph.reductions)
+        kept = range(len(sums)) if quotient is None else quotient.reductions
+        self._writer = RowWriter(program, [sums[index] for index in kept])
+        self._dependencies = find_dependencies(program)
+        ones = Durations(
+            instruction=[[1.0] * len(row) for row in program.instructions],
+            message=[0.0] * len(self._dependencies.messages),
+            gather=[0.0] * len(self._dependencies.syncs),
+        )
+        self._clocks, self._program = replay(self._dependencies, ones), program
+        if self._clocks.stuck:
+            raise RunFailedError(
+                f"rank {min(self._clocks.stuck)} waits for ever", hint="solve the workload again"
+            )
+        tp_index = {
+            rank: t for stage in lowered.graph.stages for group in stage.ranks for t, rank in enumerate(group)
+        }
+        self.representative = {
+            rank: rank if quotient is None else quotient.representative[rank] for rank in tp_index
+        }
+        rows: dict[str, int] = {}
+        self.known: dict[tuple[int, int], int] = {}
+        self.of_rank: list[int | None] = []
+        written: dict[tuple[int, int], int] = {}
+        for rank in range(plan.devices):
+            if rank not in tp_index:
+                self.of_rank.append(None)
+                continue
+            own = self.representative[rank]
+            # Where a rank stands for its group, the others leave out what they do not send.
+            t = tp_index[rank] if quotient is not None and quotient.merges_tp else 0
+            row = written.get((own, t))
+            if row is None:
+                text = self._row(own, t)
+                row = written[own, t] = rows.setdefault(text, len(rows))
+            self.of_rank.append(self.known.setdefault((own, row), len(self.known)))
+        self.rows = list(rows)
+
+    def _row(self, representative: int, t: int) -> str:
+        """The row of tp index t of the group that a rank stands for."""
+        tokens = self._writer.row(representative).split(" ")
+        return " ".join(token for token in tokens if not t or self._is_of(token, t))
+
+    def _is_of(self, token: str, t: int) -> bool:
+        op, _, rest = token.partition(":")
+        if op not in (Op.SEND_F, Op.SEND_B):
+            return True
+        edge = self._graph.edges[int(rest.split(".")[2])]
+        other = edge.consumer if op == Op.SEND_F else edge.producer
+        return t < self._graph.stages[other].tp
+
+    def levels(self, rank: int) -> str:
+        """The levels of a representative's computes, waits and collectives, in order."""
+        starts = self._clocks.start[rank]
+        return " ".join(
+            str(int(starts[position]))
+            for position, item in enumerate(self._program.instructions[rank])
+            if isinstance(item, Compute | Collective)
+            or (isinstance(item, Sync) and item.op is Op.SYNC_WAIT)
+        )
+
+    def communicators(self) -> list[Json]:
+        """Every communicator of collectives, and its operations in their order."""
+        graph = self._graph
+        used: dict[tuple[int, Ranks], set[str]] = {}
+        for loss in graph.losses:
+            is_cross = isinstance(loss, CrossSampleLoss)
+            channel, op = (loss.channel, Op.SYNC_START) if is_cross else (0, Op.COUNT)
+            used.setdefault((channel, loss.ranks), set()).add(f"{op}:{loss.index}")
+        for reduction, total in zip(graph.reductions, sum_indices(graph.reductions), strict=True):
+            used.setdefault((0, reduction.ranks), set()).add(f"{Op.REDUCE}:{total}")
+        return [
+            {"channel": channel, "ranks": ranks, "operations": self._operations(ranks[0], names)}
+            for (channel, ranks), names in used.items()
+            if len(ranks) > 1
+        ]
+
+    def _operations(self, rank: int, names: set[str]) -> list[str]:
+        own = self.of_rank[rank]
+        row = self.rows[list(self.known)[own][1]] if own is not None else ""
+        return [token for token in row.split(" ") if token.partition(".")[0] in names]
