@@ -16,6 +16,7 @@ from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_workload
 from mmplan.errors import InvalidInputError, MMPlanError
+from mmplan.proof.certificate import rank_hashes
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
@@ -107,7 +108,8 @@ def run(
     Raises:
         MMPlanError: from the planner.
         WorkerFailedError: a worker died or hung.
-        InvalidInputError: the run folder holds another run.
+        InvalidInputError: the run folder holds another run, or a plan's certificate does not hold.
+        RunFailedError: a plan without a certificate cannot be proven.
     """
     from mmlaunch.launch.launch import check_free
     from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob
@@ -127,6 +129,15 @@ def run(
         planner=planner,
         is_first_node=options.node_rank == 0,
     )
+    # Of each segment, what its ranks must execute. Plans that were made for this run keep theirs.
+    row_hashes = [
+        rank_hashes(
+            segment.path,
+            prepared.workload_path,
+            write=options.node_rank == 0 and segment.plan is not prepared.plan,
+        )
+        for segment in segments
+    ]
     record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
     record.write(segments[0])
     on_event({"kind": "start", "run_dir": str(run_dir)})
@@ -143,6 +154,7 @@ def run(
 
     job = TrainJob(
         segments=segments,
+        row_hashes=row_hashes,
         workload=prepared.workload_path.absolute(),
         steps=steps,
         options=options,

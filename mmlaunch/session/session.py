@@ -50,6 +50,7 @@ from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Timings
 from mmplan.program.shards import Ranks
+from mmplan.proof.rows import check_row
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
@@ -85,6 +86,7 @@ class Session:
         meta: kept in checkpoints: hashes of plan and workload.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
+        row_sha256: of the row that this rank must execute, from the plan's certificate.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -94,6 +96,7 @@ class Session:
 
     Raises:
         InvalidInputError: the plan needs another number of ranks, or a factory is wrong.
+        RunFailedError: this rank would execute another row than the certificate has.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Session:
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        row_sha256: str | None = None,
     ) -> None:
         check_agrees(plan, workload)
         if transport.world_size != plan.devices:
@@ -126,6 +130,8 @@ class Session:
         self._owns_process_group = False
         self._emulation = emulation
         self.program = compile_plan(plan)
+        if row_sha256 is not None:
+            check_row(self.program, transport.rank, row_sha256)
         self._dtype = dtype_of(workload.train.precision)
         self.model = LocalModel(
             workload=workload,
@@ -211,6 +217,7 @@ class Session:
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        row_sha256: str | None = None,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -224,6 +231,7 @@ class Session:
             num_workers: data loading processes of this rank.
             should_stop: asked once a step.
             emulation: compute nothing, wait for such times instead.
+            row_sha256: of the row that this rank must execute.
 
         The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
         ``mmlaunch run`` does.
@@ -258,6 +266,7 @@ class Session:
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
+            row_sha256=row_sha256,
             meta={"plan_sha256": file_sha256(path), "workload_sha256": file_sha256(workload_path)},
         )
         session._owns_process_group = owns

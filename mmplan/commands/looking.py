@@ -64,10 +64,20 @@ def show(
     out.data(document.model_dump(mode="json", exclude_none=True))
 
 
-def check(plan: PlanPath, as_json: JsonOption = False) -> None:
+def check(
+    plan: PlanPath,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificate", metavar="FILE", help="where it is written; default: beside the plan"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Every invariant of a plan and of its program, without running it."""
     from mmplan.program.checks.check import check_program
     from mmplan.program.compile import compile_plan
+    from mmplan.proof.certificate import write_certificate
     from mmplan.schema.agreement import plan_differences
     from mmplan.schema.base import load_document
     from mmplan.schema.faults import plan_faults
@@ -106,6 +116,8 @@ def check(plan: PlanPath, as_json: JsonOption = False) -> None:
             documented=True,
         )
     out.text("no faults: complete, free of deadlocks, every sample reaches every gradient once")
+    if workload.is_file():
+        out.text(f"wrote {write_certificate(plan, workload, certificate)}")
 
 
 def simulate(

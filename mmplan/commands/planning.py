@@ -75,6 +75,7 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
+    from mmplan.proof.certificate import write_certificate
     from mmplan.report.terminal.tables import plan_grids, warn_unnamed, warn_unused
     from mmplan.schema.base import save_document
     from mmplan.schema.cluster import load_cluster
@@ -106,8 +107,9 @@ def solve(
             progress=bar.update,
         )
     save_document(plan, output)
+    proof = write_certificate(output, workload)
     out.grids(*plan_grids(plan))
-    out.text(f"wrote {output}")
+    out.text(f"wrote {output}, and {proof}: it trains what the workload says")
     later = [item for item in loaded.task_sets if item.from_step and tasks is None]
     if later:
         steps = "; ".join(f"from step {s.from_step} {', '.join(s.tasks)}" for s in later)

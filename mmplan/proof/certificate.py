@@ -17,8 +17,7 @@ from mmplan.program.clocks import Durations, replay
 from mmplan.program.compile import compile_graph
 from mmplan.program.dependencies import find_dependencies
 from mmplan.program.instructions import Collective, Compute, Op, Sync
-from mmplan.program.model import CrossSampleLoss, Program
-from mmplan.program.shards import Ranks
+from mmplan.program.model import Program
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.proof.checker import check_certificate, document_sha256, specification
 from mmplan.proof.rows import RowWriter, describe_graph, hash_graph, hash_row, sum_indices
@@ -65,7 +64,6 @@ def make_certificate(plan: Plan, document: Json, workload: Json) -> Json:
         ],
         "ranks": classes.of_rank,
         "images": _images(plan, classes.representative),
-        "communicators": classes.communicators(),
     }
 
 
@@ -100,10 +98,17 @@ def write_certificate(plan_path: Path, workload_path: Path, path: Path | None = 
     return path
 
 
-def rank_hashes(plan_path: Path, workload_path: Path) -> tuple[str | None, ...]:
+def rank_hashes(
+    plan_path: Path, workload_path: Path, *, write: bool = False
+) -> tuple[str | None, ...]:
     """The hash of the row that each rank of a plan must execute; None where it is idle.
 
-    From the certificate beside the plan, which must hold, or from a new proof.
+    They are from the certificate beside the plan, which must hold, or from a new proof.
+
+    Args:
+        plan_path: the plan's file.
+        workload_path: its workload's file.
+        write: keep a new proof beside the plan.
 
     Raises:
         InvalidInputError: there is a certificate, and it proves something else or nothing.
@@ -112,12 +117,14 @@ def rank_hashes(plan_path: Path, workload_path: Path) -> tuple[str | None, ...]:
     path = certificate_path(plan_path)
     if not path.is_file():
         certificate = prove(plan_path, workload_path)
+        if write:
+            write_text(path, _text(certificate))
     else:
         certificate = _read(path)
         faults = check_certificate(_read(workload_path), _read(plan_path), certificate)
         if faults:
             raise InvalidInputError(
-                f"{path} does not prove that {plan_path} trains {workload_path}: {first_of(faults)}",
+                f"{path} does not prove {plan_path} for {workload_path}: {first_of(faults)}",
                 hint=f"mmplan check {plan_path} writes it again, where the plan has no faults",
             )
     rows, classes = certificate["rows"], certificate["classes"]
@@ -190,7 +197,10 @@ class _Classes:
                 f"rank {min(self._clocks.stuck)} waits for ever", hint="solve the workload again"
             )
         tp_index = {
-            rank: t for stage in lowered.graph.stages for group in stage.ranks for t, rank in enumerate(group)
+            rank: t
+            for stage in lowered.graph.stages
+            for group in stage.ranks
+            for t, rank in enumerate(group)
         }
         self.representative = {
             rank: rank if quotient is None else quotient.representative[rank] for rank in tp_index
@@ -235,24 +245,3 @@ class _Classes:
             if isinstance(item, Compute | Collective)
             or (isinstance(item, Sync) and item.op is Op.SYNC_WAIT)
         )
-
-    def communicators(self) -> list[Json]:
-        """Every communicator of collectives, and its operations in their order."""
-        graph = self._graph
-        used: dict[tuple[int, Ranks], set[str]] = {}
-        for loss in graph.losses:
-            is_cross = isinstance(loss, CrossSampleLoss)
-            channel, op = (loss.channel, Op.SYNC_START) if is_cross else (0, Op.COUNT)
-            used.setdefault((channel, loss.ranks), set()).add(f"{op}:{loss.index}")
-        for reduction, total in zip(graph.reductions, sum_indices(graph.reductions), strict=True):
-            used.setdefault((0, reduction.ranks), set()).add(f"{Op.REDUCE}:{total}")
-        return [
-            {"channel": channel, "ranks": ranks, "operations": self._operations(ranks[0], names)}
-            for (channel, ranks), names in used.items()
-            if len(ranks) > 1
-        ]
-
-    def _operations(self, rank: int, names: set[str]) -> list[str]:
-        own = self.of_rank[rank]
-        row = self.rows[list(self.known)[own][1]] if own is not None else ""
-        return [token for token in row.split(" ") if token.partition(".")[0] in names]

@@ -21,6 +21,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op
 from mmplan.program.model import (
     BlockReduction,
@@ -42,6 +43,24 @@ def row_hash(program: Program, rank: int) -> str:
     """SHA-256 of the canonical row of a rank of a whole program, in hex."""
     sums = sum_indices(program.reductions)
     return hash_row(hash_graph(describe_graph(program)), RowWriter(program, sums).row(rank))
+
+
+def check_row(program: Program, rank: int, row_sha256: str) -> None:
+    """Refuse to execute another row than the one that was proven.
+
+    Args:
+        program: of a whole plan, that the rank has compiled.
+        rank: of the program.
+        row_sha256: of the row that the plan's certificate has for the rank.
+
+    Raises:
+        RunFailedError: the rank's row is another.
+    """
+    if row_hash(program, rank) != row_sha256:
+        raise RunFailedError(
+            f"rank {rank} would execute another row than the plan's certificate has for it",
+            hint="install one version of mmplan on all machines; mmplan check PLAN proves anew",
+        )
 
 
 def hash_graph(graph: Json) -> str:
