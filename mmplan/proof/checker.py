@@ -366,7 +366,8 @@ class _Checker:
             place = {i: (d, t) for i, d, t in self.places[rank]}
             for (op, i, m), when in row.at.items():
                 event = (op, i, place[i][0], m) if op in "FB" else (op, i, m)
-                if op not in ("I", "W", "SYNC_START") and level.setdefault(event, when) != when:
+                # Sums are compared below: the parts of one are collectives of their own.
+                if op in ("F", "B", "SYNC_WAIT", "COUNT") and level.setdefault(event, when) != when:
                     yield f"classes.{n}: {event} is on another level than on other ranks"
             for op, i, e, m, start, when in row.messages:
                 if (when < row.at[op[5], i, m]) != (op[0] == "R"):
@@ -381,6 +382,10 @@ class _Checker:
                     if self.of_rank[rank] == n and self._representative(peer) == peer:
                         route = (rank, peer) if op[0] == "S" else (peer, rank)
                         routes[*route, op[5]][op[0] == "R"].append(sample)
+        for part in (part for own in self.sums for part in own["parts"]):
+            where = {(r, k) for r in part["ranks"] for k in self.parts[r] if self.parts[r][k] is part}
+            if len({self.rows[self.of_rank[r]].at["REDUCE", k, 0] for r, k in where}) > 1:
+                yield f"sums: the ranks {part['ranks']} reach one on several levels"
         for event, when in needs:
             if level[event] <= when:
                 yield f"{event} comes before what it needs"
@@ -470,6 +475,9 @@ def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[Json]) -> Iterat
     bring = {len({*part["contributors"]} & {*group}) for part in whole for group in groups}
     if (not is_once and (whole or len(groups) > 1)) or (bring - {1} and not is_crowded):
         yield "each group does not bring the gradient of replicated parameters once"
+    for part in (*cut, *(whole if is_crowded else [])):
+        if part["contributors"] != part["ranks"]:
+            yield f"not all of the ranks {part['ranks']} bring their gradients"
     # What it cuts: all holders of a shard are in one sum. A rank with two shards holds all.
     tp = lcm(*map(len, groups), *(part["tp"] for part in cut))
     ends = {x * (tp // part["tp"]) for part in cut for x in part["shards"]} - {tp}
