@@ -1,15 +1,7 @@
-"""The independent checker: workload, plan and certificate in, faults out.
+"""The independent checker: workload, plan and certificate in, faults out; docs/proof.md explains.
 
-It imports nothing of the project. From the workload it derives what is to be trained, from the plan
-where everything runs, and compares for equality; docs/proof.md has the format, the statement that
-is proven and what is assumed. In short:
-
-- stages have the plan's blocks, ranks and samples, and the workload's inputs, losses and weights;
-- all holders of a trained part of a block are in one sum, to which each group brings it once;
-- every rank's place, with all that it exchanges there, is its representative's;
-- the representative's row does all that belongs to its place once, with all samples of all inputs
-  and the gradients of all uses of its outputs;
-- every event has a level, the same on all its ranks and higher than all that it needs.
+It imports nothing of the project. It derives from the workload what is to be trained, and from the
+plan where everything runs, and compares the certificate with both for equality.
 """
 
 from __future__ import annotations
@@ -27,10 +19,9 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-Json = dict[str, Any]
+_Parsed = dict[str, Any]
 # By replica and micro-batch: samples from its start, replica and micro-batch at the other end.
-_Links = list[list[list[tuple[int, int, int, int]]]]
-_Event = tuple[str, int, int]
+_Links = list[list[list[tuple[int, ...]]]]
 # What a plan says of its files, its solver and its time does not change what it trains.
 _NOT_EXECUTED = ("workload", "profile", "solver", "predicted")
 # Operations that return at once.
@@ -38,7 +29,7 @@ _RETURNS = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", "SYNC_START")
 
 
 def check_certificate(
-    workload: Json, plan: Json, certificate: Json, profile: Json | None = None
+    workload: _Parsed, plan: _Parsed, certificate: _Parsed, profile: _Parsed | None = None
 ) -> list[str]:
     """The first faults for which a certificate does not prove that a plan trains a workload.
 
@@ -56,38 +47,36 @@ def check_certificate(
     return []
 
 
-def specification(workload: Json, tasks: Iterable[str]) -> Json:
+def specification(workload: _Parsed, tasks: Iterable[str]) -> _Parsed:
     """What a workload trains in some of its tasks, with all defaults filled in."""
     kinds, fields = ("modules", "losses"), ("factory", "args", "share")
     written = workload.get("tasks") or {"default": {kind: list(workload[kind]) for kind in kinds}}
-    found: Json = {"tasks": {name: _task(workload, written[name]) for name in tasks}}
+    found: _Parsed = {"tasks": {name: _task(workload, written[name]) for name in tasks}}
     for kind in kinds:
         own, names = workload[kind], {n for task in found["tasks"].values() for n in task[kind]}
         found[kind] = {n: {f: own[n][f] for f in fields if own[n].get(f)} for n in sorted(names)}
     return found
 
 
-def _task(workload: Json, task: Json) -> Json:
+def _task(workload: _Parsed, task: _Parsed) -> _Parsed:
     modules, batch = workload["modules"], task.get("batch") or workload["batch"]
     inputs, frozen = task.get("inputs") or {}, task.get("frozen") or {}
-    found: Json = {"batch": batch, "modules": {}, "losses": {}}
-    for kind, name in [
-        *(("modules", n) for n in task["modules"]),
-        *(("losses", n) for n in task["losses"]),
-    ]:
-        own = workload[kind][name]
-        item: Json = {"inputs": [_term(x, modules) for x in inputs.get(name, own["inputs"])]}
-        if kind == "modules":
-            item["frozen"] = frozen.get(name, own.get("frozen", False))
-        else:
-            item["weight"] = str(Fraction(own.get("weight", 1)) * Fraction(task.get("weight", 1)))
-            is_cross = own.get("cross_sample")
-            item["sync_batch"] = (own.get("sync_batch") or batch) if is_cross else None
-        found[kind][name] = item
+    found: _Parsed = {"batch": batch, "modules": {}, "losses": {}}
+    for name in task["modules"]:
+        own = modules[name]
+        terms = [_term(text, modules) for text in inputs.get(name, own["inputs"])]
+        ranges = frozen.get(name, own.get("frozen", False))
+        found["modules"][name] = {"inputs": terms, "frozen": ranges}
+    for name in task["losses"]:
+        own = workload["losses"][name]
+        terms = [_term(text, modules) for text in inputs.get(name, own["inputs"])]
+        exact = str(Fraction(own.get("weight", 1)) * Fraction(task.get("weight", 1)))
+        size = (own.get("sync_batch") or batch) if own.get("cross_sample") else None
+        found["losses"][name] = {"inputs": terms, "weight": exact, "sync_batch": size}
     return found
 
 
-def _term(text: str | None, modules: Json) -> str | None:
+def _term(text: str | None, modules: _Parsed) -> str | None:
     """The name of a value: a module's output, an element of it, or a data field."""
     if text is None or text in modules:
         return text
@@ -95,18 +84,17 @@ def _term(text: str | None, modules: Json) -> str | None:
     return text if head in modules and tail.isdigit() else f"field:{text}"
 
 
-def document_sha256(document: Json) -> str:
+def document_sha256(document: _Parsed) -> str:
     """SHA-256 of what a plan says of the execution; 1 and 1.0 are the same."""
     executed = {name: value for name, value in document.items() if name not in _NOT_EXECUTED}
-    return _sha256(_canonical(json.loads(json.dumps(executed), parse_int=float)))
+    return _sha256(json.loads(json.dumps(executed), parse_int=float))
 
 
-def _sha256(text: str) -> str:
+def _sha256(value: object) -> str:
+    """Of a text, or of the JSON of something else, without spaces and with sorted keys."""
+    is_text = isinstance(value, str)
+    text = value if is_text else json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _unequal(where: str, ours: Any, theirs: Any) -> Iterator[str]:
@@ -115,34 +103,36 @@ def _unequal(where: str, ours: Any, theirs: Any) -> Iterator[str]:
         for name in sorted({*ours, *theirs}):
             yield from _unequal(f"{where}.{name}", ours.get(name), theirs.get(name))
     elif ours != theirs:
-        yield f"{where}: is {_canonical(ours):.200} and should be {_canonical(theirs):.200}"
+        yield f"{where}: is {json.dumps(ours):.200} and should be {json.dumps(theirs):.200}"
 
 
 class _Checker:
     """The checks; each may rely on those before it."""
 
-    def __init__(self, workload: Json, plan: Json, certificate: Json, profile: Json | None) -> None:
+    def __init__(
+        self, workload: _Parsed, plan: _Parsed, certificate: _Parsed, profile: _Parsed | None
+    ) -> None:
         self.plan, self.certificate, self.profile = plan, certificate, profile
         self.spec = specification(workload, plan["tasks"])
-        self.graph: Json = certificate["graph"]
+        self.graph: _Parsed = certificate["graph"]
         self.stages, self.losses = self.graph["stages"], self.graph["losses"]
         self.samples, self.sums = self.graph["microbatches"], self.graph["sums"]
         self.ends = [(e["producer"], e["consumer"], e["term"]) for e in self.graph["edges"]]
-        self.units: Json = {unit["name"]: unit for unit in plan["units"]}
+        self.units: _Parsed = {unit["name"]: unit for unit in plan["units"]}
         self.images, self.classes = certificate["images"], certificate["classes"]
-        self.of_rank, self.rows = certificate["ranks"], list[_Row]()
+        self.of_rank, self.rows = certificate["ranks"], list[_CertifiedRow]()
         # (task, term) of an output to the stage that makes it.
         self.makers: dict[tuple[str, str], int] = {}
         # By rank: (stage, replica, tp index) of its stages, and the part of each sum that it is in.
         self.places: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        self.parts: defaultdict[int, dict[int, Json]] = defaultdict(dict)
+        self.parts: defaultdict[int, dict[int, _Parsed]] = defaultdict(dict)
         self.links: dict[tuple[str, str], tuple[_Links, _Links]] = {}
         # By class: (operation, stage, edge) of its messages, its sums and its losses.
         self.duties: dict[int, tuple[Any, ...]] = {}
 
     def documents(self) -> Iterator[str]:
         """The certificate is of this format, of this plan and of this workload."""
-        ours, graph_sha256 = self.certificate, _sha256(_canonical(self.graph))
+        ours, graph_sha256 = self.certificate, _sha256(self.graph)
         yield from _unequal("version", ours["version"], 1)
         yield from _unequal("plan_sha256", ours["plan_sha256"], document_sha256(self.plan))
         yield from _unequal("specification", ours["specification"], self.spec)
@@ -175,18 +165,20 @@ class _Checker:
             }
             yield from _unequal(f"stages.{i}", {name: stage[name] for name in expected}, expected)
             cuts[task, module] += first, end
-            is_last = end == self.plan["tasks"][task]["modules"][module]["blocks"]
+            is_last = end == self._blocks(task, module)
             self.makers[task, module if is_last else f"{module}[0,{end})"] = i
             for d, group in enumerate(stage["ranks"]):
                 for t, rank in enumerate(group):
                     self.places[rank].append((i, d, t))
-        for task, module in (
-            (t, m) for t, own in self.spec["tasks"].items() for m in own["modules"]
-        ):
-            count = self.plan["tasks"][task]["modules"][module]["blocks"]
-            known = self.profile["modules"][module]["blocks"] if self.profile else count
-            if cuts[task, module][::2] != [*cuts[task, module][1::2], known] or count != known:
-                yield f"task {task}: the stages of {module} do not run its {known} blocks once each"
+        for task in self.spec["tasks"]:
+            for module in self.spec["tasks"][task]["modules"]:
+                own, count = cuts[task, module], self._blocks(task, module)
+                known = self.profile["modules"][module]["blocks"] if self.profile else count
+                if own[::2] != [*own[1::2], known] or count != known:
+                    yield f"task {task}: {module} does not run its {known} blocks once each"
+
+    def _blocks(self, task: str, module: str) -> int:
+        return self.plan["tasks"][task]["modules"][module]["blocks"]
 
     def _made(self, task: str, terms: Sequence[str | None]) -> Iterator[tuple[int, str]]:
         """The stages that make terms, data fields left out."""
@@ -225,10 +217,7 @@ class _Checker:
             reaches[p] |= reaches[c]
         gradients = [makes[p] and reaches[c] and p < c for p, c, _ in self.ends]
         yield from _unequal("edges", [e["gradient"] for e in self.graph["edges"]], gradients)
-        self.last = [
-            "B" if host or (make and reach) else "F"
-            for host, make, reach in zip(hosts, makes, reaches, strict=True)
-        ]
+        self.backward = [hosts[i] or (makes[i] and reaches[i]) for i in range(len(stages))]
 
     def sums_fit(self) -> Iterator[str]:
         """Each trained part of a block is summed over all of its holders, once for each group."""
@@ -240,17 +229,13 @@ class _Checker:
             own = [p["ranks"] for s in self.sums if s.get("loss") == name for p in s["parts"]]
             yield from _unequal(f"sums of {name}", own, [on] if len(on) > 1 else [])
         for owner in {stage["owner"] for stage in self.stages}:
-            stages, own = (
-                [item for item in items if item.get("owner") == owner]
-                for items in (self.stages, self.sums)
-            )
+            stages = [stage for stage in self.stages if stage["owner"] == owner]
+            own = [total for total in self.sums if total.get("owner") == owner]
             ends = {x for item in (*stages, *own) for x in item["blocks"]}
             ends |= {x for stage in stages for b in stage["trained"] for x in (b, b + 1)}
             for a, b in pairwise(sorted(ends)):
-                held, over = (
-                    [item for item in items if item["blocks"][0] <= a and b <= item["blocks"][1]]
-                    for items in (stages, own)
-                )
+                held = [x for x in stages if x["blocks"][0] <= a and b <= x["blocks"][1]]
+                over = [x for x in own if x["blocks"][0] <= a and b <= x["blocks"][1]]
                 groups = list(dict.fromkeys(tuple(g) for stage in held for g in stage["ranks"]))
                 if any(a in stage["trained"] for stage in held):
                     yield from (f"{owner}[{a},{b}): {fault}" for fault in _unsummed(groups, over))
@@ -277,9 +262,8 @@ class _Checker:
         members = [set(loss["ranks"]) for loss in self.losses]
         for rank in range(self.plan["devices"]):
             places, n = sorted(self.places.get(rank, [])), self.of_rank[rank]
-            if (n is None) != (not places):
-                yield f"rank {rank}: idles and has a class, or works and has none"
             if n is None or not places:
+                yield from [f"rank {rank}: idles or has no class"] if n != (places or None) else []
                 continue
             like = sorted(self.places[self.classes[n]["representative"]])
             own = [(i, self.images[self.stages[i]["unit"]][d]) for i, d, _ in places]
@@ -310,7 +294,7 @@ class _Checker:
     def rows_fit(self) -> Iterator[str]:
         """The row of each class does all that belongs to its place once, in a possible order."""
         for n, own in enumerate(self.classes):
-            row = _Row(self.certificate["rows"][own["row"]]["instructions"], own["levels"])
+            row = _CertifiedRow(self.certificate["rows"][own["row"]]["instructions"], own["levels"])
             self.rows.append(row)
             at, (messages, sums, losses) = row.at, self.duties[n]
             place = {i: d for i, d, _ in self.places[own["representative"]]}
@@ -327,19 +311,20 @@ class _Checker:
                 size, batch = loss["sync_batch"] or inf, self.spec["tasks"][loss["task"]]["batch"]
                 starts = [g for op, y, g in at if (op, y) == ("SYNC_START", x)]
                 if starts != sorted(starts):
-                    yield f"classes.{n}: its sync batches start in another order than on other ranks"
-                for g in range(int(batch // size)):
-                    pairs.append((("SYNC_START", x, g), ("SYNC_WAIT", x, g)))
+                    yield f"classes.{n}: its sync batches do not start in ascending order"
+                syncs = range(int(batch // size))
+                pairs += [(("SYNC_START", x, g), ("SYNC_WAIT", x, g)) for g in syncs]
             for i, d in place.items():
                 for m, (a, b) in enumerate(self.samples[self.stages[i]["unit"]][d]):
-                    forward, last = ("F", i, m), (self.last[i], i, m)
+                    forward, last = ("F", i, m), ("B" if self.backward[i] else "F", i, m)
                     pairs.append((forward, last))
                     for x in (x for x in losses if i in self.losses[x]["stages"]):
                         size = self.losses[x]["sync_batch"]
                         pairs += [] if size else [(("COUNT", x, 0), forward)]
-                        for g in range(a // size, -(-b // size)) if size else ():
-                            pairs.append((forward, ("SYNC_START", x, g)))
-                            pairs += [(("SYNC_WAIT", x, g), last)] if last[0] == "B" else []
+                        syncs = range(a // size, -(-b // size)) if size else range(0)
+                        pairs += [(forward, ("SYNC_START", x, g)) for g in syncs]
+                        if self.backward[i]:
+                            pairs += [(("SYNC_WAIT", x, g), last) for g in syncs]
             for k in sums:
                 ops = ("F", "B", "W", "SYNC_WAIT") if "loss" in self.sums[k] else ("F", "B", "W")
                 last = max((event for event in at if event[0] in ops), key=lambda event: at[event])
@@ -349,7 +334,7 @@ class _Checker:
             elif any(at[one] >= at[other] for one, other in pairs if one != other):
                 yield f"classes.{n}: its row does something before what must come first"
 
-    def _links(self, op: str, e: int) -> list[list[list[tuple[int, int, int, int]]]]:
+    def _links(self, op: str, e: int) -> _Links:
         """The links of an edge by its producer's micro-batches, or by its consumer's."""
         p, c, _ = self.ends[e]
         both = self.links[self.stages[p]["unit"], self.stages[c]["unit"]]
@@ -383,21 +368,21 @@ class _Checker:
                         route = (rank, peer) if op[0] == "S" else (peer, rank)
                         routes[*route, op[5]][op[0] == "R"].append(sample)
         for part in (part for own in self.sums for part in own["parts"]):
-            where = {(r, k) for r in part["ranks"] for k in self.parts[r] if self.parts[r][k] is part}
+            where = {
+                (r, k) for r in part["ranks"] for k in self.parts[r] if self.parts[r][k] is part
+            }
             if len({self.rows[self.of_rank[r]].at["REDUCE", k, 0] for r, k in where}) > 1:
                 yield f"sums: the ranks {part['ranks']} reach one on several levels"
-        for event, when in needs:
-            if level[event] <= when:
-                yield f"{event} comes before what it needs"
-        for (source, target, _), (sent, received) in routes.items():
-            if sent != received:
-                yield f"ranks {source} > {target}: messages are received in another order"
+        late = [event for event, when in needs if level[event] <= when]
+        yield from (f"{event} comes before what it needs" for event in late)
+        mixed = [route for route, (sent, received) in routes.items() if sent != received]
+        yield from (f"{route}: messages are received in another order" for route in mixed)
 
     def _representative(self, rank: int) -> int:
         return self.classes[self.of_rank[rank]]["representative"]
 
 
-class _Row:
+class _CertifiedRow:
     """A canonical row and its levels; what returns at once is half a level after what precedes.
 
     Attributes:
@@ -407,10 +392,8 @@ class _Row:
     """
 
     def __init__(self, text: str, levels: str) -> None:
-        self.at: dict[_Event, float] = {}
-        self.spans: defaultdict[tuple[str, int, int, int], list[tuple[int, ...]]] = defaultdict(
-            list
-        )
+        self.at: dict[tuple[str, int, int], float] = {}
+        self.spans: dict[tuple[str, int, int, int], list[tuple[int, ...]]] = defaultdict(list)
         self.messages: list[tuple[str, int, int, int, int, float]] = []
         *tokens, last = text.split(" ")
         now, left = -1.0, map(int, levels.split(" "))
@@ -446,23 +429,20 @@ def _numbered(sizes: Sequence[Sequence[int]], batch: int) -> list[list[list[int]
 
 def _linked(producer: Any, consumer: Any) -> tuple[_Links, _Links]:
     """What each micro-batch of a unit gives to those of another, and what these take."""
-    both = tuple([[[] for _ in row] for row in u] for u in (producer, consumer))
-    begins = [
+    gives, takes = ([[[] for _ in row] for row in unit] for unit in (producer, consumer))
+    first, second = (
         {a: (d, m, a) for d, row in enumerate(unit) for m, (a, _) in enumerate(row)}
         for unit in (producer, consumer)
-    ]
-    ends = sorted(
-        {x for unit in (producer, consumer) for row in unit for span in row for x in span}
     )
-    own = [begin[0] for begin in begins]
-    for low, high in pairwise(ends):
-        own = [begin.get(low, now) for begin, now in zip(begins, own, strict=True)]
-        for links, (d, m, a), (d2, m2, _) in zip(both, own, own[::-1], strict=True):
-            links[d][m].append((low - a, high - a, d2, m2))
-    return both
+    one, other, cuts = first[0], second[0], sorted({*first, *second})
+    for low, high in pairwise([*cuts, max(b for row in producer for _, b in row)]):
+        one, other = first.get(low, one), second.get(low, other)
+        gives[one[0]][one[1]].append((low - one[2], high - one[2], *other[:2]))
+        takes[other[0]][other[1]].append((low - other[2], high - other[2], *one[:2]))
+    return gives, takes
 
 
-def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[Json]) -> Iterator[str]:
+def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[_Parsed]) -> Iterator[str]:
     """What is not summed, or not once, of a block that some groups hold."""
     held: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for t, rank, n in ((t, rank, len(group)) for group in groups for t, rank in enumerate(group)):
@@ -493,7 +473,7 @@ def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[Json]) -> Iterat
             yield f"shard {a} of {tp} on ranks {holders} is not in one sum of all of them"
 
 
-def _read(path: str) -> Json:
+def _read(path: str) -> _Parsed:
     text = Path(path).read_text(encoding="utf-8")
     is_json = path.endswith(".json") or text.lstrip().startswith("{")
     return json.loads(text) if is_json else YAML(typ="safe", pure=True).load(text)
