@@ -185,6 +185,7 @@ class _Classes:
         sums = sum_indices(lowered.graph.reductions)
         kept = range(len(sums)) if quotient is None else quotient.reductions
         self._writer = RowWriter(program, [sums[index] for index in kept])
+        self._whole: dict[int, str] = {}
         self._dependencies = find_dependencies(program)
         ones = Durations(
             instruction=[[1.0] * len(row) for row in program.instructions],
@@ -225,8 +226,10 @@ class _Classes:
 
     def _row(self, representative: int, t: int) -> str:
         """The row of tp index t of the group that a rank stands for."""
-        tokens = self._writer.row(representative).split(" ")
-        return " ".join(token for token in tokens if not t or self._is_of(token, t))
+        text = self._whole.get(representative)
+        if text is None:
+            text = self._whole[representative] = self._writer.row(representative)
+        return " ".join(x for x in text.split(" ") if self._is_of(x, t)) if t else text
 
     def _is_of(self, token: str, t: int) -> bool:
         op, _, rest = token.partition(":")
