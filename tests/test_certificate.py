@@ -443,6 +443,17 @@ def test_a_run_refuses_a_certificate_that_does_not_hold(plan_path: Path) -> None
     assert "plan_sha256" in done.message
 
 
+def test_a_plan_that_the_run_made_itself_is_proven_anew(plan_path: Path) -> None:
+    workload = plan_path.parent.parent / "birds" / "workload.yaml"
+    proof = certificate_path(plan_path)
+    expected = rank_hashes(plan_path, workload)
+    assert not proof.exists()
+    # It was left by an earlier start of the run, which planned otherwise.
+    proof.write_text("{}")
+    assert rank_hashes(plan_path, workload, is_own=True) == expected
+    assert rank_hashes(plan_path, workload) == expected
+
+
 def test_a_plan_that_cannot_be_proven_gets_no_certificate(plan_path: Path) -> None:
     workload = plan_path.parent.parent / "birds" / "workload.yaml"
     edited(workload, "weight: 0.5", "weight: 0.25")

@@ -129,14 +129,9 @@ def run(
         planner=planner,
         is_first_node=options.node_rank == 0,
     )
-    # Of each segment, what its ranks must execute. Plans that were made for this run keep theirs.
     row_hashes = [
-        rank_hashes(
-            segment.path,
-            prepared.workload_path,
-            write=options.node_rank == 0 and segment.plan is not prepared.plan,
-        )
-        for segment in segments
+        rank_hashes(s.path, prepared.workload_path, is_own=s.plan is not prepared.plan)
+        for s in segments
     ]
     record = RunRecord(run_dir, prepared.workload_path, emulated=options.emulation is not None)
     record.write(segments[0])

@@ -99,7 +99,7 @@ def write_certificate(plan_path: Path, workload_path: Path, path: Path | None = 
 
 
 def rank_hashes(
-    plan_path: Path, workload_path: Path, *, write: bool = False
+    plan_path: Path, workload_path: Path, *, is_own: bool = False
 ) -> tuple[str | None, ...]:
     """The hash of the row that each rank of a plan must execute; None where it is idle.
 
@@ -108,25 +108,27 @@ def rank_hashes(
     Args:
         plan_path: the plan's file.
         workload_path: its workload's file.
-        write: keep a new proof beside the plan.
+        is_own: the run has made the plan itself. It keeps the proof beside it, and one that lies
+            there of an earlier plan is replaced.
 
     Raises:
         InvalidInputError: there is a certificate, and it proves something else or nothing.
         MMPlanError: see :func:`prove`.
     """
     path = certificate_path(plan_path)
-    if not path.is_file():
-        certificate = prove(plan_path, workload_path)
-        if write:
-            write_text(path, _text(certificate))
-    else:
-        certificate = _read(path)
+    certificate = _read(path) if path.is_file() else None
+    if certificate is not None:
         faults = check_certificate(_read(workload_path), _read(plan_path), certificate)
-        if faults:
+        if faults and not is_own:
             raise InvalidInputError(
                 f"{path} does not prove {plan_path} for {workload_path}: {first_of(faults)}",
                 hint=f"mmplan check {plan_path} writes it again, where the plan has no faults",
             )
+        certificate = None if faults else certificate
+    if certificate is None:
+        certificate = prove(plan_path, workload_path)
+        if is_own:
+            write_text(path, _text(certificate))
     rows, classes = certificate["rows"], certificate["classes"]
     return tuple(
         None if own is None else rows[classes[own]["row"]]["sha256"] for own in certificate["ranks"]
