@@ -398,6 +398,7 @@ def test_a_run_changes_its_tasks_by_itself(tmp_path: Path) -> None:
     assert files.solve("two.json", "--devices", 2).code == 0
     done = files.run("two.json")
     files.assert_equals_one_process(sets, 4)
+    assert (tmp_path / "run/plans/step-2.proof.json").is_file()
     predicted = json.loads((tmp_path / "run/plans/step-2.json").read_text())["predicted"]
     shown = f"until step 4: tasks WR, predicted {1e3 * predicted['iteration_s']:.1f} ms"
     assert shown in done.out

@@ -16,6 +16,7 @@ from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_profile, find_workload
 from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
+from mmplan.proof.certificate import rank_hashes
 from mmplan.schema.agreement import check_agrees, check_profiled
 from mmplan.schema.base import file_sha256, write_text
 from mmplan.schema.load import load_plan
@@ -160,7 +161,8 @@ def run(
     Raises:
         MMPlanError: from the planner.
         WorkerFailedError: a worker died or hung.
-        InvalidInputError: the run folder holds another run.
+        InvalidInputError: the run folder holds another run, or a plan's certificate does not hold.
+        RunFailedError: a plan without a certificate cannot be proven.
     """
     from mmlaunch.launch.launch import check_free
     from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob
@@ -181,6 +183,10 @@ def run(
         planner=planner,
         is_first_node=options.node_rank == 0,
     )
+    row_hashes = [
+        rank_hashes(s.path, prepared.workload_path, is_own=s.plan is not prepared.plan)
+        for s in segments
+    ]
     record = RunRecord(
         run_dir,
         prepared.workload_path,
@@ -202,6 +208,7 @@ def run(
 
     job = TrainJob(
         segments=segments,
+        row_hashes=row_hashes,
         workload=prepared.workload_path.absolute(),
         settings=prepared.settings,
         steps=steps,

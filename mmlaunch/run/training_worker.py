@@ -36,6 +36,7 @@ class TrainJob:
 
     Attributes:
         segments: of the run, one after another; the last one ends with the run.
+        row_hashes: of each segment, the hash of the row that each rank must execute.
         workload: path of the workload.
         settings: fields of the workload with other values, dotted.
         steps: optimizer steps in all.
@@ -43,6 +44,7 @@ class TrainJob:
     """
 
     segments: Sequence[Segment]
+    row_hashes: Sequence[Sequence[str | None]]
     workload: Path
     settings: Mapping[str, Any]
     steps: int
@@ -126,6 +128,7 @@ class _Trainer:
             num_workers=options.num_workers,
             should_stop=ctx.should_stop,
             emulation=options.emulation,
+            row_sha256=job.row_hashes[index][ctx.rank],
         ) as session:
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})

@@ -57,6 +57,7 @@ from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
+from mmplan.proof.rows import check_row
 from mmplan.schema.agreement import check_agrees
 from mmplan.schema.base import file_sha256
 from mmplan.schema.factories import dtype_of
@@ -96,6 +97,7 @@ class Session:
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
         profile: of the plan; this rank's modules and losses must be those that it is of.
+        row_sha256: of the row that this rank must execute, from the plan's certificate.
 
     Attributes:
         step_count: steps done, which is the number of the next one.
@@ -106,6 +108,7 @@ class Session:
     Raises:
         InvalidInputError: the plan needs another number of ranks, a factory is wrong, or it
             builds another model than was profiled.
+        RunFailedError: this rank would execute another row than the certificate has.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Session:
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
         profile: Profile | None = None,
+        row_sha256: str | None = None,
     ) -> None:
         check_agrees(plan, workload)
         if transport.world_size != plan.devices:
@@ -140,6 +144,8 @@ class Session:
         self._owns_process_group = False
         self._emulation = emulation
         self.program = compile_plan(plan)
+        if row_sha256 is not None:
+            check_row(self.program, transport.rank, row_sha256)
         self._dtype = dtype_of(workload.train.precision)
         if profile is not None:
             parts = _parts_of(self.program, transport.rank)
@@ -226,6 +232,7 @@ class Session:
         num_workers: int = 0,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
+        row_sha256: str | None = None,
     ) -> Session:
         """A session of this process, as started by torchrun or ``mmlaunch run``.
 
@@ -240,6 +247,7 @@ class Session:
             num_workers: data loading processes of this rank.
             should_stop: asked once a step.
             emulation: compute nothing, wait for such times instead.
+            row_sha256: of the row that this rank must execute.
 
         The session trains the plan's tasks; changing them by ``train.tasks_from_step`` is what
         ``mmlaunch run`` does.
@@ -274,6 +282,7 @@ class Session:
             num_workers=num_workers,
             should_stop=should_stop,
             emulation=emulation,
+            row_sha256=row_sha256,
             profile=find_profile(loaded, path)[0],
             meta={"plan_sha256": file_sha256(path)},
         )

@@ -71,6 +71,12 @@ def show(
 
 def check(
     plan: PlanPath,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificate", metavar="FILE", help="where it is written; default: beside the plan"
+        ),
+    ] = None,
     try_it: Annotated[
         bool,
         typer.Option("--try", help="import the workload's code, and run it on two samples first"),
@@ -78,6 +84,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that a plan trains its workload: every invariant, without running it."""
+    from mmplan.proof.certificate import write_certificate
     from mmplan.proof.prove import Proof, prove
     from mmplan.report.terminal.tables import warn_belief
     from mmplan.schema.agreement import plan_differences
@@ -136,6 +143,10 @@ def check(
         "safe with buffered sends and one queue for each communicator"
         f"{', and' if blocking else ', not'} with sends that wait for their receives"
     )
+    if asked is not None:
+        compiled = proof.compiled if proof else None
+        if compiled is None or not compiled.folded:
+            out.text(f"wrote {write_certificate(plan, workload, certificate, compiled)}")
 
 
 def _stands_for(rows: int, ranks: int) -> str:

@@ -76,6 +76,7 @@ def solve(
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
     from mmplan.planning import planner
+    from mmplan.proof.certificate import write_certificate
     from mmplan.proof.prove import prove
     from mmplan.report.terminal.tables import plan_grids, warn_belief, warn_unused
     from mmplan.schema.agreement import belief
@@ -115,8 +116,11 @@ def solve(
             hint="choose another --solver; this is a fault of the planner, please report it",
         )
     save_document(plan, output)
+    wrote = f"wrote {output}"
+    if proof.compiled is not None and not proof.compiled.folded:
+        wrote += f", and {write_certificate(output, workload, compiled=proof.compiled)}"
     out.grids(*plan_grids(plan))
-    out.text(f"wrote {output}")
+    out.text(f"{wrote}: it trains what the workload says")
     later = [item for item in loaded.task_sets if item.from_step and tasks is None]
     if later:
         steps = "; ".join(f"from step {s.from_step} {', '.join(s.tasks)}" for s in later)

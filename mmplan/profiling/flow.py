@@ -119,7 +119,9 @@ class TaskFlow:
             return []
         if (module, tp) not in self._partial:
             sources = self.task.inputs[module]
-            values = zip(sources, self.shapes.inputs(f"modules.{module}", sources, BASE), strict=True)
+            values = zip(
+                sources, self.shapes.inputs(f"modules.{module}", sources, BASE), strict=True
+            )
             inputs = [
                 value if source.module is None else pytree.tree_map_only(Tensor, _as_output, value)
                 for source, value in values

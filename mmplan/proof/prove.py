@@ -27,8 +27,8 @@ from mmplan.program.compile import compile_graph
 from mmplan.program.dependencies import find_dependencies
 from mmplan.program.folding import fold_large
 from mmplan.program.lower import lower
-from mmplan.program.model import Program
-from mmplan.program.symmetry_classes import lower_plan
+from mmplan.program.model import Graph, Program
+from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.proof.specification import specification_faults, specify
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -43,6 +43,7 @@ class Proof:
         faults: what is not proven, one line each; empty where all is.
         rows: of instructions that were looked at, one for each class of ranks.
         instructions: in these rows.
+        compiled: what was looked at; None where nothing compiles.
         blocking_sends: whether nobody waits for ever even where a send waits until its receive is
             posted. Sends that are buffered, and one queue for each communicator and for each pair
             of ranks and direction, are safe in every proof.
@@ -51,7 +52,39 @@ class Proof:
     faults: tuple[str, ...]
     rows: int = 0
     instructions: int = 0
+    compiled: CompiledPlan | None = None
     blocking_sends: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPlan:
+    """A plan's program, of one rank of each class.
+
+    Attributes:
+        lowered: the plan, or a folded one in its place.
+        program: of the representatives.
+        folded: whether it is of a folded plan.
+    """
+
+    lowered: LoweredPlan
+    program: Program
+    folded: bool
+
+
+def compile_classes(plan: Plan, graph: Graph) -> CompiledPlan:
+    """Compile one rank of each class of a plan.
+
+    Args:
+        plan: the plan.
+        graph: that it lowers to.
+
+    Raises:
+        InvalidInputError: see :func:`mmplan.program.compile.compile_plan`.
+    """
+    compiled, small = fold_large(plan, graph) or (plan, graph)
+    lowered = lower_plan(compiled, small)
+    program = compile_graph(compiled, lowered.simulated_graph, lowered.orders)
+    return CompiledPlan(lowered=lowered, program=program, folded=compiled is not plan)
 
 
 @rare_collections()
@@ -66,11 +99,10 @@ def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None)
     """
     try:
         graph = lower(plan)
-        compiled, small = fold_large(plan, graph) or (plan, graph)
-        lowered = lower_plan(compiled, small)
-        program = compile_graph(compiled, lowered.simulated_graph, lowered.orders)
+        compiled = compile_classes(plan, graph)
     except InvalidInputError as error:
         return Proof(faults=(error.message,))
+    program = compiled.program
     whole = Program.of(plan, graph, program.instructions)
     faults = graph_faults(whole)
     if workload is not None:
@@ -85,5 +117,6 @@ def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None)
         faults=tuple(faults),
         rows=sum(1 for row in program.instructions if row),
         instructions=sum(map(len, program.instructions)),
+        compiled=compiled,
         blocking_sends=not faults and is_safe_with_blocking_sends(find_dependencies(program)),
     )
