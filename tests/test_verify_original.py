@@ -30,7 +30,7 @@ def held(original: str, *, v: str = "encoder", precision: str = "fp32") -> Origi
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("original", ["v=tests.uncut_models:Encoder", "tests.uncut_models:Model"])
 def test_a_right_cut_equals_its_original(original: str, precision: str) -> None:
     verdict = held(original, precision=precision)
@@ -60,7 +60,7 @@ def test_a_wrong_after_is_found(original: str, cut: str) -> None:
         ("w=tests.uncut_models:Encoder", "no module 'w'"),
         ("tests.uncut_models", "no package.module:callable"),
         ("v=tests.uncut_models:Missing", "has no 'Missing'"),
-        ("v=tests.uncut_models:encoder", "raised TypeError"),
+        ("tests.uncut_models:encoder", "raised TypeError"),
         ("v=tests.matrix_models:mean_rows", "raised TypeError"),
         ("v=tests.uncut_models:Narrow", "no parameter of shape .* for v.0.before.embed.weight"),
         ("v=tests.uncut_models:Random", "draws random numbers"),
@@ -68,7 +68,5 @@ def test_a_wrong_after_is_found(original: str, cut: str) -> None:
     ],
 )
 def test_what_cannot_be_compared_is_refused(original: str, message: str) -> None:
-    if original == "v=tests.uncut_models:encoder":
-        original = "tests.uncut_models:encoder"
     with pytest.raises(InvalidInputError, match=message):
         held(original)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -25,13 +26,17 @@ def made(units: Sequence[UnitSpec], losses: list[LossSpec], *, batch: int) -> tu
     return trained_as(make_plan(*units, losses=losses, batch=batch), workload), workload
 
 
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("units", "ranks", "batch"),
     [
         # 16 and 4 alike replicas of one micro-batch: two stay of each, and half of a quarter.
-        ([unit("v", "a", dp=16, tp=2), unit("t", "b", dp=4)], 2 * 2 + 2, 2 * 32),
+        _slow([unit("v", "a", dp=16, tp=2), unit("t", "b", dp=4)], 2 * 2 + 2, 2 * 32),
         # 22, 21 and 21 samples: two classes, which are two replicas.
-        ([unit("v", "a", blocks=2, pp=2, dp=3), unit("t", "b")], 2 * 2 + 1, 2 * 64),
+        _slow([unit("v", "a", blocks=2, pp=2, dp=3), unit("t", "b")], 2 * 2 + 1, 2 * 64),
         # A chain: encoders of 4 samples feed replicas of 8.
         ([unit("v", "a", dp=16), unit("t", "v", "b", dp=8)], 2 * 2 + 2, 2 * 16),
     ],
