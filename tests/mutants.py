@@ -733,7 +733,7 @@ def two_sync_starts_swapped_on_one_rank(program: Program, rng: random.Random) ->
 def sync_starts_of_one_loss_in_another_order_on_one_rank(
     program: Program, rng: random.Random
 ) -> Program | None:
-    """PROOF.md's M1: complete and in time, and one batch's features meet another's."""
+    """Complete and in time, and one batch's features meet another's."""
     spot = one_of(rng, _starts(program))
     if spot is None:
         return None
@@ -748,7 +748,7 @@ def sync_starts_of_one_loss_in_another_order_on_one_rank(
 def sync_start_across_a_tp_compute_on_one_rank(
     program: Program, rng: random.Random
 ) -> Program | None:
-    """PROOF.md's M3: two communicators' operations in two orders."""
+    """Two communicators' operations in two orders."""
     found: list[tuple[int, int, int]] = []
     for rank, position, item in _starts(program):
         row = program.instructions[rank]

@@ -73,7 +73,7 @@ def block_reduction_without_a_rank_that_still_runs_it(
 
 @mutator("groups")
 def loss_reduction_without_one_rank(program: Program, rng: random.Random) -> Program | None:
-    """PROOF.md's M2: the loss's parameters drift apart."""
+    """The loss's parameters drift apart."""
     found = _losses(program, rng)
     return _without_rank(program, found, rng.choice(found.ranks), runs=False) if found else None
 
