@@ -110,7 +110,8 @@ class Results:
             for kind in seen:
                 total.update(counts[kind.name])
                 lines.append(_row(level, kind.name, counts[kind.name]))
-            lines.append(_row(f"**{level}**", f"**{len(seen)} kinds**", total))
+            if seen:
+                lines.append(_row(f"**{level}**", f"**{len(seen)} kinds**", total))
         return "\n".join(lines)
 
 
