@@ -106,10 +106,12 @@ class Results:
             levels.setdefault(kind.level, []).append(kind)
         for level, kinds in levels.items():
             total: Counter[str] = Counter()
-            for kind in kinds:
+            seen = [kind for kind in kinds if kind.name in counts]
+            for kind in seen:
                 total.update(counts[kind.name])
                 lines.append(_row(level, kind.name, counts[kind.name]))
-            lines.append(_row(f"**{level}**", f"**{len(kinds)} kinds**", total))
+            if seen:
+                lines.append(_row(f"**{level}**", f"**{len(seen)} kinds**", total))
         return "\n".join(lines)
 
 

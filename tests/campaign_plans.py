@@ -12,20 +12,20 @@ from mmplan.errors import InfeasibleError, InvalidInputError
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
 from mmplan.schema.plan import Plan
-from mmplan.schema.profile import Profile
 from mmplan.schema.workload import DataSpec, Workload
 from tests.matrix_cases import FEATURES, Case
 from tests.mixed_tp_cases import MIXED, random_case
-from tests.mutants import blocks_of, ties_of
+from tests.mutants import profile_of
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, trained_as, unit
-from tests.solving import module_profile, profile, run_solve
+from tests.solving import run_solve
 from tests.task_sets import job
 from tests.verification import make_workload
 
-# A rule by which weights show gradients: sums of gradients, and decay of what has one.
+# A rule by which weights show gradients, what has one, and the norm of all of them.
 TRAIN: dict[str, Any] = {
     "optimizer": "SGD",
     "optimizer_args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    "clip_grad_norm": 0.1,
 }
 # Dropout is drawn by micro-batch, which a workload does not know.
 UNJUDGED = ("dropout",)
@@ -215,25 +215,6 @@ def _solvable(*, chained: bool) -> Workload:
     return make_workload(units, losses, batch=16)
 
 
-def _costs(workload: Workload, devices: int) -> Profile:
-    """Each module is slower than the next one."""
-    blocks, ties = blocks_of(workload), ties_of(workload)
-    return profile(
-        {
-            name: module_profile(
-                2e-3 / place,
-                4e-3 / place,
-                fixed_s=1e-3,
-                blocks=blocks[name],
-                tp={1: 1.0, 2: 1.9},
-                tied_blocks=ties.get(name),
-            )
-            for place, name in enumerate(workload.modules, start=1)
-        },
-        devices,
-    )
-
-
 def solved(folder: Path) -> Iterator[Subject]:
     """What the solvers plan; those that have no plan for a workload are left out."""
     towers, chain = _solvable(chained=False), _solvable(chained=True)
@@ -250,7 +231,7 @@ def solved(folder: Path) -> Iterator[Subject]:
                 plan = run_solve(
                     folder,
                     workload,
-                    _costs(workload, devices),
+                    profile_of(workload, devices),
                     solver=solver,
                     devices=devices,
                     top=2,

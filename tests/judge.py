@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,10 @@ from mmlaunch.comm.transport import CommGroup
 from mmlaunch.execute.batch_sync import BatchSync
 from mmlaunch.execute.executor import Executor
 from mmlaunch.execute.reductions import Reductions
+from mmlaunch.model.deferred_init import UndeferrableError
 from mmlaunch.session.session import Session
 from mmplan.errors import MMPlanError
-from mmplan.program.instructions import Compute, Message, Op, Step
+from mmplan.program.instructions import Collective, Compute, Message, Op, Step, Sync
 from mmplan.program.model import Program
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_loss, build_module
@@ -106,6 +108,8 @@ class OneProcess:
                 name: None if p.grad is None else p.grad.clone()
                 for name, p in self.parameters.items()
             }
+            if train.clip_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, train.clip_grad_norm)
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -345,25 +349,34 @@ def _standing_in(program: Program) -> Generator[None]:
     """
     compute, wait, count = Executor._compute, BatchSync.wait, Reductions.count
 
-    def meet(transport: Any, ranks: Sequence[int]) -> None:
+    def meet(transport: Any, ranks: Sequence[int], item: object) -> None:
+        """All ranks come, for the same instruction."""
         if len(ranks) > 1:
-            transport.all_reduce(torch.zeros(()), tuple(ranks))
+            mine = torch.tensor(float(crc32(str(item).encode())), dtype=torch.float64)
+            total = mine.clone()
+            transport.all_reduce(total, tuple(ranks))
+            if total != mine * len(ranks):
+                raise WrongError(f"ranks {list(ranks)} meet in {item} and in something else")
 
     def compute_together(self: Any, item: Compute) -> None:
         place = self._places.get(item.stage)
         if place is not None and item.op is not Op.WEIGHT:
-            meet(self._transport, sorted(program.stages[item.stage].ranks[place[0]]))
+            meet(self._transport, sorted(program.stages[item.stage].ranks[place[0]]), item)
         compute(self, item)
 
     def wait_together(self: Any, loss: int, batch: int) -> None:
-        meet(self._transport, program.losses[loss].ranks)
+        meet(self._transport, program.losses[loss].ranks, Sync(Op.SYNC_WAIT, loss, batch))
         wait(self, loss, batch)
 
     def count_together(self: Any, loss: int, field_of: Any) -> None:
-        meet(self._transport, program.losses[loss].ranks)
+        meet(self._transport, program.losses[loss].ranks, Collective(Op.COUNT, loss))
         count(self, loss, field_of)
 
+    def build_whole(*_: Any) -> None:
+        raise UndeferrableError("building all of a tiny module costs less")
+
     with (
+        patch("mmlaunch.model.local_model.MetaModule", build_whole),
         patch("mmlaunch.session.session.compile_plan", lambda _: program),
         patch("mmlaunch.session.session.check_agrees", lambda *_: None),
         patch.object(Executor, "_compute", compute_together),
@@ -379,7 +392,7 @@ def _compare_step(session: Session, expected: ExpectedStep) -> None:
     _compare("the loss", torch.tensor(done.loss), torch.tensor(expected.loss), session.rank)
     layouts = session.model.layouts
     parameters = dict(session.model.named_parameters())
-    if session.plan.training.zero == session.workload.train.zero == 0:
+    if not any(update.sharded for update in session.program.updates):
         for name, parameter in parameters.items():
             gradient = expected.gradients[name]
             wanted = torch.zeros(()) if gradient is None else gradient

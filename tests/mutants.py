@@ -28,8 +28,10 @@ from mmplan.schema.agreement import plan_differences
 from mmplan.schema.factories import import_factory, tied_blocks
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
+from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
 from tests.plants import Row, drop, put, with_rows, without
+from tests.solving import module_profile, profile
 
 T = TypeVar("T")
 Level = Literal["rows", "groups", "graph", "plan", "variants"]
@@ -63,25 +65,32 @@ def mutator(level: Level, name: str | None = None) -> Callable[[Mutator], Mutato
 
 def check_faults(program: Program, workload: Workload) -> list[str]:
     """What `check` says of a program that is to train a workload."""
-    asked = specify(workload, blocks_of(workload))
+    model = profile_of(workload)
+    blocks = {name: module.blocks for name, module in model.modules.items()}
+    asked = specify(workload, blocks, ties=model.ties)
     return [*check_program(program), *specification_faults(program, asked)]
 
 
 def check_plan(plan: Plan, workload: Workload) -> list[str]:
     """What `check` says of a plan file: its own faults, its workload's, or the proof's."""
     said = [*plan_faults(plan), *plan_differences(plan, workload)]
-    return said or list(prove(plan, workload).faults)
+    return said or list(prove(plan, workload, profile_of(workload)).faults)
 
 
-def blocks_of(workload: Workload) -> dict[str, int]:
-    """Number of blocks of every module, as a profile of the models would say it."""
-    return {name: len(_built(workload, name)) for name in workload.modules}
-
-
-def ties_of(workload: Workload) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The blocks of each parameter that several blocks share, by module."""
-    found = {name: tied_blocks(_built(workload, name)) for name in workload.modules}
-    return {name: ties for name, ties in found.items() if ties}
+def profile_of(workload: Workload, devices: int = 1) -> Profile:
+    """A profile of the models as they are; each module is slower than the next one."""
+    modules: dict[str, dict[str, Any]] = {}
+    for place, name in enumerate(workload.modules, start=1):
+        built = _built(workload, name)
+        modules[name] = module_profile(
+            2e-3 / place,
+            4e-3 / place,
+            fixed_s=1e-3,
+            blocks=len(built),
+            tp={1: 1.0, 2: 1.9},
+            tied_blocks=tied_blocks(built),
+        )
+    return profile(modules, devices)
 
 
 def _built(workload: Workload, name: str) -> nn.Sequential:
@@ -724,7 +733,7 @@ def two_sync_starts_swapped_on_one_rank(program: Program, rng: random.Random) ->
 def sync_starts_of_one_loss_in_another_order_on_one_rank(
     program: Program, rng: random.Random
 ) -> Program | None:
-    """PROOF.md's M1: complete and in time, and one batch's features meet another's."""
+    """Complete and in time, and one batch's features meet another's."""
     spot = one_of(rng, _starts(program))
     if spot is None:
         return None
@@ -739,7 +748,7 @@ def sync_starts_of_one_loss_in_another_order_on_one_rank(
 def sync_start_across_a_tp_compute_on_one_rank(
     program: Program, rng: random.Random
 ) -> Program | None:
-    """PROOF.md's M3: two communicators' operations in two orders."""
+    """Two communicators' operations in two orders."""
     found: list[tuple[int, int, int]] = []
     for rank, position, item in _starts(program):
         row = program.instructions[rank]

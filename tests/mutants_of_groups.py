@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from mmplan.program.instructions import Collective, Instruction, Op
-from mmplan.program.model import BlockReduction, LossReduction, Program, Reduction
+from mmplan.program.model import (
+    BlockReduction,
+    BlockUpdate,
+    LossReduction,
+    LossUpdate,
+    ParameterUpdate,
+    Program,
+    Reduction,
+    TieReduction,
+    TieUpdate,
+)
 from tests.mutants import mutator, one_of, rows_of
 from tests.plants import Row, without
 
@@ -27,11 +38,15 @@ def _losses(program: Program, rng: random.Random) -> LossReduction | None:
     return one_of(rng, [r for r in program.reductions if isinstance(r, LossReduction)])
 
 
+def _ties(program: Program, rng: random.Random) -> TieReduction | None:
+    return one_of(rng, [r for r in program.reductions if isinstance(r, TieReduction)])
+
+
 def _without_rank(program: Program, reduction: Reduction, rank: int, *, runs: bool) -> Program:
     """A rank leaves a reduction; ``runs`` keeps the instruction in its row."""
     ranks = tuple(r for r in reduction.ranks if r != rank)
     changes: dict[str, Any] = {"ranks": ranks}
-    if isinstance(reduction, BlockReduction):
+    if not isinstance(reduction, LossReduction):
         changes["contributors"] = tuple(r for r in reduction.contributors if r != rank)
     changed = with_reduction(program, reduction, **changes)
     gone = Collective(Op.REDUCE, reduction.index)
@@ -58,7 +73,7 @@ def block_reduction_without_a_rank_that_still_runs_it(
 
 @mutator("groups")
 def loss_reduction_without_one_rank(program: Program, rng: random.Random) -> Program | None:
-    """PROOF.md's M2: the loss's parameters drift apart."""
+    """The loss's parameters drift apart."""
     found = _losses(program, rng)
     return _without_rank(program, found, rng.choice(found.ranks), runs=False) if found else None
 
@@ -69,6 +84,55 @@ def loss_reduction_without_a_rank_that_still_runs_it(
 ) -> Program | None:
     found = _losses(program, rng)
     return _without_rank(program, found, rng.choice(found.ranks), runs=True) if found else None
+
+
+@mutator("groups")
+def tie_reduction_without_one_rank(program: Program, rng: random.Random) -> Program | None:
+    found = _ties(program, rng)
+    return _without_rank(program, found, rng.choice(found.ranks), runs=False) if found else None
+
+
+@mutator("groups")
+def tie_reduction_without_a_contributor(program: Program, rng: random.Random) -> Program | None:
+    found = _ties(program, rng)
+    if found is None:
+        return None
+    lost = rng.choice(found.contributors)
+    kept = tuple(r for r in found.contributors if r != lost)
+    return with_reduction(program, found, contributors=kept)
+
+
+@mutator("groups")
+def tie_reduction_of_other_blocks(program: Program, rng: random.Random) -> Program | None:
+    found = _ties(program, rng)
+    if found is None:
+        return None
+    return with_reduction(program, found, blocks=(*found.blocks[:-1], found.blocks[-1] - 1))
+
+
+@mutator("groups")
+def tie_reduction_forgotten(program: Program, rng: random.Random) -> Program | None:
+    """Embedding and head drift apart."""
+    found = _ties(program, rng)
+    if found is None:
+        return None
+    gone = Collective(Op.REDUCE, found.index)
+    return without(program, lambda _, x: x == gone)
+
+
+@mutator("groups")
+def tie_forgotten(program: Program, rng: random.Random) -> Program | None:
+    """The program does not know of it: no sum and no update."""
+    owner = one_of(rng, [owner for owner, ties in program.ties.items() if ties])
+    if owner is None:
+        return None
+    sums = [r for r in program.reductions if isinstance(r, TieReduction) and r.owner == owner]
+    gone = {Collective(Op.REDUCE, r.index) for r in sums}
+    updates = tuple(
+        u for u in program.updates if not (isinstance(u, TieUpdate) and u.owner == owner)
+    )
+    changed = replace(program, ties={**program.ties, owner: ()}, updates=updates)
+    return without(changed, lambda _, x: x in gone)
 
 
 @mutator("groups")
@@ -251,7 +315,7 @@ def reduction_in_two_halves_of_its_ranks(program: Program, rng: random.Random) -
     middle = len(found.ranks) // 2
     halves = found.ranks[:middle], found.ranks[middle:]
     changes: list[dict[str, Any]] = [{"ranks": half} for half in halves]
-    if isinstance(found, BlockReduction):
+    if not isinstance(found, LossReduction):
         for change in changes:
             kept = tuple(r for r in found.contributors if r in change["ranks"])
             change["contributors"] = kept
@@ -348,3 +412,165 @@ def loss_with_a_rank_more(program: Program, rng: random.Random) -> Program | Non
 def ranks_of_a_loss_in_another_order(program: Program, rng: random.Random) -> Program | None:
     found = one_of(rng, [x for x in program.losses if len(x.ranks) > 1])
     return _with_loss(program, found.index, ranks=found.ranks[::-1]) if found else None
+
+
+# --- updates -----------------------------------------------------------------------------
+
+
+def _with_update(program: Program, place: int, **changes: Any) -> Program:
+    updates = list(program.updates)
+    updates[place] = replace(updates[place], **changes)
+    return replace(program, updates=tuple(updates))
+
+
+def _update(
+    program: Program,
+    rng: random.Random,
+    test: Callable[[ParameterUpdate], bool] = lambda _: True,
+) -> int | None:
+    """The place of an update of something that has parameters."""
+    found = [n for n, u in enumerate(program.updates) if _has_parameters(u) and test(u)]
+    return one_of(rng, found)
+
+
+def _has_parameters(update: ParameterUpdate) -> bool:
+    """Whether it is not of a loss without parameters."""
+    return not (isinstance(update, LossUpdate) and update.owner.startswith(("counted", "mse")))
+
+
+@mutator("groups")
+def update_forgotten(program: Program, rng: random.Random) -> Program | None:
+    place = _update(program, rng)
+    if place is None:
+        return None
+    updates = program.updates
+    return replace(program, updates=updates[:place] + updates[place + 1 :])
+
+
+@mutator("groups")
+def update_of_a_loss_forgotten(program: Program, rng: random.Random) -> Program | None:
+    place = _update(program, rng, lambda u: isinstance(u, LossUpdate))
+    if place is None:
+        return None
+    updates = program.updates
+    return replace(program, updates=updates[:place] + updates[place + 1 :])
+
+
+@mutator("groups")
+def update_of_a_tie_forgotten(program: Program, rng: random.Random) -> Program | None:
+    place = _update(program, rng, lambda u: isinstance(u, TieUpdate))
+    if place is None:
+        return None
+    updates = program.updates
+    return replace(program, updates=updates[:place] + updates[place + 1 :])
+
+
+@mutator("groups")
+def update_without_one_rank(program: Program, rng: random.Random) -> Program | None:
+    place = _update(program, rng, lambda u: len(u.ranks) > 1)
+    if place is None:
+        return None
+    update = program.updates[place]
+    lost = rng.choice(update.ranks)
+    return _with_update(
+        program,
+        place,
+        ranks=tuple(r for r in update.ranks if r != lost),
+        counted=tuple(r for r in update.counted if r != lost),
+    )
+
+
+@mutator("groups")
+def update_in_two_halves_of_its_ranks(program: Program, rng: random.Random) -> Program | None:
+    """ZeRO's parts of one half never reach the other."""
+    place = _update(program, rng, lambda u: u.sharded and len(u.ranks) > 1)
+    if place is None:
+        return None
+    update = program.updates[place]
+    middle = len(update.ranks) // 2
+    one, two = update.ranks[:middle], update.ranks[middle:]
+    changed = _with_update(program, place, ranks=one, counted=one)
+    new = replace(update, ranks=two, counted=two)
+    return replace(changed, updates=(*changed.updates, new))
+
+
+@mutator("groups")
+def update_of_fewer_blocks(program: Program, rng: random.Random) -> Program | None:
+    place = _update(
+        program, rng, lambda u: isinstance(u, BlockUpdate) and u.blocks[1] - u.blocks[0] > 1
+    )
+    if place is None:
+        return None
+    update = program.updates[place]
+    assert isinstance(update, BlockUpdate)
+    return _with_update(program, place, blocks=(update.blocks[0] + 1, update.blocks[1]))
+
+
+@mutator("groups")
+def update_of_other_shards(program: Program, rng: random.Random) -> Program | None:
+    # Where a sum over the same shards needs it.
+    summed = {(r.tp, r.shards) for r in program.block_reductions if r.parameters == "cut"}
+    place = _update(
+        program, rng, lambda u: isinstance(u, BlockUpdate) and (u.tp, u.shards) in summed
+    )
+    if place is None:
+        return None
+    update = program.updates[place]
+    assert isinstance(update, BlockUpdate)
+    spans = [(a, b) for a in range(update.tp) for b in range(a + 1, update.tp + 1)]
+    return _with_update(
+        program, place, shards=rng.choice([span for span in spans if span != update.shards])
+    )
+
+
+@mutator("groups")
+def update_of_another_module(program: Program, rng: random.Random) -> Program | None:
+    place = _update(program, rng, lambda u: isinstance(u, BlockUpdate))
+    if place is None:
+        return None
+    owners = sorted({s.owner for s in program.stages} - {program.updates[place].owner})
+    owner = one_of(rng, owners)
+    return None if owner is None else _with_update(program, place, owner=owner)
+
+
+@mutator("groups")
+def update_that_nobody_counts(program: Program, rng: random.Random) -> Program | None:
+    """The norm for clipping lacks it."""
+    place = _update(program, rng, lambda u: bool(u.counted))
+    return None if place is None else _with_update(program, place, counted=())
+
+
+@mutator("groups")
+def update_that_every_copy_counts(program: Program, rng: random.Random) -> Program | None:
+    """The norm for clipping counts copies."""
+    place = _update(program, rng, lambda u: not u.sharded and len(u.ranks) > len(u.counted))
+    return (
+        None
+        if place is None
+        else _with_update(program, place, counted=program.updates[place].ranks)
+    )
+
+
+@mutator("groups")
+def update_that_one_part_counts(program: Program, rng: random.Random) -> Program | None:
+    place = _update(
+        program, rng, lambda u: isinstance(u, BlockUpdate) and u.sharded and len(u.counted) > 1
+    )
+    if place is None:
+        return None
+    return _with_update(program, place, counted=program.updates[place].counted[:1])
+
+
+@mutator("variants")
+def all_updates_of_a_module_sharded_or_not(program: Program, rng: random.Random) -> Program | None:
+    """ZeRO for one module."""
+    owner = one_of(rng, sorted({u.owner for u in program.updates if len(u.ranks) > 1}))
+    if owner is None:
+        return None
+    updates = tuple(
+        replace(u, sharded=not u.sharded, counted=u.ranks[:1] if u.sharded else u.ranks)
+        if u.owner == owner and len(u.ranks) > 1
+        else u
+        for u in program.updates
+    )
+    return replace(program, updates=updates)

@@ -249,6 +249,18 @@ def plan_forgets_to_share(plan: Plan, rng: random.Random) -> Plan | None:
 
 
 @mutator("plan")
+def plan_forgets_a_tie(plan: Plan, rng: random.Random) -> Plan | None:
+    found = one_of(rng, [m for m in _modules(plan) if m[2].ties])
+    return _with_module(plan, found[0], found[1], ties=()) if found else None
+
+
+@mutator("plan")
+def plan_ties_other_blocks(plan: Plan, rng: random.Random) -> Plan | None:
+    found = one_of(rng, [m for m in _modules(plan) if m[2].blocks > 1 and m[2].ties != ((0, 1),)])
+    return _with_module(plan, found[0], found[1], ties=((0, 1),)) if found else None
+
+
+@mutator("plan")
 def plan_shares_two_modules(plan: Plan, rng: random.Random) -> Plan | None:
     pairs = [
         (a, b)

@@ -14,7 +14,7 @@ from tests.judge import judge
 from tests.mutants import KINDS, Kind
 
 # Judged here: one of so many kinds, an eighth of a second each.
-EVERY = 12
+EVERY = 16
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,29 @@ def test_the_check_and_the_judge_agree(name: str, subjects: list[Subject]) -> No
     assert case.outcome in ("caught", "harmless", "refused though harmless"), str(case)
 
 
+# Gathers in another order, a loss's sum, two communicators, and other mistakes that neither a
+# deadlock nor a missing sample shows; and two programs that are right.
+KNOWN = {
+    "sync starts of one loss in another order on one rank": ("other", "stops"),
+    "loss reduction without one rank": ("other",),
+    "sync start across a tp compute on one rank": ("stops",),
+    "two receives of a route swapped": ("stops",),
+    "loss weight a millionth more": ("other",),
+    "update that every copy counts": ("other",),
+    "tie reduction forgotten": ("other",),
+    "two edges into a stage exchanged": ("other",),
+    "all messages of one sample each": ("same",),
+    "reductions in turned order on all ranks": ("same",),
+}
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_the_judge_passes_what_is_compiled_and_sees_a_changed_weight(
-    subjects: list[Subject],
-) -> None:
-    subject = next(s for s in subjects if s.kind == "regression")
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_judge_knows(name: str, subjects: list[Subject]) -> None:
+    made = _one(KINDS[name], subjects)
+    assert made is not None
+    subject, mutant = made
+    assert isinstance(mutant, Program)
     assert judge(subject.program, subject.plan, subject.workload).verdict == "same"
-    kind = KINDS["loss weight a millionth more"]
-    mutant = kind.mutate(subject.program, random.Random(0))
-    assert judge(mutant, subject.plan, subject.workload).verdict == "other"
+    found = judge(mutant, subject.plan, subject.workload)
+    assert found.verdict in KNOWN[name], found
