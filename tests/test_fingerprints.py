@@ -12,7 +12,7 @@ import pytest
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import document_text, file_sha256
 from mmplan.schema.fingerprints import built_parts, check_model
-from mmplan.schema.profile import load_profile, profiled_blocks
+from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import load_workload
 from tests.commands import call, run
 
@@ -394,7 +394,8 @@ def test_a_profile_that_is_gone_or_another_one_is_noted(made: Path, tmp_path: Pa
 def test_a_profiles_blocks_and_ties_are_those_of_its_fingerprint(
     made: Path, tmp_path: Path
 ) -> None:
-    assert profiled_blocks(load_profile(made / "profile.json"))["words"] == (2, ())
+    words = load_profile(made / "profile.json").modules["words"]
+    assert (words.blocks, words.tied_blocks) == (2, None)
     for name, value, said in [
         ("blocks", 3, "blocks is 3, the fingerprint has 4"),
         ("tied_blocks", [[1, 2]], "tied_blocks is [[1, 2]], the fingerprint has []"),

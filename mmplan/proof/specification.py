@@ -139,13 +139,22 @@ def specification_faults(program: Program, asked: Specification) -> Iterator[str
     """
     yield from _batch_faults(program, asked)
     yield from _tie_faults(program, asked)
+    # Terms of the program get higher numbers, where the workload has none that are equal.
+    known = len(asked.terms.forms)
     faults = list(_reference_faults(program))
     order = [] if faults else _producers_first(program)
     if not faults and len(order) < len(program.stages):
         faults = ["stages take each other's output in a circle"]
     yield from faults
     if not faults:
-        yield from _loss_faults(program, asked, _computed(program, asked.terms, order))
+        outputs = _computed(program, asked.terms, order)
+        yield from _loss_faults(program, asked, outputs)
+        for stage in program.stages:
+            if outputs[stage.index] >= known:
+                yield (
+                    f"stage {stage.index} ({stage.unit}): computes "
+                    f"{asked.terms.text(outputs[stage.index])}, which the workload does not"
+                )
         yield from _host_faults(program)
         yield from _flow_faults(program, order)
 

@@ -440,11 +440,6 @@ class Profile(Document):
         return ModuleProfile.model_validate(base.model_dump(exclude_none=True) | changes)
 
 
-def profiled_blocks(profile: Profile) -> dict[str, tuple[int, tuple[tuple[int, ...], ...]]]:
-    """Module to its number of blocks, and to the blocks of each parameter that several share."""
-    return {name: (own.blocks, own.tied_blocks or ()) for name, own in profile.modules.items()}
-
-
 def load_profile(path: str | Path) -> Profile:
     """Read profile.json.
 
