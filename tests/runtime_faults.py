@@ -23,6 +23,7 @@ from mmlaunch.model.seeds import Seeds
 from mmlaunch.session import update
 from mmlaunch.session.session import Session
 from mmlaunch.session.update import Update
+from mmplan.program.model import TieReduction
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
@@ -44,6 +45,8 @@ class Setup:
     factories: dict[str, str] = field(default_factory=dict[str, str])
     zero: int = 0
     recompute: str = "none"
+    # The first tower takes rows, some to each sample, and passes them on.
+    ragged: bool = False
 
     def made(self) -> tuple[Plan, Workload]:
         units: list[UnitSpec] = [
@@ -55,6 +58,12 @@ class Setup:
             loss("counted", "t", "mask", weight=0.7),
             loss("regression", "v", "target", weight=1.5),
         ]
+        if self.ragged:
+            units = [
+                unit("v", "rows", blocks=2, dp=2, k=2),
+                unit("t", "v", "b", blocks=2, dp=2, k=1),
+            ]
+            losses = [loss("contrastive", "v.1", "t", sync_batch=BATCH)]
         train = {
             "zero": self.zero,
             "optimizer": "AdamW",
@@ -211,13 +220,28 @@ def sampler_for_each_module() -> Planted:
 
 
 def mean_of_uneven_microbatches() -> Planted:
-    def per_microbatch(sound: Any, self: Any, term: Any, samples: int, batch: int) -> float:
+    def per_microbatch(sound: Any, self: Any, term: Any, samples: int) -> float:
         if term.index in self._totals:
-            return sound(self, term, samples, batch)
+            return sound(self, term, samples)
         stage = self._program.stages[term.host]
-        return term.weight / sum(map(len, stage.microbatches))
+        return float(term.weight / sum(map(len, stage.microbatches)))
 
     return _around(Reductions, "scale", per_microbatch)
+
+
+def normalised_by_module() -> Planted:
+    def by_replica(sound: Any, self: Any, term: Any, samples: int) -> float:
+        return sound(self, term, samples) * self._program.stages[term.host].dp
+
+    return _around(Reductions, "scale", by_replica)
+
+
+def rows_of_another_replica() -> Planted:
+    def exchanged(sound: Any, self: Any, field: str, start: int, stop: int) -> Any:
+        value = sound(self, field, start, stop)
+        return value._replace(values=value.values.roll(1, 0)) if field == "rows" else value
+
+    return _around(loader.StepData, "get", exchanged)
 
 
 def mean_by_rank() -> Planted:
@@ -232,10 +256,11 @@ def mean_by_rank() -> Planted:
 
 
 def ties_not_summed() -> Planted:
-    def forget(self: Any, *_: Any, **__: Any) -> None:
-        self._tied = []
+    def leave_out(sound: Any, self: Any, index: int) -> None:
+        if not isinstance(self._program.reductions[index], TieReduction):
+            sound(self, index)
 
-    return _after(Reductions, "__init__", forget)
+    return _around(Reductions, "reduce", leave_out)
 
 
 def partial_gradient_under_tp() -> Planted:
@@ -328,6 +353,13 @@ FAULTS = {
         _fault(rank_never_updates, "R14", "weight"),
         _fault(norm_counts_copies, "P5, NeMo/RL#3788, DeepSpeed#2094", "norm"),
         _fault(encoder_gradients_times_replicas, "Megatron-Bridge#4066", "gradient"),
+        _fault(normalised_by_module, "Megatron-Bridge#5555", "gradient"),
+        _fault(
+            rows_of_another_replica,
+            "Megatron-Bridge#5924",
+            "gradient",
+            setup=Setup(ragged=True, factories={"v": "ragged", "t": "reader"}),
+        ),
         _fault(sampler_for_each_module, "Megatron-Bridge#2956", "samples"),
         _fault(
             mean_of_uneven_microbatches,
