@@ -49,6 +49,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_emulation.py
 	$(BIN)/python benchmarks/bench_simulator.py
 	$(BIN)/python benchmarks/bench_published.py
+	$(BIN)/python benchmarks/bench_proof.py
 
 reproduce: install  ## plan the papers' workloads under every system; writes docs/reproduction.md
 	$(BIN)/python benchmarks/reproduce.py

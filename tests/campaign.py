@@ -1,6 +1,6 @@
 """The campaign: mutants of many programs, each checked and judged; counts by kind.
 
-``python -m tests.campaign`` runs all of it and prints the table of docs/proof.md.
+``python -m tests.campaign`` runs all of it and prints the table of docs/campaign.md.
 """
 
 from __future__ import annotations
