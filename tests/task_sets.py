@@ -84,10 +84,11 @@ def job(**train: Any) -> Workload:
 def write_files(folder: Path, workload: Workload, devices: int = 4) -> tuple[Path, Path]:
     """The workload and a profile of it in files."""
     seconds = {"v": (3e-3, 3), "t": (1e-3, 4), "u": (2e-3, 2), "w": (2e-3, 2)}
+    tied = [name for name, spec in workload.modules.items() if spec.factory.endswith("tied")]
     costs = profile(
         {
             name: module_profile(each, 2 * each, fixed_s=each, blocks=blocks, tp={1: 1.0, 2: 1.9})
-            | ({"tied_blocks": [[0, blocks - 1]]} if name == "t" else {})
+            | ({"tied_blocks": [[0, blocks - 1]]} if name in tied else {})
             for name, (each, blocks) in seconds.items()
         },
         devices,

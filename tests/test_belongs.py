@@ -86,7 +86,7 @@ def test_what_a_plan_does_not_depend_on_may_change(folder: Path, old: str, new: 
         ("kinds: 5", "kinds: 6", "losses.species.args.kinds was 5, the workload has 6"),
         ("optimizer: SGD", "optimizer: AdamW", "training.optimizer: the plan has"),
         ("seed: 3", "seed: 3, precision: bf16", "training.precision: the plan has"),
-        ("seed: 3", "seed: 3, zero: 1", "train.zero was 0, the workload has 1"),
+        ("seed: 3", "seed: 3, zero: 1", "training.zero: the plan has 0, the workload 1"),
     ],
 )
 def test_what_a_plan_depends_on_is_named(folder: Path, old: str, new: str, said: str) -> None:

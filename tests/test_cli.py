@@ -94,7 +94,12 @@ def test_json_is_the_only_thing_on_stdout(files: Files) -> None:
         assert done.err
     checked = call("mmplan", "check", files.solved, "--json").document
     compared = str(files.solved.parent / "../birds/workload.yaml")
-    assert checked == {"plan": str(files.solved), "workload": compared, "faults": []}
+    assert checked == {
+        "plan": str(files.solved),
+        "workload": compared,
+        "faults": [],
+        "safe_with_blocking_sends": True,
+    }
     simulated = call("mmplan", "simulate", files.solved, "--trace", trace, "--json").document
     assert simulated["iteration_s"] == pytest.approx(plan["predicted"]["iteration_s"])
     assert json.loads(trace.read_text())["traceEvents"]

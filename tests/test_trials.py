@@ -92,7 +92,7 @@ def test_the_command_runs_real_steps_and_leaves_nothing_else(tmp_path: Path) -> 
     plan = load_plan(here / "plan.json")
     assert plan.solver.measured_s
     assert sum(r.measured_s is not None for r in plan.solver.runners_up) == 1
-    assert {path.name for path in here.iterdir()} == {"p.json", "plan.json"}
+    assert {path.name for path in here.iterdir()} == {"p.json", "plan.json", "plan.proof.json"}
 
 
 def test_a_plan_with_trials_is_read_back(tmp_path: Path) -> None:

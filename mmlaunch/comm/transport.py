@@ -13,11 +13,9 @@ from torch import Tensor
 
 from mmlaunch.comm import wire
 from mmlaunch.process.heartbeat import Heartbeat
+from mmplan.program.communicators import CommGroup
 from mmplan.program.shards import Ranks
 
-# Collectives on one channel of a group come in the same order on all of its ranks. What
-# starts early, in an order of its own, has a channel of its own.
-CommGroup = tuple[Ranks, int]
 # (source, target, backward): where messages go.
 MessageLink = tuple[int, int, bool]
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from mmlaunch.comm.batches import Tree
-from mmlaunch.comm.transport import CommGroup, Transport
+from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import Field
 from mmlaunch.execute.gradient_buckets import (
     FlatShards,
@@ -207,15 +207,3 @@ class Reductions:
         """After the update: gather parameters whose shards ranks updated apart."""
         for item in self._all_sums:
             item.gather(self._transport)
-
-
-def collective_groups(program: Program) -> list[CommGroup]:
-    """Every group that a step's collectives use, once, in one order on all ranks."""
-    groups: dict[Ranks, None] = {}
-    for stage in program.stages:
-        if stage.tp > 1:
-            groups.update(dict.fromkeys(tuple(sorted(group)) for group in stage.ranks))
-    groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
-    groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
-    gathers = [(loss.ranks, loss.channel) for loss in program.cross_sample_losses]
-    return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]

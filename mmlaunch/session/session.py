@@ -35,7 +35,7 @@ from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
 from mmlaunch.execute.executor import Executor, InstructionSpan
-from mmlaunch.execute.reductions import Reductions, collective_groups
+from mmlaunch.execute.reductions import Reductions
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
@@ -54,6 +54,7 @@ from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
+from mmplan.program.communicators import communicators
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
@@ -158,7 +159,7 @@ class Session:
             device=transport.device,
             comm=lambda ranks: _GroupSum(transport, ranks),
         )
-        transport.prepare(collective_groups(self.program), message_links(self.program))
+        transport.prepare(communicators(self.program), message_links(self.program))
         tasks = resolve_tasks(workload)
         self._data = TaskData(
             program=self.program,

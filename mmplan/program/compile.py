@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from mmplan.program.folding import fold_large, unfold
@@ -58,6 +59,9 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     return Program.of(plan, graph, match_receives(rows))
 
 
+# What comes first of things that end at one time: forwards give the features that a start gathers,
+# a wait needs the gather.
+_COMPUTE, _START, _MEETING = range(3)
 # An edge, the ranks of the group at its other end, and the samples that it carries.
 _Transfer = tuple[Edge, tuple[int, ...], SampleRange]
 
@@ -81,27 +85,17 @@ class _Projection:
                 self._outgoing[edge.producer, link.d, link.mb].append(outgoing)
                 incoming = edge, senders[link.d], link.span
                 self._incoming[edge.consumer, link.d2, link.mb2].append(incoming)
-        # By loss, and by sync batch: forwards that must come before it starts.
-        self._to_forward = self._forwards_per_sync()
-        self._started: defaultdict[int, int] = defaultdict(int)
+        # By (loss, sync batch): the nominal time at which the last of its features is there.
+        self._features_s: dict[tuple[int, int], int] = {}
         # By (rank, loss, sync batch): the place behind the rank's last forward of its samples.
         self._features_at: dict[tuple[int, int, int], int] = {}
-        # By rank: places before which no sync may start, and starts with their places.
-        self._start_after = [0] * num_ranks
-        self._starts: list[list[tuple[int, Instruction]]] = [[] for _ in range(num_ranks)]
+        # By rank: nominal ends of what may need other ranks, and the places behind it.
+        self._ends: list[list[tuple[tuple[int, int], int]]] = [[] for _ in range(num_ranks)]
         for loss in graph.losses:
             if isinstance(loss, PerSampleLoss):
                 for rank in loss.ranks:
-                    self._append_collective(rank, Collective(Op.COUNT, loss.index))
-
-    def _forwards_per_sync(self) -> dict[int, Counter[int]]:
-        counts: dict[int, Counter[int]] = {x.index: Counter() for x in self._graph.losses}
-        for stage in self._graph.stages:
-            for d, spans in enumerate(stage.microbatches):
-                for mb in range(len(spans)):
-                    for loss, g in self._syncs_of(stage, d, mb):
-                        counts[loss][g] += 1
-        return counts
+                    self._rows[rank].append(Collective(Op.COUNT, loss.index))
+                    self._note_end(rank, -1, _MEETING)
 
     def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
         span = stage.microbatches[d][mb]
@@ -113,20 +107,20 @@ class _Projection:
             match event.op:
                 case Op.FORWARD | Op.BACKWARD | Op.INPUT:
                     self._rows[rank] += self._compute(event, t)
-                    if len(event.ranks) > 1:
-                        self._start_after[rank] = len(self._rows[rank])
+                    self._note_end(rank, event.start + event.duration, _COMPUTE)
                 case Op.WEIGHT:
                     self._rows[rank].append(Compute(event.op, event.index, event.mb))
                 case Op.SYNC_WAIT:
-                    self._append_collective(rank, Sync(event.op, event.index, event.mb))
+                    self._rows[rank].append(Sync(event.op, event.index, event.mb))
+                    self._note_end(rank, event.start, _MEETING)
                 case _:
-                    self._append_collective(rank, Collective(event.op, event.index))
+                    self._rows[rank].append(Collective(event.op, event.index))
+                    self._note_end(rank, event.start, _MEETING)
         if event.op is Op.FORWARD:
             self._note_features(event)
 
-    def _append_collective(self, rank: int, item: Instruction) -> None:
-        self._rows[rank].append(item)
-        self._start_after[rank] = len(self._rows[rank])
+    def _note_end(self, rank: int, time: int, kind: int) -> None:
+        self._ends[rank].append(((time, kind), len(self._rows[rank])))
 
     def _compute(self, event: Event, t: int) -> Iterator[Instruction]:
         """A forward or backward on rank t of its group, with the messages around it."""
@@ -147,33 +141,41 @@ class _Projection:
                     yield Message(send, event.index, event.mb, edge.index, peer, *span)
 
     def _note_features(self, event: Event) -> None:
-        """Start the sync batches of which a forward is the last of all."""
-        for loss, g in self._syncs_of(self._graph.stages[event.index], event.d, event.mb):
+        """Note when and where the samples of a forward are there for their syncs."""
+        for key in self._syncs_of(self._graph.stages[event.index], event.d, event.mb):
+            end = event.start + event.duration
+            self._features_s[key] = max(end, self._features_s.get(key, 0))
             for rank in event.ranks:
-                self._features_at[rank, loss, g] = len(self._rows[rank])
-            left = self._to_forward[loss]
-            left[g] -= 1
-            # A later sync batch may be complete first: its start waits for those before it.
-            while self._started[loss] in left and not left[self._started[loss]]:
-                self._start(loss, self._started[loss])
-                self._started[loss] += 1
+                self._features_at[rank, *key] = len(self._rows[rank])
 
-    def _start(self, loss: int, g: int) -> None:
-        """Start a sync batch on all ranks, on each as soon as its features are there.
+    def _starts(self) -> Iterator[tuple[int, int, int]]:
+        """(nominal time, loss, sync batch) of every start of a sync, in one order for all ranks.
 
-        It comes after the collectives that the rank has by now, and before all later ones. So
-        the collectives of a loss's ranks have one order everywhere. The gather loses no time by
-        it: it begins when the last rank starts.
+        A sync starts when its last features are there, and not before the ones before it.
         """
-        for rank in self._graph.losses[loss].ranks:
-            features = self._features_at.pop((rank, loss, g), 0)
-            place = max(features, self._start_after[rank])
-            self._starts[rank].append((place, Sync(Op.SYNC_START, loss, g)))
-            self._start_after[rank] = place
+        times: dict[int, int] = {}
+        found: list[tuple[int, int, int]] = []
+        for (loss, g), time in sorted(self._features_s.items()):
+            times[loss] = max(time, times.get(loss, 0))
+            found.append((times[loss], loss, g))
+        yield from sorted(found)
 
     def rows(self) -> list[tuple[Instruction, ...]]:
-        """Every rank's program; a rank without work has an empty row."""
-        for row, starts in zip(self._rows, self._starts, strict=True):
+        """Every rank's program; a rank without work has an empty row.
+
+        A rank starts a sync after what nominally ends before the last features are there anywhere,
+        and before all else. So the collectives of all ranks have one order, that of their ends. The
+        gather loses no time by it: it begins when the last rank starts.
+        """
+        places: list[list[tuple[int, Instruction]]] = [[] for _ in self._rows]
+        for time, loss, g in self._starts():
+            for rank in self._graph.losses[loss].ranks:
+                before = bisect_left(self._ends[rank], ((time, _START), 0))
+                place = self._ends[rank][before - 1][1] if before else 0
+                place = max(place, self._features_at.get((rank, loss, g), 0))
+                place = max(place, places[rank][-1][0] if places[rank] else 0)
+                places[rank].append((place, Sync(Op.SYNC_START, loss, g)))
+        for row, starts in zip(self._rows, places, strict=True):
             for place, start in reversed(starts):
                 row.insert(place, start)
         return [(*row, Step()) if row else () for row in self._rows]

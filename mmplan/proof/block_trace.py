@@ -47,7 +47,7 @@ class BlockError(Exception):
     """A block's forward failed; the message says in which submodule, the cause is kept."""
 
 
-class Value(NamedTuple):
+class TracedValue(NamedTuple):
     """A tensor among the arguments of an operation, by its number."""
 
     number: int
@@ -60,7 +60,7 @@ class Operation:
     Attributes:
         name: ``aten.mul``, or ``linear``, ``attention``, ``norm``, ``matmul``, or the style of
             a cut Linear.
-        arguments: by name (of functions: by position too), tensors as :class:`Value`.
+        arguments: by name (of functions: by position too), tensors as :class:`TracedValue`.
         inputs, outputs: numbers of tensors.
         pointwise: whether torch says that each output element depends on its own place alone.
         records: whether autograd was on; inside an ``autograd.Function`` it is off.
@@ -342,7 +342,7 @@ class _Tracer:
                     self._add("written", {}, inputs, (self._new(other),))
 
     def _as_values(self, tree: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: Value(self.number(tensor)), tree)
+        return pytree.tree_map_only(Tensor, lambda tensor: TracedValue(self.number(tensor)), tree)
 
     def _add(
         self,

@@ -13,7 +13,7 @@ Term = int
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class DataField:
     """A field of a task's samples."""
 
     task: str
@@ -48,7 +48,7 @@ class Applied:
     arguments: tuple[Term, ...]
 
 
-Form = Field | Nothing | Element | Applied
+Form = DataField | Nothing | Element | Applied
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Terms:
 
     def field(self, task: str, name: str | None) -> Term:
         """A data field, or nothing."""
-        return self.of(Nothing() if name is None else Field(task, name))
+        return self.of(Nothing() if name is None else DataField(task, name))
 
     def element(self, value: Term, index: int | None) -> Term:
         """An element of a value, None for all of it."""
@@ -97,7 +97,7 @@ class Terms:
     def text(self, term: Term) -> str:
         """The term for people: ``text[0,12)(tokens)``."""
         match self.forms[term]:
-            case Field(name=name):
+            case DataField(name=name):
                 return name
             case Nothing():
                 return "null"

@@ -36,7 +36,7 @@ from mmplan.proof.block_trace import (
     BlockError,
     BlockTrace,
     Operation,
-    Value,
+    TracedValue,
     arguments_of,
     block_kind,
     trace_block,
@@ -654,15 +654,15 @@ class _Rules:
         if operation.name == "linear":
             given = list(arguments_of(operation, ["input", "weight", "bias"]))
         elif operation.name == "matmul":
-            given = [Value(number) for number in operation.inputs]
+            given = [TracedValue(number) for number in operation.inputs]
         else:
             given = [operation.arguments.get(n) for n in ("mat1", "batch1", "self")]
-            given = [v for v in given if isinstance(v, Value)][:1]
+            given = [v for v in given if isinstance(v, TracedValue)][:1]
             others = [operation.arguments.get(n) for n in ("mat2", "batch2")]
-            given += [v for v in others if isinstance(v, Value)]
+            given += [v for v in others if isinstance(v, TracedValue)]
             if operation.name in ("aten.addmm", "aten.baddbmm"):
                 given.append(operation.arguments["self"])
-        numbers = [v.number if isinstance(v, Value) else None for v in (*given, None)]
+        numbers = [v.number if isinstance(v, TracedValue) else None for v in (*given, None)]
         return cast(int, numbers[0]), cast(int, numbers[1]), numbers[2]
 
     def _attention(self, operation: Operation, other: Operation) -> list[State]:
@@ -688,7 +688,7 @@ class _Rules:
 
 
 def _number(operation: Operation, name: str) -> int:
-    return cast(Value, operation.arguments[name]).number
+    return cast(TracedValue, operation.arguments[name]).number
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -84,7 +84,7 @@ def depended_on(
         working: those of which the profile knows how much work each sample is.
     """
     views = {name: view for name, view in resolve_tasks(workload).items() if name in tasks}
-    found: dict[str, Any] = {"train.zero": workload.train.zero}
+    found: dict[str, Any] = {}
     for name, spec in workload.modules.items():
         if any(name in view.modules for view in views.values()):
             found[f"modules.{name}"] = _made_by(spec)

@@ -64,7 +64,8 @@ class Event:
     """Something that happens once, on ``ranks`` together.
 
     ``index`` is the stage of a compute, the loss of a sync, the reduction of a REDUCE;
-    ``d`` and ``mb`` place a compute, ``mb`` is the sync batch of a sync.
+    ``d`` and ``mb`` place a compute, ``mb`` is the sync batch of a sync. ``start`` is its nominal
+    time, known when it is scheduled.
     """
 
     op: Op
@@ -76,6 +77,7 @@ class Event:
     duration: int = 0
     waiting_for: int = 0
     ready_at: int = 0
+    start: int = 0
     then: list[Event] = field(default_factory=list)
 
     def after(self, other: Event) -> None:
@@ -324,6 +326,7 @@ class _ListScheduler:
             if start > offered:
                 self._push(event)
                 continue
+            event.start = start
             yield event
             self._finish(event, start + event.duration)
         if self._remaining:
