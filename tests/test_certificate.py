@@ -496,3 +496,27 @@ def test_every_rank_of_a_run_compares_its_row(
             options, runs.prepare(options), lambda event: None, lambda *_: load_plan(plan_path)
         )
     assert re.search(r"rank \d would execute another row", caught.value.message)
+
+
+def test_what_blocks_share_is_summed_over_its_holders_once() -> None:
+    plan = make_plan(
+        unit("v", dp=2, pp=2, blocks=4, tp=2),
+        unit("t", dp=2),
+        losses=[loss("c", "v", "t", sync_batch=8)],
+        batch=8,
+    )
+    tasks = plan.tasks["default"]
+    module = tasks.modules["v"].model_copy(update={"ties": ((0, 3),)})
+    task = tasks.model_copy(update={"modules": {**tasks.modules, "v": module}})
+    tied = plan.model_copy(update={"tasks": {"default": task}})
+    certificate = certified(tied)
+    assert faults_of(tied, certificate) == []
+    sums = [own for own in certificate["graph"]["sums"] if "tie" in own]
+    assert [(own["tie"], own["blocks"], len(own["parts"])) for own in sums] == [("v", [0, 3], 2)]
+    found = json.loads(json.dumps(certificate))
+    for own in found["graph"]["sums"]:
+        if "tie" in own:
+            own["parts"][0]["ranks"].pop()
+    for row in found["rows"]:
+        row["sha256"] = hash_row(hash_graph(found["graph"]), row["instructions"])
+    assert any("[0, 3]" in fault for fault in faults_of(tied, found))

@@ -228,6 +228,8 @@ class _Checker:
             on = sorted({r for loss in self.losses if loss["name"] == name for r in loss["ranks"]})
             own = [p["ranks"] for s in self.sums if s.get("loss") == name for p in s["parts"]]
             yield from _unequal(f"sums of {name}", own, [on] if len(on) > 1 else [])
+        planned = [m for task in self.plan["tasks"].values() for m in task["modules"].items()]
+        ties = {(x.get("share") or n, *tie) for n, x in planned for tie in x.get("ties") or ()}
         for owner in {stage["owner"] for stage in self.stages}:
             stages = [stage for stage in self.stages if stage["owner"] == owner]
             own = [total for total in self.sums if total.get("owner") == owner]
@@ -239,6 +241,12 @@ class _Checker:
                 groups = list(dict.fromkeys(tuple(g) for stage in held for g in stage["ranks"]))
                 if any(a in stage["trained"] for stage in held):
                     yield from (f"{owner}[{a},{b}): {fault}" for fault in _unsummed(groups, over))
+            trained = {b for stage in stages for b in stage["trained"]}
+            for tie in (t for name, *t in ties if name == owner and trained.issuperset(t)):
+                held = [x for x in stages if not {*tie}.isdisjoint(range(*x["blocks"]))]
+                groups = list({tuple(g) for stage in held for g in stage["ranks"]})
+                over = [x for x in self.sums if (x.get("tie"), x.get("blocks")) == (owner, tie)]
+                yield from (f"{owner}, {tie}: {x}" for x in _unsummed(groups, over, is_tied=True))
 
     def ranks_are_alike(self) -> Iterator[str]:
         """Every rank's place, and what it exchanges there, is its representative's."""
@@ -442,8 +450,8 @@ def _linked(producer: Any, consumer: Any) -> tuple[_Links, _Links]:
     return gives, takes
 
 
-def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[_Parsed]) -> Iterator[str]:
-    """What is not summed, or not once, of a block that some groups hold."""
+def _unsummed(groups: Any, over: Sequence[_Parsed], *, is_tied: bool = False) -> Iterator[str]:
+    """What is not summed, or not once, of what some groups hold; nothing tied is cut."""
     held: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
     for t, rank, n in ((t, rank, len(group)) for group in groups for t, rank in enumerate(group)):
         held[rank].add((t, n))
@@ -461,7 +469,8 @@ def _unsummed(groups: Sequence[tuple[int, ...]], over: Sequence[_Parsed]) -> Ite
     # What it cuts: all holders of a shard are in one sum. A rank with two shards holds all.
     tp = lcm(*map(len, groups), *(part["tp"] for part in cut))
     ends = {x * (tp // part["tp"]) for part in cut for x in part["shards"]} - {tp}
-    for a in sorted(ends | {x * (tp // len(group)) for group in groups for x in range(len(group))}):
+    ends |= {x * (tp // len(group)) for group in groups for x in range(len(group))}
+    for a in () if is_tied else sorted(ends):
         holders = sorted(
             rank
             for rank, own in held.items()

@@ -33,6 +33,7 @@ from mmplan.program.model import (
     Reduction,
     Source,
     Stage,
+    TieReduction,
 )
 from mmplan.program.samples import RangeIndex
 from mmplan.program.shards import Ranks
@@ -159,6 +160,8 @@ def _sum_of(reduction: Reduction) -> tuple[object, ...]:
     if isinstance(reduction, BlockReduction):
         alone = None if reduction.parameters == "all" else reduction.index
         return reduction.owner, reduction.blocks, alone
+    if isinstance(reduction, TieReduction):
+        return reduction.owner, reduction.blocks, "tie"
     return reduction.owner, reduction.index
 
 
@@ -176,6 +179,9 @@ def _sums(reductions: Sequence[Reduction]) -> list[Json]:
             part = {"tp": reduction.tp, "shards": reduction.shards, "ranks": reduction.ranks}
             part["contributors"] = reduction.contributors
             own = {"owner": reduction.owner, "blocks": blocks, "parameters": parameters}
+        elif isinstance(reduction, TieReduction):
+            own = {"tie": reduction.owner, "blocks": reduction.blocks, "parameters": "whole"}
+            part = {"ranks": reduction.ranks, "contributors": reduction.contributors}
         else:
             own, part = {"loss": reduction.owner}, {"ranks": reduction.ranks}
         if index == len(sums):
