@@ -26,7 +26,7 @@ from mmplan.profiling.data import timed_means
 from mmplan.ragged import Ragged
 from mmplan.schema.base import document_text
 from mmplan.schema.workload import Workload
-from tests.commands import call
+from tests.commands import ROOT, call
 from tests.gloo_entries import train
 from tests.missing_cases import BATCH, GRID, PLACES, STEPS, MissingCase, train_plainly
 from tests.mllm_cases import MllmCase
@@ -174,11 +174,15 @@ def test_profiles_time_samples_that_have_the_modality() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["first-step", "everywhere"])
-def test_planned_from_data_without_pictures(where: str, tmp_path: Path) -> None:
+def test_planned_from_data_without_pictures(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Profile with the data's work, plan, proof, simulation of sampled batches and report."""
     workload = MissingCase(where=where, joins="adds").workload()
     spec, profile, plan = (tmp_path / name for name in ("w.json", "p.json", "plan.json"))
     spec.write_text(document_text(workload))
+    # A process of its own reads the data.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def done(*args: str | Path) -> None:
         result = call("mmplan", *args)
