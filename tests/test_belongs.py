@@ -207,6 +207,7 @@ def trained(folder: Path, run_dir: Path, *more: object) -> tuple[Done, bool]:
     return done, all(found[f"words.{name}"].equal(value) for name, value in made.items())
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_what_is_set(folder: Path, tmp_path: Path) -> None:
     rate = "train.optimizer_args.lr=0"
     done, as_made = trained(folder, tmp_path / "run", "--steps", 1, "--set", rate)
