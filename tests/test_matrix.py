@@ -80,7 +80,13 @@ def test_every_two_features_and_degrees(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+# The pairwise cases have every feature; here the rest come with `make test-all`.
+UNEVEN = ("plain", "ragged", "tied", "counted", "unused-module")
+
+
+@pytest.mark.parametrize(
+    "feature", [f if f in UNEVEN else pytest.param(f, marks=pytest.mark.slow) for f in FEATURES]
+)
 def test_every_feature_from_three_replicas_to_two(feature: str) -> None:
     """Shares of 22, 21 and 21 samples meet shares of 32: every message is cut unevenly."""
     check(Case(feature=feature, pp=2, dp=3, k=2, syncs=2, modalities=3))

@@ -157,6 +157,7 @@ def module_point(module: str, microbatch: int = 2, blocks: int = 2) -> Json:
 # --- the whole way, with processes -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_interrupted_profile_goes_on_and_is_complete(folder: Path) -> None:
     state_path = folder / ".profile.json.partial"
