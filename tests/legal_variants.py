@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
-from mmplan.program.model import BlockReduction, LossReduction, Program
+from mmplan.program.model import BlockReduction, Loss, LossReduction, PerSampleLoss, Program
 from tests.mutants import group_of, mutator, one_of, other_end, rows_of, spots
 from tests.mutants_of_groups import added, with_reduction
 from tests.plants import Row, with_rows, without
@@ -620,16 +620,15 @@ def stages_renumbered(program: Program, rng: random.Random) -> Program | None:
         replace(e, producer=numbers[e.producer], consumer=numbers[e.consumer])
         for e in program.edges
     )
-    losses: list[Any] = []
+    losses: list[Loss] = []
     for x in program.losses:
-        if hasattr(x, "host"):
-            losses.append(replace(x, host=numbers[x.host]))  # pyright: ignore
+        if isinstance(x, PerSampleLoss):
+            losses.append(replace(x, host=numbers[x.host]))
         else:
             inputs = tuple(
-                i if i.stage is None else replace(i, stage=numbers[i.stage])  # pyright: ignore
-                for i in x.inputs
+                i if i.stage is None else replace(i, stage=numbers[i.stage]) for i in x.inputs
             )
-            losses.append(replace(x, inputs=inputs))  # pyright: ignore
+            losses.append(replace(x, inputs=inputs))
     changed = _renumbered(program, stages=numbers)
     changed = replace(changed, stages=stages, edges=edges, losses=tuple(losses))
     return changed if stages != program.stages else None

@@ -459,29 +459,26 @@ def _message_at(program: Program, rank: int, position: int) -> Message:
     return item
 
 
+def _serving_each_other(program: Program, pair: tuple[int, int, int] | None) -> Program | None:
+    if pair is None:
+        return None
+    rank, a, b = pair
+    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
+    changed = put(program, rank, a, replace(one, mb=two.mb))
+    return put(changed, rank, b, replace(two, mb=one.mb))
+
+
 @mutator("rows")
 def two_receives_serve_each_others_micro_batch(
     program: Program, rng: random.Random
 ) -> Program | None:
     """What comes for one micro-batch is used for the other."""
-    pair = one_of(rng, list(_pairs_of_messages(program, _RECEIVES)))
-    if pair is None:
-        return None
-    rank, a, b = pair
-    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
-    changed = put(program, rank, a, replace(one, mb=two.mb))
-    return put(changed, rank, b, replace(two, mb=one.mb))
+    return _serving_each_other(program, one_of(rng, list(_pairs_of_messages(program, _RECEIVES))))
 
 
 @mutator("rows")
 def two_sends_serve_each_others_micro_batch(program: Program, rng: random.Random) -> Program | None:
-    pair = one_of(rng, list(_pairs_of_messages(program, _SENDS)))
-    if pair is None:
-        return None
-    rank, a, b = pair
-    one, two = _message_at(program, rank, a), _message_at(program, rank, b)
-    changed = put(program, rank, a, replace(one, mb=two.mb))
-    return put(changed, rank, b, replace(two, mb=one.mb))
+    return _serving_each_other(program, one_of(rng, list(_pairs_of_messages(program, _SENDS))))
 
 
 @mutator("rows")

@@ -123,7 +123,7 @@ def rate_times_10() -> Planted:
 def gradients_not_zeroed() -> Planted:
     def keep(session: Session, **_: Any) -> None:
         if session.optimizer is not None:
-            session.optimizer.zero_grad = lambda **_: None  # pyright: ignore
+            session.optimizer.zero_grad = lambda set_to_none=True: None
 
     return _after(Session, "__init__", keep)
 

@@ -359,7 +359,7 @@ def _fit_robust(design: Design, value_K: Floats, weight_K: Floats) -> Fitted:
 
 
 def _solve(columns_KP: Floats, value_K: Floats, weight_K: Floats) -> Floats:
-    from scipy.optimize import nnls  # pyright: ignore
+    from scipy.optimize import nnls
 
     scaled_KP = columns_KP * weight_K[:, None]
     # Columns of one length: nnls stops by an absolute tolerance.
