@@ -193,8 +193,8 @@ def _circle_faults(
 def channel_faults(program: Program, dependencies: Dependencies) -> Iterator[str]:
     """Messages that two ranks post in different orders, and channels that wait for each other.
 
-    A message is over when it is the next of its channel at both ends and has been computed. The
-    host posts ahead of the device, so a message need not wait until it is posted.
+    A message is over when it is computed, posted at both ends, and the next of its channel there.
+    A rank that waits posts nothing.
     """
     replay = _ChannelReplay(program, dependencies)
     faults = list(replay.pair_faults())
@@ -258,8 +258,8 @@ class _ChannelReplay:
         """How far each rank comes."""
         found = self._dependencies
         self._heads: Counter[tuple[int, int]] = Counter()
-        self._computed = list(map(self._is_own, range(len(found.messages))))
-        self._over = list(self._computed)
+        self._over = list(map(self._is_own, range(len(found.messages))))
+        self._posted = [2 * own for own in self._over]
         self._waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         self._ready = list(range(len(found.kind)))
         positions = [0] * len(found.kind)
@@ -285,8 +285,8 @@ class _ChannelReplay:
                         break
                     done.add(arg)
                     self._ready += self._waiting.pop(("group", arg), [])
-                elif kind == SEND and not self._computed[arg]:
-                    self._computed[arg] = True
+                elif kind in (POST, SEND) and self._posted[arg] < 2:
+                    self._posted[arg] += 1
                     self._advance(arg)
                 position += 1
             positions[rank] = position
@@ -298,7 +298,7 @@ class _ChannelReplay:
         while turn:
             current = turn.pop()
             ends = self._ends(current)
-            if not self._computed[current] or any(self._next(end) != current for end in ends):
+            if self._posted[current] < 2 or any(self._next(end) != current for end in ends):
                 continue
             self._over[current] = True
             self._ready += self._waiting.pop(("message", current), [])

@@ -66,7 +66,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     for event in timeline.run():
         projection.add(event)
     rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
-    return Program.of(plan, graph, order_receives(rows, graph, projection.ends))
+    return Program.of(plan, graph, order_receives(rows, graph, projection))
 
 
 # What comes first of things that end at one time: forwards give the features that a start gathers,
@@ -97,6 +97,8 @@ class _Projection:
                 self._incoming[edge.consumer, link.d2, link.mb2].append(incoming)
         # By (is backward, stage, replica, micro-batch): the nominal end of what messages follow.
         self.ends: dict[tuple[bool, int, int, int], int] = {}
+        # By rank: the nominal start of each instruction that may wait, in order.
+        self.starts: list[list[int]] = [[] for _ in range(num_ranks)]
         # By (loss, sync batch): the nominal time at which the last of its features is there.
         self._features_s: dict[tuple[int, int], int] = {}
         # By (rank, loss, sync batch): the place behind the rank's last forward of its samples.
@@ -107,6 +109,7 @@ class _Projection:
             if isinstance(loss, PerSampleLoss):
                 for rank in loss.ranks:
                     self._rows[rank].append(Collective(Op.COUNT, loss.index))
+                    self.starts[rank].append(-1)
                     self._note_end(rank, -1, _MEETING)
 
     def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
@@ -119,6 +122,7 @@ class _Projection:
             compute = event.op is not Op.FORWARD, event.index, event.d, event.mb
             self.ends[compute] = event.start + event.duration
         for t, rank in enumerate(event.ranks):
+            self.starts[rank].append(event.start)
             match event.op:
                 case Op.FORWARD | Op.BACKWARD | Op.INPUT:
                     self._rows[rank] += self._compute(event, t)
@@ -214,25 +218,27 @@ def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction,
 
 
 ProgramRow = tuple[Instruction, ...]
-# (is backward, stage, replica, micro-batch) to the nominal end of a forward, or of a backward.
-_Ends = Mapping[tuple[bool, int, int, int], int]
 # The place of a message in the order of all: nominal time of the send, stage and first sample of
 # the compute before it, edge, first sample. No two ranks' names are in it, so that ranks that do
 # the same in other places have the same order.
 _Turn = tuple[int, int, int, int, int]
 
 
-def order_receives(rows: Sequence[ProgramRow], graph: Graph, ends: _Ends) -> tuple[ProgramRow, ...]:
+def order_receives(
+    rows: Sequence[ProgramRow], graph: Graph, times: _Projection
+) -> tuple[ProgramRow, ...]:
     """Move receives until the messages of each stream have one order on all ranks.
 
     It is the order in which they are sent, by the nominal ends of the computes before them. NCCL
     ignores tags: the n-th receive from a rank gets what that rank sends n-th, and a communicator
-    serves one message after the other.
+    serves one message after the other. A receive is also posted before all that nominally begins
+    after its message is sent. So the first message of all that is not over can always go on, even
+    where a rank posts nothing while it waits and a send waits for its receive.
 
     Args:
         rows: of all ranks.
         graph: of the rows.
-        ends: of the computes.
+        times: nominal ones of the rows' computes.
     """
     sent: dict[MessageKey, _Turn] = {}
     for rank, row in enumerate(rows):
@@ -240,14 +246,20 @@ def order_receives(rows: Sequence[ProgramRow], graph: Graph, ends: _Ends) -> tup
             if isinstance(item, Message) and item.is_send:
                 stage = graph.stages[item.stage]
                 d, _ = stage.place(rank)
-                time = ends[item.op is Op.SEND_B, item.stage, d, item.mb]
+                time = times.ends[item.op is Op.SEND_B, item.stage, d, item.mb]
                 first = stage.microbatches[d][item.mb][0]
                 sent[item.key(rank)] = time, item.stage, first, item.edge, item.start
-    return tuple(_in_order(rank, row, graph, sent) for rank, row in enumerate(rows))
+    return tuple(
+        _in_order(rank, row, graph, sent, times.starts[rank]) for rank, row in enumerate(rows)
+    )
 
 
 def _in_order(
-    rank: int, row: ProgramRow, graph: Graph, sent: Mapping[MessageKey, _Turn]
+    rank: int,
+    row: ProgramRow,
+    graph: Graph,
+    sent: Mapping[MessageKey, _Turn],
+    starts: Sequence[int],
 ) -> ProgramRow:
     queues: defaultdict[int, list[tuple[_Turn, int]]] = defaultdict(list)
     for position, item in enumerate(row):
@@ -255,6 +267,7 @@ def _in_order(
             key = item.key(rank)
             queues[graph.edges[key[0]].streams[key[1]]].append((sent[key], position))
     begins, ends = _runs_of_sends(row)
+    waits = [position for position, item in enumerate(row) if _may_wait(item)]
     # Sort key of each instruction: a moved receive stands before (0) or behind (2) another one.
     keys: dict[int, tuple[int, int, int]] = {}
     for queue in queues.values():
@@ -268,6 +281,9 @@ def _in_order(
                 latest = begins[position], 1, 0
                 continue
             key = (position, 1, 0) if position > after[n] else (after[n], 2, n)
+            first = bisect_left(starts, queue[n][0][0])
+            if first < len(waits):
+                key = min(key, (waits[first], 0, n))
             if key > latest:
                 # Just before the next of the queue.
                 key = latest[0], 2 if latest[1] == 2 else 0, n
@@ -278,6 +294,13 @@ def _in_order(
         return row
     order = sorted(range(len(row)), key=lambda position: keys.get(position, (position, 1, 0)))
     return tuple(row[position] for position in order)
+
+
+def _may_wait(item: Instruction) -> bool:
+    """Whether an instruction may wait for other ranks."""
+    if isinstance(item, Message | Step):
+        return False
+    return not isinstance(item, Sync) or item.op is Op.SYNC_WAIT
 
 
 def _runs_of_sends(row: ProgramRow) -> tuple[dict[int, int], dict[int, int]]:
