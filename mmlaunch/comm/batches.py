@@ -57,6 +57,16 @@ def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
     )
 
 
+def host_lengths(lengths: Tensor) -> Sequence[int]:
+    """The lengths of a ``Ragged`` as the host knows them."""
+    return lengths.tolist()
+
+
+def to_device(lengths: Tensor, device: torch.device) -> Tensor:
+    """Lengths that the host knows, on a device."""
+    return lengths.to(device, non_blocking=True)
+
+
 def cat_samples(trees: Sequence[Tree]) -> Tree:
     """One batch of several, in order; a single one is returned as it is.
 

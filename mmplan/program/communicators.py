@@ -198,7 +198,7 @@ def channel_faults(program: Program, dependencies: Dependencies) -> Iterator[str
     """
     replay = _ChannelReplay(program, dependencies)
     faults = list(replay.pair_faults())
-    yield from faults or replay.stuck_faults()
+    yield from faults or list(replay.stuck_faults())
 
 
 class _ChannelReplay:
@@ -273,7 +273,8 @@ class _ChannelReplay:
             while position < len(kinds):
                 kind, arg = kinds[position], args[position]
                 if kind in (ALONE, GROUP):
-                    missing = [m for m in inputs.get(position, ()) if not self._over[m]]
+                    waited = inputs.get(position, ())
+                    missing = [message for message in waited if not self._over[message]]
                     if missing:
                         self._waiting["message", missing[0]].append(rank)
                         break
