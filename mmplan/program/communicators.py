@@ -273,7 +273,7 @@ class _ChannelReplay:
             while position < len(kinds):
                 kind, arg = kinds[position], args[position]
                 if kind in (ALONE, GROUP):
-                    waited = inputs.get(position, ())
+                    waited = inputs[position] if position in inputs else ()
                     missing = [message for message in waited if not self._over[message]]
                     if missing:
                         self._waiting["message", missing[0]].append(rank)
