@@ -268,15 +268,13 @@ class _ChannelReplay:
         while self._ready:
             rank = self._ready.pop()
             kinds, args = found.kind[rank], found.arg[rank]
-            inputs = found.input_messages[rank]
             position = positions[rank]
             while position < len(kinds):
                 kind, arg = kinds[position], args[position]
                 if kind in (ALONE, GROUP):
-                    waited = inputs[position] if position in inputs else ()
-                    missing = [message for message in waited if not self._over[message]]
-                    if missing:
-                        self._waiting["message", missing[0]].append(rank)
+                    missing = self._first_missing(rank, position)
+                    if missing is not None:
+                        self._waiting["message", missing].append(rank)
                         break
                 if kind == GROUP and arg not in done:
                     arrived[arg] += 1
@@ -292,6 +290,11 @@ class _ChannelReplay:
                 position += 1
             positions[rank] = position
         return positions
+
+    def _first_missing(self, rank: int, position: int) -> int | None:
+        """A message that a compute needs and that has not come."""
+        needed = self._dependencies.input_messages[rank].get(position, ())
+        return next((message for message in needed if not self._over[message]), None)
 
     def _advance(self, message: int) -> None:
         """End a message if it is the next at both ends, and those that it held up."""
