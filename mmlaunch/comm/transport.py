@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from mmlaunch.comm import wire
 from mmlaunch.process.heartbeat import Heartbeat
@@ -23,13 +26,8 @@ Links = Mapping[CommGroup, Sequence[tuple[int, int]]]
 CHANNEL_CTAS = 4
 
 
-def _flat_collective(name: str, before: str) -> Callable[..., Any]:
-    """A collective on flat tensors by its name, or by that of older releases of torch."""
-    return getattr(dist, name, None) or getattr(dist, before)
-
-
-_REDUCE_SCATTER = _flat_collective("reduce_scatter_single", "reduce_scatter_tensor")
-_ALL_GATHER = _flat_collective("all_gather_single", "all_gather_into_tensor")
+# Keeps the names of groups apart that a process makes one after the other, as all others do.
+_SERIES = itertools.count()
 
 
 class Work(Protocol):
@@ -171,57 +169,68 @@ class DistTransport:
 
     gloo tells messages apart by tags and needs no channels. On NCCL a channel is a communicator,
     and its transfers are posted as one group: only so does torch use the channel's communicator
-    and not one for each pair of ranks. The default group has gloo for CPU tensors in both cases.
+    and not one for each pair of ranks. Beside NCCL a gloo group serves the hosts.
+
+    Groups are torch's backends themselves, made by their members only. ``dist.new_group`` asks all
+    ranks to come, or, with ``use_local_synchronization``, names a group by how many its maker has
+    made, which differs between the members of overlapping groups.
 
     Args:
         device: where tensors live.
         heartbeat: told of every wait.
-        timeout_s: longest wait of a communicator for its ranks; default: torch's.
+        timeout_s: longest wait of a communicator for its ranks, seconds.
     """
 
     def __init__(
-        self, device: torch.device, heartbeat: Heartbeat, timeout_s: float | None = None
+        self, device: torch.device, heartbeat: Heartbeat, timeout_s: float = 600.0
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
         self._heartbeat = heartbeat
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._groups: dict[CommGroup, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
+        self._timeout = timedelta(seconds=timeout_s)
+        self._everyone = tuple(range(self.world_size))
+        self._series = next(_SERIES)
+        self._host: Any = self._new_group((self._everyone, 0), "host")
+        self._groups: dict[CommGroup, Any] = {}
 
     def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
         """See :class:`Transport`."""
         nccl = self.device.type == "cuda"
-        for group in [*groups, *(links if nccl else ())]:
-            if self.rank in group[0] and len(group[0]) > 1:
-                if group not in self._groups:
-                    self._groups[group] = self._new_group(group)
-                if nccl:
-                    # The communicator is made by its first operation: here, where nothing else
-                    # runs, and in one order on all ranks.
-                    dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[group])
-                    torch.cuda.synchronize(self.device)
+        for group in [(self._everyone, 0), *groups, *(links if nccl else ())]:
+            if self.rank not in group[0] or group in self._groups:
+                continue
+            self._groups[group] = self._new_group(group, self.device.type)
+            if nccl:
+                # The communicator is made by its first operation: here, where nothing else runs,
+                # and in one order on all ranks.
+                self._groups[group].allreduce(torch.zeros(1, device=self.device)).wait()
+                self.synchronize()
         self._connect(links)
 
-    def _new_group(self, group: CommGroup) -> Any:
+    def _new_group(self, group: CommGroup, kind: str) -> Any:
         ranks, number = group
-        options = None
-        if self.device.type == "cuda" and number < 0:
-            options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportPrivateImportUsage]
+        members = hashlib.sha256(repr(ranks).encode()).hexdigest()
+        name = f"mmlaunch/{self._series}/{kind}/{members}/{number}"
+        store = PrefixStore(name, _default_store())
+        if kind != "cuda":
+            return dist.ProcessGroupGloo(
+                store, ranks.index(self.rank), len(ranks), timeout=self._timeout
+            )
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        options.group_name = name
+        options.global_ranks_in_group = list(ranks)
+        if number < 0:
             options.config.max_ctas = CHANNEL_CTAS
-        # Ranks that are not in the group need not come.
-        return dist.new_group(
-            list(ranks),
-            timeout=self._timeout,
-            pg_options=options,
-            use_local_synchronization=True,
-        )
+        return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
 
     def forget_groups(self) -> None:
         """Let go of the groups of the last plan, before those of the next; all ranks call it."""
-        everyone = tuple(range(self.world_size)), 0
-        for group in [group for group in self._groups if group != everyone]:
-            dist.destroy_process_group(self._groups.pop(group))
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
+        self._series = next(_SERIES)
 
     def _connect(self, links: Links) -> None:
         """Exchange one token on each link, one link after another.
@@ -242,44 +251,36 @@ class DistTransport:
                 token = torch.zeros(1, device=self.device)
                 is_send = self.rank == source
                 peer = target if is_send else source
-                self.post(
-                    [Transfer(tensor=token, peer=peer, tag=0, is_send=is_send)], channel
-                ).wait()
+                end = Transfer(tensor=token, peer=peer, tag=0, is_send=is_send)
+                self.post([end], channel).wait()
         self.synchronize()
 
     def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
         """See :class:`Transport`."""
-        if self.device.type == "cuda":
-            group = self._groups[channel]
-            operations = [
-                dist.P2POp(
-                    dist.isend if item.is_send else dist.irecv, item.tensor, item.peer, group
-                )
-                for item in transfers
-            ]
-            works = dist.batch_isend_irecv(operations)
+        if self.device.type != "cuda":
+            group = self._groups[self._everyone, 0]
+            works = [_begin(group, item, item.peer, item.tag) for item in transfers]
         else:
-            works = [
-                dist.isend(item.tensor, dst=item.peer, tag=item.tag)
-                if item.is_send
-                else dist.irecv(item.tensor, src=item.peer, tag=item.tag)
-                for item in transfers
-            ]
+            group = self._groups[channel]
+            group._start_coalescing()
+            for item in transfers:
+                _begin(group, item, channel[0].index(item.peer), 0)
+            works = [group._end_coalescing()]
         return _Watched(works, self._heartbeat, tuple({item.peer for item in transfers}))
 
     def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """See :class:`Transport`."""
-        return _Watched([dist.isend(tensor, dst=peer, tag=tag)], self._heartbeat, (peer,))
+        return _Watched([self._host.send([tensor], peer, tag)], self._heartbeat, (peer,))
 
     def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """See :class:`Transport`."""
-        return _Watched([dist.irecv(tensor, src=peer, tag=tag)], self._heartbeat, (peer,))
+        return _Watched([self._host.recv([tensor], peer, tag)], self._heartbeat, (peer,))
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
         if len(ranks) > 1:
-            with self._heartbeat.waiting(ranks):
-                dist.all_reduce(tensor, group=self._groups[ranks, 0])
+            work = self._groups[ranks, 0].allreduce(tensor)
+            _Watched([work], self._heartbeat, ranks).wait()
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
@@ -288,8 +289,7 @@ class DistTransport:
         if len(ranks) == 1:
             return Done(), [tensor]
         gathered = [torch.empty_like(tensor) for _ in ranks]
-        group = self._groups[ranks, channel]
-        work = dist.all_gather(gathered, tensor, group=group, async_op=True)
+        work = self._groups[ranks, channel].allgather([gathered], [tensor])
         return _Watched([work], self._heartbeat, ranks), gathered
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
@@ -297,16 +297,16 @@ class DistTransport:
         if len(ranks) == 1:
             mine.copy_(full)
             return
-        with self._heartbeat.waiting(ranks):
-            _REDUCE_SCATTER(mine, full, group=self._groups[ranks, 0])
+        work = self._groups[ranks, 0]._reduce_scatter_base(mine, full)
+        _Watched([work], self._heartbeat, ranks).wait()
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
         if len(ranks) == 1:
             full.copy_(mine)
             return
-        with self._heartbeat.waiting(ranks):
-            _ALL_GATHER(full, mine, group=self._groups[ranks, 0])
+        work = self._groups[ranks, 0]._allgather_base(full, mine)
+        _Watched([work], self._heartbeat, ranks).wait()
 
     def mark(self) -> Any:
         """See :class:`Transport`."""
@@ -346,17 +346,26 @@ class DistTransport:
             data = _tensor_of(wire.pack(item, kind))
         length = torch.tensor([len(data)])
         with self._heartbeat.waiting((source,)):
-            dist.broadcast(length, src=source)
+            self._host.broadcast(length, source).wait()
             if self.rank != source:
                 data = data.new_empty(int(length))
-            dist.broadcast(data, src=source)
+            self._host.broadcast(data, source).wait()
         return wire.unpack(_bytes_of(data), kind)
 
     def _all_gather_on_host(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with self._heartbeat.waiting(tuple(range(self.world_size))):
-            dist.all_gather(found, tensor)
+        found = [torch.empty_like(tensor) for _ in self._everyone]
+        work = self._host.allgather([found], [tensor])
+        _Watched([work], self._heartbeat, self._everyone).wait()
         return found
+
+
+def _begin(group: Any, end: Transfer, peer: int, tag: int) -> Any:
+    """Post one transfer on a backend, to or from a rank of its own numbering."""
+    return (group.send if end.is_send else group.recv)([end.tensor], peer, tag)
+
+
+def _default_store() -> Any:
+    return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
 def _tensor_of(data: bytes) -> Tensor:
