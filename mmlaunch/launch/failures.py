@@ -334,7 +334,7 @@ def blame_silence(
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
     return replace(
         _silent(base_rank, first, what),
-        lost_peer=bool(abroad),
+        lost_peer=bool(abroad) or not all(shot.peers for shot in waiting),
         hint="they wait for each other (mmplan check finds such plans), or for another machine",
     )
 

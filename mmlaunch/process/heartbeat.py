@@ -164,7 +164,7 @@ class Heartbeat:
             self._write_peers(peers)
         return self._waiting
 
-    def follow(self, mark: Callable[[], Mark], dump: Callable[[], None]) -> None:
+    def follow(self, mark: Callable[[], Mark], dump: Callable[[], None] = lambda: None) -> None:
         """Show the device's place from now on, as the host runs ahead of it.
 
         Args:
@@ -303,12 +303,12 @@ class _DeviceProgress:
     def _watch(self) -> None:
         dumped = False
         while not self._stopped.wait(_LOOK_S):
-            if not dumped and self._heartbeat.dump_requested():
-                dumped = True
-                self._dump()
             # Of a device that has failed the rank's own thread hears as well.
             with contextlib.suppress(RuntimeError):
                 self._look()
+                if not dumped and self._heartbeat.dump_requested():
+                    dumped = True
+                    self._dump()
 
     def _look(self) -> None:
         behind = self._behind

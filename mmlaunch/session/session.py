@@ -143,6 +143,7 @@ class Session:
         self.step_count = 0
         self._meta = meta or {}
         self._should_stop = should_stop
+        self._heartbeat = heartbeat or Heartbeat.detached()
         self._owns_process_group = False
         self._emulation = emulation
         self.program = compile_plan(plan)
@@ -198,7 +199,7 @@ class Session:
             precision=precision,
             reductions=reductions,
             prepare=self._prepare,
-            heartbeat=heartbeat or Heartbeat.detached(),
+            heartbeat=self._heartbeat,
         )
         self._state = LocalState(self.program, self.model, transport.rank)
         # Where the plan is for every task of the workload all state is the session's own.
@@ -268,6 +269,8 @@ class Session:
             device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
             process_group.join_from_environment(device, timedelta(seconds=timeout_s))
         watch = heartbeat or Heartbeat.detached()
+        if owns and device.device.type == "cuda":
+            watch.follow(device.mark)
         try:
             session = cls(
                 plan=loaded,
@@ -316,6 +319,7 @@ class Session:
         """
         self._data.close()
         if self._owns_process_group:
+            self._heartbeat.done()
             process_group.leave(failed=failed)
 
     def steps(self, until: int) -> Iterator[StepResult]:
