@@ -306,6 +306,7 @@ class _Agent:
             self.watch.keep_flights()
         self.watch.kill()
         if not said.restart:
+            self.rendezvous.part(attempt)
             # A lost peer explains nothing where its own machine has spoken.
             if verdict is not None and (said.node == self.job.node_rank or not verdict.lost_peer):
                 raise verdict.error()
