@@ -58,14 +58,12 @@ def join(device: RankDevice, *, store: Any, rank: int, world_size: int, timeout:
     """
     if world_size > 1:
         _agree(device, store, rank, world_size)
+    backend = "gloo"
     if device.backend == "nccl":
-        # Releases that record gloo's collectives too have named it anew.
-        new = hasattr(c10d, "_dump_fr_trace")
-        name = "TORCH_FR_BUFFER_SIZE" if new else "TORCH_NCCL_TRACE_BUFFER_SIZE"
-        os.environ.setdefault(name, str(_FLIGHTS))
-    dist.init_process_group(
-        device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
-    )
+        # Lengths and objects are on the host.
+        backend = "cpu:gloo,cuda:nccl"
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_FLIGHTS))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def leave(*, failed: bool) -> None:
