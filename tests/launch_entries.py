@@ -64,6 +64,15 @@ def hang_in_compute(ctx: WorkerContext, culprit: int) -> None:
         _all_reduce(ctx)
 
 
+def raise_while_others_compute(ctx: WorkerContext, culprit: int) -> None:
+    """One rank raises; no other one meets it in the network."""
+    ctx.heartbeat.beat(0, 0, "0F0", "vision")
+    dist.barrier()
+    if ctx.rank == culprit:
+        raise ValueError("the sample is bad")
+    _never_returns()
+
+
 def _never_returns() -> None:
     while True:
         time.sleep(60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -152,6 +153,40 @@ def test_a_block_that_fails_in_a_step_is_placed_and_its_error_kept() -> None:
     assert "ValueError: three samples are too many" in text
     assert isinstance(caught.value.__cause__, ValueError)
     assert 'raise ValueError("three samples are too many")' in caught.value.detail
+
+
+def test_an_error_of_a_device_that_runs_behind_may_be_of_an_earlier_instruction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case(pp=2, k=2, others="single")
+
+    class Mark:
+        def query(self) -> bool:
+            return False
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def entry(transport: Any) -> None:
+        heartbeat = Heartbeat.detached()
+        session = Session(
+            plan=trained_as(case.plan(), case.workload()),
+            workload=case.workload(),
+            folder=HERE,
+            transport=transport,
+            heartbeat=heartbeat,
+        )
+        heartbeat.follow(Mark)
+        session.step()
+
+    monkeypatch.setattr(Executor, "_compute", fail)
+    with pytest.raises(ExecutionError) as caught:
+        InProcessWorld(case.plan().devices).run(entry)
+    assert re.match(
+        r"rank \d, step 0, at or before instruction \d of \d+ \(the device had completed no "
+        r"instruction\): .*: RuntimeError: CUDA error",
+        str(caught.value),
+    )
 
 
 def test_a_block_that_always_fails_is_named_before_the_first_step() -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +230,10 @@ def test_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     launcher.communicate()
 
 
-@pytest.mark.slow
-def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
+def start_nodes(
+    entry: str, folders: Sequence[Path], number: int, *, ranks: int, timeout_s: float
+) -> list[subprocess.Popen[str]]:
+    """The launchers of two machines with their run folders, each with half of the ranks."""
     import socket
 
     with socket.socket() as free:
@@ -240,23 +242,54 @@ def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom mmlaunch.launch.launch import launch\n"
         "node = int(sys.argv[1])\n"
-        "print(launch(entry='tests.launch_entries:rank_and_sum', args=(1,), num_ranks=3,"
-        " run_dir=Path(sys.argv[2]), timeout_s=30, nnodes=2, node_rank=node,"
+        f"print(launch(entry='tests.launch_entries:{entry}', args=({number},), num_ranks={ranks},"
+        f" run_dir=Path(sys.argv[2]), timeout_s={timeout_s}, nnodes=2, node_rank=node,"
         f" rdzv_endpoint='127.0.0.1:{port}'))\n"
     )
-    nodes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(node), str(tmp_path / "run")],
+            [sys.executable, "-c", code, str(node), str(folder)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node in (1, 0)
+        for node, folder in enumerate(folders)
     ]
-    (out_1, err_1), (out_0, err_0) = (node.communicate(timeout=60) for node in nodes)
+
+
+@pytest.mark.slow
+def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
+    nodes = start_nodes("rank_and_sum", [tmp_path] * 2, 1, ranks=3, timeout_s=30)
+    (out_0, err_0), (out_1, err_1) = (node.communicate(timeout=60) for node in nodes)
     assert out_0 == "[(0, 3.0, 1), (1, 3.0, 1)]\n", err_0
     assert out_1 == "[(2, 3.0, 1)]\n", err_1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_is_heard_on_the_other_node(tmp_path: Path, culprit: int) -> None:
+    """There the only rank computes, so neither the network nor the timeout could tell it."""
+    folders = [tmp_path / "0", tmp_path / "1"]  # they share no disk
+    nodes = start_nodes("raise_while_others_compute", folders, culprit, ranks=2, timeout_s=300)
+    _, own = nodes[culprit].communicate(timeout=60)
+    ended_s = time.monotonic()
+    _, other = nodes[1 - culprit].communicate(timeout=60)
+    assert time.monotonic() - ended_s < 5
+    line = f"rank {culprit} (module vision, step 0, instruction 0F0) died: ValueError"
+    assert f"WorkerFailedError: {line}" in own
+    assert f"RunFailedError: machine {culprit}: {line}" in other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_hang_is_blamed_by_the_node_on_which_it_is(tmp_path: Path, culprit: int) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    nodes = start_nodes("hang_in_compute", folders, culprit, ranks=2, timeout_s=4)
+    said = [node.communicate(timeout=60)[1] for node in nodes]
+    line = f"rank {culprit} (module vision, step 2, instruction 0F2) hangs"
+    assert f"WorkerFailedError: {line}" in said[culprit]
+    assert f"RunFailedError: machine {culprit}: {line}" in said[1 - culprit]
 
 
 @pytest.mark.slow

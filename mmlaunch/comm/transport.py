@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from mmlaunch.comm import wire
+from mmlaunch.process import process_group
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.program.communicators import CommGroup
 from mmplan.program.shards import Ranks
@@ -171,9 +171,7 @@ class DistTransport:
     and its transfers are posted as one group: only so does torch use the channel's communicator
     and not one for each pair of ranks. Beside NCCL a gloo group serves the hosts.
 
-    Groups are torch's backends themselves, made by their members only. ``dist.new_group`` asks all
-    ranks to come, or, with ``use_local_synchronization``, names a group by how many its maker has
-    made, which differs between the members of overlapping groups.
+    Its groups are torch's backends themselves (:func:`mmlaunch.process.process_group.new_backend`).
 
     Args:
         device: where tensors live.
@@ -211,24 +209,18 @@ class DistTransport:
     def _new_group(self, group: CommGroup, kind: str) -> Any:
         ranks, number = group
         members = hashlib.sha256(repr(ranks).encode()).hexdigest()
-        name = f"mmlaunch/{self._series}/{kind}/{members}/{number}"
-        store = PrefixStore(name, _default_store())
-        if kind != "cuda":
-            return dist.ProcessGroupGloo(
-                store, ranks.index(self.rank), len(ranks), timeout=self._timeout
-            )
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        options.group_name = name
-        options.global_ranks_in_group = list(ranks)
-        if number < 0:
-            options.config.max_ctas = CHANNEL_CTAS
-        return dist.ProcessGroupNCCL(store, ranks.index(self.rank), len(ranks), options)
+        return process_group.new_backend(
+            f"{self._series}/{kind}/{members}/{number}",
+            ranks,
+            cuda=kind == "cuda",
+            timeout=self._timeout,
+            max_ctas=CHANNEL_CTAS if number < 0 else None,
+        )
 
     def forget_groups(self) -> None:
         """Let go of the groups of the last plan, before those of the next; all ranks call it."""
         for group in self._groups.values():
-            group.shutdown()
+            process_group.drop_backend(group)
         self._groups.clear()
         self._series = next(_SERIES)
 
@@ -362,10 +354,6 @@ class DistTransport:
 def _begin(group: Any, end: Transfer, peer: int, tag: int) -> Any:
     """Post one transfer on a backend, to or from a rank of its own numbering."""
     return (group.send if end.is_send else group.recv)([end.tensor], peer, tag)
-
-
-def _default_store() -> Any:
-    return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
 def _tensor_of(data: bytes) -> Tensor:

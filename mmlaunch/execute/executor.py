@@ -167,9 +167,9 @@ class Executor:
             except MMPlanError:
                 raise
             except Exception as error:
-                raise ExecutionError(
-                    f"{self._describe(position)}: {type(error).__name__}: {error}"
-                ) from error
+                said = f"{type(error).__name__}: {error}"
+                late = self._heartbeat.lateness(error)
+                raise ExecutionError(f"{self._describe(position, late)}: {said}") from error
             if timed:
                 marks.append(self._transport.mark())
         times = iter(self._transport.seconds_of(marks)[1:] if timed else ())
@@ -357,12 +357,12 @@ class Executor:
             return self._program.stages[instruction.stage].unit
         return None
 
-    def _describe(self, position: int) -> str:
+    def _describe(self, position: int, late: str) -> str:
         near = range(max(0, position - 2), min(len(self._row), position + 3))
         shown = " ".join(f">{self._texts[k]}<" if k == position else self._texts[k] for k in near)
         return (
-            f"rank {self._transport.rank}, step {self._step}, instruction {position} of "
-            f"{len(self._row)}: {shown}"
+            f"rank {self._transport.rank}, step {self._step}, {'at or before ' if late else ''}"
+            f"instruction {position} of {len(self._row)}{f' ({late})' if late else ''}: {shown}"
         )
 
 

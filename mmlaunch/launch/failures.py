@@ -93,7 +93,7 @@ class Blame:
         hint: a possible remedy.
         detail: traceback, or empty.
         is_hang: it still lives and does not move.
-        lost_peer: it only lost another one, on another machine perhaps.
+        lost_peer: it only lost another one or waits for it, on another machine perhaps.
         exit_code: 2 or 4 where the input or the machine is at fault, and no worker.
     """
 
@@ -294,8 +294,9 @@ def blame_silence(
 ) -> Blame | None:
     """Pick the worker that keeps the others waiting.
 
-    In this order: one that is stopped; one that does not wait for anybody (the longest
-    silent); one that has finished while others wait for it; else all wait for each other.
+    In this order: one that is stopped; one that does not wait for anybody (of several the one
+    for which most wait, through others too; then the longest silent); one that has finished
+    while others wait for it; else they wait for each other or for another machine.
 
     Args:
         snapshots: every local worker, all silent.
@@ -314,25 +315,39 @@ def blame_silence(
     for shot in unfinished:
         if shot.process is not None and shot.process.stopped():
             return _silent(base_rank, shot, f"is stopped: no progress for {stalled_s:.1f} s")
-    for shot in unfinished:
-        if shot.state is not WorkerState.WAITING:
-            waiters = _ranks(base_rank, [s for s in unfinished if s.state is WorkerState.WAITING])
-            tail = f" while {waiters} waited" if waiters else ""
-            return _silent(base_rank, shot, f"hangs: no progress for {stalled_s:.1f} s{tail}")
+    waiting = [shot for shot in unfinished if shot.state is WorkerState.WAITING]
+    busy = [shot for shot in unfinished if shot.state is not WorkerState.WAITING]
+    if busy:
+        shot = max(busy, key=lambda s: len(_waiters(base_rank + s.local_rank, waiting, base_rank)))
+        waiters = _ranks(base_rank, waiting)
+        tail = f" while {waiters} waited" if waiters else ""
+        return _silent(base_rank, shot, f"hangs: no progress for {stalled_s:.1f} s{tail}")
     finished = blame_finished(unfinished, snapshots, base_rank=base_rank)
     if finished is not None:
         return finished
-    first = unfinished[0]
+    local = {base_rank + shot.local_rank for shot in snapshots}
+    abroad = [shot for shot in waiting if not local.issuperset(shot.peers)]
+    first = (abroad or waiting)[0]
     peers = ", ".join(map(str, first.peers))
     of_whom = f" for rank {peers}" if peers else ""
-    awaited = {peer for shot in unfinished for peer in shot.peers}
-    local = {base_rank + shot.local_rank for shot in snapshots}
-    others = "" if awaited <= local else ", which runs on another machine"
+    others = ", which runs on another machine" if abroad else ""
     what = f"waited{of_whom}{others} for {stalled_s:.1f} s, as did every rank of this machine"
     return replace(
         _silent(base_rank, first, what),
+        lost_peer=bool(abroad) or not all(shot.peers for shot in waiting),
         hint="they wait for each other (mmplan check finds such plans), or for another machine",
     )
+
+
+def _waiters(rank: int, waiting: Sequence[Snapshot], base_rank: int) -> set[int]:
+    """Ranks that wait for a rank, or for one that does."""
+    found: set[int] = set()
+    reached = {rank}
+    while reached:
+        named = {base_rank + s.local_rank for s in waiting if not reached.isdisjoint(s.peers)}
+        reached = named - found
+        found |= named
+    return found
 
 
 def blame_finished(

@@ -40,6 +40,8 @@ _JOIN_S = 900.0
 _POLL_S = 0.05
 # Between two looks at the other machines, which go over the network; chosen by hand.
 _PEERS_POLL_S = 0.5
+# For the machine whose worker is to blame to say so: it may have been silent since a step less.
+_HEAR_S = 10.0
 
 
 class Launcher(Protocol):
@@ -298,9 +300,13 @@ class _Agent:
             if remote is None:
                 self.watch.join()
                 return True
-        self.watch.kill()
+        # The others hear of it before the workers here are gone, which may take seconds.
         said = remote or self.rendezvous.announce(attempt, self._trouble(attempt, verdict))
+        if remote is not None:
+            self.watch.keep_flights()
+        self.watch.kill()
         if not said.restart:
+            self.rendezvous.part(attempt)
             # A lost peer explains nothing where its own machine has spoken.
             if verdict is not None and (said.node == self.job.node_rank or not verdict.lost_peer):
                 raise verdict.error()
@@ -320,6 +326,8 @@ class _Agent:
                 self.watch.kill()
                 raise KeyboardInterrupt
             verdict = self.watch.poll()
+            if verdict is not None and verdict.lost_peer:
+                return verdict, self._hear(attempt)
             if verdict is not None or self.watch.all_done():
                 return verdict, None
             if time.monotonic() - asked_s > _PEERS_POLL_S:
@@ -327,6 +335,16 @@ class _Agent:
                 remote = self.rendezvous.trouble(attempt)
                 if remote is not None:
                     return None, remote
+
+    def _hear(self, attempt: int) -> Trouble | None:
+        """What another machine says where no worker of this one is to blame."""
+        deadline_s = time.monotonic() + _HEAR_S
+        while self.job.num_nodes > 1 and time.monotonic() < deadline_s:
+            remote = self.rendezvous.trouble(attempt)
+            if remote is not None:
+                return remote
+            time.sleep(_POLL_S)
+        return None
 
     def _trouble(self, attempt: int, verdict: Blame | None) -> Trouble:
         wrong_input = verdict is not None and verdict.exit_code != RunFailedError.exit_code

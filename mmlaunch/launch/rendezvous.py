@@ -28,6 +28,9 @@ _ANSWER_S = 30.0
 # Time for the other machines to end after this one has; chosen by hand.
 _LEAVE_S = 60.0
 
+# Time for the other machines to read why this one has ended; chosen by hand.
+_PART_S = 5.0
+
 Address = tuple[str, int]
 # torch's stubs do not export it.
 TCPStore: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -142,6 +145,18 @@ class Rendezvous:
                     return found
                 self._pause()
         return None
+
+    def part(self, attempt: int) -> None:
+        """End the run after a failure; machine 0 waits until all have read why, as it serves it."""
+        key = f"attempt-{attempt}/parted"
+        deadline_s = time.monotonic() + _PART_S
+        with contextlib.suppress(dist.DistError):
+            parted = self._store.add(key, 1)
+            while self._node_rank == 0 and parted < self._num_nodes:
+                if time.monotonic() > deadline_s:
+                    return
+                time.sleep(_POLL_S)
+                parted = self._store.add(key, 0)
 
     def _pause(self) -> None:
         self._check_stop()

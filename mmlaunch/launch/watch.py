@@ -147,6 +147,11 @@ class Watch:
             process.join(max(0.0, deadline_s - time.monotonic()))
         self._process_ids = {}
 
+    def keep_flights(self) -> None:
+        """Let workers on GPUs write down their messages: a hang shows in those of all machines."""
+        self._board.request_dump()
+        time.sleep(_STACK_S)
+
     def _deliver(self) -> None:
         *lines, self._partial = (self._partial + self._events.read()).split(b"\n")
         for line in lines:
@@ -224,7 +229,7 @@ class Watch:
             return verdict
         if verdict.is_hang and self._process_ids[local_rank].alive():
             os.kill(self._process_ids[local_rank].pid, signal.SIGUSR1)
-            time.sleep(_STACK_S)
+            self.keep_flights()
         path = self._job.stack_path(local_rank)
         stack = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         return replace(verdict, detail=failures.own_stack(stack))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.rendezvous import Address, connect
-from mmlaunch.process import process_tree
+from mmlaunch.process import process_group, process_tree
 from mmlaunch.process.device import RankDevice, pick
 from mmlaunch.process.heartbeat import Board, Heartbeat
 
@@ -199,7 +199,12 @@ def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
     """Call the entry; the record is written before the group falls and peers notice."""
     try:
         context = _context(job, local_rank, heartbeat)
-        _init_process_group(job, context)
+        _join_process_group(job, context)
+        if context.device.device.type == "cuda":
+            heartbeat.follow(
+                context.device.mark,
+                dump=lambda: process_group.dump_flights(job.failures_dir, context.rank),
+            )
         entry = job.entry
         if not callable(entry):
             module, _, name = entry.partition(":")
@@ -209,27 +214,26 @@ def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(pickle.dumps(result))
         temporary.replace(path)
+        process_group.leave(failed=False)
     except BaseException as error:
         failures.write_record(
             job.failures_dir,
             rank=job.base_rank + local_rank,
             attempt=job.attempt,
-            where=heartbeat.where,
+            where=heartbeat.place_of(error),
             error=error,
         )
+        process_group.leave(failed=True)
         raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
-def _init_process_group(job: Job, context: WorkerContext) -> None:
+def _join_process_group(job: Job, context: WorkerContext) -> None:
     timeout = timedelta(seconds=job.timeout_s + _COLLECTIVE_GRACE_S)
     with context.heartbeat.waiting():
         # The launcher's store, bound since before any worker started: no port to race for.
         store = connect(job.store, timeout)
-        dist.init_process_group(
-            context.device.backend,
+        process_group.join(
+            context.device,
             store=dist.PrefixStore(job.store_prefix, store),  # pyright: ignore[reportPrivateImportUsage]
             rank=context.rank,
             world_size=context.world_size,

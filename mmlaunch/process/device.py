@@ -23,11 +23,13 @@ class RankDevice:
         device: the torch device of this rank.
         backend: process group backend that fits it.
         num_threads: compute threads of this rank.
+        reason: of the choice, for the user.
     """
 
     device: torch.device
     backend: Backend
     num_threads: int
+    reason: str
 
     def apply(self, *, single_node: bool) -> None:
         """Make this process use the choice; call before any process group is created."""
@@ -41,6 +43,16 @@ class RankDevice:
             torch.cuda.set_device(self.device)
         else:
             keep_freed()
+
+    def note(self) -> str:
+        """The choice, which all ranks share, and its reason, for the user."""
+        return f"ranks compute on {self.device.type} with {self.backend}: {self.reason}"
+
+    def mark(self) -> torch.cuda.Event:
+        """The end of the work that the device has been given by now."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
 
 def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> RankDevice:
@@ -67,14 +79,19 @@ def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> RankDev
     obstacle = "MMLAUNCH_DEVICE=cpu" if wish == "cpu" else _cuda_obstacle(num_ranks)
     if obstacle is None:
         return RankDevice(
-            device=torch.device("cuda", local_rank), backend="nccl", num_threads=_num_threads()
+            device=torch.device("cuda", local_rank),
+            backend="nccl",
+            num_threads=_num_threads(),
+            reason="a GPU for each rank",
         )
     if wish == "cuda":
         raise UnfitEnvironmentError(
             f"MMLAUNCH_DEVICE=cuda, but {obstacle}",
             hint="start fewer ranks on this machine, or set MMLAUNCH_DEVICE=cpu",
         )
-    return RankDevice(device=torch.device("cpu"), backend="gloo", num_threads=_num_threads())
+    return RankDevice(
+        device=torch.device("cpu"), backend="gloo", num_threads=_num_threads(), reason=obstacle
+    )
 
 
 def async_tp_note(device: torch.device) -> str:

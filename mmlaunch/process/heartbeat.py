@@ -4,17 +4,27 @@ One slot per local rank, shared through mmap: a worker's beat is one memory writ
 needs no thread, so a stopped process and a wedged one both fall silent. Whether a rank
 computes or waits for a peer is recorded as well, because only that tells the rank that
 hangs from the ranks that wait for it.
+
+The host of a CUDA device runs ahead of it, so there the slot shows the device's place: each
+stretch of the program ends with an event on the stream, and a thread writes down the first
+stretch that is not over.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import re
 import struct
+import threading
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from mmlaunch.process.process_tree import ProcessId
 
@@ -79,8 +89,25 @@ _SLOT_BYTES = 160
 _HEADER_BYTES = 64
 _STOP_AT = 0
 _RELEASED_AT = 1
+_DUMP_AT = 2
 _COMPUTING = int(WorkerState.COMPUTING)
 _WAITING = int(WorkerState.WAITING)
+# What CUDA and its libraries say when queued work fails; memory is given out by the host.
+_DEVICE_ERROR = re.compile(r"CUDA (driver )?error|CU(BLAS|DNN)_STATUS|cuDNN error|\bNCCL\b")
+# Between two looks at the device's events; chosen by hand.
+_LOOK_S = 0.05
+
+
+class Mark(Protocol):
+    """The end of a stretch of the device's work, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it; does not wait.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        ...
 
 
 class Heartbeat:
@@ -97,6 +124,8 @@ class Heartbeat:
         self._tick_at = self._slot + _BEAT_AT
         self._peers_at = self._slot + _PEERS_AT
         self._waiting = _Waiting(self)
+        self._awaited: tuple[int, ...] = ()
+        self._device: _DeviceProgress | None = None
         self.where = Where()
 
     @classmethod
@@ -120,27 +149,53 @@ class Heartbeat:
         where.instruction = instruction
         if module is not None:
             where.module = module
-        _BEAT.pack_into(
-            self._buffer,
-            self._tick_at,
-            time.monotonic(),
-            _COMPUTING,
-            step,
-            instruction_index,
-            instruction.encode(),
-            where.module.encode(),
-        )
+        if self._device is None:
+            self._write(_COMPUTING, step, instruction_index, instruction, where.module)
+        else:
+            self._enter(_COMPUTING)
 
     def waiting(self, peers: tuple[int, ...] = ()) -> _Waiting:
-        """Context in which this rank waits for a message or a collective of ``peers``."""
-        num = len(peers) if peers else 255
-        padded = (*peers[:8], *(-1,) * (8 - len(peers[:8])))
-        _PEERS.pack_into(self._buffer, self._peers_at, min(num, 255), *padded)
+        """Context in which this rank waits for a message or a collective of ``peers``.
+
+        On CUDA the host comes out at once, and what it queued there is the device's wait.
+        """
+        self._awaited = peers
+        if self._device is None:
+            self._write_peers(peers)
         return self._waiting
+
+    def follow(self, mark: Callable[[], Mark], dump: Callable[[], None] = lambda: None) -> None:
+        """Show the device's place from now on, as the host runs ahead of it.
+
+        Args:
+            mark: marks the end of all work that the device has been given by now.
+            dump: writes down what else the launcher wants to know of a rank that hangs.
+        """
+        self._device = _DeviceProgress(self, mark, dump)
+
+    def place_of(self, error: BaseException) -> Where:
+        """The place to which an error belongs that this rank meets now."""
+        late = self.lateness(error)
+        if not late:
+            return self.where
+        return replace(self.where, instruction=f"{self.where.instruction} or before; {late}")
+
+    def lateness(self, error: BaseException) -> str:
+        """What the device had completed, where it may have met an error before its host did.
+
+        Empty for an error of the host, and where the host waits for each instruction.
+        """
+        if self._device is None or not _is_of_the_device(error):
+            return ""
+        last = self._device.completed
+        done = f"{last.instruction} of step {last.step}" if last else "no instruction"
+        return f"the device had completed {done}"
 
     def done(self) -> None:
         """Say that the entry returned and its result is stored."""
-        self._tick(int(WorkerState.DONE))
+        if self._device is not None:
+            self._device.stop()
+        _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), int(WorkerState.DONE))
 
     def should_stop(self) -> bool:
         """Whether the launcher was asked to stop."""
@@ -154,8 +209,35 @@ class Heartbeat:
         """Whether the launcher has every result."""
         return self._buffer[_RELEASED_AT] != 0
 
-    def _tick(self, state: int) -> None:
-        _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), state)
+    def dump_requested(self) -> bool:
+        """Whether the launcher wants to know more of ranks that hang."""
+        return self._buffer[_DUMP_AT] != 0
+
+    def _enter(self, state: int) -> None:
+        if self._device is None:
+            _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), state)
+            return
+        where = self.where
+        peers = self._awaited if state == _WAITING else ()
+        place = where.step, where.instruction_index, where.instruction, where.module
+        self._device.enter(_Stretch(state, *place, peers))
+
+    def _write(self, state: int, step: int, index: int, text: str, module: str) -> None:
+        _BEAT.pack_into(
+            self._buffer,
+            self._tick_at,
+            time.monotonic(),
+            state,
+            step,
+            index,
+            text.encode(),
+            module.encode(),
+        )
+
+    def _write_peers(self, peers: tuple[int, ...]) -> None:
+        num = len(peers) if peers else 255
+        padded = (*peers[:8], *(-1,) * (8 - len(peers[:8])))
+        _PEERS.pack_into(self._buffer, self._peers_at, min(num, 255), *padded)
 
 
 class _Waiting:
@@ -167,10 +249,87 @@ class _Waiting:
         self._heartbeat = heartbeat
 
     def __enter__(self) -> None:
-        self._heartbeat._tick(_WAITING)
+        self._heartbeat._enter(_WAITING)
 
     def __exit__(self, *_: object) -> None:
-        self._heartbeat._tick(_COMPUTING)
+        self._heartbeat._enter(_COMPUTING)
+
+
+class _Stretch(NamedTuple):
+    """A part of the program in one state: an instruction, or a wait inside it."""
+
+    state: int
+    step: int
+    position: int
+    instruction: str
+    module: str
+    peers: tuple[int, ...]
+
+
+class _DeviceProgress:
+    """Shows the first stretch that a device has not completed; the last one is the host's own.
+
+    A wait whose mark is not reached is one of the device, or the host is in it still: both are
+    the same to whoever looks for the rank that the others wait for.
+
+    Attributes:
+        completed: the last instruction that was over at the last look.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, mark: Callable[[], Mark], dump: Callable[[], None]
+    ) -> None:
+        self._heartbeat, self._mark, self._dump = heartbeat, mark, dump
+        where = heartbeat.where
+        self._host = _Stretch(_COMPUTING, where.step, -1, where.instruction, where.module, ())
+        self._shown = self._host
+        self._behind: deque[tuple[Mark, _Stretch]] = deque()
+        self._stopped = threading.Event()
+        self.completed: _Stretch | None = None
+        self._thread = threading.Thread(target=self._watch, name="mmlaunch-device", daemon=True)
+        self._thread.start()
+
+    def enter(self, stretch: _Stretch) -> None:
+        """Say that the host begins a stretch; what it has queued by now is the last one's."""
+        mark = self._mark()
+        ended, self._host = self._host, stretch
+        self._behind.append((mark, ended))
+
+    def stop(self) -> None:
+        """Let the slot be; the thread has ended on return."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        dumped = False
+        while not self._stopped.wait(_LOOK_S):
+            # Of a device that has failed the rank's own thread hears as well.
+            with contextlib.suppress(RuntimeError):
+                self._look()
+                if not dumped and self._heartbeat.dump_requested():
+                    dumped = True
+                    self._dump()
+
+    def _look(self) -> None:
+        behind = self._behind
+        while behind and behind[0][0].query():
+            _, over = behind.popleft()
+            following = behind[0][1] if behind else self._host
+            if (over.step, over.position) != (following.step, following.position):
+                self.completed = over
+        now = behind[0][1] if behind else self._host
+        if now is not self._shown:
+            self._shown = now
+            self._heartbeat._write_peers(now.peers)
+            self._heartbeat._write(*now[:-1])
+
+
+def _is_of_the_device(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 class Board:
@@ -208,6 +367,10 @@ class Board:
     def request_stop(self) -> None:
         """Make ``should_stop`` true on every rank of this machine."""
         self._buffer[_STOP_AT] = 1
+
+    def request_dump(self) -> None:
+        """Ask every rank of this machine to write down what it knows of a hang."""
+        self._buffer[_DUMP_AT] = 1
 
     def release(self) -> None:
         """Tell workers that every result has arrived."""

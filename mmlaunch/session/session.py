@@ -40,6 +40,7 @@ from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
+from mmlaunch.process import process_group
 from mmlaunch.process.device import async_tp_note, pick
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import (
@@ -141,6 +142,7 @@ class Session:
         self.step_count = 0
         self._meta = meta or {}
         self._should_stop = should_stop
+        self._heartbeat = heartbeat or Heartbeat.detached()
         self._owns_process_group = False
         self._emulation = emulation
         self.program = compile_plan(plan)
@@ -198,7 +200,7 @@ class Session:
             precision=precision,
             reductions=reductions,
             prepare=self._prepare,
-            heartbeat=heartbeat or Heartbeat.detached(),
+            heartbeat=self._heartbeat,
         )
         self._state = LocalState(self.program, self.model, transport.rank)
         # Where the plan is for every task of the workload all state is the session's own.
@@ -261,34 +263,36 @@ class Session:
         loaded = load_plan(path)
         workload_path = find_workload(loaded, path, workload)
         device = pick(int(os.environ.get("LOCAL_RANK", "0")))
+        if not loaded.cluster.device.is_cpu:
+            process_group.check_planned(device, loaded.cluster.device.name)
         owns = not dist.is_initialized()
         if owns:
             device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
-            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
-                os.environ.setdefault(name, value)
-            store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group(
-                device.backend,
-                store=store,
-                rank=int(os.environ["RANK"]),
-                world_size=int(os.environ["WORLD_SIZE"]),
-                timeout=timedelta(seconds=timeout_s),
-            )
+            process_group.join_from_environment(device, timedelta(seconds=timeout_s))
         watch = heartbeat or Heartbeat.detached()
-        session = cls(
-            plan=loaded,
-            workload=with_settings(load_workload(workload_path), settings or {}),
-            folder=workload_path.parent,
-            transport=transport or DistTransport(device.device, watch, timeout_s),
-            heartbeat=watch,
-            num_workers=num_workers,
-            should_stop=should_stop,
-            emulation=emulation,
-            row_sha256=row_sha256,
-            profile=find_profile(loaded, path)[0],
-            meta={"plan_sha256": file_sha256(path)},
-        )
+        if owns and device.device.type == "cuda":
+            watch.follow(device.mark)
+        try:
+            session = cls(
+                plan=loaded,
+                workload=with_settings(load_workload(workload_path), settings or {}),
+                folder=workload_path.parent,
+                transport=transport or DistTransport(device.device, watch, timeout_s),
+                heartbeat=watch,
+                num_workers=num_workers,
+                should_stop=should_stop,
+                emulation=emulation,
+                row_sha256=row_sha256,
+                profile=find_profile(loaded, path)[0],
+                meta={"plan_sha256": file_sha256(path)},
+            )
+        except BaseException:
+            if owns:
+                process_group.leave(failed=True)
+            raise
         session._owns_process_group = owns
+        if owns:
+            session.notes.insert(0, device.note())
         return session
 
     @property
@@ -304,14 +308,20 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=kind is not None)
 
-    def close(self) -> None:
-        """Stop loading data, and leave the process group if this session created it."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop loading data, and leave the process group if this session created it.
+
+        Args:
+            failed: leave without a wait for messages that are under way. The end of a ``with``
+                block by an exception does so.
+        """
         self._data.close()
-        if self._owns_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+        if self._owns_process_group:
+            self._heartbeat.done()
+            process_group.leave(failed=failed)
 
     def steps(self, until: int) -> Iterator[StepResult]:
         """Train until ``until`` steps are done in all."""
