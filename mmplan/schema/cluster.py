@@ -57,12 +57,15 @@ class Links(Record):
     Attributes:
         intra_node: between two devices of one node.
         inter_node: between two nodes; absent: as inside one.
+        adapter_bytes_per_s: between nodes, most that one device sends or receives by its network
+            adapter; absent: as much as its node.
         intra_node_collectives: measured apart; absent: as point to point.
         inter_node_collectives: likewise.
     """
 
     intra_node: Link
     inter_node: Link | None = None
+    adapter_bytes_per_s: Positive | None = None
     intra_node_collectives: CollectiveLinks | None = None
     inter_node_collectives: CollectiveLinks | None = None
 
