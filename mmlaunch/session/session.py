@@ -41,7 +41,7 @@ from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
-from mmlaunch.process.device import async_tp_note, pick
+from mmlaunch.process.device import async_tp_note, pick, set_numerics
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import (
     check_same_run,
@@ -259,7 +259,10 @@ class Session:
         path = Path(plan)
         loaded = load_plan(path)
         workload_path = find_workload(loaded, path, workload)
-        device = pick(int(os.environ.get("LOCAL_RANK", "0")))
+        planned = loaded.cluster.device
+        device = pick(
+            int(os.environ.get("LOCAL_RANK", "0")), planned=None if planned.is_cpu else planned.name
+        )
         owns = not dist.is_initialized()
         if owns:
             device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
@@ -274,9 +277,15 @@ class Session:
                 timeout=timedelta(seconds=timeout_s),
             )
         watch = heartbeat or Heartbeat.detached()
+        trained = with_settings(load_workload(workload_path), settings or {})
+        numerics = set_numerics(
+            deterministic=trained.train.deterministic,
+            tf32=trained.train.tf32,
+            device=device.device,
+        )
         session = cls(
             plan=loaded,
-            workload=with_settings(load_workload(workload_path), settings or {}),
+            workload=trained,
             folder=workload_path.parent,
             transport=transport or DistTransport(device.device, watch),
             heartbeat=watch,
@@ -288,6 +297,7 @@ class Session:
             meta={"plan_sha256": file_sha256(path)},
         )
         session._owns_process_group = owns
+        session.notes += [device.note(), numerics]
         return session
 
     @property
