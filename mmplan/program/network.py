@@ -2,9 +2,9 @@
 
 Transfers are fluid flows with max-min fair rates; flows of equal priority on TCP or InfiniBand come
 close to such rates. All rates grow together until an interface is full. Flows on a full interface
-keep their rate, and the other rates grow on, up to 1: no flow is faster than alone. Rates change only when a transfer begins or ends, so
-a queue of these two events is exact. Transfers that share no interface, directly or through other
-transfers, do not affect each other.
+keep their rate, and the other rates grow on, up to 1: no flow is faster than alone. Rates change
+only when a transfer begins or ends, so a queue of these two events is exact. Transfers that share
+no interface, directly or through other transfers, do not affect each other.
 
 An interface is one direction of one node: ``2 * node`` sends, ``2 * node + 1`` receives, full
 duplex. Its capacity is 1, and a transfer's size is the seconds that it takes alone.

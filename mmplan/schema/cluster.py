@@ -16,7 +16,7 @@ class Device(Record):
 
     Attributes:
         name: as its maker calls it; ``cpu...`` is taken for a CPU where ``type`` is absent.
-        memory_bytes: that a plan may fill.
+        memory_bytes: that a plan may fill; CUDA's own memory and NCCL's are none of it.
         type: absent: by the name.
     """
 
@@ -24,6 +24,7 @@ class Device(Record):
     memory_bytes: Positive
     peak_flops: Positive = Field(description="FLOP per second")
     communicator_bytes: Size = Field(default=0, description="device memory of one communicator")
+    communicator_start_s: Size = Field(default=0, description="seconds to start one communicator")
     type: Literal["cuda", "cpu"] | None = None
 
     @property
