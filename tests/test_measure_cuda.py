@@ -46,7 +46,7 @@ class FakeCuda:
         self.waits += 1
         self.host_s = max(self.host_s, self.done_s) + 0.05
 
-    def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 - torch's name
+    def Event(self, *, enable_timing: bool) -> Any:
         assert enable_timing
         event = SimpleNamespace(at=0.0, synchronize=self.synchronize)
         event.record = lambda: setattr(event, "at", max(self.done_s, self.host_s))
