@@ -96,8 +96,9 @@ def smoke(setting: Setting, folder: Path) -> dict[str, Any]:
     """A profile, a plan, a run, a verification; a resumed run beside an unbroken one."""
     path, _ = _planned(setting, folder)
     _mmlaunch("verify", str(path))
-    whole = _run(path, folder / "whole", STEPS)
-    _run(path, folder / "resumed", SAVED_AT)
+    same = "--set", "train.deterministic=true"
+    whole = _run(path, folder / "whole", STEPS, *same)
+    _run(path, folder / "resumed", SAVED_AT, *same)
     resumed = _run(path, folder / "resumed", STEPS, "--resume")
     return {
         "losses": [line["loss"] for line in whole],
@@ -128,9 +129,12 @@ def overhead(setting: Setting, folder: Path) -> dict[str, Any]:
         workload = _workload(setting, folder, microbatch)
         path, _ = planned(workload, folder / "profile.json", devices=1, solver="colocated")
         with Session.from_plan(path) as session:
-            executor_s = _median_s(setting, session.forward_backward)
-        plain_s = _median_s(setting, _loop(setting, folder, microbatch))
-        compiled_s = _median_s(setting, _loop(setting, folder, microbatch, torch.compile))
+            # It ends when the loss is known; its data's loading is none of the executor's.
+            executor_s = _median_s(setting, lambda: session.forward_backward().iteration_s)
+        loop, compiled = (
+            _loop(setting, folder, microbatch, prepare) for prepare in (_as_it_is, torch.compile)
+        )
+        plain_s, compiled_s = _median_s(setting, loop), _median_s(setting, compiled)
         rows.append(
             {
                 "forward_s": forward_s,
@@ -195,24 +199,22 @@ def _workload(setting: Setting, folder: Path, microbatch: int) -> Path:
     """The pipeline's file."""
     pins = {"tp": 1, "microbatch": microbatch}
     args = {"blocks": setting.blocks, "width": setting.width}
-    inputs = {"front": "x", "back": "front"}
-    sizes = {"tokens": setting.tokens, "width": setting.width}
+    of = {"front": ("x", args | {"tokens": setting.tokens}), "back": ("front", args)}
     batch = MICROBATCHES * microbatch
     document = {
         "version": 1,
         "name": "layers",
         "batch": batch,
         "modules": {
-            name: {"factory": "layers:stack", "args": args, "inputs": [inputs[name]], "plan": pins}
-            for name in MODULES
+            name: {"factory": f"layers:{name}", "args": own, "inputs": [source], "plan": pins}
+            for name, (source, own) in of.items()
         },
         "losses": {"fit": {"factory": "mmplan.zoo.losses:mse", "inputs": ["back", "y"]}},
-        "data": {"factory": "layers:Noise", "args": {"samples": 2 * batch, **sizes}},
+        "data": {"factory": "layers:Noise", "args": {"samples": 2 * batch, "width": setting.width}},
         "train": {
             "precision": setting.precision,
             "optimizer": "AdamW",
             "optimizer_args": {"lr": 1e-3, "fused": True},
-            "deterministic": True,
         },
     }
     (folder / "layers.py").write_text((Path(__file__).parent / "layers.py").read_text())
@@ -253,18 +255,19 @@ def _mmlaunch(*command: str, environment: dict[str, str] | None = None) -> None:
         raise RuntimeError(f"mmlaunch {command[0]} ended with {done.returncode}: {done.stderr}")
 
 
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
 def _loop(
-    setting: Setting,
-    folder: Path,
-    microbatch: int,
-    prepare: Callable[[nn.Module], Any] = lambda module: module,
-) -> Callable[[], None]:
-    """A step of the same modules without an executor."""
+    setting: Setting, folder: Path, microbatch: int, prepare: Callable[[nn.Module], Any]
+) -> Callable[[], float]:
+    """Seconds of a step of the same modules without an executor."""
     workload = load_workload(folder / "layers.yaml")
     device = setting.torch_device
     built = [build_module(workload, name, folder).to(device) for name in MODULES]
     front, back = (prepare(module) for module in built)
-    x, y = torch.randn(2, MICROBATCHES, microbatch, setting.tokens, setting.width, device=device)
+    x, y = torch.randn(2, MICROBATCHES, microbatch, setting.width, device=device)
     precision = TrainingPrecision(workload.train.precision, device)
     scale = 1 / MICROBATCHES
 
@@ -277,34 +280,41 @@ def _loop(
                 loss = nn.functional.mse_loss(out.float(), target)
             (scale * loss).backward()
 
-    return step
+    return _timed(setting, step)
 
 
 def _microbatch_of(setting: Setting, forward_s: float, folder: Path) -> int:
     """Samples whose forward through one module takes about so long."""
     workload = load_workload(_workload(setting, folder, setting.microbatch))
     module = build_module(workload, "front", folder).to(setting.torch_device)
-    shape = setting.microbatch, setting.tokens, setting.width
-    x = torch.randn(shape, device=setting.torch_device)
+    x = torch.randn(setting.microbatch, setting.width, device=setting.torch_device)
     precision = TrainingPrecision(workload.train.precision, setting.torch_device)
 
     def forward() -> None:
         with torch.no_grad(), precision.compute(keep_casts=True):
             module(x)
 
-    return max(1, round(setting.microbatch * forward_s / _median_s(setting, forward)))
+    return max(
+        1, round(setting.microbatch * forward_s / _median_s(setting, _timed(setting, forward)))
+    )
 
 
-def _median_s(setting: Setting, step: Callable[[], object]) -> float:
+def _timed(setting: Setting, step: Callable[[], object]) -> Callable[[], float]:
     """Seconds of a step, from the moment that the device is free to when it is again."""
     clock = clock_of(setting.torch_device)
-    clock.warm()
-    times: list[float] = []
-    for _ in range(WARM_UP + REPEATS):
+
+    def seconds() -> float:
         started = clock.now()
         step()
-        times.append(clock.now() - started)
-    return statistics.median(times[WARM_UP:])
+        return clock.now() - started
+
+    return seconds
+
+
+def _median_s(setting: Setting, seconds: Callable[[], float]) -> float:
+    """The median of a step's seconds, on a warm device."""
+    clock_of(setting.torch_device).warm()
+    return statistics.median([seconds() for _ in range(WARM_UP + REPEATS)][WARM_UP:])
 
 
 def _cold_over_steady(setting: Setting) -> float:
@@ -357,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _part(name: str, setting: Setting) -> dict[str, Any]:
-    started = time.perf_counter()
+    started, before = time.perf_counter(), dict(os.environ)
     on_cuda = setting.device == "cuda"
     where = torch.cuda.get_device_name() if on_cuda else "a processor"
     with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
@@ -365,6 +375,10 @@ def _part(name: str, setting: Setting) -> dict[str, Any]:
             found = PARTS[name](setting, Path(folder))
         except Exception as error:
             found = {"failed": f"{type(error).__name__}: {error}"}
+        finally:
+            # A session makes its process a rank, which those of other parts must not be.
+            os.environ.clear()
+            os.environ.update(before)
     return {"device": where, "wall_s": round(time.perf_counter() - started, 1), **found}
 
 
