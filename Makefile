@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install fix check test test-all golden bench reproduce demo demo-mllm demo-multitask clean
+.PHONY: help install fix check test test-all golden bench gpu reproduce demo demo-mllm demo-multitask clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +50,9 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_simulator.py
 	$(BIN)/python benchmarks/bench_published.py
 	$(BIN)/python benchmarks/bench_proof.py
+
+gpu: install  ## what one GPU can show: profile, memory, overhead; one line of JSON for each part
+	$(BIN)/python benchmarks/bench_gpu.py
 
 reproduce: install  ## plan the papers' workloads under every system; writes docs/reproduction.md
 	$(BIN)/python benchmarks/reproduce.py

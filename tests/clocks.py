@@ -133,6 +133,8 @@ def levels(flows: Sequence[Flow]) -> list[float]:
             if growing:
                 steps.append(((1.0 - used) / growing, interface))
         step, full = min(steps)
+        if max(rates) + step > 1.0:  # no flow is faster than alone
+            return [rate if stop else 1.0 for rate, stop in zip(rates, stopped, strict=True)]
         rates = [rate + (0 if stop else step) for rate, stop in zip(rates, stopped, strict=True)]
         for index, flow in enumerate(flows):
             stopped[index] |= full in dict(flow.traffic.loads)

@@ -407,6 +407,7 @@ def test_device_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MMLAUNCH_DEVICE")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: None)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     chosen = pick(1, local_world_size=2)
     assert (chosen.device, chosen.backend) == (torch.device("cuda", 1), "nccl")

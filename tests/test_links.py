@@ -22,9 +22,12 @@ INSIDE = Link(latency_s=1.0, bandwidth_bytes_per_s=100.0)
 BETWEEN = Link(latency_s=10.0, bandwidth_bytes_per_s=20.0)
 
 
-def nodes_of(per_node: int, nodes: int, *, between: Link = BETWEEN) -> Cluster:
+def nodes_of(
+    per_node: int, nodes: int, *, between: Link = BETWEEN, adapter: float | None = None
+) -> Cluster:
     base = make_cluster(per_node * nodes, devices_per_node=per_node)
-    return base.model_copy(update={"links": Links(intra_node=INSIDE, inter_node=between)})
+    links = Links(intra_node=INSIDE, inter_node=between, adapter_bytes_per_s=adapter)
+    return base.model_copy(update={"links": links})
 
 
 # --- collectives ------------------------------------------------------------------------
@@ -96,6 +99,27 @@ def test_without_links_between_nodes_there_are_no_interfaces() -> None:
     assert collective(cluster, "all_reduce", range(4), 1e6).interface_s == 0
 
 
+def test_a_devices_adapter_bounds_its_message_and_leaves_the_node_to_others() -> None:
+    cluster = nodes_of(4, 2, adapter=5.0)
+    got = message(cluster, 0, 4, 100.0)
+    assert (got.seconds, got.interface_s, got.load) == (10 + 100 / 5, 100 / 20, 0.25)
+    assert message(cluster, 0, 1, 100.0) == message(nodes_of(4, 2), 0, 1, 100.0)
+    wide = nodes_of(4, 2, adapter=50.0)
+    assert message(wide, 0, 4, 100.0) == message(nodes_of(4, 2), 0, 4, 100.0)
+
+
+@pytest.mark.parametrize(("local", "rate"), [(1, 5), (2, 10), (4, 20)])
+def test_a_collective_has_the_adapters_of_its_ranks_on_a_node(local: int, rate: int) -> None:
+    ranks = [node * 4 + k for node in range(2) for k in range(local)]
+    got = collective(nodes_of(4, 2, adapter=5.0), "all_reduce", ranks, 1e6)
+    inside = collective_s(nodes_of(4, 2), "all_reduce", range(local), 1e6)
+    assert got.seconds == pytest.approx(inside + 2 * 10 + 1e6 / rate)
+    assert (got.interface_s, got.load) == pytest.approx((1e6 / 20, rate / 20))
+    # Shards that are summed at the same time have adapters of their own, up to the node's sum.
+    two = collective(nodes_of(4, 2, adapter=5.0), "all_reduce", ranks, 1e6, sharers=2)
+    assert two.seconds == pytest.approx(inside + 2 * 10 + max(1e6 / rate, 2 * 1e6 / 20))
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from(KINDS),
@@ -103,11 +127,17 @@ def test_without_links_between_nodes_there_are_no_interfaces() -> None:
     st.sets(st.integers(0, 15), min_size=1),
     st.floats(0, 1e6),
     st.floats(1, 8),
+    st.sampled_from([None, 8.0]),
 )
 def test_a_faster_link_never_costs_more(
-    kind: Kind, per_node: int, ranks: set[int], size: float, faster: float
+    kind: Kind,
+    per_node: int,
+    ranks: set[int],
+    size: float,
+    faster: float,
+    adapter: float | None,
 ) -> None:
-    slow = nodes_of(per_node, 16)
+    slow = nodes_of(per_node, 16, adapter=adapter)
     for name in ("intra_node", "inter_node"):
         link: Link = getattr(slow.links, name)
         better = link.model_copy(
@@ -122,11 +152,17 @@ def test_a_faster_link_never_costs_more(
 
 
 @settings(deadline=None)
-@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 4), st.floats(0, 1e6))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.floats(0, 1e6),
+    st.sampled_from([None, 8.0]),
+)
 def test_the_solvers_formula_for_many_groups_is_the_same(
-    per_node: int, dp: int, stride: int, size: float
+    per_node: int, dp: int, stride: int, size: float, adapter: float | None
 ) -> None:
-    cluster = nodes_of(per_node, 64)
+    cluster = nodes_of(per_node, 64, adapter=adapter)
     ranks = [d * stride for d in range(dp)]
     counts = np.unique([rank // per_node for rank in ranks], return_counts=True)[1]
     got = all_reduce_s(
@@ -143,8 +179,8 @@ def test_the_solvers_formula_for_many_groups_is_the_same(
 # --- the network ------------------------------------------------------------------------
 
 
-def between(source: int, target: int, seconds: float = 1.0) -> Traffic:
-    return Traffic(seconds=seconds, loads=((outgoing(source), 1.0), (incoming(target), 1.0)))
+def between(source: int, target: int, seconds: float = 1.0, load: float = 1.0) -> Traffic:
+    return Traffic(seconds=seconds, loads=((outgoing(source), load), (incoming(target), load)))
 
 
 def ends(*transfers: tuple[float, Traffic]) -> list[float]:
@@ -205,19 +241,28 @@ def test_a_load_above_one_stands_for_several_alike() -> None:
     assert ends((0, four), (0, between(0, 2, 0.2))) == pytest.approx([4.2, 1.0])
 
 
+def test_a_load_below_one_leaves_room_and_is_never_faster_than_alone() -> None:
+    quarter = between(0, 1, 1.0, 0.25)
+    assert ends((0, quarter)) == [1]
+    assert ends(*[(0, quarter)] * 4) == [1, 1, 1, 1]
+    assert ends(*[(0, quarter)] * 8) == [2] * 8
+    assert ends((0, quarter), (0, between(0, 2))) == [1.25, 1.25]
+
+
 def test_nothing_to_carry_is_over_at_once() -> None:
     assert ends((1, between(0, 1, 0.0)), (0, between(0, 1, 3.0))) == [1, 3]
 
 
 traffics = st.builds(
-    lambda nodes, seconds, ring: (
-        Traffic(seconds=seconds, loads=exchange(set(nodes)))
+    lambda nodes, seconds, ring, load: (
+        Traffic(seconds=seconds, loads=exchange(set(nodes), load))
         if ring
-        else between(nodes[0], nodes[1], seconds)
+        else between(nodes[0], nodes[1], seconds, load)
     ),
     st.lists(st.integers(0, 4), min_size=2, max_size=4),
     st.sampled_from([0.5, 1.0, 2.0]),
     st.booleans(),
+    st.sampled_from([0.25, 1.0]),
 )
 
 

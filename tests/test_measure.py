@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmlaunch.measure.clocks import CpuClock, Reading
 from mmlaunch.measure.inputs import block_flops
 from mmlaunch.measure.points import Measurer
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch
@@ -389,14 +390,14 @@ def tied():
 
 def test_a_step_is_repeated_until_its_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    watch = Stopwatch(device=cpu, peers=Peers(1, cpu), repeat_s=1.0)
+    watch = Stopwatch(clock=CpuClock(), peers=Peers(1, cpu), repeat_s=1.0)
     clock = [0.0]
-    monkeypatch.setattr(watch, "now", lambda: clock[0])
+    monkeypatch.setattr(watch.clock, "now", lambda: clock[0])
 
-    def step(repeat: int) -> list[float]:
+    def step(repeat: int) -> list[Reading]:
         seconds = 0.5 if repeat == 5 else 0.1  # one that was disturbed
         clock[0] += seconds
-        return [seconds, 2 * seconds]
+        return [lambda: seconds, lambda: 2 * seconds]
 
     one, two = watch.time(step)
     assert one.median_s == pytest.approx(0.1)
@@ -528,9 +529,9 @@ def test_what_processes_do_together_takes_as_long_as_for_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu = torch.device("cpu")
-    watch = Stopwatch(device=cpu, peers=Peers(1, cpu), repeat_s=0.0)
+    watch = Stopwatch(clock=CpuClock(), peers=Peers(1, cpu), repeat_s=0.0)
     monkeypatch.setattr(watch.peers, "least", lambda values: [min(v, 0.25) for v in values])
-    one, two = watch.time(lambda _: (1.0, 0.125), together=True)
+    one, two = watch.time(lambda _: (lambda: 1.0, lambda: 0.125), together=True)
     assert (one.median_s, two.median_s) == (0.25, 0.125)
 
 

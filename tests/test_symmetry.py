@@ -78,7 +78,10 @@ def costs_of(
     )
     size = float(rng.choice([0.0, 7.0]))  # what costs no memory lets groups be folded
     device = given.cluster.device.model_copy(update={"communicator_bytes": size})
-    return given.model_copy(update={"cluster": given.cluster.model_copy(update={"device": device})})
+    adapter = 6.0 if rng.integers(2) else None
+    links = given.cluster.links.model_copy(update={"adapter_bytes_per_s": adapter})
+    cluster = given.cluster.model_copy(update={"device": device, "links": links})
+    return given.model_copy(update={"cluster": cluster})
 
 
 def plans(folder: Path, seed: int) -> list[tuple[Plan, CostModel]]:

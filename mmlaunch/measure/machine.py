@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlaunch.measure.clocks import Clock, CudaClock, Reading, clock_of
 from mmlaunch.measure.timing import Peers, Stopwatch, Timing
 from mmplan.processes import num_cores
+
+# Share of a GPU's memory in pieces that no tensor fits into; chosen by hand within the 5 to 8% that
+# users of large models leave free.
+FRAGMENTED = 0.05
 
 
 def measure_machine(
@@ -29,15 +35,69 @@ def measure_machine(
         watch: measures with all processes at the same time.
     """
     processor = _processor(device)
-    return {
+    room = _room(device, processes, watch)
+    return room | {
         "name": processor if device.type == "cuda" else "cpu",
-        "memory_bytes": memory_bytes(device, processes),
         "peak_flops": _peak_flops(device, precision, watch),
         "cores": num_cores(),
         "processor": processor,
         "torch": torch.__version__,
-        "clock": "processor time" if watch.compute_clock is not watch.now else "wall time",
+        "clock": watch.clock.kind,
         "threads": torch.get_num_threads(),
+        **({"sm_clock": watch.clock.sm_clock} if isinstance(watch.clock, CudaClock) else {}),
+    }
+
+
+def _room(device: torch.device, processes: int, watch: Stopwatch) -> dict[str, Any]:
+    """Bytes that a plan may fill, and what a communicator costs."""
+    if device.type != "cuda":
+        return {"memory_bytes": memory_bytes(processes)}
+
+    def communicator() -> None:
+        dist.all_reduce(torch.zeros(1, device=device), group=dist.new_group())
+
+    torch.mm(*torch.ones(2, 64, 64, device=device))  # with cuBLAS's own memory
+    return room_on_cuda(
+        device, communicator if processes > 1 else None, now=watch.clock.now, cuda=torch.cuda
+    )
+
+
+def room_on_cuda(
+    device: torch.device,
+    communicator: Callable[[], None] | None,
+    *,
+    now: Callable[[], float],
+    cuda: Any,
+) -> dict[str, Any]:
+    """Bytes of a GPU that tensors may fill, and bytes and start-up seconds of a communicator.
+
+    CUDA's context and modules and NCCL's own buffers are taken off, and a share for
+    fragmentation. A second communicator is what every further one costs; what the first takes
+    beyond that is NCCL's own.
+
+    Args:
+        device: already in use.
+        communicator: makes one and uses it, with all processes; None where there is one process.
+        now: seconds of a clock, when everything queued on the device is done.
+        cuda: ``torch.cuda``, or what has its functions.
+    """
+
+    def free_bytes() -> int:
+        # What torch's allocator keeps is free for tensors.
+        return cuda.mem_get_info(device)[0] + cuda.memory_reserved(device)
+
+    now()
+    levels, seconds = [free_bytes()], 0.0
+    for make in (communicator, communicator) if communicator is not None else ():
+        started = now()
+        make()
+        seconds = now() - started
+        levels.append(free_bytes())
+    first, second = (before - after for before, after in pairwise(levels)) if seconds else (0, 0)
+    return {
+        "memory_bytes": float(levels[0] - max(0, first - second)) * (1 - FRAGMENTED),
+        "communicator_bytes": float(max(0, second)),
+        "communicator_start_s": seconds,
     }
 
 
@@ -49,12 +109,10 @@ def _peak_flops(device: torch.device, precision: str, watch: Stopwatch) -> float
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
 
-    clock = watch.compute_clock
-
-    def step(_: int) -> Sequence[float]:
-        started = clock()
+    def step(_: int) -> Sequence[Reading]:
+        started = watch.clock.mark()
         torch.mm(a, b, out=out)
-        return (clock() - started,)
+        return (watch.clock.since(started),)
 
     return 2 * size**3 / watch.time(step)[0].median_s
 
@@ -71,10 +129,8 @@ def _processor(device: torch.device) -> str:
     return models[0] if models else platform.machine()
 
 
-def memory_bytes(device: torch.device, processes: int) -> float:
-    """Memory of a device for each of so many processes."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+def memory_bytes(processes: int) -> float:
+    """Memory of a CPU for each of so many processes."""
     total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     # A container's limit, where there is one.
     for place in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -102,28 +158,30 @@ def measure_link(
         repeat_s: seconds to spend, about.
     """
     world = 1 if operation == "copy" else dist.get_world_size()
-    watch = Stopwatch(device=device, peers=Peers(world, device), repeat_s=repeat_s)
+    clock = clock_of(device)
+    watch = Stopwatch(clock=clock, peers=Peers(world, device), repeat_s=repeat_s)
     tensor = torch.zeros(max(1, num_bytes // 4), device=device)
     part = torch.zeros(max(1, num_bytes // 4 // world), device=device)
     parts = [torch.zeros_like(part) for _ in range(world)]
 
-    def step(_: int) -> Sequence[float]:
-        watch.cool()
+    def step(_: int) -> Sequence[Reading]:
+        clock.cool()
         if operation == "p2p":
-            return (_there_and_back(tensor, watch) / 2,)
-        started = watch.now()
+            both = _there_and_back(tensor, clock)
+            return (lambda: both() / 2,)
+        started = clock.mark()
         if operation == "copy":
             tensor.clone()
         elif operation == "all_reduce":
             dist.all_reduce(tensor.clone())
         else:
             dist.all_gather(parts, part)
-        return (watch.now() - started,)
+        return (clock.since(started),)
 
     return watch.time(step, together=True)[0]
 
 
-def _there_and_back(tensor: Tensor, watch: Stopwatch) -> float:
+def _there_and_back(tensor: Tensor, clock: Clock) -> Reading:
     """Seconds of it on process 0, from when process 1 is ready; infinite on all others."""
     rank = dist.get_rank()
     token = torch.zeros(1, device=tensor.device)
@@ -133,12 +191,12 @@ def _there_and_back(tensor: Tensor, watch: Stopwatch) -> float:
         dist.send(tensor, 0)
     elif rank == 0:
         dist.recv(token, 1)
-        watch.cool()
-        started = watch.now()
+        clock.cool()
+        started = clock.mark()
         dist.send(tensor, 1)
         dist.recv(tensor, 1)
-        return watch.now() - started
-    return math.inf
+        return clock.since(started)
+    return lambda: math.inf
 
 
 class GroupComm:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mmlaunch.comm.batches import Tree, leaf_of, map_tensors, tensors_of
+from mmlaunch.measure.clocks import Clock, Reading, clock_of
 from mmlaunch.measure.inputs import (
     Inputs,
     block_flops,
@@ -33,6 +34,7 @@ from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.tensor_parallel import block_plan, shard_block, sum_gradients
 from mmlaunch.model.whole_modules import call_blocks
+from mmlaunch.process.device import set_numerics
 from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
 from mmplan.proof.tp_states import module_states
@@ -44,8 +46,6 @@ from mmplan.schema.workload import Workload, resolve_tasks
 
 # Two samples: some modules squeeze a batch of one away.
 _FOLLOWED_SAMPLES = 2
-
-Clock = Callable[[], float]
 
 
 class Measurer:
@@ -61,12 +61,14 @@ class Measurer:
         self._rank, self._device, self._job = rank, device, job
         self._workload = Workload.model_validate(job["workload"])
         self._folder = Path(job["folder"])
+        train = self._workload.train
+        set_numerics(deterministic=train.deterministic, tf32=train.tf32, device=device)
         self._takes_part = rank < job["processes"]
+        is_alone = job["processes"] <= num_cores() and torch.get_num_threads() == 1
         self._watch = Stopwatch(
-            device=device,
+            clock=clock_of(device, is_alone=is_alone),
             peers=Peers(job["processes"], device),
             repeat_s=job["repeat_s"],
-            own_core=job["processes"] <= num_cores(),
         )
         self._groups = tensor_parallel_groups(job["processes"], rank)
         self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
@@ -233,19 +235,20 @@ class Measurer:
     def _block_seconds(self, module: nn.Sequential, args: tuple[Tree, ...]) -> list[Timing]:
         """Forward and backward together of every block by itself."""
 
-        clock = self._watch.compute_clock
+        clock = self._watch.clock
 
-        def step(_: int) -> Sequence[float]:
-            seconds: list[float] = []
+        def step(_: int) -> Sequence[Reading]:
+            readings: list[Reading] = []
             value = args
             for block in module:
-                started = clock()
+                started = clock.mark()
                 with self._autocast():
                     out = block(*value)
-                forward_s = clock() - started
-                seconds.append(forward_s + _timed_backward(out, clock))
+                forward = clock.since(started)
+                backward = _timed_backward(out, clock)
+                readings.append(lambda a=forward, b=backward: a() + b())
                 value = (map_tensors(out, leaf_of),)
-            return seconds
+            return readings
 
         return self._watch.time(step)
 
@@ -262,7 +265,7 @@ class Measurer:
         different = list(self._inputs.different(task, name, size))
         held = fmean(self._held_bytes(blocks, args) for args in different)
         # Waiting for the others of a tensor-parallel group takes no processor time.
-        clock = self._watch.now if tp > 1 else self._watch.compute_clock
+        clock = clock_of(self._device) if tp > 1 else self._watch.clock
         forward, backward = self._forward_backward(blocks, task, name, size, clock)
         inputs = self._backward_input(blocks, task, name, size, clock)
         transient = [self._transient_bytes(blocks, args) for args in different]
@@ -300,13 +303,15 @@ class Measurer:
     def _forward_backward(
         self, blocks: list[nn.Module], task: str, name: str, size: int, clock: Clock
     ) -> list[Timing]:
-        def step(repeat: int) -> Sequence[float]:
+        def step(repeat: int) -> Sequence[Reading]:
             args = self._inputs.of_module(task, name, size, repeat)
-            started = clock()
+            if clock.is_cold:
+                clock.cool()
+            started = clock.mark()
             with self._autocast():
                 out = call_blocks(blocks, args)
-            forward_s = clock() - started
-            return forward_s, _timed_backward(out, clock)
+            forward = clock.since(started)
+            return forward, _timed_backward(out, clock)
 
         return self._watch.time(step)
 
@@ -325,7 +330,7 @@ class Measurer:
         for parameter in trained:
             parameter.requires_grad_(False)
 
-        def step(repeat: int) -> Sequence[float]:
+        def step(repeat: int) -> Sequence[Reading]:
             args = self._inputs.of_module(task, name, size, repeat)
             with self._autocast():
                 if first:
@@ -370,20 +375,20 @@ class Measurer:
             value = checked_loss(name, loss, args)
             held_bytes = held.add([value])
 
-        clock = self._watch.compute_clock
+        clock = self._watch.clock
         # As in a run: features alone can be shared out, data fields are not.
         sharded = as_sharded(loss) if self._inputs.only_features(task, name) else None
 
-        def step(_: int) -> Sequence[float]:
-            self._watch.cool()
-            started = clock()
+        def step(_: int) -> Sequence[Reading]:
+            clock.cool()
+            started = clock.mark()
             with self._autocast():
                 if sharded is not None:
                     compute_shard(sharded, args)
-                    return clock() - started, 0.0
+                    return clock.since(started), lambda: 0.0
                 value = loss(*args)
-            forward_s = clock() - started
-            return forward_s, _timed_backward(value, clock)
+            forward = clock.since(started)
+            return forward, _timed_backward(value, clock)
 
         forward, backward = self._watch.time(step)
         return {
@@ -395,13 +400,13 @@ class Measurer:
         }
 
 
-def _timed_backward(out: Tree, clock: Clock) -> float:
+def _timed_backward(out: Tree, clock: Clock) -> Reading:
     outs = float_outputs(out)
     grads = [torch.ones_like(o) for o in outs]
-    started = clock()
+    started = clock.mark()
     if outs:
         torch.autograd.backward(outs, grads)
-    return clock() - started
+    return clock.since(started)
 
 
 def _parameters_by_block(module: nn.Sequential) -> list[list[nn.Parameter]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmlaunch.measure.clocks import Clock, Reading
+
 # The least number that has quartiles apart from its ends.
 MIN_REPEATS = 3
 # Bounds the number of rows of a very short step; chosen by hand.
 MAX_REPEATS = 200
-# More than the caches of a core, and than a GPU's.
-_OTHER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,49 +72,26 @@ class Stopwatch:
     """Repeats steps and times their parts.
 
     Args:
-        device: waited for before every reading of the clock.
+        clock: of the device.
         peers: start together and repeat equally often.
         repeat_s: seconds to spend on the repeats of a step, about.
-        own_core: whether every process has a core for itself. Then processor time is what
-            computing takes when nothing else runs, which also holds on a busy machine.
     """
 
-    def __init__(
-        self, *, device: torch.device, peers: Peers, repeat_s: float, own_core: bool = False
-    ) -> None:
-        self.peers = peers
-        alone = own_core and device.type == "cpu" and torch.get_num_threads() == 1
-        self.compute_clock: Callable[[], float] = time.thread_time if alone else self.now
-        self._is_cuda = device.type == "cuda"
-        self._device, self._repeat_s = device, repeat_s
-        self._other: Tensor | None = None
-
-    def now(self) -> float:
-        """The clock, when everything queued on the device is done."""
-        if self._is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def cool(self) -> None:
-        """Fill the caches with something else, as the computes of a step do.
-
-        What is short (a loss, a small message) takes two to four times as long in a step as
-        in a loop of its own.
-        """
-        if self._other is None:
-            self._other = torch.zeros(_OTHER_BYTES // 4, device=self._device)
-        self._other.add_(1.0)
+    def __init__(self, *, clock: Clock, peers: Peers, repeat_s: float) -> None:
+        self.clock, self.peers = clock, peers
+        self._repeat_s = repeat_s
 
     def time(
-        self, step: Callable[[int], Sequence[float]], *, together: bool = False
+        self, step: Callable[[int], Sequence[Reading]], *, together: bool = False
     ) -> list[Timing]:
         """Median and spread of each part of a step.
 
         Args:
-            step: takes the repeat's number, returns the seconds of its parts.
+            step: takes the repeat's number, returns readings of its parts.
             together: all processes do one thing. Then the time of who came last counts, who
                 waited for nobody: the least of all. Else it is the mean over the processes.
         """
+        self.clock.warm()
         # All processes repeat equally often, whatever their own clocks say: steps may hold
         # collectives.
         average_s = self._once(step, 0)
@@ -125,14 +101,16 @@ class Stopwatch:
         rows: list[list[float]] = []
         spent_s = 0.0
         while len(rows) < MIN_REPEATS or (spent_s < self._repeat_s and len(rows) < MAX_REPEATS):
-            started = self.now()
+            started = self.clock.now()
             left = max(self._repeat_s - spent_s, 0.0)
             planned = int(left / max(average_s, 1e-9))
-            rows += [
-                list(step(len(rows) + k))
+            # Read when all are over: the host must not wait between two repeats.
+            readings = [
+                step(len(rows) + k)
                 for k in range(max(1, MIN_REPEATS - len(rows), min(planned, MAX_REPEATS)))
             ]
-            spent_s += self.peers.largest(self.now() - started)
+            rows += [[seconds() for seconds in row] for row in readings]
+            spent_s += self.peers.largest(self.clock.now() - started)
             average_s = spent_s / len(rows)
         if together:
             width = len(rows[0])
@@ -146,10 +124,10 @@ class Stopwatch:
             for median_s, spread_s in zip(medians, spreads, strict=True)
         ]
 
-    def _once(self, step: Callable[[int], Sequence[float]], repeat: int) -> float:
-        started = self.now()
+    def _once(self, step: Callable[[int], Sequence[Reading]], repeat: int) -> float:
+        started = self.clock.now()
         step(repeat)
-        return self.peers.largest(self.now() - started)
+        return self.peers.largest(self.clock.now() - started)
 
 
 def _timing(seconds: Sequence[float]) -> Timing:

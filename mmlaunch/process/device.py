@@ -1,4 +1,8 @@
-"""The one place that chooses a rank's device and the backend that its messages take."""
+"""The one place that chooses a rank's device, its backend and the settings of its process.
+
+Each setting has a default, which the environment changes, and is said in a run's notes; see
+docs/training.md.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,22 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from mmlaunch.process.malloc import keep_freed
+from mmlaunch.process import affinity, malloc
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from mmplan.wording import counted
 
 Backend = Literal["nccl", "gloo"]
+
+# Steps between two collections of garbage, the default of torchtitan.
+_GARBAGE_STEPS = 50
+# Read when CUDA starts. Kernels that are loaded when they are first called may wait for the
+# device, which may wait for another rank's message: all are loaded at once. Activations of ragged
+# data have sizes that never come again: the allocator grows segments instead of keeping pieces.
+_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+# Torch's older name of the allocator's settings.
+_OLDER = "PYTORCH_CUDA_ALLOC_CONF"
+# Needed by cuBLAS for equal results (its documentation, "Results reproducibility").
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +40,16 @@ class RankDevice:
         backend: process group backend that fits it.
         num_threads: compute threads of this rank.
         reason: of the choice, for the user.
+        cores: on which it runs; empty: on any.
+        tunes_convolutions: whether cuDNN tries its kernels for every new shape.
     """
 
     device: torch.device
     backend: Backend
     num_threads: int
     reason: str
+    cores: frozenset[int] = frozenset()
+    tunes_convolutions: bool = False
 
     def apply(self, *, single_node: bool) -> None:
         """Make this process use the choice; call before any process group is created."""
@@ -39,10 +59,30 @@ class RankDevice:
         if single_node:
             # A host name that does not resolve must not stop a run that never leaves the machine.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        affinity.bind(self.cores)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            torch.backends.cudnn.benchmark = self.tunes_convolutions
         else:
-            keep_freed()
+            malloc.keep_freed()
+
+    def settings(self) -> str:
+        """One line on the settings of this process."""
+        every = garbage_steps()
+        parts = [
+            f"{self.device.type} over {self.backend}",
+            counted(self.num_threads, "thread"),
+            f"bound to {counted(len(self.cores), 'core')} of a NUMA node"
+            if self.cores
+            else "on any core",
+            f"garbage collected every {every} steps" if every else "garbage collected by Python",
+        ]
+        if self.device.type == "cuda":
+            parts += [f"{name}={os.environ.get(name, '')}" for name in _CUDA]
+            parts.append(f"cuDNN {'tunes' if self.tunes_convolutions else 'does not tune'}")
+        else:
+            parts.append(f"malloc {'as chosen' if malloc.is_chosen() else 'keeps freed memory'}")
+        return f"settings: {', '.join(parts)}"
 
     def note(self) -> str:
         """The choice, which all ranks share, and its reason, for the user."""
@@ -76,22 +116,72 @@ def pick(local_rank: int = 0, *, local_world_size: int | None = None) -> RankDev
             f"MMLAUNCH_DEVICE is {wish!r}", hint="set it to cpu or cuda, or unset it"
         )
     num_ranks = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if wish != "cpu" and torch.backends.cuda.is_built():
+        _set_for_cuda()
     obstacle = "MMLAUNCH_DEVICE=cpu" if wish == "cpu" else _cuda_obstacle(num_ranks)
     if obstacle is None:
+        index = torch.device("cuda", local_rank)
+        properties = torch.cuda.get_device_properties(index) if _flag("BIND", True) else None
         return RankDevice(
-            device=torch.device("cuda", local_rank),
+            device=index,
             backend="nccl",
             num_threads=_num_threads(),
             reason="a GPU for each rank",
+            cores=affinity.near_gpu(properties),
+            tunes_convolutions=_flag("CUDNN_BENCHMARK", False),
         )
     if wish == "cuda":
         raise UnfitEnvironmentError(
             f"MMLAUNCH_DEVICE=cuda, but {obstacle}",
-            hint="start fewer ranks on this machine, or set MMLAUNCH_DEVICE=cpu",
+            hint="start as many ranks as a machine has GPUs, let each see all of them, or run on "
+            "the CPU: MMLAUNCH_DEVICE=cpu",
         )
     return RankDevice(
-        device=torch.device("cpu"), backend="gloo", num_threads=_num_threads(), reason=obstacle
+        device=torch.device("cpu"),
+        backend="gloo",
+        num_threads=_num_threads(),
+        reason=obstacle,
+        # Ranks of one machine may be too many for a node's cores: only where it is asked for.
+        cores=affinity.near_memory(local_rank, num_ranks) if _flag("BIND", False) else frozenset(),
     )
+
+
+def set_numerics(*, deterministic: bool, tf32: bool, device: torch.device) -> str:
+    """Set how torch computes in this process; before the first matrix product.
+
+    What is not asked for on a CPU stays as it is.
+
+    Args:
+        deterministic: refuse operations whose results differ between two runs.
+        tf32: compute float32 matrix products and convolutions in TF32 on CUDA.
+        device: the rank's.
+
+    Returns:
+        One line on it.
+    """
+    if deterministic:
+        os.environ.setdefault(*_CUBLAS)
+        torch.use_deterministic_algorithms(True)
+    parts = [f"deterministic algorithms {'on' if deterministic else 'off'}"]
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.backends.cudnn.allow_tf32 = tf32
+        parts.append(f"TF32 {'on' if tf32 else 'off'}")
+    return f"numerics: {', '.join(parts)}"
+
+
+def garbage_steps() -> int:
+    """Steps between two collections of garbage; 0 leaves it to Python.
+
+    Raises:
+        InvalidInputError: ``MMLAUNCH_GC_STEPS`` is no number.
+    """
+    text = os.environ.get("MMLAUNCH_GC_STEPS", "")
+    if text and not text.isdecimal():
+        raise InvalidInputError(
+            f"MMLAUNCH_GC_STEPS is {text!r}", hint="set it to a number of steps, or 0"
+        )
+    return int(text) if text else _GARBAGE_STEPS
 
 
 def async_tp_note(device: torch.device) -> str:
@@ -122,6 +212,21 @@ def _cuda_obstacle(num_ranks: int) -> str | None:
     if not dist.is_nccl_available():
         return "this torch has CUDA without NCCL"
     return None
+
+
+def _set_for_cuda() -> None:
+    """Variables that CUDA and torch read when they start; a user's own stay."""
+    if _OLDER in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ[_OLDER])
+    for name, value in _CUDA.items():
+        os.environ.setdefault(name, value)
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(f"MMLAUNCH_{name}", "")
+    if text not in ("", "0", "1"):
+        raise InvalidInputError(f"MMLAUNCH_{name} is {text!r}", hint="set it to 0 or 1")
+    return default if not text else text == "1"
 
 
 def _num_threads() -> int:

@@ -29,7 +29,7 @@ def keep_freed() -> bool:
         Whether it will.
     """
     libc = _glibc()
-    if libc is None or _is_chosen():
+    if libc is None or is_chosen():
         return False
     return bool(libc.mallopt(_TRIM_THRESHOLD, _NEVER)) and bool(libc.mallopt(_MMAP_MAX, 0))
 
@@ -47,6 +47,7 @@ def _glibc() -> Any:
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
 
 
-def _is_chosen() -> bool:
+def is_chosen() -> bool:
+    """Whether the environment has settings of malloc, or another malloc."""
     names = ("GLIBC_TUNABLES", "LD_PRELOAD")
     return any(os.environ.get(n) for n in names) or any(n.startswith("MALLOC_") for n in os.environ)

@@ -285,8 +285,6 @@ def shrunk(prepared: Prepared) -> Prepared:
     Raises:
         UnfitEnvironmentError: the memory does not hold it and the reference in one process.
     """
-    import torch
-
     from mmlaunch.measure.machine import memory_bytes
     from mmlaunch.session.smaller_plans import likeness
     from mmplan.schema.factories import build_module
@@ -301,7 +299,7 @@ def shrunk(prepared: Prepared) -> Prepared:
         weights += part_bytes
         held += unit.dp * part_bytes
     needed = _COPIES_OF_A_RANK * held + _COPIES_OF_THE_REFERENCE * weights
-    there = memory_bytes(torch.device("cpu"), 1)
+    there = memory_bytes(1)
     if needed > there:
         raise UnfitEnvironmentError(
             f"--shrink: {plan.devices} ranks and the reference hold {size(needed)} in one process "

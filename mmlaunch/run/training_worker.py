@@ -17,6 +17,8 @@ from mmlaunch.checkpoint.manifest import step_folders
 from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
+from mmlaunch.process.device import garbage_steps
+from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
@@ -140,7 +142,8 @@ class _Trainer:
                 for change in session.load(checkpoint, anyway=options.resume_anyway):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
-            stopped, spans = self._steps(session, segment, memory)
+            with PacedGarbage(garbage_steps()) as garbage:
+                stopped, spans = self._steps(session, segment, memory, garbage)
             if not stopped and session.step_count >= job.steps and options.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
@@ -153,7 +156,7 @@ class _Trainer:
             )
 
     def _steps(
-        self, session: Session, segment: Segment, memory: PeakMemory
+        self, session: Session, segment: Segment, memory: PeakMemory, garbage: PacedGarbage
     ) -> tuple[bool, list[tuple[int, float, float]]]:
         """Train and save; whether a stop was asked for, and the last step's times."""
         job, save_every = self._job, self._job.options.save_every
@@ -171,6 +174,7 @@ class _Trainer:
             if self._log is not None:
                 self._log.add(session, result)
             step = session.step_count
+            garbage.after_step(step)
             stopped = result.stop and step < job.steps
             if stopped or step == segment.until:
                 memory.end(_tensors(session))

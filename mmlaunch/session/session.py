@@ -41,7 +41,7 @@ from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process import process_group
-from mmlaunch.process.device import async_tp_note, pick
+from mmlaunch.process.device import async_tp_note, pick, set_numerics
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import (
     check_same_run,
@@ -270,12 +270,18 @@ class Session:
             device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
             process_group.join_from_environment(device, timedelta(seconds=timeout_s))
         watch = heartbeat or Heartbeat.detached()
+        trained = with_settings(load_workload(workload_path), settings or {})
+        numerics = set_numerics(
+            deterministic=trained.train.deterministic,
+            tf32=trained.train.tf32,
+            device=device.device,
+        )
         if owns and device.device.type == "cuda":
             watch.follow(device.mark)
         try:
             session = cls(
                 plan=loaded,
-                workload=with_settings(load_workload(workload_path), settings or {}),
+                workload=trained,
                 folder=workload_path.parent,
                 transport=transport or DistTransport(device.device, watch, timeout_s),
                 heartbeat=watch,
@@ -293,6 +299,7 @@ class Session:
         session._owns_process_group = owns
         if owns:
             session.notes.insert(0, device.note())
+        session.notes += [device.settings(), numerics]
         return session
 
     @property

@@ -21,19 +21,23 @@ Over N nodes of n ranks in all, up to l of them on one node, it is the cheapest 
 NCCL chooses between these algorithms by size; steps and bytes are those of its own model
 (``src/graph/tuning.cc``). A measured link of a collective replaces all this on its level:
 ``latency_s`` for the whole operation and its bandwidth for the ring's bytes.
+
+Where devices have network adapters of their own, a message between nodes uses those of two
+devices, and a collective those of all its ranks on a node: together they may carry less than the
+node's bandwidth.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
-from mmplan.schema.cluster import Cluster, Link
+from mmplan.schema.cluster import Cluster, Link, Links
 
 CollectiveKind = Literal["all_reduce", "all_gather"]
 
@@ -44,15 +48,18 @@ class Transfer:
 
     Attributes:
         seconds: of the whole transfer.
-        interface_s: of its use of the nodes' network interfaces.
+        interface_s: that its bytes would take with the nodes' whole network interfaces.
+        load: the part of these interfaces that it can use; less than 1 where the network
+            adapters of its ranks carry less.
     """
 
     seconds: float
     interface_s: float = 0.0
+    load: float = 1.0
 
     def times(self, factor: float) -> Transfer:
         """The transfer with all its times scaled."""
-        return Transfer(self.seconds * factor, self.interface_s * factor)
+        return replace(self, seconds=self.seconds * factor, interface_s=self.interface_s * factor)
 
 
 def message(cluster: Cluster, source: int, target: int, num_bytes: float) -> Transfer:
@@ -61,8 +68,18 @@ def message(cluster: Cluster, source: int, target: int, num_bytes: float) -> Tra
         return Transfer(0.0)
     link = cluster.link_between(source, target)
     carried_s = num_bytes / link.bandwidth_bytes_per_s
-    between = link is cluster.links.inter_node
-    return Transfer(link.latency_s + carried_s, carried_s if between else 0.0)
+    if link is not cluster.links.inter_node:
+        return Transfer(link.latency_s + carried_s)
+    load = float(_load(cluster.links, 1))
+    return Transfer(link.latency_s + carried_s / load, carried_s, load)
+
+
+def _load(links: Links, adapters: Any) -> Any:
+    """The part of a node's bandwidth that so many devices' adapters carry."""
+    if links.inter_node is None or links.adapter_bytes_per_s is None:
+        return 1.0
+    share = adapters * links.adapter_bytes_per_s / links.inter_node.bandwidth_bytes_per_s
+    return np.minimum(1.0, share)
 
 
 def collective(
@@ -115,6 +132,11 @@ class _Group(NamedTuple):
     local: Any
     nodes: Any
 
+    @property
+    def fewest(self) -> Any:
+        """No node has fewer ranks: what is left for one where all others have the most."""
+        return np.maximum(1, self.ranks - (self.nodes - 1) * self.local)
+
 
 def _transfer(
     cluster: Cluster, kind: CollectiveKind, group: _Group, num_bytes: float, sharers: int
@@ -124,22 +146,26 @@ def _transfer(
 
 def _of_groups(
     cluster: Cluster, kind: CollectiveKind, group: _Group, num_bytes: Any, sharers: Any
-) -> tuple[Any, Any]:
-    """Seconds, and interface seconds, of one group or of arrays of groups."""
+) -> tuple[Any, Any, Any]:
+    """Seconds, interface seconds and load of one group or of arrays of groups."""
     links = cluster.links
-    inside, between = links.intra_node, between_nodes(cluster)
+    inside, between = links.intra_node, links.inter_node or links.intra_node
     apart = links.intra_node_collectives, links.inter_node_collectives
     measured: list[Link | None] = [level and getattr(level, kind) for level in apart]
+    # Adapters are a part of what was measured.
+    load = 1.0 if measured[1] else _load(links, group.fewest * sharers)
     inside_s, _ = _phase(kind, group.local, num_bytes, inside, measured[0])
-    between_s, carried_s = _phase(kind, group.nodes, num_bytes * sharers, between, measured[1])
+    between_s, carried_s = _phase(
+        kind, group.nodes, num_bytes * sharers, between, measured[1], load
+    )
     best_s = inside_s + between_s
     several = np.greater(group.nodes, 1)
     if not any(measured):
-        for flat_s, flat_carried_s in _flat(kind, group, num_bytes, inside, between, sharers):
+        for flat_s, flat_carried_s in _flat(kind, group, num_bytes, inside, between, sharers, load):
             better = several & (flat_s < best_s)
             best_s = np.where(better, flat_s, best_s)
             carried_s = np.where(better, flat_carried_s, carried_s)
-    return best_s, np.where(several & (links.inter_node is not None), carried_s, 0.0)
+    return best_s, np.where(several & (links.inter_node is not None), carried_s, 0.0), load
 
 
 def _passes(kind: CollectiveKind) -> int:
@@ -147,9 +173,19 @@ def _passes(kind: CollectiveKind) -> int:
 
 
 def _phase(
-    kind: CollectiveKind, num: Any, num_bytes: Any, link: Link, measured: Link | None
+    kind: CollectiveKind,
+    num: Any,
+    num_bytes: Any,
+    link: Link,
+    measured: Link | None,
+    load: Any = 1.0,
 ) -> tuple[Any, Any]:
-    """One level of a collective among ``num`` members: seconds, and seconds of its bytes alone."""
+    """One level of a collective among ``num`` members.
+
+    Returns:
+        Its seconds with a part ``load`` of the link's bandwidth, and those of its bytes alone with
+        the whole bandwidth.
+    """
     passes = _passes(kind)
     ring_bytes = passes * (num - 1) / num * num_bytes
     if measured is not None:
@@ -159,8 +195,9 @@ def _phase(
         # In an all-gather, recursive doubling sends no byte twice.
         tree_bytes = passes * num_bytes if kind == "all_reduce" else ring_bytes
         steps = passes * np.ceil(np.log2(num))
-        ring_s = passes * (num - 1) * link.latency_s + ring_bytes / link.bandwidth_bytes_per_s
-        tree_s = steps * link.latency_s + tree_bytes / link.bandwidth_bytes_per_s
+        rate = link.bandwidth_bytes_per_s * load
+        ring_s = passes * (num - 1) * link.latency_s + ring_bytes / rate
+        tree_s = steps * link.latency_s + tree_bytes / rate
         seconds = np.minimum(ring_s, tree_s)
         carried_s = np.where(tree_s < ring_s, tree_bytes, ring_bytes) / link.bandwidth_bytes_per_s
     some = np.greater(num, 1)
@@ -168,9 +205,15 @@ def _phase(
 
 
 def _flat(
-    kind: CollectiveKind, group: _Group, num_bytes: Any, inside: Link, between: Link, sharers: Any
+    kind: CollectiveKind,
+    group: _Group,
+    num_bytes: Any,
+    inside: Link,
+    between: Link,
+    sharers: Any,
+    load: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """Algorithms that use links of both levels at the same time: seconds, and of bytes alone."""
+    """Algorithms that use links of both levels at the same time: as :func:`_phase`."""
     passes, nodes = _passes(kind), group.nodes
     steps = passes * (group.ranks - 1)
     across = np.minimum(steps, passes * nodes if kind == "all_reduce" else nodes - 1)
@@ -181,7 +224,8 @@ def _flat(
         options.append((2 * (chain * inside.latency_s + levels * between.latency_s), 2 * num_bytes))
     for latency_s, size in options:
         carried_s = size * sharers / between.bandwidth_bytes_per_s
-        yield latency_s + np.maximum(carried_s, size / inside.bandwidth_bytes_per_s), carried_s
+        inside_s = size / inside.bandwidth_bytes_per_s
+        yield latency_s + np.maximum(carried_s / load, inside_s), carried_s
 
 
 class LinkCosts:
@@ -257,5 +301,7 @@ def all_reduce_s(
 
 
 def between_nodes(cluster: Cluster) -> Link:
-    """The link between nodes; on a single node the link inside."""
-    return cluster.links.inter_node or cluster.links.intra_node
+    """The link of one message between nodes; on a single node the link inside."""
+    link = cluster.links.inter_node or cluster.links.intra_node
+    rate = link.bandwidth_bytes_per_s * _load(cluster.links, 1)
+    return link.model_copy(update={"bandwidth_bytes_per_s": float(rate)})

@@ -11,7 +11,7 @@ from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
-from mmplan.program.network import Traffic, exchange, incoming, outgoing
+from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -171,8 +171,8 @@ class ProgramCosts:
         num_bytes = self.message_bytes(edge, samples, backward)
         own = self.costs.message(source=source, target=target, num_bytes=num_bytes)
         node = self.costs.cluster.node_of
-        loads = (outgoing(node(source)), 1.0), (incoming(node(target)), 1.0)
-        return Traffic(seconds=own.interface_s, loads=loads) if own.interface_s else None
+        loads = (outgoing(node(source)), own.load), (incoming(node(target)), own.load)
+        return _traffic(own, loads) if own.interface_s else None
 
     def gather_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of gathering all features of a sync batch on every rank of the loss."""
@@ -191,7 +191,7 @@ class ProgramCosts:
         if not transfer.interface_s:
             return None
         nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
-        return Traffic(seconds=transfer.interface_s, loads=exchange(nodes))
+        return _traffic(transfer, exchange(nodes, transfer.load))
 
     def sync_s(self, loss: CrossSampleLoss) -> float:
         """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
@@ -372,6 +372,11 @@ class ProgramCosts:
         share = sum(self.costs.work_share(task=task, module=module, blocks=r) for r in ranges)
         per_sample = self.costs.flops_per_sample(task=task, module=module)
         return share * per_sample * self.program.batches[task]
+
+
+def _traffic(transfer: Transfer, loads: Loads) -> Traffic:
+    """A transfer on the network: alone it takes as long as its part of an interface needs."""
+    return Traffic(seconds=transfer.interface_s / transfer.load, loads=loads)
 
 
 def passed_blocks(stage: Stage) -> tuple[int, int] | None:

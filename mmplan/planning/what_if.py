@@ -330,6 +330,8 @@ def _faster_links(cluster: Cluster) -> Cluster:
                 update={
                     "intra_node": faster(links.intra_node),
                     "inter_node": faster(links.inter_node),
+                    "adapter_bytes_per_s": links.adapter_bytes_per_s
+                    and links.adapter_bytes_per_s * 2,
                     "intra_node_collectives": collectives(links.intra_node_collectives),
                     "inter_node_collectives": collectives(links.inter_node_collectives),
                 }

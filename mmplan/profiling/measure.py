@@ -425,6 +425,10 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
         )
 
 
+# Fields of a device as the worker measures them; of communicators only GPUs have memory.
+_DEVICE = ("memory_bytes", "peak_flops", "communicator_bytes", "communicator_start_s")
+
+
 def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredPoints) -> Cluster:
     """This machine as a cluster of one node."""
     cpu = setting.device == "cpu"
@@ -440,9 +444,8 @@ def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredP
         devices_per_node=setting.processes,
         device=Device(
             name=machine["name"],
-            memory_bytes=machine["memory_bytes"],
-            peak_flops=machine["peak_flops"],
             type="cpu" if cpu else "cuda",
+            **{field: machine[field] for field in _DEVICE if field in machine},
         ),
         links=Links(
             intra_node=_link(measured, "copy" if is_lone_gpu else "p2p", 1.0),
@@ -482,6 +485,7 @@ def _provenance(
         "precision": setting.workload["train"]["precision"],
         "torch": machine["torch"],
         "clock": machine["clock"],
+        **({"sm_clock": machine["sm_clock"]} if "sm_clock" in machine else {}),
         "repeat_s": setting.repeat_s,
         "samples": setting.pool,
         "tp_left_out": {

@@ -2,9 +2,9 @@
 
 Transfers are fluid flows with max-min fair rates; flows of equal priority on TCP or InfiniBand come
 close to such rates. All rates grow together until an interface is full. Flows on a full interface
-keep their rate, and the other rates grow on. Rates change only when a transfer begins or ends, so
-a queue of these two events is exact. Transfers that share no interface, directly or through other
-transfers, do not affect each other.
+keep their rate, and the other rates grow on, up to 1: no flow is faster than alone. Rates change
+only when a transfer begins or ends, so a queue of these two events is exact. Transfers that share
+no interface, directly or through other transfers, do not affect each other.
 
 An interface is one direction of one node: ``2 * node`` sends, ``2 * node + 1`` receives, full
 duplex. Its capacity is 1, and a transfer's size is the seconds that it takes alone.
@@ -158,9 +158,9 @@ class Network:
 
 
 def fair_rates(bundles: Sequence[_Bundle]) -> list[float]:
-    """Max-min fair rates: a rate can grow only if a rate that is no larger shrinks."""
+    """Max-min fair rates up to 1: a rate can grow only if a rate that is no larger shrinks."""
     if len(bundles) == 1:
-        return [1.0 / max(load for _, load in bundles[0].loads)]
+        return [1.0 / max(1.0, *(load for _, load in bundles[0].loads))]
     rates = [0.0] * len(bundles)
     free: dict[int, float] = {}
     asked: dict[int, float] = {}
@@ -175,7 +175,7 @@ def fair_rates(bundles: Sequence[_Bundle]) -> list[float]:
     while growing:
         full = min(growing, key=lambda interface: free[interface] / asked[interface])
         # Rates of later interfaces are never lower, except by rounding.
-        rate = max(rate, free[full] / asked[full])
+        rate = max(rate, min(free[full] / asked[full], 1.0))
         for index in users[full]:
             if rates[index]:
                 continue

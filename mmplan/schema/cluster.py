@@ -16,7 +16,7 @@ class Device(Record):
 
     Attributes:
         name: as its maker calls it; ``cpu...`` is taken for a CPU where ``type`` is absent.
-        memory_bytes: that a plan may fill.
+        memory_bytes: that a plan may fill; CUDA's own memory and NCCL's are none of it.
         type: absent: by the name.
     """
 
@@ -24,6 +24,7 @@ class Device(Record):
     memory_bytes: Positive
     peak_flops: Positive = Field(description="FLOP per second")
     communicator_bytes: Size = Field(default=0, description="device memory of one communicator")
+    communicator_start_s: Size = Field(default=0, description="seconds to start one communicator")
     type: Literal["cuda", "cpu"] | None = None
 
     @property
@@ -57,12 +58,15 @@ class Links(Record):
     Attributes:
         intra_node: between two devices of one node.
         inter_node: between two nodes; absent: as inside one.
+        adapter_bytes_per_s: between nodes, most that one device sends or receives by its network
+            adapter; absent: as much as its node.
         intra_node_collectives: measured apart; absent: as point to point.
         inter_node_collectives: likewise.
     """
 
     intra_node: Link
     inter_node: Link | None = None
+    adapter_bytes_per_s: Positive | None = None
     intra_node_collectives: CollectiveLinks | None = None
     inter_node_collectives: CollectiveLinks | None = None
 

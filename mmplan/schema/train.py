@@ -91,6 +91,7 @@ class TrainSpec(Record):
         schedule: of all learning rates.
         precision: bf16 is autocast; weights, gradients and optimizer state stay float32.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
+        deterministic: refuse operations of torch whose results differ between two runs.
         steps: of a run without ``--steps``.
     """
 
@@ -104,6 +105,12 @@ class TrainSpec(Record):
     )
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     zero: Literal[0, 1] = 0
+    deterministic: Bool = False
+    tf32: Bool = Field(
+        default=False,
+        description="float32 matrix products and convolutions in TF32 on CUDA; measured profiles "
+        "take it into account, analytic ones do not",
+    )
     reorder: Bool = Field(
         default=True,
         description="order each batch by its samples' work, where the dataset defines work(index)",

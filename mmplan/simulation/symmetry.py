@@ -113,7 +113,7 @@ class _WholeCosts(ProgramCosts):
             return None
         number, node = self._quotient.multiplicity, self.costs.cluster.node_of
         classes = self._quotient.node_class
-        times = self._messages(edge, backward)
+        times = self._messages(edge, backward) * alone.loads[0][1]
         loads = (
             (outgoing(classes[node(source)]), number[source] * times),
             (incoming(classes[node(target)]), number[target] * times),
@@ -138,14 +138,14 @@ class _WholeCosts(ProgramCosts):
         return self._by_node_class(super().gather_traffic(whole), whole.ranks, 1)
 
     def _by_node_class(
-        self, alone: Traffic | None, ranks: Sequence[int], load: float
+        self, alone: Traffic | None, ranks: Sequence[int], times: int
     ) -> Traffic | None:
-        """The traffic of a collective on one node of each class that has some of its ranks."""
+        """The traffic of so many collectives on one node of each class that has their ranks."""
         if alone is None:
             return None
         nodes = {self.costs.cluster.node_of(rank) for rank in ranks}
         classes = {self._quotient.node_class[node] for node in nodes}
-        return Traffic(seconds=alone.seconds, loads=exchange(classes, load))
+        return Traffic(seconds=alone.seconds, loads=exchange(classes, times * alone.loads[0][1]))
 
     def compute_s(self, stage: Stage, op: Op, samples: int) -> float:
         """Seconds of a compute with all replicas of its stage."""

@@ -153,8 +153,10 @@ def _links(plan: Plan) -> str:
         f"{fmt.size(inside.bandwidth_bytes_per_s)}/s after {fmt.seconds(inside.latency_s)}."
     )
     if cluster.nodes > 1 and between:
+        adapter = cluster.links.adapter_bytes_per_s
+        own = f", {fmt.size(adapter)}/s a device," if adapter else ""
         text += (
-            f" Between nodes: {fmt.size(between.bandwidth_bytes_per_s)}/s a node after "
+            f" Between nodes: {fmt.size(between.bandwidth_bytes_per_s)}/s a node{own} after "
             f"{fmt.seconds(between.latency_s)}."
         )
     return text
