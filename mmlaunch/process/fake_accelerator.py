@@ -1,0 +1,293 @@
+"""An accelerator without hardware, which shows where code would fail or wait on a real one.
+
+Its tensors have a device, a shape and a type, but no values and no memory: operations on them run
+on fake tensors. Tensors of the CPU are real as ever. Three things are found, each with its place:
+a CPU tensor beside one of the device, a shape that only values tell, and a *host
+synchronisation*: the host waits until the device has done all that it was given, to read values
+or to copy memory that is not pinned.
+
+Values of small tensors of whole numbers that came from the host are known: tokens, lengths, masks.
+Any other value that the host reads is 1.
+
+A process cannot give the device back: use one of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from typing_extensions import Self
+
+DEVICE_TYPE = "fake_accelerator"
+_ATEN = cast(Any, torch.ops.aten)
+_READ = _ATEN._local_scalar_dense.default
+_TO_COPY, _COPY = _ATEN._to_copy.default, _ATEN.copy_.default
+_DEVICE_OF = cast(Any, torch.ops.prim).device.default
+# Whole numbers of tensors up to this size are known.
+_MOST_KNOWN = 1 << 16
+_KNOWN = "known_values"
+# Frames in which no fault is.
+_NOT_PLACES = (str(Path(torch.__file__).parent), __file__)
+
+FaultKind = Literal["mixed devices", "host synchronisation", "unknown shape"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFault:
+    """Something that a real accelerator would refuse, or wait for.
+
+    Attributes:
+        kind: of fault.
+        detail: the operation and its tensors.
+        place: file:line of the innermost code that is not torch's.
+        rank: the first one on which it was found.
+        instruction: that ran; "" outside of a step.
+    """
+
+    kind: FaultKind
+    detail: str
+    place: str
+    rank: int
+    instruction: str
+
+
+class _Generator:
+    """Random numbers have no values either."""
+
+    def manual_seed(self, seed: int) -> None:
+        """Nothing to seed."""
+
+
+class _DeviceModule(ModuleType):
+    """Answers for the device as ``torch.cuda`` does for CUDA."""
+
+    default_generators = (_Generator(),)
+
+    def init(self) -> None:
+        """Nothing needs to be started."""
+
+    def is_initialized(self) -> bool:
+        """It is."""
+        return True
+
+    def is_available(self) -> bool:
+        """It is."""
+        return True
+
+    def current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def device_count(self) -> int:
+        """One."""
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Nothing to seed."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Types of autocast."""
+        return [torch.bfloat16]
+
+
+def register() -> torch.device:
+    """Give this process the device, for good."""
+    if not hasattr(torch, DEVICE_TYPE):
+        _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(DEVICE_TYPE))
+        nn.Module.to = _moves_here(nn.Module.to)
+    return torch.device(DEVICE_TYPE, 0)
+
+
+def _moves_here(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """``nn.Module.to`` that can move to the device.
+
+    A real tensor cannot become one of the device in place: torch would part tied parameters.
+    """
+
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if not (args and _is_ours(args[0])):
+            return to(module, *args, **kwargs)
+        new: dict[Tensor, Tensor] = {}
+        for part in module.modules():
+            for tensors in (part._parameters, part._buffers):
+                for name, old in list(tensors.items()):
+                    if old is None or isinstance(old, FakeTensor):
+                        continue
+                    if old not in new:
+                        value = old.detach().to(args[0])
+                        is_parameter = isinstance(old, nn.Parameter)
+                        new[old] = nn.Parameter(value, old.requires_grad) if is_parameter else value
+                    tensors[name] = cast(Any, new[old])
+        return module
+
+    return moved
+
+
+class FakeAccelerator(TorchDispatchMode):
+    """The device of one rank, inside ``with`` in the rank's thread.
+
+    Args:
+        shared: the same for ranks that exchange tensors.
+        rank: for messages.
+
+    Attributes:
+        faults: the first of each kind and place.
+        instruction: that runs, for messages.
+        in_step: whether a host synchronisation is a fault now.
+    """
+
+    def __init__(self, shared: FakeTensorMode, rank: int = 0) -> None:
+        super().__init__()
+        self._fake, self._rank = shared, rank
+        self.faults: dict[tuple[FaultKind, str], DeviceFault] = {}
+        self.instruction = ""
+        self.in_step = False
+
+    def __enter__(self) -> Self:
+        # Constants are made on the CPU and then copied: torch has no memory of the device.
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation: on the CPU as it is, on the device without values."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not (any(map(self._is_here, tensors)) or _is_ours(kwargs.get("device"))):
+            return func(*args, **kwargs)
+        if func is _DEVICE_OF:
+            return args[0].fake_device
+        if func is _READ:
+            self._note("host synchronisation", f"reads a value of {_shown(args)}", in_step=True)
+            return func(_values(args[0]))
+        if func is _TO_COPY and self._crosses(args[0], kwargs.get("device"), kwargs):
+            return func(_values(args[0]), **kwargs)
+        if func is _COPY and self._crosses(args[1], args[0].device, kwargs, *args[2:]):
+            return func(args[0], _values(args[1]))
+        return self._run(func, tensors, args, kwargs)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of this device; fake tensors of others' modes are theirs."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
+
+    def _crosses(
+        self, source: Tensor, target: Any, options: dict[str, Any], non_blocking: bool = False
+    ) -> bool:
+        """Whether a copy goes to the host; notes one that the host waits for."""
+        was_here = self._is_here(source)
+        is_here = was_here if target is None else _is_ours(target)
+        if was_here != is_here and not (non_blocking or options.get("non_blocking")):
+            way = "to the host" if was_here else "to the device"
+            self._note("host synchronisation", f"copies {_shown([source])} {way}", in_step=True)
+        return was_here and not is_here
+
+    def _run(
+        self, func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        def faked(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+        try:
+            with self._fake:
+                given = tree_map_only(Tensor, faked, (args, kwargs))
+                result = func(*given[0], **given[1])
+        except FakeTensorDeviceMismatchError:
+            self._note("mixed devices", f"{func} of {_shown(tensors)}")
+            raise
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            self._note("unknown shape", f"{func} of {_shown(tensors)}")
+            raise
+        self._follow_values(func, tensors, args, kwargs, result)
+        return result
+
+    def _follow_values(
+        self,
+        func: Any,
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Compute the values of results as well, where those of all tensors are known."""
+        results = tree_leaves(result)
+        fake = [found for found in results if isinstance(found, FakeTensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        known = all(_known(tensor) is not None for tensor in tensors)
+        if random or not known or not all(map(_can_be_known, fake)):
+            if func._schema.is_mutable:
+                setattr(args[0], _KNOWN, None)
+            return
+        given, options = tree_map_only(Tensor, _known, (args, kwargs))
+        if "device" in options:
+            options["device"] = "cpu"
+        for found, value in zip(results, tree_leaves(func(*given, **options)), strict=True):
+            if isinstance(found, FakeTensor):
+                setattr(found, _KNOWN, value)
+
+    def _note(self, kind: FaultKind, detail: str, *, in_step: bool = False) -> None:
+        if in_step and not self.in_step:
+            return
+        fault = DeviceFault(
+            kind=kind,
+            detail=detail,
+            place=_place(),
+            rank=self._rank,
+            instruction=self.instruction,
+        )
+        self.faults.setdefault((kind, fault.place), fault)
+
+
+def _is_ours(device: Any) -> bool:
+    return device is not None and torch.device(device).type == DEVICE_TYPE
+
+
+def _can_be_known(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.numel() <= _MOST_KNOWN
+
+
+def _known(tensor: Tensor) -> Tensor | None:
+    """The values of a tensor on the CPU, where they are known."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, _KNOWN, None)
+    return tensor if _can_be_known(tensor) else None
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """What the host reads."""
+    known = _known(tensor)
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known
+
+
+def _place() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_PLACES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _shown(tensors: Sequence[Tensor]) -> str:
+    shown = [
+        f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device.type}" for t in tensors
+    ]
+    return ", ".join(shown)
