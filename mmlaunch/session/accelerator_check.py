@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.process import fork_server
@@ -60,12 +59,12 @@ def check_on_accelerator(plan: Plan, workload: Workload, folder: Path) -> Accele
 def one_step(plan: Plan, workload: Workload, folder: Path) -> AcceleratorVerdict:
     """Take the step in this process, which has the device from now on."""
     small, fitting = likeness(plan, workload)
-    device, shared = register(), FakeTensorMode()
+    device = register()
     faults: dict[Any, DeviceFault] = {}
 
     def entry(transport: InProcessTransport) -> None:
         transport.device = device
-        accelerator = FakeAccelerator(shared, transport.rank)
+        accelerator = FakeAccelerator(transport.rank)
         # One thread: sums inside a backward give way to other ranks.
         with accelerator, torch.autograd.set_multithreading_enabled(False):
             try:

@@ -270,7 +270,8 @@ class TokenCrossEntropy(nn.Module):
         if isinstance(labels, Ragged):
             last = labels.lengths.cumsum(0)[labels.lengths > 0] - 1
             return targets.index_fill(0, last.to(targets.device), self.ignore_index)
-        return targets.index_fill(1, targets.new_tensor([values.shape[1] - 1]), self.ignore_index)
+        targets[:, -1] = self.ignore_index
+        return targets
 
 
 class MeanSquaredError(nn.Module):
