@@ -103,7 +103,7 @@ def infer_shapes(
 
 def _own_line(error: Exception) -> str:
     """(file:line) of the innermost frame that is neither an installed package's nor mmlaunch's."""
-    ours = str(Path(__file__).parent)
+    ours = str(Path(__file__).parents[1])
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

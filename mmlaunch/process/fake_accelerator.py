@@ -37,8 +37,9 @@ _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.defau
 _MASKS = (torch.bool, torch.uint8)
 # Whole numbers of tensors up to this size are known.
 _MOST_KNOWN = 1 << 16
-# Frames in which no fault is.
+# Frames in which no fault is: files, and functions that stand in for torch's.
 _NOT_PLACES = (str(Path(torch.__file__).parent), __file__)
+_HANDLERS = frozenset(["__torch_dispatch__", "__torch_function__"])
 FaultKind = Literal["mixed devices", "host synchronisation", "unknown shape"]
 
 
@@ -244,10 +245,15 @@ class FakeAccelerator(TorchDispatchMode):
         return was_here and not is_here
 
     def _check_devices(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        """Refuse tensors of the CPU, numbers and indices excepted."""
-        others = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim()]
-        first = isinstance(tensors[0], DeviceTensor) if tensors else True
-        if others and not (func in _INDEXING and first and all(map(_can_be_known, others))):
+        """Refuse tensors of the CPU, but for numbers that are read and for indices."""
+        written = tensors[0] if tensors and func._schema.is_mutable else None
+        others = [
+            tensor
+            for tensor in tensors
+            if not isinstance(tensor, DeviceTensor) and (tensor.dim() or tensor is written)
+        ]
+        indices = func in _INDEXING and others and others[0] is not tensors[0]
+        if others and not (indices and all(map(_can_be_known, others))):
             self._note("mixed devices", f"{func} of {_shown(tensors)}")
             raise DeviceMismatchError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
@@ -360,7 +366,9 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def _place() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_PLACES):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_NOT_PLACES) or frame.f_code.co_name in _HANDLERS
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -1,13 +1,14 @@
 """Sessions of a plan's distinct ranks on an accelerator without hardware.
 
-Ranks are threads of a process of their own, as many as the plan has classes of alike ranks. Each
-builds its session and takes one step with its update; tensors of the device have no values and
-take no memory.
+Ranks are threads of a process of their own, one of each class of alike ranks or more. Each builds
+its session and takes one step with its update. Tensors of the device have no values and take no
+memory, so a plan may be larger than this machine.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
-from mmlaunch.process import fork_server
 from mmlaunch.process.fake_accelerator import DeviceFault, FakeAccelerator, register
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.session import Session
@@ -32,54 +32,60 @@ class AcceleratorVerdict:
     """The result of one step of each distinct rank.
 
     Attributes:
-        ranks: that took the step, one of each class of alike ranks or more.
+        ranks: that took the step.
         faults: the first of each kind and place.
+        most_synchronisations: of the host with the device, in the step of any rank, faults or not.
         failure: why the step ended early; the cause is among the faults, or not the device's.
     """
 
     ranks: int
     faults: tuple[DeviceFault, ...]
+    most_synchronisations: int
     failure: str | None
 
 
 def check_on_accelerator(plan: Plan, workload: Workload, folder: Path) -> AcceleratorVerdict:
-    """Take the step in a process of its own: it cannot give the device back.
+    """Take one step of each distinct rank, in a process that has the device.
 
     Args:
-        plan: any plan.
+        plan: of any number of ranks.
         workload: of the plan.
         folder: the workload file's folder.
     """
-    fork_server.start(preload=[__name__])
-    context = multiprocessing.get_context("forkserver")
+    # A fork needs nothing imported again; elsewhere it is not safe.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     with ProcessPoolExecutor(1, mp_context=context) as child:
-        return child.submit(one_step, plan, workload, folder).result()
+        return child.submit(_check, plan, workload, folder).result()
 
 
-def one_step(plan: Plan, workload: Workload, folder: Path) -> AcceleratorVerdict:
-    """Take the step in this process, which has the device from now on."""
-    small, fitting = likeness(plan, workload)
+def _check(plan: Plan, workload: Workload, folder: Path) -> AcceleratorVerdict:
+    torch.set_num_threads(1)
     device = register()
-    faults: dict[Any, DeviceFault] = {}
+    plan, workload = likeness(plan, workload)
+    accelerators = [FakeAccelerator(rank) for rank in range(plan.devices)]
 
     def entry(transport: InProcessTransport) -> None:
         transport.device = device
-        accelerator = FakeAccelerator(transport.rank)
-        # One thread: sums inside a backward give way to other ranks.
-        with accelerator, torch.autograd.set_multithreading_enabled(False):
-            try:
-                _step(small, fitting, folder, transport, accelerator)
-            finally:
-                for key, fault in accelerator.faults.items():
-                    faults.setdefault(key, fault)
+        # Sums inside a backward give way to other ranks: it must stay in the rank's thread.
+        with accelerators[transport.rank], torch.autograd.set_multithreading_enabled(False):
+            _step(plan, workload, folder, transport, accelerators[transport.rank])
 
     failure = None
     try:
-        InProcessWorld(small.devices).run(entry)
+        InProcessWorld(plan.devices).run(entry)
+    except MMPlanError as error:
+        failure = error.message
     except Exception as error:
-        import traceback; traceback.print_exc()
-        failure = error.message if isinstance(error, MMPlanError) else f"{type(error).__name__}: {error}"
-    return AcceleratorVerdict(ranks=small.devices, faults=tuple(faults.values()), failure=failure)
+        failure = f"{type(error).__name__}: {error}"
+    faults: dict[Any, DeviceFault] = {}
+    for accelerator in reversed(accelerators):
+        faults |= accelerator.faults
+    return AcceleratorVerdict(
+        ranks=plan.devices,
+        faults=tuple(faults.values()),
+        most_synchronisations=max(item.num_synchronisations for item in accelerators),
+        failure=failure,
+    )
 
 
 def _step(
@@ -95,18 +101,18 @@ def _step(
     )
     row = session.program.instructions[transport.rank]
     beat.computes = [i for i, instruction in enumerate(row) if isinstance(instruction, Compute)]
+    accelerator.num_synchronisations = 0
     session.forward_backward()
-    accelerator.in_step, accelerator.instruction = False, ""
-    # Apart: whether gradients are finite is among the values.
-    session.update.apply(0)
+    accelerator.instruction = "update"
+    # Apart from the rest of a step, which asks whether gradients are finite.
+    session.update.apply(session.step_count)
 
 
 class _Instructions(Heartbeat):
-    """Tells an accelerator which instruction runs, and when nothing may wait for it."""
+    """Tells an accelerator which instruction runs; between computes the host must not wait."""
 
     def __init__(self, accelerator: FakeAccelerator) -> None:
-        detached = Heartbeat.detached()
-        super().__init__(detached._buffer, 0)
+        super().__init__(Heartbeat.detached()._buffer, 0)
         self._accelerator = accelerator
         self.computes: list[int] = []
 
@@ -115,7 +121,6 @@ class _Instructions(Heartbeat):
     ) -> None:
         """See :class:`Heartbeat`."""
         super().beat(step, instruction_index, instruction, module)
+        first, last = (self.computes[0], self.computes[-1]) if self.computes else (0, -1)
         self._accelerator.instruction = instruction
-        self._accelerator.in_step = (
-            bool(self.computes) and self.computes[0] <= instruction_index <= self.computes[-1]
-        )
+        self._accelerator.in_step = first <= instruction_index <= last
