@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from typing_extensions import Self
 
 DEVICE_TYPE = "fake_accelerator"
 _ATEN = cast(Any, torch.ops.aten)
@@ -37,6 +36,8 @@ _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.defau
 _MASKS = (torch.bool, torch.uint8)
 # Whole numbers of tensors up to this size are known.
 _MOST_KNOWN = 1 << 16
+# Registrations, which end with their library.
+_KEPT: list[torch.library.Library] = []
 # Frames in which no fault is: files, and functions that stand in for torch's.
 _NOT_PLACES = (str(Path(torch.__file__).parent), __file__)
 _HANDLERS = frozenset(["__torch_dispatch__", "__torch_function__"])
@@ -108,6 +109,9 @@ def register() -> torch.device:
     """Give this process the device, for good."""
     if not hasattr(torch, DEVICE_TYPE):
         _setup_privateuseone_for_python_backend(DEVICE_TYPE, _DeviceModule(DEVICE_TYPE))
+        # Autocast changes no types here.
+        _KEPT.append(torch.library.Library("_", "IMPL", "AutocastPrivateUse1"))
+        _KEPT[0].fallback(torch.library.fallthrough_kernel)
         nn.Module.to = _moves_here(nn.Module.to)
     return torch.device(DEVICE_TYPE, 0)
 
@@ -128,9 +132,10 @@ class DeviceTensor(Tensor):
     known: Tensor | None
 
     @staticmethod
-    def __new__(cls, meta: Tensor, known: Tensor | None = None) -> DeviceTensor:
+    def of(meta: Tensor, known: Tensor | None = None) -> DeviceTensor:
+        """The tensor of the device that is like one on the meta device."""
         made: Any = Tensor._make_wrapper_subclass(
-            cls,
+            DeviceTensor,
             meta.size(),
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
@@ -140,7 +145,7 @@ class DeviceTensor(Tensor):
         made.meta, made.known = meta, known
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:
@@ -280,7 +285,7 @@ class FakeAccelerator(TorchDispatchMode):
         same = {id(tensor.meta): tensor for tensor in tensors if isinstance(tensor, DeviceTensor)}
 
         def here(found: Tensor) -> Tensor:
-            return same[id(found)] if id(found) in same else DeviceTensor(found)
+            return same[id(found)] if id(found) in same else DeviceTensor.of(found)
 
         result = tree_map_only(Tensor, here, func(*given, **options))
         self._follow_values(func, tensors, args, kwargs, result)
@@ -357,7 +362,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 def _with_values(values: Tensor) -> Tensor:
     known = values if _can_be_known(values) else None
-    return DeviceTensor(values.to("meta"), known)
+    return DeviceTensor.of(values.to("meta"), known)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
