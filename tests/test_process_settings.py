@@ -155,7 +155,7 @@ def test_a_plan_for_gpus_runs_on_a_cpu_only_where_that_is_asked_for(
 ) -> None:
     monkeypatch.delenv("MMLAUNCH_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnfitEnvironmentError, match="CUDA is not available.*plan is for H100"):
+    with pytest.raises(UnfitEnvironmentError, match=r"CUDA is not available.*plan is for H100"):
         check_planned(pick(), "H100")
     monkeypatch.setenv("MMLAUNCH_DEVICE", "cpu")
     check_planned(pick(), "H100")

@@ -189,9 +189,10 @@ class BatchSync:
         for i, item in enumerate(loss.inputs):
             stage = self._program.stages[item.stage or 0]
             if stage.find_place(self._transport.rank) is not None:
-                parts = [torch.arange(r.start, r.stop) for r in mine if r.input == i]
-                rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-                positions[i] = rows.to(self._transport.device)
+                device = self._transport.device
+                spans = [(r.start, r.stop) for r in mine if r.input == i] or [(0, 0)]
+                parts = [torch.arange(*span, device=device) for span in spans]
+                positions[i] = torch.cat(parts)
         return positions
 
     def _share_in_tp_groups(

@@ -8,6 +8,7 @@ when a block runs again.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 
@@ -25,9 +26,10 @@ class Seeds:
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        if device.type != "cpu":
+            module: Any = torch.get_device_module(device)
+            module.init()
+            self._generators.append(module.default_generators[device.index or 0])
         self._digests: dict[tuple[str, int], int] = {}
 
     def enter(self, step: int, name: str, index: int, first_sample: int) -> None:

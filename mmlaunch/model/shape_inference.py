@@ -103,7 +103,7 @@ def infer_shapes(
 
 def _own_line(error: Exception) -> str:
     """(file:line) of the innermost frame that is neither an installed package's nor mmlaunch's."""
-    ours = str(Path(__file__).parent)
+    ours = str(Path(__file__).parents[1])
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -192,12 +192,15 @@ def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
     # It logs a traceback of a failure that is tried again with real tensors, or worded by us.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     # Weights are swapped for fake ones: a fake input never meets a real parameter.
-    with FakeTensorMode() as mode, torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad():
         fake: dict[Tensor, Tensor] = {}
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor not in fake:
-                fake[tensor] = mode.from_tensor(tensor)
+                like = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+                fake[tensor] = like.requires_grad_(tensor.requires_grad)
             return fake[tensor]
 
         given: tuple[Any, ...] = tuple(map_tensors(argument, convert) for argument in arguments)

@@ -41,6 +41,8 @@ _FUNCTIONS: dict[Any, str] = {
 }
 # The same values under another tensor: no operation of their own.
 _SAME = frozenset(["aten.clone", "aten.alias", "aten.lift_fresh"])
+# A reshape is the one or the other by strides, which kernels of a device choose.
+_RESHAPED = {"aten._unsafe_view": "aten.view"}
 
 
 class BlockError(Exception):
@@ -303,6 +305,7 @@ class _Tracer:
     def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Write one kernel down."""
         name = str(func._overloadpacket)
+        name = _RESHAPED.get(name, name)
         given = tensors_in((args, kwargs))
         if self.paused or not tensors_in(out):
             return

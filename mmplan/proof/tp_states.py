@@ -46,7 +46,7 @@ COLUMNS = frozenset(["colwise", "packed_colwise"])
 ROWS = "rowwise"
 
 # Views: the shards stay apart if the cut dim keeps its place among all elements.
-_RESHAPES = frozenset(["aten.view", "aten._unsafe_view", "aten._reshape_alias", "aten.reshape"])
+_RESHAPES = frozenset(["aten.view", "aten._reshape_alias", "aten.reshape"])
 # Dims exchanged, added or dropped; dropping the cut one gives a whole shape, which is a fault.
 _REORDERINGS = frozenset(
     [

@@ -105,8 +105,10 @@ class CLIPLoss(nn.Module):
             full_lse = exchange(part.lse())
             loss, grad_log_scale = part.loss_and_scale_grad()
             grad_unit = part.unit_grads(full_lse)
-        if self.logit_scale.requires_grad and self.logit_scale.detach() <= self.max_log_scale:
-            _accumulate(self.logit_scale, grad_log_scale)
+        if self.logit_scale.requires_grad:
+            # As of a clamp; asking for the number would make the host wait for the device.
+            is_free = self.logit_scale.detach() <= self.max_log_scale
+            _accumulate(self.logit_scale, grad_log_scale * is_free)
         return loss, {i: _through_unit(own[i], grad_unit[i]) for i in own}
 
     def _scale(self) -> Tensor:
@@ -258,7 +260,8 @@ class TokenCrossEntropy(nn.Module):
             return is_target.sum(dim=1)
         num_samples = len(labels.lengths)
         sample = torch.arange(num_samples, device=is_target.device)
-        sample = sample.repeat_interleave(labels.lengths.to(is_target.device))
+        lengths = labels.lengths.to(is_target.device)
+        sample = sample.repeat_interleave(lengths, output_size=len(is_target))
         return is_target.new_zeros(num_samples).index_add(0, sample, is_target)
 
     def _targets(self, labels: Tensor | Ragged) -> Tensor:
@@ -268,9 +271,13 @@ class TokenCrossEntropy(nn.Module):
             return values
         targets = values.roll(-1, dims=-1)
         if isinstance(labels, Ragged):
-            last = labels.lengths.cumsum(0)[labels.lengths > 0] - 1
-            return targets.index_fill(0, last.to(targets.device), self.ignore_index)
-        return targets.index_fill(1, targets.new_tensor([values.shape[1] - 1]), self.ignore_index)
+            if not len(targets):
+                return targets
+            # A sample without rows names the last token of another one.
+            last = (labels.lengths.to(targets.device).cumsum(0) - 1) % len(targets)
+            return targets.index_fill(0, last, self.ignore_index)
+        targets[:, -1] = self.ignore_index
+        return targets
 
 
 class MeanSquaredError(nn.Module):
