@@ -168,7 +168,7 @@ def test_sharded_clip_adds_to_gradients_of_earlier_sync_batches() -> None:
     rows = {i: torch.arange(4) for i in range(2)}
 
     def scale_grad() -> Tensor:
-        loss.sharded(dict(enumerate(xs)), rows, xs, lambda stats: [stats[0], stats[1]])
+        loss.sharded(dict(enumerate(xs)), rows, dict(enumerate(xs)), lambda stats: stats)
         assert loss.logit_scale.grad is not None
         return loss.logit_scale.grad.clone()
 
@@ -200,7 +200,7 @@ def test_clip_computes_bf16_features_in_float32() -> None:
     assert torch.equal(losses.clip()(*xs), want)
     rows = {i: torch.arange(6) for i in range(2)}
     got, grads = losses.clip().sharded(
-        dict(enumerate(xs)), rows, xs, lambda stats: [stats[0], stats[1]]
+        dict(enumerate(xs)), rows, dict(enumerate(xs)), lambda stats: stats
     )
     torch.testing.assert_close(got, want.detach())
     assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}

@@ -32,6 +32,10 @@ _REDUCE_SCATTER = _flat_collective("reduce_scatter_single", "reduce_scatter_tens
 _ALL_GATHER = _flat_collective("all_gather_single", "all_gather_into_tensor")
 
 
+# A flat tensor, and the lengths of its parts.
+Parts = tuple[Tensor, Sequence[int]]
+
+
 class Work(Protocol):
     """A transfer under way."""
 
@@ -93,6 +97,25 @@ class Transport(Protocol):
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
     ) -> tuple[Work, list[Tensor]]:
         """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
+        ...
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """Send a part to each rank and receive one from each, in the order of ``ranks``.
+
+        Args:
+            received: where the parts go that come, valid after the wait.
+            sent: must not change before the wait.
+            ranks: of the group.
+            channel: of the communicator.
+        """
+        ...
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """What ``then`` begins as soon as ``work`` is over; the rank goes on meanwhile.
+
+        On CUDA both are in a stream of their own. Elsewhere ``then`` is called where its work is
+        waited for, so all ranks must wait in one order.
+        """
         ...
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
@@ -161,6 +184,16 @@ class _Watched:
                 work.wait()
 
 
+def in_turn(work: Work, then: Callable[[], Work]) -> Work:
+    """Both, where they are waited for."""
+
+    def wait() -> None:
+        work.wait()
+        then().wait()
+
+    return Deferred(wait)
+
+
 def seconds_since_first(marks: Sequence[float]) -> list[float]:
     """For transports whose marks are seconds of a clock."""
     return [mark - marks[0] for mark in marks]
@@ -188,6 +221,7 @@ class DistTransport:
         self._heartbeat = heartbeat
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._groups: dict[CommGroup, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
+        self._side: Any = None
 
     def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
         """See :class:`Transport`."""
@@ -291,6 +325,25 @@ class DistTransport:
         group = self._groups[ranks, channel]
         work = dist.all_gather(gathered, tensor, group=group, async_op=True)
         return _Watched([work], self._heartbeat, ranks), gathered
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """See :class:`Transport`."""
+        (into, lengths), (given, sizes) = received, sent
+        group = self._groups[ranks, channel]
+        work = dist.all_to_all_single(into, given, [*lengths], [*sizes], group=group, async_op=True)
+        return _Watched([work], self._heartbeat, ranks)
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """See :class:`Transport`."""
+        if self.device.type != "cuda":
+            return in_turn(work, then)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        # What ``then`` allocates is this stream's, and used again only behind the wait above.
+        with torch.cuda.stream(self._side):
+            work.wait()
+            return then()
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
