@@ -86,7 +86,8 @@ class CLIPLoss(nn.Module):
         Args:
             own: modality to this rank's features [N, D]; absent where it has none.
             rows: modality to the positions [N] (int64) of these rows in the batch.
-            full: modality to all its features [S, D]; every one but a rank's only one.
+            full: modality to all its features [S, D]; the only modality of a rank's
+                own may be absent.
             exchange: called once by every rank. Takes {modality: [N, M]} of own
                 rows, returns {modality: [S, M]} for those in ``full``.
 
