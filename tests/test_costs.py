@@ -260,7 +260,7 @@ def test_losses_divide_their_work_only_when_sharded() -> None:
     assert costs.loss_s(loss="clip", samples=4, shards=4) == pytest.approx((0.5 + 0.5 / 4, 1))
     said = {"clip": LossProfile(sharded=True, exchanged_per_row=6, points=fixed)}
     clip, own = (CostModel(_profile().model_copy(update={"losses": x})) for x in (started, said))
-    exchange: Any = {"loss": "clip", "inputs": 2, "ranks": (0, 1)}
+    exchange: Any = {"loss": "clip", "holders": [(0, 1)] * 2}
     # Three times as many numbers a row are one sync batch three times as large.
     assert own.statistics_s(samples=4, **exchange) == clip.statistics_s(samples=12, **exchange) > 0
     unsharded = CostModel(_profile().model_copy(update={"losses": whole}))
