@@ -45,20 +45,20 @@ CASES: dict[str, tuple[list[UnitSpec], bool]] = {
 
 def counted(plan: Plan, workload: Any, transport: Transport) -> tuple[LocalGradients, int]:
     """A step's gradients, and the bytes of features that this rank received."""
-    received = [0]
+    total = [0]
     gather, exchange = transport.all_gather, transport.exchange
 
     def all_gather(tensor: Any, ranks: tuple[int, ...], channel: int = 0) -> Any:
-        received[0] += tensor.nbytes * (len(ranks) - 1) * (channel > 0)
+        total[0] += tensor.nbytes * (len(ranks) - 1) * (channel > 0)
         return gather(tensor, ranks, channel)
 
-    def exchanged(into: Any, sent: Any, ranks: tuple[int, ...], channel: int = 0) -> Any:
-        received[0] += into[0].nbytes * (channel > 0)
-        return exchange(into, sent, ranks, channel)
+    def exchanged(received: Any, sent: Any, ranks: tuple[int, ...], channel: int = 0) -> Any:
+        total[0] += received[0].nbytes * (channel > 0)
+        return exchange(received, sent, ranks, channel)
 
     transport.all_gather, transport.exchange = all_gather, exchanged
     session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
-    return planned_step(session), received[0]
+    return planned_step(session), total[0]
 
 
 def over_gloo(ctx: WorkerContext, plan: Plan, workload: Any) -> tuple[LocalGradients, int]:

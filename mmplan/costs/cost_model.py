@@ -348,14 +348,15 @@ class CostModel(LinkCosts):
     def _first_phase(
         self, ranks: Ranks, num_bytes: float, held: Sequence[tuple[Ranks, float]]
     ) -> Transfer:
-        """Each reader's share, from its holders: the shares of a node's readers as one message."""
+        """Each reader's share, as a message; between nodes the readers of one share its interface."""
         node_of = self.cluster.node_of
         node, most = Counter(map(node_of, ranks)).most_common(1)[0]
         sources = sorted({rank for holders, _ in held for rank in holders} - {*ranks})
         target = next(rank for rank in ranks if node_of(rank) == node)
         source = next((rank for rank in sources if node_of(rank) != node), (*sources, target)[0])
-        share = num_bytes * most / len(ranks)
-        return self.message(source=source, target=target, num_bytes=share)
+        together = most if node_of(source) != node else 1
+        num_bytes *= together / len(ranks)
+        return self.message(source=source, target=target, num_bytes=num_bytes)
 
     def statistics_s(self, *, loss: str, samples: int, holders: Sequence[Ranks]) -> float:
         """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
