@@ -367,15 +367,16 @@ def test_a_programs_instructions_cost_what_its_stages_do() -> None:
     assert got.edge_bytes(edge, 3) == 150
 
 
-def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
+def test_a_sync_gathers_the_other_towers_features_and_shares_the_loss() -> None:
     cluster = make_cluster(8, bandwidth=100)
     got = _program_costs(_two_towers(cluster))
     clip = got.program.cross_sample(0)
     assert clip.ranks == (1, 3, 4, 5, 6, 7)
-    gather = 5 / 6 * 8 * (7 + 7) / 100
+    # Each rank receives the rows of the other tower, once.
+    gather = 8 * 7 / 100
     assert got.gather_s(clip) == pytest.approx(gather)
-    # A float32 of each row of both towers against both.
-    statistics = 5 / 6 * 8 * 2 * 2 * 4 / 100
+    # A float32 of each of these rows against both.
+    statistics = 8 * 2 * 4 / 100
     assert got.sync_s(clip) == pytest.approx(gather + statistics + (8 + 16) / 6)
 
 

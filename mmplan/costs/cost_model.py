@@ -348,7 +348,7 @@ class CostModel(LinkCosts):
     def _first_phase(
         self, ranks: Ranks, num_bytes: float, held: Sequence[tuple[Ranks, float]]
     ) -> Transfer:
-        """Each reader's share, as a message; between nodes the readers of one share its interface."""
+        """Each reader's share, as a message; readers on one node share its interface."""
         node_of = self.cluster.node_of
         node, most = Counter(map(node_of, ranks)).most_common(1)[0]
         sources = sorted({rank for holders, _ in held for rank in holders} - {*ranks})
