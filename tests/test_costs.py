@@ -260,7 +260,7 @@ def test_losses_divide_their_work_only_when_sharded() -> None:
     assert costs.loss_s(loss="clip", samples=4, shards=4) == pytest.approx((0.5 + 0.5 / 4, 1))
     said = {"clip": LossProfile(sharded=True, exchanged_per_row=6, points=fixed)}
     clip, own = (CostModel(_profile().model_copy(update={"losses": x})) for x in (started, said))
-    exchange: Any = {"loss": "clip", "inputs": 2, "ranks": (0, 1)}
+    exchange: Any = {"loss": "clip", "holders": [(0, 1)] * 2}
     # Three times as many numbers a row are one sync batch three times as large.
     assert own.statistics_s(samples=4, **exchange) == clip.statistics_s(samples=12, **exchange) > 0
     unsharded = CostModel(_profile().model_copy(update={"losses": whole}))
@@ -367,15 +367,16 @@ def test_a_programs_instructions_cost_what_its_stages_do() -> None:
     assert got.edge_bytes(edge, 3) == 150
 
 
-def test_a_sync_gathers_all_features_and_shares_the_loss() -> None:
+def test_a_sync_gathers_the_other_towers_features_and_shares_the_loss() -> None:
     cluster = make_cluster(8, bandwidth=100)
     got = _program_costs(_two_towers(cluster))
     clip = got.program.cross_sample(0)
     assert clip.ranks == (1, 3, 4, 5, 6, 7)
-    gather = 5 / 6 * 8 * (7 + 7) / 100
+    # Each rank receives the rows of the other tower, once.
+    gather = 8 * 7 / 100
     assert got.gather_s(clip) == pytest.approx(gather)
-    # A float32 of each row of both towers against both.
-    statistics = 5 / 6 * 8 * 2 * 2 * 4 / 100
+    # A float32 of each of these rows against both.
+    statistics = 8 * 2 * 4 / 100
     assert got.sync_s(clip) == pytest.approx(gather + statistics + (8 + 16) / 6)
 
 

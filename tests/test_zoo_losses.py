@@ -73,17 +73,19 @@ def run_sharded(
             if rank in row or with_empty
         }
 
-        def exchange(stats: dict[int, Tensor]) -> list[Tensor]:
+        def exchange(stats: dict[int, Tensor]) -> dict[int, Tensor]:
             gathered = meeting.all_gather(rank, (rows, stats))
             whole = [torch.full((len(full[0]), len(full)), math.nan).double() for _ in full]
             for their_rows, their_stats in gathered:
                 assert their_rows.keys() == their_stats.keys()
                 for i, values in their_stats.items():
                     whole[i][their_rows[i]] = values
-            return whole
+            return {j: whole[j] for j in read}
 
+        # As in a run: a modality is not compared with itself.
+        read = {j: x for j, x in enumerate(full) if list(rows) != [j]}
         own = {i: full[i][index] for i, index in rows.items()}
-        part, grads = copies[rank].sharded(own, rows, full, exchange)
+        part, grads = copies[rank].sharded(own, rows, read, exchange)
         return part, grads, rows
 
     grads = [torch.full_like(x, math.nan) for x in full]
@@ -168,7 +170,7 @@ def test_sharded_clip_adds_to_gradients_of_earlier_sync_batches() -> None:
     rows = {i: torch.arange(4) for i in range(2)}
 
     def scale_grad() -> Tensor:
-        loss.sharded(dict(enumerate(xs)), rows, xs, lambda stats: [stats[0], stats[1]])
+        loss.sharded(dict(enumerate(xs)), rows, dict(enumerate(xs)), lambda stats: stats)
         assert loss.logit_scale.grad is not None
         return loss.logit_scale.grad.clone()
 
@@ -200,7 +202,7 @@ def test_clip_computes_bf16_features_in_float32() -> None:
     assert torch.equal(losses.clip()(*xs), want)
     rows = {i: torch.arange(6) for i in range(2)}
     got, grads = losses.clip().sharded(
-        dict(enumerate(xs)), rows, xs, lambda stats: [stats[0], stats[1]]
+        dict(enumerate(xs)), rows, dict(enumerate(xs)), lambda stats: stats
     )
     torch.testing.assert_close(got, want.detach())
     assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}

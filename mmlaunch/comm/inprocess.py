@@ -21,8 +21,10 @@ from mmlaunch.comm.transport import (
     Deferred,
     Done,
     Links,
+    Parts,
     Transfer,
     Work,
+    in_turn,
     seconds_since_first,
 )
 from mmplan.errors import RunFailedError
@@ -212,6 +214,22 @@ class InProcessTransport:
                 target.copy_(source)
 
         return Deferred(fill), gathered
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        group, place = (ranks, channel), ranks.index(self.rank)
+        sequence = self._deposit(group, sent[0].clone().split([*sent[1]]))
+
+        def fill() -> None:
+            parts = [given[place] for given in self._collect(group, sequence)]
+            for target, part in zip(received[0].split([*received[1]]), parts, strict=True):
+                target.copy_(part)
+
+        return Deferred(fill)
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        return in_turn(work, then)
 
     def mark(self) -> float:
         """See :class:`mmlaunch.comm.transport.Transport`."""

@@ -30,6 +30,10 @@ CHANNEL_CTAS = 4
 _SERIES = itertools.count()
 
 
+# A flat tensor, and the lengths of its parts.
+Parts = tuple[Tensor, Sequence[int]]
+
+
 class Work(Protocol):
     """A transfer under way."""
 
@@ -91,6 +95,25 @@ class Transport(Protocol):
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
     ) -> tuple[Work, list[Tensor]]:
         """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
+        ...
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """Send a part to each rank and receive one from each, in the order of ``ranks``.
+
+        Args:
+            received: where the parts go that come, valid after the wait.
+            sent: must not change before the wait.
+            ranks: of the group.
+            channel: of the communicator.
+        """
+        ...
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """What ``then`` begins as soon as ``work`` is over; the rank goes on meanwhile.
+
+        On CUDA both are in a stream of their own. Elsewhere ``then`` is called where its work is
+        waited for, so all ranks must wait in one order.
+        """
         ...
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
@@ -159,6 +182,16 @@ class _Watched:
                 work.wait()
 
 
+def in_turn(work: Work, then: Callable[[], Work]) -> Work:
+    """Both, where they are waited for."""
+
+    def wait() -> None:
+        work.wait()
+        then().wait()
+
+    return Deferred(wait)
+
+
 def seconds_since_first(marks: Sequence[float]) -> list[float]:
     """For transports whose marks are seconds of a clock."""
     return [mark - marks[0] for mark in marks]
@@ -191,6 +224,7 @@ class DistTransport:
         self._series = next(_SERIES)
         self._host: Any = self._new_group((self._everyone, 0), "host")
         self._groups: dict[CommGroup, Any] = {}
+        self._side: Any = None
 
     def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
         """See :class:`Transport`."""
@@ -283,6 +317,25 @@ class DistTransport:
         gathered = [torch.empty_like(tensor) for _ in ranks]
         work = self._groups[ranks, channel].allgather([gathered], [tensor])
         return _Watched([work], self._heartbeat, ranks), gathered
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """See :class:`Transport`."""
+        (into, lengths), (given, sizes) = received, sent
+        group = self._groups[ranks, channel]
+        work = group.alltoall_base(into, given, [*lengths], [*sizes])
+        return _Watched([work], self._heartbeat, ranks)
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """See :class:`Transport`."""
+        if self.device.type != "cuda":
+            return in_turn(work, then)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        # What ``then`` allocates is this stream's, and used again only behind the wait above.
+        with torch.cuda.stream(self._side):
+            work.wait()
+            return then()
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""

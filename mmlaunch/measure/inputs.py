@@ -247,7 +247,7 @@ def compute_shard(loss: ShardedLoss, args: tuple[Tree, ...]) -> None:
     full = [tensor.detach() for tensor in tensors_of(args)]
     rows = {i: torch.arange(len(x), device=x.device) for i, x in enumerate(full)}
     own = {i: full[i][positions] for i, positions in rows.items()}
-    loss.sharded(own, rows, full, lambda stats: [stats[i] for i in sorted(stats)])
+    loss.sharded(own, rows, dict(enumerate(full)), lambda stats: stats)
 
 
 def block_flops(block: nn.Module, args: tuple[Tree, ...]) -> int:

@@ -41,7 +41,7 @@ from mmplan.proof.tp_states import module_states
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
 from mmplan.schema.fingerprints import built_parts
-from mmplan.schema.protocols import as_sharded, exchanged_per_row
+from mmplan.schema.protocols import as_sharded, exchanged_per_row, others_only
 from mmplan.schema.workload import Workload, resolve_tasks
 
 # Two samples: some modules squeeze a batch of one away.
@@ -397,6 +397,7 @@ class Measurer:
             "activation_bytes": held_bytes,
             "sharded": sharded is not None,
             "exchanged_per_row": exchanged_per_row(sharded),
+            "others_only": others_only(sharded),
         }
 
 

@@ -8,14 +8,17 @@ without them.
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmplan.costs.block_ranges import Blocks, Ranges, gradient_blocks, overlaps, running_shares
 from mmplan.costs.fit import fit_key, fit_loss, fit_module, tp_degrees
-from mmplan.costs.links import LinkCosts
+from mmplan.costs.links import LinkCosts, Transfer
 from mmplan.costs.sample_work import SampledWork, fit_for_work
 from mmplan.errors import InvalidInputError
+from mmplan.program.features import are_apart, readers
+from mmplan.program.shards import Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Curve, LossFit, ModuleFit, ModuleProfile, Profile
@@ -311,21 +314,64 @@ class CostModel(LinkCosts):
         forward_s, backward_s = (c.alpha + (c.at(samples) - c.alpha) / parts for c in curves)
         return forward_s, backward_s
 
-    def statistics_s(self, *, loss: str, samples: int, inputs: int, ranks: Sequence[int]) -> float:
+    def reads_others_only(self, loss: str) -> bool:
+        """Whether ranks of a loss read the features of inputs that they do not hold alone."""
+        known = self.profile.losses.get(loss)
+        return known is not None and known.sharded and known.others_only
+
+    def features(self, *, loss: str, samples: int, held: Sequence[tuple[Ranks, float]]) -> Transfer:
+        """The time in which the ranks of a loss receive the rows that they read.
+
+        Args:
+            loss: its name.
+            samples: of the sync batch.
+            held: of each input, the ranks that hold it and the bytes of a row.
+        """
+        holders = [ranks for ranks, _ in held]
+        only = self.reads_others_only(loss)
+        if not are_apart(holders, others_only=only):
+            ranks = sorted({rank for ranks in holders for rank in ranks})
+            return self.all_gather(ranks=ranks, num_bytes=samples * sum(size for _, size in held))
+        gathers: defaultdict[Ranks, float] = defaultdict(float)
+        for (_, size), ranks in zip(held, readers(holders, others_only=only), strict=True):
+            gathers[ranks] += samples * size
+        # A rank gathers its inputs one after the other; that of most seconds counts.
+        slowest = Transfer(0.0)
+        parts = {ranks: self._first_phase(ranks, size, held) for ranks, size in gathers.items()}
+        whole = {r: self.all_gather(ranks=r, num_bytes=size) for r, size in gathers.items()}
+        for rank in {rank for ranks in gathers for rank in ranks}:
+            own = [t[ranks] for ranks in gathers if rank in ranks for t in (parts, whole)]
+            total = Transfer(sum(t.seconds for t in own), sum(t.interface_s for t in own))
+            slowest = max(slowest, total, key=lambda transfer: transfer.seconds)
+        return slowest
+
+    def _first_phase(
+        self, ranks: Ranks, num_bytes: float, held: Sequence[tuple[Ranks, float]]
+    ) -> Transfer:
+        """Each reader's share, as a message; readers on one node share its interface."""
+        node_of = self.cluster.node_of
+        node, most = Counter(map(node_of, ranks)).most_common(1)[0]
+        sources = sorted({rank for holders, _ in held for rank in holders} - {*ranks})
+        target = next(rank for rank in ranks if node_of(rank) == node)
+        source = next((rank for rank in sources if node_of(rank) != node), (*sources, target)[0])
+        together = most if node_of(source) != node else 1
+        num_bytes *= together / len(ranks)
+        return self.message(source=source, target=target, num_bytes=num_bytes)
+
+    def statistics_s(self, *, loss: str, samples: int, holders: Sequence[Ranks]) -> float:
         """Seconds in which the ranks of a sharded loss exchange their rows' statistics.
 
         Args:
             loss: its name; only a sharded one has any.
             samples: of the sync batch.
-            inputs: number of modules whose features it takes.
-            ranks: of the loss.
+            holders: of each input, the ranks that hold it.
         """
         known = self.profile.losses.get(loss)
         if known is None or not known.sharded:
             return 0.0
-        per_row = inputs if known.exchanged_per_row is None else known.exchanged_per_row
-        numbers = samples * inputs * per_row
-        return self.all_gather_s(ranks=ranks, num_bytes=numbers * _STATISTIC_BYTES)
+        per_row = len(holders) if known.exchanged_per_row is None else known.exchanged_per_row
+        held = [(ranks, float(per_row * _STATISTIC_BYTES)) for ranks in holders]
+        return self.features(loss=loss, samples=samples, held=held).seconds
 
     def extrapolations(self) -> list[str]:
         """Sizes beyond the measured range, one line for each curve."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from mmplan.costs.block_ranges import gradient_blocks
 from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
+from mmplan.program.features import are_apart, holders_of, readers
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
+from mmplan.program.shards import Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -175,7 +177,7 @@ class ProgramCosts:
         return _traffic(own, loads) if own.interface_s else None
 
     def gather_s(self, loss: CrossSampleLoss) -> float:
-        """Seconds of gathering all features of a sync batch on every rank of the loss."""
+        """Seconds in which the features of a sync batch come to the ranks that read them."""
         return self._gather(loss).seconds
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
@@ -183,8 +185,7 @@ class ProgramCosts:
         return self._exchange(self._gather(loss), loss.ranks)
 
     def _gather(self, loss: CrossSampleLoss) -> Transfer:
-        size = loss.sync_batch * self.feature_bytes(loss)
-        return self.costs.all_gather(ranks=loss.ranks, num_bytes=size)
+        return self.costs.features(loss=loss.name, samples=loss.sync_batch, held=self._held(loss))
 
     def _exchange(self, transfer: Transfer, ranks: Sequence[int]) -> Traffic | None:
         """A collective's traffic, equal in and out of each of its nodes."""
@@ -194,24 +195,46 @@ class ProgramCosts:
         return _traffic(transfer, exchange(nodes, transfer.load))
 
     def sync_s(self, loss: CrossSampleLoss) -> float:
-        """Seconds of one batch-sync: the gather of all features, the loss and its gradient.
+        """Seconds of one batch-sync: the gather of features, the loss and its gradient.
 
         A sharded loss also exchanges its rows' statistics. All sync batches have
         ``loss.sync_batch`` samples and take the same time.
         """
         if loss.index not in self._syncs:
             size, ranks = loss.sync_batch, loss.ranks
-            inputs = sum(item.stage is not None for item in loss.inputs)
             own_s = self.costs.loss_s(loss=loss.name, samples=size, shards=len(ranks))
             statistics_s = self.costs.statistics_s(
-                loss=loss.name, samples=size, inputs=inputs, ranks=ranks
+                loss=loss.name, samples=size, holders=holders_of(self.program, loss)
             )
             self._syncs[loss.index] = self.gather_s(loss) + statistics_s + sum(own_s)
         return self._syncs[loss.index]
 
-    def feature_bytes(self, loss: CrossSampleLoss) -> float:
-        """Bytes per sample of all features that the loss takes, each stage's once."""
-        return sum(self.output_bytes(self.program.stages[index]) for index in loss.stages)
+    def feature_bytes(self, loss: CrossSampleLoss, rank: int) -> float:
+        """Bytes per sample of the features of the loss that one of its ranks reads."""
+        return sum(size for ranks, size in self._read(loss) if rank in ranks)
+
+    def gathered_bytes(self, loss: CrossSampleLoss) -> float:
+        """Bytes per sample that all ranks together receive; at best a rank's own rows stay."""
+        holders = holders_of(self.program, loss)
+        apart = are_apart(holders, others_only=self.costs.reads_others_only(loss.name))
+        # In shares each row comes to each of its readers; else a holder lacks the others' only.
+        return sum(size * (len(ranks) - (not apart)) for ranks, size in self._read(loss))
+
+    def _read(self, loss: CrossSampleLoss) -> list[tuple[Ranks, float]]:
+        """Of each input, the ranks that read it and the bytes of a row."""
+        only = self.costs.reads_others_only(loss.name)
+        found = readers(holders_of(self.program, loss), others_only=only)
+        return list(zip(found, (size for _, size in self._held(loss)), strict=True))
+
+    def _held(self, loss: CrossSampleLoss) -> list[tuple[Ranks, float]]:
+        """Of each input, the ranks that hold it and the bytes of a row; a stage's bytes once."""
+        times = Counter(item.stage for item in loss.inputs)
+        sizes = [
+            self.output_bytes(self.program.stages[item.stage]) / times[item.stage]
+            for item in loss.inputs
+            if item.stage is not None
+        ]
+        return list(zip(holders_of(self.program, loss), sizes, strict=True))
 
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of summing the gradients of a reduction over its ranks, alone on its links.

@@ -421,7 +421,13 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
         exchanged = first.get("exchanged_per_row")
         yield (
             name,
-            LossProfile(sharded=first["sharded"], exchanged_per_row=exchanged, points=points),
+            LossProfile(
+                sharded=first["sharded"],
+                exchanged_per_row=exchanged,
+                # Points that an older version finished lack it.
+                others_only=first.get("others_only", True),
+                points=points,
+            ),
         )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, Dependencies
+from mmplan.program.features import holders_of, readers
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import Program
 from mmplan.program.shards import Ranks
@@ -93,7 +94,12 @@ def communicators(program: Program) -> list[CommGroup]:
             groups.update(dict.fromkeys(tuple(sorted(group)) for group in stage.ranks))
     groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
-    gathers = [(loss.ranks, loss.channel) for loss in program.cross_sample_losses]
+    gathers: dict[CommGroup, None] = {}
+    for loss in program.cross_sample_losses:
+        # A loss may compare rows with other inputs' alone: then their readers gather them. They do
+        # so in its starts and waits, which the loss's own communicator keeps in one order.
+        for ranks in (loss.ranks, *readers(holders_of(program, loss), others_only=True)):
+            groups[ranks] = gathers[ranks, loss.channel] = None
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
 
 

@@ -247,11 +247,14 @@ class LossProfile(Record):
             false where every one of them computes all of it.
         exchanged_per_row: numbers that a sharded loss exchanges for each row of each input,
             besides the features; default: the number of its inputs, as CLIP does.
+        others_only: whether a sharded loss compares rows with those of other inputs alone, as CLIP
+            does: then a rank reads the features of those only.
     """
 
     fingerprint: Fingerprint | None = None
     sharded: Bool = True
     exchanged_per_row: Index | None = None
+    others_only: Bool = True
     points: tuple[LossPoint, ...] = Field(min_length=1)
 
 

@@ -6,7 +6,7 @@ Asked for by attribute, not by ``isinstance``: from Python 3.12 on the latter lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
@@ -18,25 +18,28 @@ if TYPE_CHECKING:
 class ShardedLoss(Protocol):
     """A cross-sample loss of which each rank can compute its own rows' part (DistMM, 5.3).
 
-    A run uses it where all inputs of the loss are features; data fields are not sharded.
+    A run uses it where all inputs of the loss are features; data fields are not sharded. A loss
+    with a true attribute ``others_only`` compares rows with those of other inputs alone: then a
+    rank receives the features of those inputs only.
     """
 
     def sharded(
         self,
         own: Mapping[int, Tensor],
         rows: Mapping[int, Tensor],
-        full: Sequence[Tensor],
-        exchange: Callable[[dict[int, Tensor]], list[Tensor]],
+        full: Mapping[int, Tensor],
+        exchange: Callable[[dict[int, Tensor]], Mapping[int, Tensor]],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """This rank's part of the loss, and the gradient of its own features.
 
         Args:
             own: input to this rank's features [N, ...]; an input of which it has none is absent.
             rows: input to the positions [N] (int64) of these rows in the sync batch.
-            full: all features [S, ...] of every input.
-            exchange: gathers statistics of rows, {input: [N, ...]} of own ones to [S, ...] of
-                every input. Every rank calls it equally often. The planner charges one call with
-                :func:`exchanged_per_row` numbers a row.
+            full: all features [S, ...] of every input, by input; with ``others_only`` of those that
+                the own rows are compared with.
+            exchange: gathers statistics of rows, {input: [N, ...]} of own ones to {input:
+                [S, ...]} of the inputs in ``full``. Every rank calls it equally often. The planner
+                charges one call with :func:`exchanged_per_row` numbers a row.
 
         Returns:
             The part of the loss, detached: the parts of all ranks add up to the forward's value.
@@ -62,6 +65,11 @@ def as_sharded(loss: object) -> ShardedLoss | None:
 def as_counting(loss: object) -> CountingLoss | None:
     """The loss, where it is a sum over targets that it counts."""
     return cast("CountingLoss", loss) if hasattr(loss, "count") else None
+
+
+def others_only(loss: object) -> bool:
+    """Whether a sharded loss compares rows with those of other inputs alone."""
+    return bool(getattr(loss, "others_only", False))
 
 
 def exchanged_per_row(loss: object) -> int | None:

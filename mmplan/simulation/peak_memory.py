@@ -157,6 +157,7 @@ class _Walk:
         self._row = self._program.instructions[rank]
         self._works = works
         self._gradient_of = self._costs.gradient_bytes(rank)
+        self._rank = rank
         self._replica = {s.index: s.place(rank)[0] for s in self._program.stages_of(rank)}
         computes = ((k, x) for k, x in enumerate(self._row) if isinstance(x, Compute))
         # The last compute of a micro-batch frees its activations.
@@ -303,14 +304,14 @@ class _Walk:
 
     def _sync(self, item: Sync) -> MemoryUse:
         loss = self._program.cross_sample(item.loss)
-        features, loss_bytes = self._bytes.sync_bytes(loss)
+        features, loss_bytes = self._bytes.sync_bytes(loss, self._rank)
         key = item.loss, item.batch
         if item.op is Op.SYNC_START:
-            # This rank's own features, and all of them.
+            # This rank's own features, and all that it reads.
             self._gathered[key] = features * (1 + 1 / len(loss.ranks))
             self._buffers += self._gathered[key]
             return self.now()
-        # All features in the order of samples, their gradients, and the loss.
+        # Features in the order of samples, their gradients, and the loss.
         during = self.now(buffers=2 * features + loss_bytes)
         self._buffers -= self._gathered.pop(key, 0.0)
         self._synced(item.loss, loss.samples(item.batch))
@@ -458,13 +459,13 @@ class StageMemory:
             )
         return self._loss_curves[name].at(samples)
 
-    def sync_bytes(self, loss: CrossSampleLoss) -> tuple[float, float]:
-        """Bytes of one sync batch: all features, and the loss's tensors on a rank."""
+    def sync_bytes(self, loss: CrossSampleLoss, rank: int) -> tuple[float, float]:
+        """Bytes of one sync batch: the features that a rank reads, and the loss's tensors on it."""
         samples = loss.sync_batch
         whole_bytes = self.loss_bytes(loss.name, samples)
         known = self.costs.costs.profile.losses.get(loss.name)
         parts = len(loss.ranks) if known is not None and known.sharded else 1
-        return samples * self.costs.feature_bytes(loss), whole_bytes / parts
+        return samples * self.costs.feature_bytes(loss, rank), whole_bytes / parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -356,12 +356,15 @@ class Problem:
         for loss, size in self.task.sync_batches.items():
             modules = self.synced_modules(loss)
             members = sorted({rank for module in modules for rank in ranks[module]})
-            features = sum(self.output_bytes(m, self.blocks(m) - 1) for m in modules)
-            gather = self.costs.all_gather_s(ranks=members, num_bytes=size * features)
+            inputs = [s.module for s in self.task.loss_inputs[loss] if s.module is not None]
+            held = [
+                (ranks[m], self.output_bytes(m, self.blocks(m) - 1) / inputs.count(m))
+                for m in inputs
+            ]
+            gather = self.costs.features(loss=loss, samples=size, held=held).seconds
             own = self.costs.loss_s(loss=loss, samples=size, shards=len(members))
-            inputs = sum(source.module is not None for source in self.task.loss_inputs[loss])
             statistics = self.costs.statistics_s(
-                loss=loss, samples=size, inputs=inputs, ranks=members
+                loss=loss, samples=size, holders=[ranks[m] for m in inputs]
             )
             total += self.round_samples // size * (gather + statistics + sum(own))
         return total

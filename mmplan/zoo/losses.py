@@ -25,7 +25,7 @@ from torch.nn import functional
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 
-Exchange = Callable[[dict[int, Tensor]], list[Tensor]]
+Exchange = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
 
 
 class CLIPLoss(nn.Module):
@@ -38,7 +38,10 @@ class CLIPLoss(nn.Module):
 
     Attributes:
         logit_scale: scalar parameter, the logarithm of the scale.
+        others_only: rows of a modality are compared with those of the others alone.
     """
+
+    others_only = True
 
     def __init__(self, *, init_scale: float, max_scale: float) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class CLIPLoss(nn.Module):
         self,
         own: Mapping[int, Tensor],
         rows: Mapping[int, Tensor],
-        full: Sequence[Tensor],
+        full: Mapping[int, Tensor],
         exchange: Exchange,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """This rank's part of the loss and the gradient of its own features.
@@ -83,13 +86,14 @@ class CLIPLoss(nn.Module):
         Args:
             own: modality to this rank's features [N, D]; absent where it has none.
             rows: modality to the positions [N] (int64) of these rows in the batch.
-            full: all features [S, D] of every modality.
+            full: modality to all its features [S, D]; the only modality of a rank's
+                own may be absent.
             exchange: called once by every rank. Takes {modality: [N, M]} of own
-                rows, returns [S, M] for every modality.
+                rows, returns {modality: [S, M]} for those in ``full``.
 
         Returns:
             The part of the loss (detached; summed over ranks it is
-            ``forward(*full)``) and {modality: [N, D]}, the gradient of the whole
+            the forward's value) and {modality: [N, D]}, the gradient of the whole
             loss with respect to the own features. The part of ``logit_scale``'s
             gradient is added to its ``.grad``; summed over ranks it is exact.
 
@@ -99,7 +103,8 @@ class CLIPLoss(nn.Module):
         Source:
             DistMM, NSDI 2024, section 5.3.
         """
-        _check_features(full)
+        num_samples = max(map(len, full.values()), default=0)
+        _check_shapes([[num_samples, *x.shape[1:]] for x in {**full, **own}.values()])
         with torch.no_grad():
             part = _Shard(own=own, rows=rows, full=full, scale=self._scale())
             full_lse = exchange(part.lse())
@@ -123,27 +128,29 @@ class _Shard:
         *,
         own: Mapping[int, Tensor],
         rows: Mapping[int, Tensor],
-        full: Sequence[Tensor],
+        full: Mapping[int, Tensor],
         scale: Tensor,
     ) -> None:
         self._rows = rows
-        self._num_modalities = len(full)
-        self._unit = [_unit(x) for x in full]
-        self._scale = scale.to(self._unit[0].dtype)
-        num_pairs = len(full) * (len(full) - 1) // 2
-        self._weight = 1.0 / (2 * num_pairs * len(full[0]))
+        # What is missing in full is held here, for every other one is compared with it.
+        self._num_modalities = len({*full, *own})
+        self._unit = {i: _unit(x) for i, x in full.items()}
+        some = next(iter(self._unit.values()))
+        self._scale = scale.to(some.dtype)
+        num_pairs = self._num_modalities * (self._num_modalities - 1) // 2
+        self._weight = 1.0 / (2 * num_pairs * len(some))
         # Keyed (i, j): logits [N, S] of own rows of i against all rows of j.
         self._logits = {
             (i, j): self._scale * _unit(own[i]) @ self._unit[j].T
             for i in own
-            for j in range(len(full))
+            for j in full
             if i != j
         }
         self._lse = {key: logits.logsumexp(dim=1) for key, logits in self._logits.items()}
 
     def lse(self) -> dict[int, Tensor]:
         """{modality: [N, M]}, zero in the modality's own column."""
-        zero = {i: self._unit[0].new_zeros(len(rows)) for i, rows in self._rows.items()}
+        zero = {i: self._scale.new_zeros(len(rows)) for i, rows in self._rows.items()}
         return {
             i: torch.stack([self._lse.get((i, j), zero[i]) for j in range(self._num_modalities)], 1)
             for i in self._rows
@@ -159,12 +166,10 @@ class _Shard:
             grad += self._weight * ((softmax * logits).sum() - positive.sum())
         return loss, grad
 
-    def unit_grads(self, full_lse: list[Tensor]) -> dict[int, Tensor]:
+    def unit_grads(self, full_lse: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Gradient of the whole loss by the own normalised features, {modality: [N, D]}."""
-        grads = {
-            i: self._unit[i].new_zeros(len(r), self._unit[i].shape[1])
-            for i, r in self._rows.items()
-        }
+        width = next(iter(self._unit.values())).shape[1]
+        grads = {i: self._scale.new_zeros(len(rows), width) for i, rows in self._rows.items()}
         for (i, j), logits in self._logits.items():
             as_row = (logits - self._lse[i, j][:, None]).exp()
             as_column = (logits - full_lse[j][:, i][None, :]).exp()
@@ -374,10 +379,13 @@ def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def _check_features(features: Sequence[Tensor]) -> None:
-    shapes = [list(x.shape) for x in features]
-    if len(features) < 2:
+    _check_shapes([list(x.shape) for x in features])
+
+
+def _check_shapes(shapes: Sequence[list[int]]) -> None:
+    if len(shapes) < 2:
         raise InvalidInputError(
-            f"a contrastive loss needs two modalities or more, got {len(features)}",
+            f"a contrastive loss needs two modalities or more, got {len(shapes)}",
             hint="list the outputs of two modules as the loss's inputs",
         )
     if len(shapes[0]) != 2 or any(shape != shapes[0] for shape in shapes):

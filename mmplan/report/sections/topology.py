@@ -350,7 +350,7 @@ def _gathers(simulation: Simulation, costs: ProgramCosts) -> Iterator[TrafficRow
     for loss in simulation.program.cross_sample_losses:
         if len(loss.ranks) > 1:
             samples = simulation.program.batches[loss.task]
-            size = samples * costs.feature_bytes(loss) * (len(loss.ranks) - 1)
+            size = samples * costs.gathered_bytes(loss)
             spread = len({node_of(rank) for rank in loss.ranks}) > 1
             inside, between = (0.0, size) if spread else (size, 0.0)
             yield f"features for {loss.name}, gathered", inside, between
