@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeAliasType
 
-from mmlaunch.comm.batches import Tree, element_of, float_leaves, map_tensors, slice_samples
+from mmlaunch.comm.batches import (
+    Tree,
+    element_of,
+    float_leaves,
+    host_lengths,
+    map_tensors,
+    slice_samples,
+)
 from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares, share_of
 from mmlaunch.comm.transport import Done, MessageLink, Send, Transport, Work
 from mmlaunch.comm.wire import DType
@@ -244,7 +251,7 @@ class ForwardReceive:
         work.wait()
         if not spec.ragged:
             return buffer
-        shape = (int(buffer.sum()), *spec.tail)
+        shape = (sum(host_lengths(buffer)), *spec.tail)
         values_work, values = self._source.receive(values_index, shape, spec.dtype)
         values_work.wait()
         return Ragged(cast(Tensor, values), buffer)
