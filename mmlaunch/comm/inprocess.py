@@ -20,8 +20,8 @@ from mmlaunch.comm.transport import (
     CommGroup,
     Deferred,
     Done,
-    MessageLink,
-    Send,
+    Links,
+    Transfer,
     Work,
     seconds_since_first,
 )
@@ -29,6 +29,8 @@ from mmplan.errors import RunFailedError
 from mmplan.program.shards import Ranks
 
 T = TypeVar("T")
+# (source, target, tag, whether it is on the host)
+_Address = tuple[int, int, int, bool]
 
 
 class _AbandonedError(Exception):
@@ -45,7 +47,7 @@ class InProcessWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self._turn = threading.Condition()
-        self._mailbox: dict[tuple[int, int, int, bool], list[Tensor]] = {}
+        self._mailbox: dict[_Address, list[Tensor]] = {}
         self._deposits: dict[tuple[CommGroup, int], dict[int, Any]] = {}
         self._collected: dict[tuple[CommGroup, int], int] = {}
         self._waiting: dict[int, Callable[[], bool]] = {}
@@ -108,12 +110,12 @@ class InProcessWorld:
                 hint="mmplan check PLAN says where",
             )
 
-    def put(self, key: tuple[int, int, int, bool], tensor: Tensor) -> None:
+    def put(self, key: _Address, tensor: Tensor) -> None:
         """Leave a message."""
         self._mailbox.setdefault(key, []).append(tensor)
         self._turn.notify_all()
 
-    def take(self, rank: int, key: tuple[int, int, int, bool]) -> Tensor:
+    def take(self, rank: int, key: _Address) -> Tensor:
         """Wait for a message and remove it."""
         self.wait_until(rank, lambda: bool(self._mailbox.get(key)))
         return self._mailbox[key].pop(0)
@@ -144,19 +146,31 @@ class InProcessTransport:
         self._world = world
         self._sequence: dict[CommGroup, int] = {}
 
-    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
         """Nothing needs preparation here."""
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
+    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        self._world.put((self.rank, peer, tag, backward), tensor.clone())
+        taken: list[Callable[[], None]] = []
+        for item in transfers:
+            if item.is_send:
+                self._world.put((self.rank, item.peer, item.tag, False), item.tensor.clone())
+            else:
+                taken.append(self._taking(item.tensor, (item.peer, self.rank, item.tag, False)))
+        return Deferred(lambda: [take() for take in taken])
+
+    def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        self._world.put((self.rank, peer, tag, True), tensor.clone())
         return Done()
 
-    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+    def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
+        return Deferred(self._taking(tensor, (peer, self.rank, tag, True)))
 
-        def copy() -> None:
-            sent = self._world.take(self.rank, (peer, self.rank, tag, backward))
+    def _taking(self, tensor: Tensor, address: _Address) -> Callable[[], None]:
+        def take() -> None:
+            sent = self._world.take(self.rank, address)
             if sent.shape != tensor.shape or sent.dtype != tensor.dtype:
                 raise RunFailedError(
                     f"a message of {tuple(sent.shape)} {sent.dtype} came where "
@@ -164,7 +178,7 @@ class InProcessTransport:
                 )
             tensor.copy_(sent)
 
-        return Deferred(copy)
+        return take
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`; sums in rank order."""
@@ -206,6 +220,9 @@ class InProcessTransport:
     def seconds_of(self, marks: Sequence[float]) -> list[float]:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         return seconds_since_first(marks)
+
+    def synchronize(self) -> None:
+        """Nothing runs beside the host."""
 
     def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
         """See :class:`mmlaunch.comm.transport.Transport`."""

@@ -1,15 +1,16 @@
 """Messages: trees cut to samples, sent leaf by leaf, received into buffers, kept in a mailbox.
 
-The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf.
+The *spec* of a tree is the same tree with a :class:`LeafSpec` for each leaf. What a host must know
+before it can post a receive, the lengths of ragged leaves, goes beside the message, between hosts.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,16 +23,19 @@ from mmlaunch.comm.batches import (
     host_lengths,
     map_tensors,
     slice_samples,
+    to_device,
 )
 from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares, share_of
-from mmlaunch.comm.transport import Done, MessageLink, Send, Transport, Work
+from mmlaunch.comm.transport import Deferred, Done, Transfer, Transport, Work
 from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
+from mmplan.program.communicators import Channels, CommGroup
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import MicroBatch, Program, Stage
+from mmplan.program.sent_messages import last_positions
 from mmplan.ragged import Ragged
 
-# Tags have room for this many tensors in one message.
+# Tags have room for this many tensors in one message, and one beside it.
 MOST_TENSORS = 64
 
 
@@ -110,73 +114,10 @@ def fits(tree: Tree, spec: Spec) -> bool:
     return replace(found, differentiable=spec.differentiable) == spec
 
 
-class Outbox:
-    """Posted sends; tensors are kept until their send is over."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._sent: deque[tuple[Send, Tensor]] = deque()
-        self._by_name: defaultdict[Hashable, list[Send]] = defaultdict(list)
-
-    def send(
-        self, tensors: list[Tensor], peer: int, tag: int, *, backward: bool, name: Hashable = None
-    ) -> None:
-        """Start sending; returns at once. Nothing is sent of an empty tensor.
-
-        Args:
-            tensors: of one message.
-            peer: the receiver.
-            tag: of the first tensor.
-            backward: whether the message is one of a backward.
-            name: for :meth:`received`, where a later message shows that this one was received.
-        """
-        self._forget()
-        for i, tensor in enumerate(tensors):
-            if not tensor.numel():
-                continue
-            sent = tensor.detach().contiguous()
-            work = self._transport.isend(sent, peer, tag + i, backward=backward)
-            self._sent.append((work, sent))
-            if name is not None:
-                self._by_name[name].append(work)
-
-    def received(self, name: Hashable) -> None:
-        """Let go of the tensors of a message that is known to have been received."""
-        for work in self._by_name.pop(name, ()):
-            work.wait()
-        self._forget()
-
-    def finish(self) -> None:
-        """Wait until everything is sent."""
-        for work, _ in self._sent:
-            # gloo's sends wait for ever when they are waited for twice.
-            if not work.is_completed():
-                work.wait()
-        self._sent.clear()
-        self._by_name.clear()
-
-    def _forget(self) -> None:
-        """Let go of finished sends, the oldest first: sends end about in their order."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-
-
-def message_links(program: Program) -> list[MessageLink]:
-    """Every link of a step's messages, in one order on all ranks."""
-    return sorted(
-        {
-            (rank, item.peer, item.op == Op.SEND_B)
-            for rank, row in enumerate(program.instructions)
-            for item in row
-            if isinstance(item, Message) and item.is_send
-        }
-    )
-
-
 def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
-    """Tensors of a forward message, in order: whole, or a share of each but of lengths."""
+    """Tensors of a forward message, in order: whole, or a share of each. Lengths go beside it."""
     if isinstance(tree, Ragged):
-        return [tree.lengths, *message_tensors(tree.values, share)]
+        return message_tensors(tree.values, share)
     if isinstance(tree, Tensor):
         return [tree if share is None else share.of(tree)]
     if isinstance(tree, tuple):
@@ -184,155 +125,277 @@ def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
     return []
 
 
+def _all_lengths(tree: Tree) -> list[Sequence[int]]:
+    """The lengths of each ``Ragged`` in a tree, in order."""
+    if isinstance(tree, Ragged):
+        return [host_lengths(tree.lengths)]
+    if isinstance(tree, tuple):
+        return [lengths for item in tree for lengths in _all_lengths(item)]
+    return []
+
+
+class Carrier(Protocol):
+    """The part of a transport that messages need."""
+
+    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        ...
+
+    def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        ...
+
+    def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        ...
+
+
+class _OwnMessages:
+    """Carries what a rank sends to itself. In every program the send comes before the wait."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, Tensor] = {}
+
+    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+        """See :class:`Carrier`."""
+        received = [item for item in transfers if not item.is_send]
+        self._sent.update((item.tag, item.tensor) for item in transfers if item.is_send)
+        return Deferred(lambda: [r.tensor.copy_(self._sent.pop(r.tag)) for r in received])
+
+    def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`Carrier`."""
+        self._sent[tag] = tensor
+        return Done()
+
+    def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`Carrier`."""
+        return Deferred(lambda: tensor.copy_(self._sent.pop(tag)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageSource:
-    """Where the tensors of one message come from.
+class _Source:
+    """Where the tensors of a message come from.
 
     Attributes:
-        tag: of the first tensor.
+        tag: of what goes over the host; the tensors' follow it.
         share: what this rank receives of each tensor; None for all of it.
     """
 
-    transport: Transport
+    carrier: Carrier
+    device: torch.device
+    channel: CommGroup
     peer: int
     tag: int
-    backward: bool
     share: TensorShare | None
-
-    def receive(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype, *, whole: bool = False
-    ) -> tuple[Work, Tensor | PaddedShare]:
-        """Post the receive of one tensor, or of the share of it."""
-        share = None if whole else self.share
-        size = (share.padded(prod(shape)),) if share else shape
-        buffer = torch.empty(size, dtype=dtype, device=self.transport.device)
-        own = buffer[: share.numbers(prod(shape))] if share else buffer
-        work = Done()
-        if own.numel():
-            work = self.transport.irecv(own, self.peer, self.tag + index, backward=self.backward)
-        return work, PaddedShare(buffer, shape) if share else buffer
+    samples: int
 
 
-class ForwardReceive:
-    """A posted receive of a forward message; ``wait`` gives the tree.
+class _Receive:
+    """A message on its way here, posted when its shapes are known.
 
-    The values of ``Ragged`` are only received when their lengths are known. With a share the
-    tree has a :class:`PaddedShare` in place of each tensor, lengths excepted.
+    Args:
+        source: of its tensors.
     """
 
-    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
-        self._source, self._samples = source, samples
-        self._num_tensors = 0
-        self._posted = self._post(spec)
+    def __init__(self, source: _Source) -> None:
+        self._source = source
+        self._buffers: list[Tensor | PaddedShare] | None = None
+        self._work: Work = Done()
+
+    @property
+    def channel(self) -> CommGroup:
+        """On which it comes."""
+        return self._source.channel
+
+    def can_post(self) -> bool:
+        """Whether its shapes are known without a wait."""
+        raise NotImplementedError
+
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of every tensor, in order; waits until they are known."""
+        raise NotImplementedError
+
+    def post(self) -> None:
+        """Give the tensors' buffers to the transport."""
+        source, share = self._source, self._source.share
+        self._buffers = []
+        transfers: list[Transfer] = []
+        for tag, (shape, dtype) in enumerate(self._shapes(), start=source.tag + 1):
+            size = prod(shape)
+            padded = (share.padded(size),) if share else shape
+            buffer = torch.empty(padded, dtype=dtype, device=source.device)
+            own = buffer[: share.numbers(size)] if share else buffer
+            self._buffers.append(PaddedShare(buffer, shape) if share else buffer)
+            if own.numel():
+                transfers.append(Transfer(tensor=own, peer=source.peer, tag=tag, is_send=False))
+        if transfers:
+            self._work = source.carrier.post(transfers, source.channel)
+
+    def _received(self) -> list[Tensor | PaddedShare]:
+        """The tensors, when they are there."""
+        self._work.wait()
+        return self._buffers or []
+
+
+class ForwardReceive(_Receive):
+    """A forward message on its way; ``wait`` gives the tree.
+
+    The lengths of its ``Ragged`` come over the host. With a share the tree has a
+    :class:`PaddedShare` in place of each tensor, lengths excepted.
+    """
+
+    def __init__(self, source: _Source, spec: Spec) -> None:
+        super().__init__(source)
+        self._spec = spec
+        num_ragged = sum(leaf.ragged for leaf in spec_leaves(spec))
+        self._lengths = torch.empty((num_ragged, source.samples), dtype=torch.int64)
+        self._lengths_work: Work = Done()
+        if num_ragged:
+            self._lengths_work = source.carrier.receive_on_host(
+                self._lengths, source.peer, source.tag
+            )
+
+    def can_post(self) -> bool:
+        """See :class:`_Receive`."""
+        return not len(self._lengths)
+
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        self._lengths_work.wait()
+        rows = iter(self._lengths.sum(1).tolist())
+        samples = self._source.samples
+        return [
+            ((next(rows) if leaf.ragged else samples, *leaf.tail), leaf.dtype)
+            for leaf in spec_leaves(self._spec)
+        ]
 
     def wait(self) -> TreeOfShares:
         """The tree that was sent."""
-        return self._collect(self._posted)
+        received, lengths = iter(self._received()), iter(self._lengths)
 
-    def _post(self, spec: Spec) -> Any:
-        if isinstance(spec, tuple):
-            return [self._post(item) for item in spec]
-        if spec is None:
-            return None
-        index = self._num_tensors
-        if spec.ragged:
-            self._num_tensors += 2
-            lengths = self._source.receive(index, (self._samples,), torch.int64, whole=True)
-            return spec, lengths, index + 1
-        self._num_tensors += 1
-        return spec, self._source.receive(index, (self._samples, *spec.tail), spec.dtype), None
+        def leaf(spec: LeafSpec) -> Any:
+            values = next(received)
+            if not spec.ragged:
+                return values
+            return Ragged(cast(Tensor, values), to_device(next(lengths), self._source.device))
 
-    def _collect(self, posted: Any) -> TreeOfShares:
-        if isinstance(posted, list):
-            return tuple(map(self._collect, posted))
-        if posted is None:
-            return None
-        spec, (work, buffer), values_index = posted
-        work.wait()
-        if not spec.ragged:
-            return buffer
-        shape = (sum(host_lengths(buffer)), *spec.tail)
-        values_work, values = self._source.receive(values_index, shape, spec.dtype)
-        values_work.wait()
-        return Ragged(cast(Tensor, values), buffer)
+        return tree_of(self._spec, leaf)
 
 
-class BackwardReceive:
-    """A posted receive of a backward message: one gradient for each floating leaf.
+class BackwardReceive(_Receive):
+    """A backward message on its way: one gradient for each floating leaf.
 
-    The shape of a ragged leaf is that of the forward output, which may not exist yet when the
-    receive is posted: only dense leaves are posted early. In place of the gradient of an empty
-    leaf comes one number: whether there is one. A consumer that leaves a modality without rows
-    out gives none, and its parameters then have none, as in one process.
+    The shape of a ragged leaf is that of the forward output, which may not exist yet. In place of
+    the gradient of an empty leaf comes, over the host, whether there is one. A consumer that leaves
+    a modality without rows out gives none, and its parameters then have none, as in one process.
+
+    Args:
+        source: of its tensors.
+        spec: of the output.
+        output: the samples of the forward's output that were sent; None before the forward.
     """
 
-    def __init__(self, source: MessageSource, spec: Spec, samples: int) -> None:
-        self._source = source
+    def __init__(self, source: _Source, spec: Spec, output: Callable[[], Tree]) -> None:
+        super().__init__(source)
+        self._output = output
         leaves = [leaf for leaf in spec_leaves(spec) if leaf.dtype.is_floating_point]
-        self._posted: list[tuple[Work, Tensor | PaddedShare]] | None = None
-        if not any(leaf.ragged for leaf in leaves):
-            self._posted = [
-                self._post(i, (samples, *leaf.tail), leaf.dtype) for i, leaf in enumerate(leaves)
-            ]
+        self._dense = not any(leaf.ragged for leaf in leaves)
+        self._known = [((source.samples, *leaf.tail), leaf.dtype) for leaf in leaves]
+        self._flags = torch.empty(0, dtype=torch.bool)
+        self._flags_work: Work = Done()
 
-    def _post(
-        self, index: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> tuple[Work, Tensor | PaddedShare]:
-        if prod(shape):
-            return self._source.receive(index, shape, dtype)
-        return self._source.receive(index, (1,), torch.bool, whole=True)
+    def can_post(self) -> bool:
+        """See :class:`_Receive`."""
+        return self._dense or self._output() is not None
+
+    def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        known = self._known
+        if not self._dense:
+            known = [(tuple(leaf.shape), leaf.dtype) for leaf in float_leaves(self._output())]
+        num_empty = sum(not prod(shape) for shape, _ in known)
+        if num_empty:
+            source = self._source
+            self._flags = self._flags.new_empty(num_empty)
+            self._flags_work = source.carrier.receive_on_host(self._flags, source.peer, source.tag)
+        return known
 
     def wait(self, output: Tree) -> tuple[Tensor | PaddedShare | None, ...]:
         """Gradients of the floating leaves of ``output``, the samples that were sent.
 
         None for an empty leaf that the consumer did not use.
         """
-        leaves = list(float_leaves(output))
-        posted = self._posted
-        if posted is None:
-            posted = [self._post(i, tuple(x.shape), x.dtype) for i, x in enumerate(leaves)]
-        for work, _ in posted:
-            work.wait()
-        received = zip(leaves, (buffer for _, buffer in posted), strict=True)
+        received = self._received()
+        self._flags_work.wait()
+        flags = iter(self._flags.tolist())
         return tuple(
-            buffer if leaf.numel() else torch.zeros_like(leaf) if cast(Tensor, buffer) else None
-            for leaf, buffer in received
+            buffer if leaf.numel() else torch.zeros_like(leaf) if next(flags) else None
+            for leaf, buffer in zip(float_leaves(output), received, strict=True)
         )
 
 
 T = TypeVar("T")
+R = TypeVar("R", bound=_Receive)
 
 
 class Mailbox:
     """Posts the sends and receives of a program.
 
-    A receive is kept for the compute that takes its message.
+    A receive is kept for the compute that takes its message. What is sent is kept until the rank
+    knows that it has come (:mod:`mmplan.program.sent_messages`).
 
     Args:
         program: the whole program.
         transport: moves tensors between ranks.
         specs: output spec of every stage (:func:`mmlaunch.model.shape_inference.infer_shapes`).
+        channels: of the program.
+        output_of: a stage's output for a micro-batch; None before its forward.
     """
 
-    def __init__(self, program: Program, transport: Transport, specs: Sequence[Spec]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        transport: Transport,
+        specs: Sequence[Spec],
+        channels: Channels,
+        output_of: Callable[[int, int], Tree],
+    ) -> None:
         self._program, self._transport, self._specs = program, transport, specs
+        self._channels, self._output_of = channels, output_of
         self._most_samples = max(program.batches.values())
+        self._over: defaultdict[int, list[int]] = defaultdict(list)
+        for position, shown in last_positions(program, transport.rank).items():
+            self._over[shown].append(position)
 
     def begin(self) -> None:
         """A step begins."""
+        self._own = _OwnMessages()
         self._forward: defaultdict[MicroBatch, list[tuple[Message, ForwardReceive]]]
         self._forward = defaultdict(list)
         self._backward: defaultdict[MicroBatch, list[tuple[Message, BackwardReceive]]]
         self._backward = defaultdict(list)
-        self._outbox = Outbox(self._transport)
+        # By channel, receives that are not posted yet: theirs is the order of the channel.
+        self._unposted: defaultdict[CommGroup, deque[_Receive]] = defaultdict(deque)
+        # By position of the send.
+        self._sent: dict[int, list[tuple[Work, Tensor]]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tensors whose sends are not known to be over."""
+        return sum(t.nbytes for sent in self._sent.values() for _, t in sent)
 
     def take_forward(self, stage: Stage, mb: int) -> list[tuple[Message, ForwardReceive]]:
         """Posted receives of a forward's inputs, once."""
-        return _in_group_order(self._forward.pop((stage.index, mb), []))
+        return self._posted(_in_group_order(self._forward.pop((stage.index, mb), [])))
 
     def take_backward(self, stage: Stage, mb: int) -> list[tuple[Message, BackwardReceive]]:
         """Posted receives of the gradients of a micro-batch's output, once."""
-        return _in_group_order(self._backward.pop((stage.index, mb), []))
+        return self._posted(_in_group_order(self._backward.pop((stage.index, mb), [])))
+
+    def _posted(self, receives: list[tuple[Message, R]]) -> list[tuple[Message, R]]:
+        for _, receive in receives:
+            waiting = self._unposted[receive.channel]
+            while receive in waiting:
+                waiting.popleft().post()
+        return receives
 
     def post_receive(self, message: Message) -> None:
         """Post a receive; the compute that needs it waits."""
@@ -340,38 +403,63 @@ class Mailbox:
         edge = self._program.edges[message.edge]
         producer = self._program.stages[edge.producer]
         spec = element_of(self._specs[edge.producer], edge.element, producer.module)
-        source = MessageSource(
-            transport=self._transport,
+        carrier, channel = self._way(message)
+        source = _Source(
+            carrier=carrier,
+            device=self._transport.device,
+            channel=channel,
             peer=message.peer,
             tag=self._tag(message),
-            backward=message.op == Op.RECV_B,
             share=self._share(message, self._transport.rank),
+            samples=message.stop - message.start,
         )
-        samples = message.stop - message.start
-        if source.backward:
-            self._backward[key].append((message, BackwardReceive(source, spec, samples)))
+        if message.op == Op.RECV_B:
+            backward = BackwardReceive(source, spec, lambda: self._sent_output(message))
+            self._backward[key].append((message, backward))
+            receive = backward
         else:
-            self._forward[key].append((message, ForwardReceive(source, spec, samples)))
+            forward = ForwardReceive(source, spec)
+            self._forward[key].append((message, forward))
+            receive = forward
+        waiting = self._unposted[channel]
+        waiting.append(receive)
+        while waiting and waiting[0].can_post():
+            waiting.popleft().post()
 
-    def post_send(self, message: Message, tree: Tree) -> None:
+    def _sent_output(self, message: Message) -> Tree:
+        """The part of this rank's output whose gradient a message brings."""
+        stage = self._program.stages[message.stage]
+        output = self._output_of(message.stage, message.mb)
+        if output is None:
+            return None
+        element = self._program.edges[message.edge].element
+        return self._cut(message, element_of(output, element, stage.module))
+
+    def _cut(self, message: Message, tree: Tree) -> Tree:
+        """The samples of a message, from a tree of its micro-batch."""
+        stage = self._program.stages[message.stage]
+        d, _ = stage.place(self._transport.rank)
+        first = stage.microbatches[d][message.mb][0]
+        return slice_samples(tree, message.start - first, message.stop - first)
+
+    def post_send(self, message: Message, tree: Tree, position: int) -> None:
         """Post the send of a message's samples.
 
         Args:
             message: a send.
             tree: the stage's output for the micro-batch; after a backward its assembled input,
                 whose leaves have gradients.
+            position: of the instruction in the row.
 
         Raises:
             RunFailedError: more tensors than a message may have, or other ones than the receiver
                 waits for.
         """
         stage = self._program.stages[message.stage]
-        edge = self._program.edges[message.edge]
-        d, _ = stage.place(self._transport.rank)
-        first = stage.microbatches[d][message.mb][0]
-        low, high = message.start - first, message.stop - first
         share = self._share(message, message.peer)
+        beside: Tensor | None = None
         if message.op == Op.SEND_F:
+            edge = self._program.edges[message.edge]
             output = element_of(tree, edge.element, stage.module)
             spec = element_of(self._specs[edge.producer], edge.element, stage.module)
             if not fits(output, spec):
@@ -381,30 +469,61 @@ class Mailbox:
                     hint="return the same for every micro-batch; where no sample has a row, "
                     "mmplan.Ragged with 0 rows",
                 )
-            tensors = message_tensors(slice_samples(output, low, high), share)
+            cut = self._cut(message, output)
+            tensors = message_tensors(cut, share)
+            lengths = _all_lengths(cut)
+            if lengths:
+                beside = torch.tensor(lengths, dtype=torch.int64)
         else:
-            cuts = float_leaves(slice_samples(map_tensors(tree, _gradient_of), low, high))
-            tensors = [
-                (cut if share is None else share.of(cut))
-                if cut.numel()
-                else torch.tensor([leaf.grad is not None], device=leaf.device)
-                for leaf, cut in zip(float_leaves(tree), cuts, strict=True)
-            ]
-        if len(tensors) > MOST_TENSORS:
+            cuts = list(float_leaves(self._cut(message, map_tensors(tree, _gradient_of))))
+            tensors = [item if share is None else share.of(item) for item in cuts]
+            pairs = zip(float_leaves(tree), cuts, strict=True)
+            flags = [leaf.grad is not None for leaf, item in pairs if not item.numel()]
+            if flags:
+                beside = torch.tensor(flags)
+        if len(tensors) >= MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
-        backward = message.op == Op.SEND_B
-        # A forward message is known to be received when its gradient has come.
-        name = None if backward or not edge.carries_gradient else _route(message)
-        self._outbox.send(tensors, message.peer, self._tag(message), backward=backward, name=name)
+        self._send(message, position, tensors, beside)
 
-    def gradients_received(self, messages: Iterable[Message]) -> None:
-        """Let go of the forward sends that received gradients answer."""
-        for message in messages:
-            self._outbox.received(_route(message))
+    def _send(
+        self, message: Message, position: int, tensors: Sequence[Tensor], beside: Tensor | None
+    ) -> None:
+        """Post tensors in the order of their channel; nothing is sent of an empty one."""
+        carrier, channel = self._way(message)
+        tag = self._tag(message)
+        sent = self._sent.setdefault(position, [])
+        if beside is not None:
+            sent.append((carrier.send_on_host(beside, message.peer, tag), beside))
+        waiting = self._unposted[channel]
+        while waiting:
+            waiting.popleft().post()
+        transfers = [
+            Transfer(tensor=item.detach().contiguous(), peer=message.peer, tag=k, is_send=True)
+            for k, item in enumerate(tensors, start=tag + 1)
+            if item.numel()
+        ]
+        if transfers:
+            work = carrier.post(transfers, channel)
+            sent += [(work, item.tensor) for item in transfers]
+
+    def release(self, position: int) -> None:
+        """Let go of the sends that the messages taken at a position show to be over."""
+        for send in self._over.get(position, ()):
+            for work, _ in self._sent.pop(send, ()):
+                work.wait()
 
     def finish(self) -> None:
         """Wait until every send is over."""
-        self._outbox.finish()
+        for sent in self._sent.values():
+            for work, _ in sent:
+                work.wait()
+        self._sent.clear()
+
+    def _way(self, message: Message) -> tuple[Carrier, CommGroup]:
+        """What carries a message, and on which channel."""
+        rank = self._transport.rank
+        channel = self._channels.of(rank, message)
+        return (self._own, ((rank,), 0)) if channel is None else (self._transport, channel)
 
     def _share(self, message: Message, receiver: int) -> TensorShare | None:
         """The share of a message that a rank receives; None where it receives all of it."""
@@ -416,11 +535,6 @@ class Mailbox:
         backward = message.op in (Op.SEND_B, Op.RECV_B)
         number = (message.edge * 2 + backward) * self._most_samples + message.start
         return number * MOST_TENSORS
-
-
-def _route(message: Message) -> tuple[int, int, int]:
-    """The same for a forward message and its gradient, on the forward's sender."""
-    return message.edge, message.start, message.peer
 
 
 def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:

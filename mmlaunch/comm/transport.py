@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +17,10 @@ from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.program.communicators import CommGroup
 from mmplan.program.shards import Ranks
 
-# (source, target, backward): where messages go.
-MessageLink = tuple[int, int, bool]
+# Of each channel, the (source, target) pairs between which messages go, sorted.
+Links = Mapping[CommGroup, Sequence[tuple[int, int]]]
+# Thread blocks that a message's kernel may take on a GPU: a posted receive spins until it comes.
+CHANNEL_CTAS = 4
 
 
 def _flat_collective(name: str, before: str) -> Callable[..., Any]:
@@ -37,12 +40,21 @@ class Work(Protocol):
         ...
 
 
-class Send(Work, Protocol):
-    """A send under way."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One end of a tensor's way to another rank.
 
-    def is_completed(self) -> bool:
-        """Whether its tensor may go. gloo says so only after a wait."""
-        ...
+    Attributes:
+        tensor: contiguous; one that is sent must not change before the work is waited for.
+        peer: the other rank.
+        tag: the same at both ends. NCCL takes no notice of it: its n-th receive from a rank gets
+            what that rank sends n-th on the channel.
+    """
+
+    tensor: Tensor
+    peer: int
+    tag: int
+    is_send: bool
 
 
 class Transport(Protocol):
@@ -52,16 +64,25 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
-        """Create communicators and connections; every rank passes the same in the same order."""
+    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
+        """Make communicators and connections, and use each once.
+
+        Args:
+            groups: of collectives; every rank passes the same in the same order.
+            links: of the channels, likewise.
+        """
         ...
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
-        """Send a contiguous tensor; it must not change before the work is waited for."""
+    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+        """Begin transfers to and from other ranks, as one group of a channel."""
         ...
 
-    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
-        """Receive into a contiguous tensor of the sent shape and type."""
+    def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Send a CPU tensor beside the channels: lengths and flags, which hosts must know."""
+        ...
+
+    def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Receive into a CPU tensor what :meth:`send_on_host` sends."""
         ...
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
@@ -93,6 +114,10 @@ class Transport(Protocol):
         """Seconds from the first mark to each; waits until the last has come."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        ...
+
     def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
         """Every rank's object, by rank; only used outside the training steps.
 
@@ -120,25 +145,20 @@ class Done:
     def wait(self) -> None:
         """Nothing is left to wait for."""
 
-    def is_completed(self) -> bool:
-        """It is."""
-        return True
-
 
 class _Watched:
     """Tells the heartbeat whom this rank waits for."""
 
-    def __init__(self, work: Any, heartbeat: Heartbeat, peers: Ranks) -> None:
-        self._work, self._heartbeat, self._peers = work, heartbeat, peers
+    def __init__(self, works: Sequence[Any], heartbeat: Heartbeat, peers: Ranks) -> None:
+        self._works, self._heartbeat, self._peers = works, heartbeat, peers
 
     def wait(self) -> None:
-        """Wait, marked as waiting."""
+        """Wait, marked as waiting; nothing happens the second time."""
+        # gloo's sends wait for ever when they are waited for twice.
+        works, self._works = self._works, ()
         with self._heartbeat.waiting(self._peers):
-            self._work.wait()
-
-    def is_completed(self) -> bool:
-        """See :class:`Send`."""
-        return self._work.is_completed()
+            for work in works:
+                work.wait()
 
 
 def seconds_since_first(marks: Sequence[float]) -> list[float]:
@@ -149,36 +169,53 @@ def seconds_since_first(marks: Sequence[float]) -> list[float]:
 class DistTransport:
     """torch.distributed, on gloo or NCCL, with its default process group initialised.
 
-    gloo tells messages apart by tags. NCCL ignores tags: there the order of the program
-    must serve, and two ranks that both receive before they send on one communicator would
-    block each other, so each direction has a communicator of its own.
+    gloo tells messages apart by tags and needs no channels. On NCCL a channel is a communicator,
+    and its transfers are posted as one group: only so does torch use the channel's communicator
+    and not one for each pair of ranks. The default group has gloo for CPU tensors in both cases.
 
     Args:
         device: where tensors live.
         heartbeat: told of every wait.
+        timeout_s: longest wait of a communicator for its ranks; default: torch's.
     """
 
-    def __init__(self, device: torch.device, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, device: torch.device, heartbeat: Heartbeat, timeout_s: float | None = None
+    ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
         self._heartbeat = heartbeat
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._groups: dict[CommGroup, Any] = {(tuple(range(self.world_size)), 0): dist.group.WORLD}
-        self._directions: dict[tuple[bool, bool], Any] = {}
-        self._mailbox: dict[tuple[int, bool], Tensor] = {}
 
-    def prepare(self, groups: Sequence[CommGroup], links: Sequence[MessageLink]) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
         """See :class:`Transport`."""
-        for group in groups:
-            if group not in self._groups and len(group[0]) > 1:
-                self._groups[group] = dist.new_group(list(group[0]))
-        if dist.get_backend() == "nccl" and not self._directions:
-            self._directions = {
-                (backward, upward): dist.new_group(list(range(self.world_size)))
-                for backward in (False, True)
-                for upward in (False, True)
-            }
+        nccl = self.device.type == "cuda"
+        for group in [*groups, *(links if nccl else ())]:
+            if self.rank in group[0] and len(group[0]) > 1:
+                if group not in self._groups:
+                    self._groups[group] = self._new_group(group)
+                if nccl:
+                    # The communicator is made by its first operation: here, where nothing else
+                    # runs, and in one order on all ranks.
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=self._groups[group])
+                    torch.cuda.synchronize(self.device)
         self._connect(links)
+
+    def _new_group(self, group: CommGroup) -> Any:
+        ranks, number = group
+        options = None
+        if self.device.type == "cuda" and number < 0:
+            options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportPrivateImportUsage]
+            options.config.max_ctas = CHANNEL_CTAS
+        # Ranks that are not in the group need not come.
+        return dist.new_group(
+            list(ranks),
+            timeout=self._timeout,
+            pg_options=options,
+            use_local_synchronization=True,
+        )
 
     def forget_groups(self) -> None:
         """Let go of the groups of the last plan, before those of the next; all ranks call it."""
@@ -186,43 +223,57 @@ class DistTransport:
         for group in [group for group in self._groups if group != everyone]:
             dist.destroy_process_group(self._groups.pop(group))
 
-    def _connect(self, links: Sequence[MessageLink]) -> None:
-        """Exchange one empty message on each link, one link after another.
+    def _connect(self, links: Links) -> None:
+        """Exchange one token on each link, one link after another.
 
         gloo (with lazy initialisation) and NCCL connect two ranks when they first meet, and
-        the one that comes first is blocked, even in ``isend`` and ``irecv``. Among the
-        messages of a step that can be a deadlock.
+        the one that comes first is blocked, even where it only posts. Among the messages of a
+        step that can be a deadlock.
         """
-        met: set[tuple[tuple[bool, bool], frozenset[int]]] = set()
-        for source, target, backward in links:
-            direction = (backward, source < target) if self._directions else (False, False)
-            key = direction, frozenset((source, target))
-            if source == target or key in met:
-                continue
-            met.add(key)
-            token = torch.zeros(1, device=self.device)
-            if self.rank == source:
-                self.isend(token, target, 0, backward=backward).wait()
-            elif self.rank == target:
-                self.irecv(token, source, 0, backward=backward).wait()
+        met: set[object] = set()
+        for channel, pairs in links.items():
+            for pair in pairs if self.rank in channel[0] else ():
+                # gloo has one connection between two ranks, whatever goes over it.
+                key = (channel, pair) if self.device.type == "cuda" else frozenset(pair)
+                if self.rank not in pair or key in met:
+                    continue
+                met.add(key)
+                source, target = pair
+                token = torch.zeros(1, device=self.device)
+                is_send = self.rank == source
+                peer = target if is_send else source
+                self.post(
+                    [Transfer(tensor=token, peer=peer, tag=0, is_send=is_send)], channel
+                ).wait()
+        self.synchronize()
 
-    def isend(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Send:
+    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
         """See :class:`Transport`."""
-        if peer == self.rank:
-            self._mailbox[tag, backward] = tensor
-            return Done()
-        group = self._directions.get((backward, self.rank < peer))
-        work = dist.isend(tensor, dst=peer, tag=tag, group=group)
-        return _Watched(work, self._heartbeat, (peer,))
+        if self.device.type == "cuda":
+            group = self._groups[channel]
+            operations = [
+                dist.P2POp(
+                    dist.isend if item.is_send else dist.irecv, item.tensor, item.peer, group
+                )
+                for item in transfers
+            ]
+            works = dist.batch_isend_irecv(operations)
+        else:
+            works = [
+                dist.isend(item.tensor, dst=item.peer, tag=item.tag)
+                if item.is_send
+                else dist.irecv(item.tensor, src=item.peer, tag=item.tag)
+                for item in transfers
+            ]
+        return _Watched(works, self._heartbeat, tuple({item.peer for item in transfers}))
 
-    def irecv(self, tensor: Tensor, peer: int, tag: int, *, backward: bool) -> Work:
+    def send_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """See :class:`Transport`."""
-        if peer == self.rank:
-            # In every program the send comes before the wait.
-            return Deferred(lambda: tensor.copy_(self._mailbox.pop((tag, backward))))
-        group = self._directions.get((backward, peer < self.rank))
-        work = dist.irecv(tensor, src=peer, tag=tag, group=group)
-        return _Watched(work, self._heartbeat, (peer,))
+        return _Watched([dist.isend(tensor, dst=peer, tag=tag)], self._heartbeat, (peer,))
+
+    def receive_on_host(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """See :class:`Transport`."""
+        return _Watched([dist.irecv(tensor, src=peer, tag=tag)], self._heartbeat, (peer,))
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
@@ -239,7 +290,7 @@ class DistTransport:
         gathered = [torch.empty_like(tensor) for _ in ranks]
         group = self._groups[ranks, channel]
         work = dist.all_gather(gathered, tensor, group=group, async_op=True)
-        return _Watched(work, self._heartbeat, ranks), gathered
+        return _Watched([work], self._heartbeat, ranks), gathered
 
     def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
@@ -274,21 +325,26 @@ class DistTransport:
         marks[-1].synchronize()
         return [1e-3 * marks[0].elapsed_time(mark) for mark in marks]
 
+    def synchronize(self) -> None:
+        """See :class:`Transport`."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
         """See :class:`Transport`."""
-        mine = self._tensor_of(wire.pack(item, kind))
-        sizes = self._all_gather(torch.tensor([len(mine)], device=self.device))
+        mine = _tensor_of(wire.pack(item, kind))
+        sizes = self._all_gather_on_host(torch.tensor([len(mine)]))
         lengths = [int(size) for size in sizes]
         padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
-        found = zip(self._all_gather(padded), lengths, strict=True)
+        found = zip(self._all_gather_on_host(padded), lengths, strict=True)
         return [wire.unpack(_bytes_of(part[:length]), kind) for part, length in found]
 
     def broadcast_object(self, item: Any, source: int, kind: Any = Any) -> Any:
         """See :class:`Transport`."""
-        data = torch.empty(0, dtype=torch.uint8, device=self.device)
+        data = torch.empty(0, dtype=torch.uint8)
         if self.rank == source:
-            data = self._tensor_of(wire.pack(item, kind))
-        length = torch.tensor([len(data)], device=self.device)
+            data = _tensor_of(wire.pack(item, kind))
+        length = torch.tensor([len(data)])
         with self._heartbeat.waiting((source,)):
             dist.broadcast(length, src=source)
             if self.rank != source:
@@ -296,14 +352,16 @@ class DistTransport:
             dist.broadcast(data, src=source)
         return wire.unpack(_bytes_of(data), kind)
 
-    def _tensor_of(self, data: bytes) -> Tensor:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-
-    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        work, found = self.all_gather(tensor, tuple(range(self.world_size)))
-        work.wait()
+    def _all_gather_on_host(self, tensor: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._heartbeat.waiting(tuple(range(self.world_size))):
+            dist.all_gather(found, tensor)
         return found
 
 
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def _bytes_of(data: Tensor) -> bytes:
-    return data.cpu().numpy().tobytes()
+    return data.numpy().tobytes()

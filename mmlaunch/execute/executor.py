@@ -38,6 +38,7 @@ from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.errors import MMPlanError
+from mmplan.program.communicators import Channels
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
 
@@ -80,6 +81,7 @@ class Executor:
         model: this rank's blocks and losses.
         transport: moves tensors between ranks.
         specs: output spec of every stage (:func:`mmlaunch.model.shape_inference.infer_shapes`).
+        channels: of the program's messages.
         blocks: run the model's blocks.
         seeds: makes random numbers independent of the schedule.
         precision: the type in which blocks compute.
@@ -95,6 +97,7 @@ class Executor:
         model: LocalModel,
         transport: Transport,
         specs: Sequence[Spec],
+        channels: Channels,
         blocks: StageBlocks,
         seeds: Seeds,
         precision: TrainingPrecision,
@@ -119,7 +122,7 @@ class Executor:
         self._sends = Counter(
             (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
         )
-        self._mailbox = Mailbox(program, transport, specs)
+        self._mailbox = Mailbox(program, transport, specs, channels, self._output_of)
         self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Compute: self._compute,
@@ -155,6 +158,7 @@ class Executor:
     def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
         for position, instruction in enumerate(self._row):
+            self._position = position
             self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
             if timed:
                 marks.append(self._transport.mark())
@@ -217,11 +221,17 @@ class Executor:
         elif sends:
             self._live[key] = _Live({}, output, [], sends)
 
+    def _output_of(self, stage: int, mb: int) -> Tree:
+        live = self._live.get((stage, mb))
+        return None if live is None else live.output
+
     def _assemble(self, stage: Stage, mb: int) -> dict[int, Tree]:
         """The stage's inputs by edge, each joined from the messages of the edge."""
         messages = self._mailbox.take_forward(stage, mb)
         by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
-        trees = self._gather_shares(stage, [receive.wait() for _, receive in messages])
+        received = [receive.wait() for _, receive in messages]
+        self._mailbox.release(self._position)
+        trees = self._gather_shares(stage, received)
         for (message, _), tree in zip(messages, trees, strict=True):
             by_edge[message.edge].append(tree)
         inputs: dict[int, Tree] = {}
@@ -300,8 +310,9 @@ class Executor:
             tree, low = element_of(live.output, edge.element, stage.module), message.start - start
             cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
         waited = zip(live.messages, cuts, strict=True)
-        given = self._gather_shares(stage, [receive.wait(cut[2]) for (_, receive), cut in waited])
-        self._mailbox.gradients_received(message for message, _ in live.messages)
+        received = [receive.wait(cut[2]) for (_, receive), cut in waited]
+        self._mailbox.release(self._position)
+        given = self._gather_shares(stage, received)
         for cut, gradients in zip(cuts, given, strict=True):
             _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
@@ -317,7 +328,7 @@ class Executor:
         live = self._live[message.stage, message.mb]
         after_backward = message.op == Op.SEND_B
         tree = live.inputs[message.edge] if after_backward else live.output
-        self._mailbox.post_send(message, tree)
+        self._mailbox.post_send(message, tree, self._position)
         live.sends_left -= 1
         has_backward = self._program.stages[message.stage].has_backward
         if not live.sends_left and (after_backward or not has_backward):

@@ -77,7 +77,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     Where another segment begins, a checkpoint is saved and loaded under that segment's plan, in
     the same processes.
     """
-    transport = DistTransport(ctx.device.device, ctx.heartbeat)
+    transport = DistTransport(ctx.device.device, ctx.heartbeat, ctx.timeout_s)
     folder = ctx.run_dir / CHECKPOINTS
     # A worker that is started anew after a failure always goes on from the last save.
     going_on = job.options.resume or ctx.attempt > 0

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from mmlaunch.checkpoint import save as checkpoints
 from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.comm.batches import Tree, map_tensors
-from mmlaunch.comm.messages import message_links
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.data.task_data import TaskData
@@ -54,7 +53,7 @@ from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
-from mmplan.program.communicators import communicators
+from mmplan.program.communicators import Channels, communicators
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
@@ -159,7 +158,8 @@ class Session:
             device=transport.device,
             comm=lambda ranks: _GroupSum(transport, ranks),
         )
-        transport.prepare(communicators(self.program), message_links(self.program))
+        channels = Channels(self.program)
+        transport.prepare(communicators(self.program), channels.links)
         tasks = resolve_tasks(workload)
         self._data = TaskData(
             program=self.program,
@@ -188,6 +188,7 @@ class Session:
             model=self.model,
             transport=transport,
             specs=specs,
+            channels=channels,
             blocks=(
                 StageBlocks(self.model, seeds, recompute)
                 if emulation is None
@@ -278,7 +279,7 @@ class Session:
             plan=loaded,
             workload=with_settings(load_workload(workload_path), settings or {}),
             folder=workload_path.parent,
-            transport=transport or DistTransport(device.device, watch),
+            transport=transport or DistTransport(device.device, watch, timeout_s),
             heartbeat=watch,
             num_workers=num_workers,
             should_stop=should_stop,

@@ -230,8 +230,8 @@ class _Catalogue:
             yield full
 
     def _receive(self, box: Box, dtype: torch.dtype, rank: int) -> Tensor:
-        buffer = torch.empty(box.sizes, dtype=dtype, device=self._transport.device)
-        self._transport.irecv(buffer, rank, 0, backward=False).wait()
+        buffer = torch.empty(box.sizes, dtype=dtype)
+        self._transport.receive_on_host(buffer, rank, 0).wait()
         return buffer
 
     def send(self, order: Sequence[TensorSpec]) -> None:
@@ -240,7 +240,7 @@ class _Catalogue:
             for rank, _ in self._holders[spec.name]:
                 if rank == self._transport.rank:
                     for part in self._own[spec.name].parts(spec.name):
-                        self._transport.isend(part.contiguous(), 0, 0, backward=False).wait()
+                        self._transport.send_on_host(part.cpu().contiguous(), 0, 0).wait()
 
 
 def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:

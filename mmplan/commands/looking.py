@@ -122,15 +122,7 @@ def check(
     for fault in faults:
         out.text(f"fault: {fault}")
     compared = str(workload) if workload.is_file() else None
-    blocking = proof is not None and proof.blocking_sends
-    out.data(
-        {
-            "plan": str(plan),
-            "workload": compared,
-            "faults": faults,
-            "safe_with_blocking_sends": blocking,
-        }
-    )
+    out.data({"plan": str(plan), "workload": compared, "faults": faults})
     if faults:
         raise RunFailedError(
             f"{plan} has {counted(len(faults), 'fault')}",
@@ -139,10 +131,7 @@ def check(
         )
     trains = "" if asked is None else "it trains its workload, "
     out.text(f"no faults: {trains}every sample reaches every gradient once, no rank waits for ever")
-    out.text(
-        "safe with buffered sends and one queue for each communicator"
-        f"{', and' if blocking else ', not'} with sends that wait for their receives"
-    )
+    out.text("no rank waits for ever either where sends wait for receives and there are no tags")
     if asked is not None:
         compiled = proof.compiled if proof else None
         if compiled is None or not compiled.folded:

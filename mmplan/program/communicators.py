@@ -3,6 +3,12 @@
 A communicator is a queue: its k-th operation must be the same on all of its ranks. Several
 operations of one set of ranks share a communicator. The gathers of a loss have one of their own,
 because ranks start them between other collectives, as their features come.
+
+Messages have communicators of their own, *channels*. A channel carries what one set of ranks sends
+to another, forward and backward. A rank posts the messages of a channel in the order in which they
+are sent, which is one order for the whole plan (:mod:`mmplan.program.compile`). So the first
+message that is not over is always the next one at both of its ends, and no order of other
+operations can stop it: a channel needs no tags, and may serve many ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +18,71 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, Dependencies
-from mmplan.program.instructions import Collective, Compute, Instruction, Op, Sync
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import Program
 from mmplan.program.shards import Ranks
 
-# Ranks, and a number for groups of the same ranks that are kept apart.
+# Ranks, and a number for groups of the same ranks that are kept apart; below zero for channels.
 CommGroup = tuple[Ranks, int]
+
+
+class Channels:
+    """The channels of a program.
+
+    Of a stream (:attr:`mmplan.program.model.Edge.streams`), ranks that no message joins have
+    channels apart.
+
+    Args:
+        program: the whole program.
+
+    Attributes:
+        groups: every channel once, in one order on all ranks.
+        links: of each, the (source, target) pairs between which messages go, sorted.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._edges = program.edges
+        links: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+        for rank, row in enumerate(program.instructions):
+            for item in row:
+                if isinstance(item, Message) and item.is_send and item.peer != rank:
+                    links[self._stream(item)].add((rank, item.peer))
+        self._of: dict[tuple[int, int], CommGroup] = {}
+        self.links: dict[CommGroup, list[tuple[int, int]]] = {}
+        for stream, pairs in sorted(links.items()):
+            for joined in _joined(sorted(pairs)):
+                ranks = tuple(sorted({rank for pair in joined for rank in pair}))
+                number = -1
+                while (ranks, number) in self.links:
+                    number -= 1
+                self.links[ranks, number] = joined
+                self._of.update(((stream, rank), (ranks, number)) for rank in ranks)
+        self.groups: list[CommGroup] = [*self.links]
+
+    def of(self, rank: int, message: Message) -> CommGroup | None:
+        """The channel of a rank's message; None of one to itself."""
+        return None if message.peer == rank else self._of[self._stream(message), rank]
+
+    def _stream(self, message: Message) -> int:
+        return self._edges[message.edge].streams[message.op in (Op.SEND_B, Op.RECV_B)]
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The pairs, those apart that share no rank with each other by way of others."""
+    parent: dict[int, int] = {}
+
+    def root(rank: int) -> int:
+        while parent.setdefault(rank, rank) != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
+    for source, target in pairs:
+        parent[root(target)] = root(source)
+    found: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for pair in pairs:
+        found[root(pair[0])].append(pair)
+    return list(found.values())
 
 
 def communicators(program: Program) -> list[CommGroup]:
@@ -35,7 +100,7 @@ def communicators(program: Program) -> list[CommGroup]:
 def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup | None:
     """The communicator on which a rank issues an instruction; None where it issues nothing.
 
-    Messages have queues of their own, one for each pair of ranks and direction.
+    Messages have channels (:class:`Channels`).
     """
     if isinstance(item, Compute):
         stage = program.stages[item.stage]
@@ -125,49 +190,128 @@ def _circle_faults(
     )
 
 
-def is_safe_with_blocking_sends(dependencies: Dependencies) -> bool:
-    """Whether no rank waits for ever where a send waits until its receive is posted."""
-    posted = [False] * len(dependencies.messages)
-    sent = [False] * len(dependencies.messages)
-    arrived: Counter[int] = Counter()
-    done: set[int] = set()
-    positions = [0] * len(dependencies.kind)
-    waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    ready = list(range(len(dependencies.kind)))
+def channel_faults(program: Program, dependencies: Dependencies) -> Iterator[str]:
+    """Messages that two ranks post in different orders, and channels that wait for each other.
 
-    def blocked_by(rank: int, position: int) -> tuple[str, int] | None:
-        kind, arg = dependencies.kind[rank][position], dependencies.arg[rank][position]
-        if kind == SEND and not posted[arg]:
-            return "posted", arg
-        if kind in (ALONE, GROUP):
-            for message in dependencies.input_messages[rank].get(position, ()):
-                if not sent[message]:
-                    return "sent", message
-        return None
+    A message is over when it is computed, posted at both ends, and the next of its channel there.
+    A rank that waits posts nothing.
+    """
+    replay = _ChannelReplay(program, dependencies)
+    faults = list(replay.pair_faults())
+    yield from faults or list(replay.stuck_faults())
 
-    while ready:
-        rank = ready.pop()
-        row = dependencies.kind[rank]
-        while positions[rank] < len(row):
-            position = positions[rank]
-            kind, arg = row[position], dependencies.arg[rank][position]
-            reason = blocked_by(rank, position)
-            if reason is not None:
-                waiting[reason].append(rank)
-                break
-            if kind == GROUP and arg not in done:
-                arrived[arg] += 1
-                if arrived[arg] < dependencies.group_size[arg]:
-                    # It goes on when the last rank of the group comes.
-                    waiting["group", arg].append(rank)
+
+class _ChannelReplay:
+    def __init__(self, program: Program, dependencies: Dependencies) -> None:
+        self._program, self._dependencies = program, dependencies
+        self._stream = [
+            program.edges[edge].streams[backward] for edge, backward, *_ in dependencies.messages
+        ]
+        # By (rank, stream): messages in the order in which they are posted.
+        self._queues: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        rows = zip(dependencies.kind, dependencies.arg, strict=True)
+        for rank, (kinds, args) in enumerate(rows):
+            for kind, arg in zip(kinds, args, strict=True):
+                if kind in (POST, SEND) and not self._is_own(arg):
+                    self._queues[rank, self._stream[arg]].append(arg)
+
+    def _is_own(self, message: int) -> bool:
+        _, _, source, target, *_ = self._dependencies.messages[message]
+        return source == target
+
+    def _ends(self, message: int) -> list[tuple[int, int]]:
+        _, _, source, target, *_ = self._dependencies.messages[message]
+        return [(source, self._stream[message]), (target, self._stream[message])]
+
+    def pair_faults(self) -> Iterator[str]:
+        """Between two ranks the n-th receive of a stream must be the n-th send, without tags."""
+        routes: defaultdict[tuple[int, int, int], tuple[list[int], list[int]]]
+        routes = defaultdict(lambda: ([], []))
+        for (rank, stream), queue in self._queues.items():
+            for message in queue:
+                _, _, source, target, *_ = self._dependencies.messages[message]
+                routes[source, target, stream][rank == target].append(message)
+        for (source, target, _), (sent, received) in routes.items():
+            for n, pair in enumerate(zip(sent, received, strict=False)):
+                if pair[0] != pair[1]:
+                    out, back = (self._dependencies.messages[message] for message in pair)
+                    yield (
+                        f"ranks {source} > {target}: message {n} is sent as edge {out[0]} "
+                        f"[{out[4]},{out[5]}) and received as edge {back[0]} [{back[4]},{back[5]})"
+                    )
                     break
-                done.add(arg)
-                ready += waiting.pop(("group", arg), [])
-            if kind == POST:
-                posted[arg] = True
-                ready += waiting.pop(("posted", arg), [])
-            elif kind == SEND:
-                sent[arg] = True
-                ready += waiting.pop(("sent", arg), [])
-            positions[rank] += 1
-    return all(p == len(row) for p, row in zip(positions, dependencies.kind, strict=True))
+
+    def stuck_faults(self) -> Iterator[str]:
+        """The first instruction of a rank that waits for ever."""
+        kinds = self._dependencies.kind
+        positions = self._run()
+        for rank, (position, row) in enumerate(zip(positions, kinds, strict=True)):
+            if position < len(row):
+                yield (
+                    f"rank {rank}, instruction {position} "
+                    f"({self._program.instructions[rank][position]}): waits for ever for a message "
+                    "that is posted behind others"
+                )
+                return
+
+    def _run(self) -> list[int]:
+        """How far each rank comes."""
+        found = self._dependencies
+        self._heads: Counter[tuple[int, int]] = Counter()
+        self._over = list(map(self._is_own, range(len(found.messages))))
+        self._posted = [2 * own for own in self._over]
+        self._waiting: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        self._ready = list(range(len(found.kind)))
+        positions = [0] * len(found.kind)
+        arrived: Counter[int] = Counter()
+        done: set[int] = set()
+        while self._ready:
+            rank = self._ready.pop()
+            kinds, args = found.kind[rank], found.arg[rank]
+            position = positions[rank]
+            while position < len(kinds):
+                kind, arg = kinds[position], args[position]
+                if kind in (ALONE, GROUP):
+                    missing = self._first_missing(rank, position)
+                    if missing is not None:
+                        self._waiting["message", missing].append(rank)
+                        break
+                if kind == GROUP and arg not in done:
+                    arrived[arg] += 1
+                    if arrived[arg] < found.group_size[arg]:
+                        # It goes on when the last rank of the group comes.
+                        self._waiting["group", arg].append(rank)
+                        break
+                    done.add(arg)
+                    self._ready += self._waiting.pop(("group", arg), [])
+                elif kind in (POST, SEND) and self._posted[arg] < 2:
+                    self._posted[arg] += 1
+                    self._advance(arg)
+                position += 1
+            positions[rank] = position
+        return positions
+
+    def _first_missing(self, rank: int, position: int) -> int | None:
+        """A message that a compute needs and that has not come."""
+        needed = self._dependencies.input_messages[rank].get(position, ())
+        return next((message for message in needed if not self._over[message]), None)
+
+    def _advance(self, message: int) -> None:
+        """End a message if it is the next at both ends, and those that it held up."""
+        turn = [message]
+        while turn:
+            current = turn.pop()
+            ends = self._ends(current)
+            if self._posted[current] < 2 or any(self._next(end) != current for end in ends):
+                continue
+            self._over[current] = True
+            self._ready += self._waiting.pop(("message", current), [])
+            for end in ends:
+                self._heads[end] += 1
+                following = self._next(end)
+                if following is not None:
+                    turn.append(following)
+
+    def _next(self, end: tuple[int, int]) -> int | None:
+        queue, head = self._queues[end], self._heads[end]
+        return queue[head] if head < len(queue) else None

@@ -5,9 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from mmplan.program.folding import fold_large, unfold
-from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.instructions import (
+    Collective,
+    Compute,
+    Instruction,
+    Message,
+    MessageKey,
+    Op,
+    Step,
+    Sync,
+)
 from mmplan.program.lower import lower
 from mmplan.program.model import Edge, Graph, PerSampleLoss, Program, Stage
 from mmplan.program.samples import SampleRange
@@ -35,7 +45,7 @@ def compile_plan(plan: Plan) -> Program:
 
 def unfolded_program(plan: Plan, graph: Graph, folded: Program) -> Program:
     """The program of a plan, from that of its folded plan (:mod:`mmplan.program.folding`)."""
-    return Program.of(plan, graph, match_receives(unfold(plan, graph, folded)))
+    return Program.of(plan, graph, tuple(unfold(plan, graph, folded)))
 
 
 def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
@@ -56,7 +66,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     for event in timeline.run():
         projection.add(event)
     rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
-    return Program.of(plan, graph, match_receives(rows))
+    return Program.of(plan, graph, order_receives(rows, graph, projection))
 
 
 # What comes first of things that end at one time: forwards give the features that a start gathers,
@@ -85,6 +95,10 @@ class _Projection:
                 self._outgoing[edge.producer, link.d, link.mb].append(outgoing)
                 incoming = edge, senders[link.d], link.span
                 self._incoming[edge.consumer, link.d2, link.mb2].append(incoming)
+        # By (is backward, stage, replica, micro-batch): the nominal end of what messages follow.
+        self.ends: dict[tuple[bool, int, int, int], int] = {}
+        # By rank: the nominal start of each instruction that may wait, in order.
+        self.starts: list[list[int]] = [[] for _ in range(num_ranks)]
         # By (loss, sync batch): the nominal time at which the last of its features is there.
         self._features_s: dict[tuple[int, int], int] = {}
         # By (rank, loss, sync batch): the place behind the rank's last forward of its samples.
@@ -95,6 +109,7 @@ class _Projection:
             if isinstance(loss, PerSampleLoss):
                 for rank in loss.ranks:
                     self._rows[rank].append(Collective(Op.COUNT, loss.index))
+                    self.starts[rank].append(-1)
                     self._note_end(rank, -1, _MEETING)
 
     def _syncs_of(self, stage: Stage, d: int, mb: int) -> list[tuple[int, int]]:
@@ -103,7 +118,11 @@ class _Projection:
 
     def add(self, event: Event) -> None:
         """Append the event to every rank that takes part."""
+        if event.op in (Op.FORWARD, Op.BACKWARD, Op.INPUT):
+            compute = event.op is not Op.FORWARD, event.index, event.d, event.mb
+            self.ends[compute] = event.start + event.duration
         for t, rank in enumerate(event.ranks):
+            self.starts[rank].append(event.start)
             match event.op:
                 case Op.FORWARD | Op.BACKWARD | Op.INPUT:
                     self._rows[rank] += self._compute(event, t)
@@ -199,46 +218,101 @@ def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction,
 
 
 ProgramRow = tuple[Instruction, ...]
-# (source rank, target rank, is backward)
-_Route = tuple[int, int, bool]
-# (edge, first sample, end of samples): unique on a route
-_Parcel = tuple[int, int, int]
+# The place of a message in the order of all: nominal time of the send, stage and first sample of
+# the compute before it, edge, first sample. No two ranks' names are in it, so that ranks that do
+# the same in other places have the same order.
+_Turn = tuple[int, int, int, int, int]
 
 
-def match_receives(rows: Sequence[ProgramRow]) -> tuple[ProgramRow, ...]:
-    """Move receives ahead until each route's receives stand in the order of its sends.
+def order_receives(
+    rows: Sequence[ProgramRow], graph: Graph, times: _Projection
+) -> tuple[ProgramRow, ...]:
+    """Move receives until the messages of each stream have one order on all ranks.
 
-    NCCL ignores tags: the n-th receive from a rank gets what that rank sends n-th. Orders
-    differ where two stages of one rank feed two of another and work in another order
-    (interleaved chunks). A receive only posts, so that moving it ahead cannot deadlock.
+    It is the order in which they are sent, by the nominal ends of the computes before them. NCCL
+    ignores tags: the n-th receive from a rank gets what that rank sends n-th, and a communicator
+    serves one message after the other. A receive is also posted before all that nominally begins
+    after its message is sent. So the first message of all that is not over can always go on, even
+    where a rank posts nothing while it waits and a send waits for its receive.
+
+    Args:
+        rows: of all ranks.
+        graph: of the rows.
+        times: nominal ones of the rows' computes.
     """
-    sent: defaultdict[_Route, dict[_Parcel, int]] = defaultdict(dict)
+    sent: dict[MessageKey, _Turn] = {}
     for rank, row in enumerate(rows):
         for item in row:
             if isinstance(item, Message) and item.is_send:
-                parcels = sent[rank, item.peer, item.op is Op.SEND_B]
-                parcels[item.edge, item.start, item.stop] = len(parcels)
-    return tuple(_match_row(rank, row, sent) for rank, row in enumerate(rows))
+                stage = graph.stages[item.stage]
+                d, _ = stage.place(rank)
+                time = times.ends[item.op is Op.SEND_B, item.stage, d, item.mb]
+                first = stage.microbatches[d][item.mb][0]
+                sent[item.key(rank)] = time, item.stage, first, item.edge, item.start
+    return tuple(
+        _in_order(rank, row, graph, sent, times.starts[rank]) for rank, row in enumerate(rows)
+    )
 
 
-def _match_row(
-    rank: int, row: ProgramRow, sent: Mapping[_Route, Mapping[_Parcel, int]]
+def _in_order(
+    rank: int,
+    row: ProgramRow,
+    graph: Graph,
+    sent: Mapping[MessageKey, _Turn],
+    starts: Sequence[int],
 ) -> ProgramRow:
-    routes: defaultdict[_Route, list[tuple[int, int]]] = defaultdict(list)
+    queues: defaultdict[int, list[tuple[_Turn, int]]] = defaultdict(list)
     for position, item in enumerate(row):
-        if isinstance(item, Message) and not item.is_send:
-            route = item.peer, rank, item.op is Op.RECV_B
-            turn = sent[route][item.edge, item.start, item.stop]
-            routes[route].append((turn, position))
-    # Sort key of each instruction; a moved receive stands just before its new place.
+        if isinstance(item, Message):
+            key = item.key(rank)
+            queues[graph.edges[key[0]].streams[key[1]]].append((sent[key], position))
+    begins, ends = _runs_of_sends(row)
+    waits = [position for position, item in enumerate(row) if _may_wait(item)]
+    # Sort key of each instruction: a moved receive stands before (0) or behind (2) another one.
     keys: dict[int, tuple[int, int, int]] = {}
-    for receives in routes.values():
-        latest = len(row)
-        for n, position in sorted(receives, reverse=True):
-            if position > latest:
-                keys[position] = (latest, 0, n)
-            latest = min(latest, position)
+    for queue in queues.values():
+        queue.sort()
+        # The last send before each message of the queue.
+        after = list(accumulate((ends.get(p, -1) for _, p in queue), max))
+        latest = len(row), 0, 0
+        for n in reversed(range(len(queue))):
+            position = queue[n][1]
+            if position in begins:
+                latest = begins[position], 1, 0
+                continue
+            key = (position, 1, 0) if position > after[n] else (after[n], 2, n)
+            first = bisect_left(starts, queue[n][0][0])
+            if first < len(waits):
+                key = min(key, (waits[first], 0, n))
+            if key > latest:
+                # Just before the next of the queue.
+                key = latest[0], 2 if latest[1] == 2 else 0, n
+            if key != (position, 1, 0):
+                keys[position] = key
+            latest = key
     if not keys:
         return row
     order = sorted(range(len(row)), key=lambda position: keys.get(position, (position, 1, 0)))
     return tuple(row[position] for position in order)
+
+
+def _may_wait(item: Instruction) -> bool:
+    """Whether an instruction may wait for other ranks."""
+    if isinstance(item, Message | Step):
+        return False
+    return not isinstance(item, Sync) or item.op is Op.SYNC_WAIT
+
+
+def _runs_of_sends(row: ProgramRow) -> tuple[dict[int, int], dict[int, int]]:
+    """The first and the last position of the sends around each send: those after one compute."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    first = -1
+    for position, item in enumerate(row):
+        if isinstance(item, Message) and item.is_send:
+            first = position if first < 0 else first
+            begins[position] = first
+            ends.update(dict.fromkeys(range(first, position + 1), position))
+        else:
+            first = -1
+    return begins, ends

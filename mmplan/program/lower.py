@@ -40,6 +40,7 @@ def lower(plan: Plan) -> Graph:
             _add_loss(graph, plan, name, task, loss_name, loss, last)
     _mark_gradients(graph)
     _mark_scattered(plan, graph)
+    _number_streams(graph)
     _mark_split(plan, graph)
     check_ties(graph.stages, graph.ties)
     graph.reductions, graph.updates = sums_and_updates(graph, zero=plan.training.zero > 0)
@@ -278,3 +279,16 @@ def _mark_split(plan: Plan, graph: Graph) -> None:
         split = schedule.split_backward and can_split(stage)
         even = split and schedule.even_in_flight
         graph.stages[stage.index] = replace(stage, split=split, even_in_flight=even)
+
+
+def _number_streams(graph: Graph) -> None:
+    """Number the pairs of sets of ranks that messages go from and to."""
+    members = [frozenset(stage.members) for stage in graph.stages]
+    numbers: dict[tuple[frozenset[int], frozenset[int]], int] = {}
+
+    def number(source: int, target: int) -> int:
+        return numbers.setdefault((members[source], members[target]), len(numbers))
+
+    for edge in graph.edges:
+        streams = number(edge.producer, edge.consumer), number(edge.consumer, edge.producer)
+        graph.edges[edge.index] = replace(edge, streams=streams)

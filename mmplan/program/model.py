@@ -49,6 +49,8 @@ class Edge:
         scattered: each rank of a consumer's tensor-parallel group receives a share of the
             output only, and the group gathers them.
         scattered_back: each rank of a producer's group receives a share of the gradient.
+        streams: of its messages, forward and backward. A stream is what one set of ranks sends
+            to another; its messages have one order (:mod:`mmplan.program.communicators`).
     """
 
     index: int
@@ -59,6 +61,7 @@ class Edge:
     carries_gradient: bool
     scattered: bool = False
     scattered_back: bool = False
+    streams: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

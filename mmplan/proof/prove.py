@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.checks.check import graph_faults, row_faults
-from mmplan.program.communicators import is_safe_with_blocking_sends
 from mmplan.program.compile import compile_graph
-from mmplan.program.dependencies import find_dependencies
 from mmplan.program.folding import fold_large
 from mmplan.program.lower import lower
 from mmplan.program.model import Graph, Program
@@ -44,16 +42,12 @@ class Proof:
         rows: of instructions that were looked at, one for each class of ranks.
         instructions: in these rows.
         compiled: what was looked at; None where nothing compiles.
-        blocking_sends: whether nobody waits for ever even where a send waits until its receive is
-            posted. Sends that are buffered, and one queue for each communicator and for each pair
-            of ranks and direction, are safe in every proof.
     """
 
     faults: tuple[str, ...]
     rows: int = 0
     instructions: int = 0
     compiled: CompiledPlan | None = None
-    blocking_sends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,5 +112,4 @@ def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None)
         rows=sum(1 for row in program.instructions if row),
         instructions=sum(map(len, program.instructions)),
         compiled=compiled,
-        blocking_sends=not faults and is_safe_with_blocking_sends(find_dependencies(program)),
     )

@@ -13,7 +13,7 @@ from mmplan.program.checks.instruction_faults import (
 from mmplan.program.checks.sum_faults import sum_faults
 from mmplan.program.checks.update_faults import update_faults
 from mmplan.program.clocks import no_durations, replay
-from mmplan.program.communicators import queue_faults
+from mmplan.program.communicators import channel_faults, queue_faults
 from mmplan.program.dependencies import GROUP, SEND, Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Op, Sync
 from mmplan.program.model import Program
@@ -43,11 +43,13 @@ def row_faults(program: Program) -> list[str]:
         return faults
     dependencies = find_dependencies(program)
     clocks = replay(dependencies, no_durations(dependencies))
-    return [
+    faults = [
         *structure_faults(program, dependencies),
         *_deadlock_faults(program, dependencies, clocks.stuck),
         *queue_faults(program),
     ]
+    # Messages without another end are faults of their own.
+    return faults or list(channel_faults(program, dependencies))
 
 
 def _deadlock_faults(

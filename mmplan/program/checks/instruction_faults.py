@@ -118,7 +118,6 @@ def structure_faults(program: Program, dependencies: Dependencies) -> Iterator[s
                 work = Compute(key[2], key[0], key[3])
                 yield f"rank {rank}, {work}: gathers shares of other messages than its group"
     yield from _pairing_faults(program, dependencies)
-    yield from _order_faults(dependencies)
 
 
 def stage_faults(program: Program) -> Iterator[str]:
@@ -420,31 +419,6 @@ def _ends(program: Program, key: MessageKey, rank: int, *, sends: bool) -> list[
         for position, item in enumerate(program.instructions[rank])
         if isinstance(item, Message) and item.is_send == sends and item.key(rank) == key
     ]
-
-
-def _order_faults(dependencies: Dependencies) -> Iterator[str]:
-    """Between two ranks and for each direction, sends and receives match in order.
-
-    NCCL ignores tags: the n-th receive takes the n-th send.
-    """
-    # By (link, is backward).
-    sent: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-    received: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-    for kinds, args in zip(dependencies.kind, dependencies.arg, strict=True):
-        for kind, arg in zip(kinds, args, strict=True):
-            if kind == SEND:
-                sent[dependencies.link[arg], dependencies.messages[arg][1]].append(arg)
-            elif kind == POST:
-                received[dependencies.link[arg], dependencies.messages[arg][1]].append(arg)
-    for route, messages in sent.items():
-        for n, pair in enumerate(zip(messages, received[route], strict=False)):
-            if pair[0] != pair[1]:
-                out, back = (dependencies.messages[message] for message in pair)
-                yield (
-                    f"ranks {out[2]} > {out[3]}: message {n} is sent as edge {out[0]} "
-                    f"[{out[4]},{out[5]}) and received as edge {back[0]} [{back[4]},{back[5]})"
-                )
-                break
 
 
 def _num_batches(program: Program, loss: CrossSampleLoss) -> int:
