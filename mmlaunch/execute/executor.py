@@ -136,7 +136,7 @@ class Executor:
 
     def run(
         self, step: int, data: Mapping[str, StepData], *, timed: bool = False
-    ) -> tuple[float, list[InstructionSpan]]:
+    ) -> tuple[Tensor, list[InstructionSpan]]:
         """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
 
         Args:
@@ -145,7 +145,8 @@ class Executor:
             timed: note when each instruction ran.
 
         Returns:
-            This rank's part of the step's loss (the parts add up to it), and the times.
+            This rank's part of the step's loss (float64, on its device; the parts add up to
+            it), and the times.
 
         Raises:
             ExecutionError: an instruction failed; the cause is kept.
@@ -153,7 +154,7 @@ class Executor:
         self._begin(step, data)
         with self._precision.step():
             spans = self._run_row(step, timed=timed)
-        return float(self._loss + self._sync.loss), spans
+        return self._loss + self._sync.loss, spans
 
     def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
@@ -255,7 +256,10 @@ class Executor:
         return None if source.field is None else self._field(stage.task, source.field, start, stop)
 
     def _field(self, task: str, name: str, start: int, stop: int) -> Tree:
-        return self._prepare(self._data[task].get(name, start, stop))
+        return self._prepare(self._field_on_host(task, name, start, stop))
+
+    def _field_on_host(self, task: str, name: str, start: int, stop: int) -> Tree:
+        return self._data[task].get(name, start, stop)
 
     def _hosted_loss(
         self,
@@ -344,7 +348,7 @@ class Executor:
         if instruction.op == Op.REDUCE:
             self._reductions.reduce(instruction.index)
         else:
-            self._reductions.count(instruction.index, self._field)
+            self._reductions.count(instruction.index, self._field_on_host)
 
     def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
