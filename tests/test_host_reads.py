@@ -128,7 +128,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("_lists")
-@pytest.mark.parametrize(("name", "zero"), zip(CASES, (1, 0, 1, 0), strict=True))
+@pytest.mark.parametrize(("name", "zero"), [*zip(CASES, (1, 0, 1, 0), strict=True)])
 def test_the_host_waits_at_the_end_of_a_step_alone(name: str, zero: int) -> None:
     case = CASES[name]
     plan, workload = case.plan(), case.workload()

@@ -43,14 +43,14 @@ def lacks_rows(tree: Tree) -> bool:
 
 
 def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
-    """Samples [start, stop) of a batch, as views of it."""
+    """Samples [start, stop) of a batch, as views of it; a tensor of no others as it is."""
     if isinstance(tree, Ragged):
         known = host_lengths(tree.lengths)
         first, last = sum(known[:start]), sum(known[:stop])
         lengths = _with_host_lengths(tree.lengths[start:stop], known[start:stop])
         return Ragged(tree.values[first:last], lengths)
     if isinstance(tree, Tensor):
-        return tree[start:stop]
+        return tree if start == 0 and tree.shape[0] == stop else tree[start:stop]
     if isinstance(tree, tuple):
         return tuple(slice_samples(item, start, stop) for item in tree)
     if tree is None:

@@ -108,6 +108,7 @@ class Executor:
         self._program = program
         self._row = program.instructions[transport.rank]
         self._texts = [str(instruction) for instruction in self._row]
+        self._units = [self._unit(instruction) for instruction in self._row]
         self._model = model
         self._transport = transport
         self._blocks = blocks
@@ -160,7 +161,7 @@ class Executor:
         marks = [self._transport.mark()] if timed else []
         for position, instruction in enumerate(self._row):
             self._position = position
-            self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
+            self._heartbeat.beat(step, position, self._texts[position], self._units[position])
             if timed:
                 marks.append(self._transport.mark())
             try:
@@ -246,6 +247,8 @@ class Executor:
     def _gather_shares(self, stage: Stage, trees: Sequence[TreeOfShares]) -> Sequence[Tree]:
         """Received trees with their shares gathered by the tensor-parallel group of a compute."""
         group = stage.ranks[self._places[stage.index][0]]
+        if len(group) == 1:
+            return cast("Sequence[Tree]", trees)
         return gather_shares(trees, self._transport, group)
 
     def _argument(
@@ -386,14 +389,17 @@ def _add_gradients(
         part: the samples that the consumer took.
         grads: a gradient for each floating leaf of the part; None where it was not used.
     """
-    leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
+    if isinstance(tree, Tensor) and isinstance(part, Tensor) and grads:
+        leaves = [(tree, part, first)]
+    else:
+        leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
     for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
         if given is None or not leaf.requires_grad:
             continue
-        grad = given.to(leaf.dtype)
-        if leaf not in sums and len(cut) == len(leaf):
-            sums[leaf] = grad
-            continue
+        grad = given if given.dtype == leaf.dtype else given.to(leaf.dtype)
         if leaf not in sums:
+            if cut.shape == leaf.shape:
+                sums[leaf] = grad
+                continue
             sums[leaf] = torch.zeros_like(leaf)
         sums[leaf][first_row : first_row + len(cut)] += grad
