@@ -233,6 +233,8 @@ class Executor:
         by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
         received = [receive.wait() for _, receive in messages]
         self._mailbox.release(self._position)
+        if not messages:
+            return {}
         trees = self._gather_shares(stage, received)
         for (message, _), tree in zip(messages, trees, strict=True):
             by_edge[message.edge].append(tree)
