@@ -30,7 +30,7 @@ BATCH = 256
 FEW, MANY = 4, 256
 STEPS, WARM_UP = 30, 5
 MODULES = ("left", "right")
-# Input of the second module: the data, or the first one's output, by messages of the rank to itself.
+# Input of the second module: the data, or the first one's output, sent by the rank to itself.
 LAYOUTS = {"apart": "x", "chained": "left"}
 
 

@@ -105,7 +105,9 @@ def _reads(transport: InProcessTransport) -> Generator[list[list[str]]]:
         _here.reads = None
 
 
-def _of_second_step(plan: Plan, workload: Workload, *, timed: bool = False) -> list[list[str]]:
+def _of_second_step(
+    plan: Plan, workload: Workload, *, timed: bool = False
+) -> list[list[list[str]]]:
     """The reads of each rank."""
 
     def entry(transport: InProcessTransport) -> list[list[str]]:
