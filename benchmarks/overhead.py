@@ -30,6 +30,8 @@ BATCH = 256
 FEW, MANY = 4, 256
 STEPS, WARM_UP = 30, 5
 MODULES = ("left", "right")
+# Input of the second module: the data, or the first one's output, sent by the rank to itself.
+LAYOUTS = {"apart": "x", "chained": "left"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,8 @@ class Overhead:
     """Seconds per instruction.
 
     Attributes:
-        whole_s: a forward or backward instruction with an empty block in it.
-        plain_s: the same forward or backward in a plain loop.
+        whole_s: an instruction; forwards and backwards have an empty block in them.
+        plain_s: the plain loop's share of it.
     """
 
     whole_s: float
@@ -48,32 +50,36 @@ class Overhead:
 def measure_overhead(folder: Path) -> str:
     """The page's paragraph."""
     print("overhead: empty blocks", file=sys.stderr)
-    found = overhead(folder)
+    rows = "\n".join(
+        f"| {name} | {1e6 * found.whole_s:.0f} | {1e6 * found.plain_s:.0f} "
+        f"| {1e6 * (found.whole_s - found.plain_s):.0f} | {found.whole_s / found.plain_s:.1f} |"
+        for name, found in ((layout, overhead(folder, layout)) for layout in LAYOUTS)
+    )
     text = (
         "### What the executor costs by itself\n\n"
         f"Empty blocks, one process, {FEW} and {MANY} micro-batches of {len(MODULES)} modules: "
-        f"{1e6 * found.whole_s:.0f} µs of processor time for each forward or backward "
-        f"instruction, of which a plain PyTorch loop over the same micro-batches takes "
-        f"{1e6 * found.plain_s:.0f} µs; "
-        f"the executor adds {1e6 * (found.whole_s - found.plain_s):.0f} µs (slicing the batch, "
-        "seeding dropout, gradients of the sync batch cut into micro-batches, the heartbeat)."
+        "µs of processor time for each instruction, and what a plain PyTorch loop over the same "
+        "micro-batches takes for it. The executor adds slicing the batch, seeding dropout, "
+        "gradients of the sync batch cut into micro-batches and the heartbeat; `chained`, where "
+        "the second module takes the first one's output, has messages besides.\n\n"
+        "| modules | executor | plain loop | added | ratio |\n|---|---|---|---|---|\n" + rows
     )
     print(f"\n{text}", flush=True)
     return text
 
 
-def overhead(folder: Path) -> Overhead:
-    """Measure it; files of the two programs go into ``folder``."""
+def overhead(folder: Path, layout: str) -> Overhead:
+    """Measure it in one of the layouts; files of the two programs go into ``folder``."""
     torch.set_num_threads(1)
-    (few_s, few), (many_s, many) = (_planned(folder, count) for count in (FEW, MANY))
+    (few_s, few), (many_s, many) = (_planned(folder, count, layout) for count in (FEW, MANY))
     added = many - few
-    plain_s = _plain(MANY) - _plain(FEW)
+    plain_s = _plain(MANY, layout) - _plain(FEW, layout)
     return Overhead(whole_s=(many_s - few_s) / added, plain_s=plain_s / added)
 
 
-def _planned(folder: Path, microbatches: int) -> tuple[float, int]:
+def _planned(folder: Path, microbatches: int, layout: str) -> tuple[float, int]:
     """Processor seconds of a step, and the instructions of its program."""
-    plan_path = _plan(folder, microbatches)
+    plan_path = _plan(folder, microbatches, layout)
     workload_path = folder / f"empty-{microbatches}.yaml"
 
     def train(transport: InProcessTransport) -> tuple[float, int]:
@@ -90,7 +96,7 @@ def _planned(folder: Path, microbatches: int) -> tuple[float, int]:
     return InProcessWorld(1).run(train)[0]
 
 
-def _plan(folder: Path, microbatches: int) -> Path:
+def _plan(folder: Path, microbatches: int, layout: str) -> Path:
     """Two empty modules on one device, their micro-batches pinned."""
     workload = folder / f"empty-{microbatches}.yaml"
     pins = {"tp": 1, "microbatch": BATCH // microbatches}
@@ -99,7 +105,8 @@ def _plan(folder: Path, microbatches: int) -> Path:
         "name": "empty",
         "batch": BATCH,
         "modules": {
-            name: {"factory": "empty:module", "inputs": ["x"], "plan": pins} for name in MODULES
+            name: {"factory": "empty:module", "inputs": [given], "plan": pins}
+            for name, given in zip(MODULES, ("x", LAYOUTS[layout]), strict=True)
         },
         "losses": {
             "square": {"factory": "empty:SquareLoss", "inputs": MODULES, "cross_sample": True}
@@ -140,19 +147,24 @@ def _profile() -> Profile:
     )
 
 
-def _plain(microbatches: int) -> float:
+def _plain(microbatches: int, layout: str) -> float:
     """Processor seconds of the same step without an executor."""
-    modules = [empty.module() for _ in MODULES]
-    loss, x = empty.SquareLoss(), empty.Numbers(BATCH).x
+    left, right = (empty.module() for _ in MODULES)
+    loss, x, chained = empty.SquareLoss(), empty.Numbers(BATCH).x, layout == "chained"
     rows = x.split(BATCH // microbatches)
 
     def step() -> None:
-        outputs = [[module(row) for row in rows] for module in modules]
-        features = [torch.cat(parts).detach().requires_grad_() for parts in outputs]
+        lefts = [left(row) for row in rows]
+        # Cut, as between stages: each module has a backward of its own.
+        given = [part.detach().requires_grad_() for part in lefts] if chained else rows
+        rights = [right(row) for row in given]
+        features = [torch.cat(parts).detach().requires_grad_() for parts in (lefts, rights)]
         grads = torch.autograd.grad(loss(*features), features)
-        for parts, grad in zip(outputs, grads, strict=True):
-            for part, own in zip(parts, grad.split(BATCH // microbatches), strict=True):
-                part.backward(own)
+        own_left, own_right = (grad.split(BATCH // microbatches) for grad in grads)
+        for part, own in zip(rights, own_right, strict=True):
+            part.backward(own)
+        for part, own, row in zip(lefts, own_left, given, strict=True):
+            part.backward(own if row.grad is None else own + row.grad)
 
     return _least(step)
 

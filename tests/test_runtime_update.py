@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.session.optimizer import rate_factor
+from mmlaunch.session.optimizer import build_optimizer, rate_factor
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
 from mmplan.program.compile import compile_plan
@@ -161,9 +162,13 @@ def _by_hand_without_groups(parameters: dict[str, nn.Parameter]) -> Callable[[in
     return update
 
 
-def test_the_schedule_goes_on_where_a_checkpoint_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [{}, {"fused": True}])
+def test_the_schedule_goes_on_where_a_checkpoint_was_saved(
+    how: dict[str, bool], tmp_path: Path
+) -> None:
     case = Case(samples=12, k=2, dp=2)
-    workload = _with(case.workload(), zero=1)
+    arguments = {**TRAIN["optimizer_args"], **how}
+    workload = _with(case.workload(), zero=1, optimizer_args=arguments)
     unbroken = train_planned(case.plan(), workload, 4)
     paths: list[Path] = []
     train_planned(case.plan(), workload, 2, after=lambda s: paths.append(s.save(tmp_path)))
@@ -171,6 +176,27 @@ def test_the_schedule_goes_on_where_a_checkpoint_was_saved(tmp_path: Path) -> No
     assert resumed.losses == unbroken.losses[2:]
     assert resumed.norms == unbroken.norms[2:]
     assert worst_difference(resumed.weights, unbroken.weights) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("device", "how", "expected"),
+    [
+        ("cuda", {}, (True, None)),
+        ("cuda", {"fused": False}, (False, None)),
+        ("cuda", {"foreach": True}, (None, True)),
+        ("cpu", {}, (None, None)),
+    ],
+)
+def test_adam_is_fused_on_cuda_unless_the_workload_says_otherwise(
+    device: str, how: dict[str, bool], expected: tuple[bool | None, bool | None]
+) -> None:
+    train = TrainSpec(optimizer="AdamW", optimizer_args={"lr": 0.1, **how})
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.zeros(2, device=device))
+        optimizer = build_optimizer(train, [("a", parameter)], sharded=False)
+    assert optimizer is not None
+    (group,) = optimizer.param_groups
+    assert (group["fused"], group["foreach"]) == expected
 
 
 def test_small_gradients_are_left_alone_and_their_norm_is_told() -> None:

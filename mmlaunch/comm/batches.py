@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -14,6 +15,8 @@ from mmplan.ragged import Ragged
 # Every tensor is batch first. None stands for an input that a task does not have.
 Tree: TypeAlias = "Tensor | Ragged | tuple[Tree, ...] | None"
 T = TypeVar("T")
+# Attribute of a tensor of lengths: its version, and its numbers.
+_HOST_LENGTHS = "mmlaunch_host_lengths"
 # What to do about a block that raises for an input without rows.
 NO_ROWS = (
     "let the block take 0 rows: give reshape and view their sizes in place of -1, and take no "
@@ -40,13 +43,14 @@ def lacks_rows(tree: Tree) -> bool:
 
 
 def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
-    """Samples [start, stop) of a batch, as views of it."""
+    """Samples [start, stop) of a batch, as views of it; a tensor of no others as it is."""
     if isinstance(tree, Ragged):
-        first = int(tree.lengths[:start].sum())
-        last = first + int(tree.lengths[start:stop].sum())
-        return Ragged(tree.values[first:last], tree.lengths[start:stop])
+        known = host_lengths(tree.lengths)
+        first, last = sum(known[:start]), sum(known[:stop])
+        lengths = _with_host_lengths(tree.lengths[start:stop], known[start:stop])
+        return Ragged(tree.values[first:last], lengths)
     if isinstance(tree, Tensor):
-        return tree[start:stop]
+        return tree if start == 0 and tree.shape[0] == stop else tree[start:stop]
     if isinstance(tree, tuple):
         return tuple(slice_samples(item, start, stop) for item in tree)
     if tree is None:
@@ -57,14 +61,40 @@ def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
     )
 
 
-def host_lengths(lengths: Tensor) -> Sequence[int]:
-    """The lengths of a ``Ragged`` as the host knows them."""
-    return lengths.tolist()
+def host_lengths(lengths: Tensor) -> tuple[int, ...]:
+    """The lengths of a ``Ragged`` as numbers of the host.
+
+    They are kept with the tensor, so that the host need not wait for the device. Only a tensor
+    that a block made, or changed in place, is read, once.
+    """
+    known = _known(lengths)
+    if known is None:
+        known = tuple(lengths.tolist())
+        _with_host_lengths(lengths, known)
+    return known
 
 
 def to_device(lengths: Tensor, device: torch.device) -> Tensor:
-    """Lengths that the host knows, on a device."""
-    return lengths.to(device, non_blocking=True)
+    """Lengths that lie on the host, on a device; the host still knows them there."""
+    known = host_lengths(lengths)
+    return _with_host_lengths(lengths.to(device, non_blocking=True), known)
+
+
+def _known(lengths: Tensor) -> tuple[int, ...] | None:
+    """What the host knows of lengths; None of those that a block made or changed in place."""
+    version, known = getattr(lengths, _HOST_LENGTHS, (None, None))
+    return known if version == lengths._version else None
+
+
+def _with_host_lengths(lengths: Tensor, known: tuple[int, ...]) -> Tensor:
+    setattr(lengths, _HOST_LENGTHS, (lengths._version, known))
+    return lengths
+
+
+def _as_known(lengths: Tensor, before: Tensor) -> Tensor:
+    """Lengths of which the host knows what it knew of others with the same numbers."""
+    known = _known(before)
+    return lengths if known is None else _with_host_lengths(lengths, known)
 
 
 def cat_samples(trees: Sequence[Tree]) -> Tree:
@@ -82,7 +112,9 @@ def cat_samples(trees: Sequence[Tree]) -> Tree:
     if isinstance(first, Ragged):
         # Rows that are not there may be of another shape.
         values = [tree.values for tree in same if len(tree.values)] or [first.values]
-        return Ragged(torch.cat(values), torch.cat([tree.lengths for tree in same]))
+        known = tuple(chain.from_iterable(host_lengths(tree.lengths) for tree in same))
+        lengths = torch.cat([tree.lengths for tree in same])
+        return Ragged(torch.cat(values), _with_host_lengths(lengths, known))
     if isinstance(first, Tensor):
         return torch.cat(list(same))
     if isinstance(first, tuple):
@@ -110,9 +142,9 @@ def element_of(tree: T, element: int | None, what: str) -> T:
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
-    """The tree with every tensor changed (values and lengths of ``Ragged`` too)."""
+    """The tree with every tensor changed; the change leaves the numbers of lengths as they are."""
     if isinstance(tree, Ragged):
-        return Ragged(change(tree.values), change(tree.lengths))
+        return Ragged(change(tree.values), _as_known(change(tree.lengths), tree.lengths))
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple):
@@ -144,7 +176,7 @@ def float_rows(tree: Tree, start: int) -> Iterator[int]:
     """The row at which sample ``start`` begins in each of :func:`float_leaves`."""
     if isinstance(tree, Ragged):
         if tree.values.is_floating_point():
-            yield int(tree.lengths[:start].sum())
+            yield sum(host_lengths(tree.lengths)[:start])
     elif isinstance(tree, Tensor):
         if tree.is_floating_point():
             yield start

@@ -199,9 +199,9 @@ class BatchSync:
             if item.stage is None or place is None:
                 continue
             held = rows_of(stage, place[0], loss.samples(batch), i)
-            parts = [torch.arange(r.start, r.stop) for r in held]
-            rows = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-            positions[i] = rows.to(self._transport.device)
+            spans = [(rows.start, rows.stop) for rows in held] or [(0, 0)]
+            device = self._transport.device
+            positions[i] = torch.cat([torch.arange(*span, device=device) for span in spans])
         return positions
 
     def _share_in_tp_groups(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -108,10 +108,14 @@ class StageBlocks:
         return run
 
 
-@contextmanager
-def frozen(parameters: Sequence[nn.Parameter]) -> Generator[None]:
+def frozen(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
     """Context in which computing gives these parameters no gradient."""
     switched = [parameter for parameter in parameters if parameter.requires_grad]
+    return _without_gradient(switched) if switched else nullcontext()
+
+
+@contextmanager
+def _without_gradient(switched: Sequence[nn.Parameter]) -> Generator[None]:
     for parameter in switched:
         parameter.requires_grad_(False)
     try:

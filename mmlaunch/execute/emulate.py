@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import Tree, float_leaves
+from mmlaunch.comm.batches import Tree, float_leaves, host_lengths
 from mmlaunch.comm.messages import LeafSpec, Spec, spec_leaves, tree_of
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients, once
@@ -111,7 +111,7 @@ class _RowCount:
 
     def of(self, spec: LeafSpec) -> int:
         """Rows of an output."""
-        return int(self.given().sum()) if spec.ragged else self.samples
+        return sum(host_lengths(self.given())) if spec.ragged else self.samples
 
     def given(self) -> Tensor:
         """Rows of each sample.

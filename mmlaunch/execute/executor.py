@@ -108,6 +108,7 @@ class Executor:
         self._program = program
         self._row = program.instructions[transport.rank]
         self._texts = [str(instruction) for instruction in self._row]
+        self._units = [self._unit(instruction) for instruction in self._row]
         self._model = model
         self._transport = transport
         self._blocks = blocks
@@ -136,7 +137,7 @@ class Executor:
 
     def run(
         self, step: int, data: Mapping[str, StepData], *, timed: bool = False
-    ) -> tuple[float, list[InstructionSpan]]:
+    ) -> tuple[Tensor, list[InstructionSpan]]:
         """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
 
         Args:
@@ -145,7 +146,8 @@ class Executor:
             timed: note when each instruction ran.
 
         Returns:
-            This rank's part of the step's loss (the parts add up to it), and the times.
+            This rank's part of the step's loss (float64, on its device; the parts add up to
+            it), and the times.
 
         Raises:
             ExecutionError: an instruction failed; the cause is kept.
@@ -153,13 +155,13 @@ class Executor:
         self._begin(step, data)
         with self._precision.step():
             spans = self._run_row(step, timed=timed)
-        return float(self._loss + self._sync.loss), spans
+        return self._loss + self._sync.loss, spans
 
     def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
         for position, instruction in enumerate(self._row):
             self._position = position
-            self._heartbeat.beat(step, position, self._texts[position], self._unit(instruction))
+            self._heartbeat.beat(step, position, self._texts[position], self._units[position])
             if timed:
                 marks.append(self._transport.mark())
             try:
@@ -231,6 +233,8 @@ class Executor:
         by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
         received = [receive.wait() for _, receive in messages]
         self._mailbox.release(self._position)
+        if not messages:
+            return {}
         trees = self._gather_shares(stage, received)
         for (message, _), tree in zip(messages, trees, strict=True):
             by_edge[message.edge].append(tree)
@@ -245,6 +249,8 @@ class Executor:
     def _gather_shares(self, stage: Stage, trees: Sequence[TreeOfShares]) -> Sequence[Tree]:
         """Received trees with their shares gathered by the tensor-parallel group of a compute."""
         group = stage.ranks[self._places[stage.index][0]]
+        if len(group) == 1:
+            return cast("Sequence[Tree]", trees)
         return gather_shares(trees, self._transport, group)
 
     def _argument(
@@ -255,7 +261,10 @@ class Executor:
         return None if source.field is None else self._field(stage.task, source.field, start, stop)
 
     def _field(self, task: str, name: str, start: int, stop: int) -> Tree:
-        return self._prepare(self._data[task].get(name, start, stop))
+        return self._prepare(self._field_on_host(task, name, start, stop))
+
+    def _field_on_host(self, task: str, name: str, start: int, stop: int) -> Tree:
+        return self._data[task].get(name, start, stop)
 
     def _hosted_loss(
         self,
@@ -344,7 +353,7 @@ class Executor:
         if instruction.op == Op.REDUCE:
             self._reductions.reduce(instruction.index)
         else:
-            self._reductions.count(instruction.index, self._field)
+            self._reductions.count(instruction.index, self._field_on_host)
 
     def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
@@ -382,14 +391,17 @@ def _add_gradients(
         part: the samples that the consumer took.
         grads: a gradient for each floating leaf of the part; None where it was not used.
     """
-    leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
+    if isinstance(tree, Tensor) and isinstance(part, Tensor) and grads:
+        leaves = [(tree, part, first)]
+    else:
+        leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
     for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
         if given is None or not leaf.requires_grad:
             continue
-        grad = given.to(leaf.dtype)
-        if leaf not in sums and len(cut) == len(leaf):
-            sums[leaf] = grad
-            continue
+        grad = given if given.dtype == leaf.dtype else given.to(leaf.dtype)
         if leaf not in sums:
+            if cut.shape == leaf.shape:
+                sums[leaf] = grad
+                continue
             sums[leaf] = torch.zeros_like(leaf)
         sums[leaf][first_row : first_row + len(cut)] += grad

@@ -96,14 +96,14 @@ class GradientBuckets:
 
     Attributes:
         slices: as given.
+        num_ranks: on how many ranks each slice got a gradient; empty before the sum.
     """
 
     def __init__(self, slices: Sequence[ParameterSlice], ranks: Ranks) -> None:
         self.slices = slices
         self._ranks = ranks
         self._buckets = _buckets(slices)
-        # On how many ranks each slice got a gradient.
-        self._num_ranks: Tensor | None = None
+        self.num_ranks = _flags([], slices[0].parameter)
 
     def reduce(self, transport: Transport, begun: set[str]) -> None:
         """Replace the gradients by their sums.
@@ -114,12 +114,12 @@ class GradientBuckets:
                 earlier slice.
         """
         has_gradient = [_gradient(item, begun) is not None for item in self.slices]
-        flags = self.slices[0].parameter.new_tensor(has_gradient)
+        flags = _flags(has_gradient, self.slices[0].parameter)
         for bucket in self._buckets[:-1]:
             self._reduce_bucket(bucket, (), transport, begun)
         # The flags travel with the last bucket, which spares a collective.
         sums = self._reduce_bucket(self._buckets[-1], (flags,), transport, begun)
-        self._num_ranks = sums[-1]
+        self.num_ranks = sums[-1]
 
     def _reduce_bucket(
         self,
@@ -139,17 +139,25 @@ class GradientBuckets:
             _set_gradient(item, value, begun)
         return sums
 
-    def drop_missing(self) -> None:
-        """No gradient on any rank is none, not zero: an optimizer leaves such a parameter."""
-        # At the step's end, because reading the counts waits for the device.
-        if self._num_ranks is not None:
-            for item, count in zip(self.slices, self._num_ranks.tolist(), strict=True):
-                if count == 0:
-                    item.parameter.grad = None
-        self._num_ranks = None
+    def drop_missing(self, num_ranks: Sequence[float]) -> None:
+        """No gradient on any rank is none, not zero: an optimizer leaves such a parameter.
+
+        Args:
+            num_ranks: as the host has read them.
+        """
+        for item, count in zip(self.slices, num_ranks, strict=False):
+            if count == 0:
+                item.parameter.grad = None
+        self.num_ranks = self.num_ranks[:0]
 
     def gather(self, transport: Transport) -> None:
         """Nothing: every rank updates all of its parameters."""
+
+
+def _flags(has_gradient: Sequence[bool], like: Tensor) -> Tensor:
+    """1 for each slice with a gradient, 0 for the others, beside the gradients."""
+    # A copy that waits would end whatever the host is ahead of its device.
+    return torch.tensor(has_gradient, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
@@ -203,6 +211,7 @@ class FlatShards:
     Attributes:
         slices: as given.
         updated: this rank's shard, parameter by parameter; empty where it is all padding.
+        num_ranks: on how many ranks each slice got a gradient; empty before the sum.
     """
 
     def __init__(
@@ -221,9 +230,9 @@ class FlatShards:
         in_boxes = any(item.boxes is not None for item in slices)
         self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
         self.updated: list[UpdatedSlice] = []
-        # Index of the slice of each updated one, and on how many ranks each got a gradient.
+        # Index of the slice of each updated one.
         self._slice_of: list[int] = []
-        self._num_ranks = self._new(0)
+        self.num_ranks = self._new(0)
         for index, (item, start, stop) in enumerate(self._laid_out()):
             low, high = max(start, self._low), min(stop, self._low + self._length)
             if self._flat is not None:
@@ -289,7 +298,7 @@ class FlatShards:
         has_gradient = [p.contributes and p.parameter.grad is not None for p in self.slices]
         # This rank's shard, and behind it for every slice on how many ranks it has a gradient.
         mine = self._new(self._length + len(has_gradient))
-        flags = mine.new_tensor(has_gradient).expand(len(self._ranks), -1)
+        flags = _flags(has_gradient, mine).expand(len(self._ranks), -1)
         for bucket in self._buckets:
             low, high = bucket.low, bucket.high
             full = mine.new_zeros(len(self._ranks), high - low)
@@ -303,21 +312,24 @@ class FlatShards:
             # Other slices of a larger shard are still to be summed.
             if item.boxes is None:
                 item.parameter.grad = None
-        self._num_ranks = mine[self._length :]
+        self.num_ranks = mine[self._length :]
         start = 0
         for tensor in (updated.tensor for updated in self.updated):
             tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape)
             start += tensor.numel()
 
-    def drop_missing(self) -> None:
-        """Slices of parameters that got no gradient on any rank have none."""
-        counts = self._num_ranks.tolist()
+    def drop_missing(self, num_ranks: Sequence[float]) -> None:
+        """Slices of parameters that got no gradient on any rank have none.
+
+        Args:
+            num_ranks: as the host has read them.
+        """
         for updated, index in zip(self.updated, self._slice_of, strict=True):
-            if counts and counts[index] == 0:
+            if num_ranks and num_ranks[index] == 0:
                 updated.tensor.grad = None
         for item in self.slices:
             item.parameter.grad = None
-        self._num_ranks = self._new(0)
+        self.num_ranks = self._new(0)
 
     def gather(self, transport: Transport) -> None:
         """Gather the updated shards on all ranks."""

@@ -7,11 +7,12 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from mmlaunch.comm.batches import Tree
 from mmlaunch.comm.transport import Transport
@@ -40,8 +41,11 @@ from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
 _Sum = GradientBuckets | FlatShards
-# (task, field, start, stop) to a data field on the device.
+# (task, field, start, stop) to a data field.
 FieldOf = Callable[[str, str, int, int], Tree]
+
+# Of the sum of loss 0's targets, of later losses below: messages' tags are smaller.
+_COUNT_TAG = 2**31 - 1
 
 
 class Reductions:
@@ -167,7 +171,12 @@ class Reductions:
         self._totals.clear()
 
     def count(self, index: int, field_of: FieldOf) -> None:
-        """Sum a loss's targets over the whole batch, known from the data alone."""
+        """Sum a loss's targets over the whole batch, known from the data alone.
+
+        Args:
+            index: of the loss.
+            field_of: gives a loss its data fields, on the host.
+        """
         loss = self._program.per_sample(index)
         counting = as_counting(self._model.losses[loss.name])
         if counting is None:
@@ -176,14 +185,32 @@ class Reductions:
         place = stage.find_place(self._transport.rank)
         names = [source.field for source in loss.inputs if source.field is not None]
         # Accumulated in float64: a batch may hold more tokens than float32 counts exactly.
-        total = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        total = torch.zeros((), dtype=torch.float64)
         if place is not None and place[1] == 0:
             for start, stop in stage.microbatches[place[0]]:
                 fields = {name: field_of(loss.task, name, start, stop) for name in names}
                 total += counting.count(cast("dict[str, Field]", fields)).sum()
-        self._transport.all_reduce(total, loss.ranks)
+        self._sum_on_host(total, loss.ranks, _COUNT_TAG - index)
         # A batch without a single target has a loss of zero, not of NaN.
         self._totals[index] = max(float(total), 1.0)
+
+    def _sum_on_host(self, total: Tensor, ranks: Ranks, tag: int) -> None:
+        """Replace a tensor by its sum over ranks: up a binomial tree, and down again."""
+        place = ranks.index(self._transport.rank)
+        width, below = 1, list[int]()
+        while width < len(ranks) and not place & width:
+            below += ranks[place + width : place + width + 1]
+            width *= 2
+        above = ranks[place - width] if place else None
+        part = torch.empty_like(total)
+        for rank in below:
+            self._transport.receive_on_host(part, rank, tag).wait()
+            total += part
+        if above is not None:
+            self._transport.send_on_host(total, above, tag).wait()
+            self._transport.receive_on_host(total, above, tag).wait()
+        for rank in reversed(below):
+            self._transport.send_on_host(total, rank, tag).wait()
 
     def scale(self, loss: Loss, samples: int) -> float:
         """The factor of a micro-batch's value of a per-sample loss."""
@@ -198,10 +225,23 @@ class Reductions:
             item.reduce(self._transport, self._begun)
 
     def finish(self) -> None:
-        """Drop the gradients that no rank has."""
-        for item in self._all_sums:
-            item.drop_missing()
+        """All gradients are summed."""
         self._begun.clear()
+
+    def num_ranks(self) -> Tensor:
+        """On how many ranks each slice got a gradient: float64, for :meth:`drop_missing`."""
+        nothing = torch.empty(0, dtype=torch.float64, device=self._transport.device)
+        return torch.cat([nothing, *(item.num_ranks.double() for item in self._all_sums)])
+
+    def drop_missing(self, num_ranks: Sequence[float]) -> None:
+        """Drop the gradients that no rank has.
+
+        Args:
+            num_ranks: :meth:`num_ranks`, read with what else the host reads at the step's end.
+        """
+        counts = iter(num_ranks)
+        for item in self._all_sums:
+            item.drop_missing([*islice(counts, len(item.num_ranks))])
 
     def gather(self) -> None:
         """After the update: gather parameters whose shards ranks updated apart."""

@@ -38,7 +38,17 @@ def build_optimizer(
         {"params": found, **({} if index is None else train.groups[index].optimizer_args)}
         for index, found in members.items()
     ]
-    return kind(groups, **train.optimizer_args)
+    return kind(groups, **_implementation(train, parameters[0][1].device), **train.optimizer_args)
+
+
+def _implementation(train: TrainSpec, device: torch.device) -> dict[str, bool]:
+    """How torch is to run the update, where the workload leaves that to us."""
+    # Fused, an update reads and writes everything once; foreach keeps temporaries as large as
+    # the parameters. Elsewhere than on CUDA torch's own choice stands.
+    given = {name for args in (train, *train.groups) for name in args.optimizer_args}
+    fused = device.type == "cuda" and train.optimizer in ("Adam", "AdamW")
+    chosen = given & {"fused", "foreach", "capturable", "differentiable"}
+    return {"fused": True} if fused and not chosen else {}
 
 
 def group_of(train: TrainSpec, name: str) -> int | None:

@@ -182,7 +182,7 @@ class Session:
             precision=precision,
         )
         self._data.close()
-        reductions = Reductions(self.program, self.model, transport)
+        self._reductions = Reductions(self.program, self.model, transport)
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         self.executor = Executor(
@@ -198,7 +198,7 @@ class Session:
             ),
             seeds=seeds,
             precision=precision,
-            reductions=reductions,
+            reductions=self._reductions,
             prepare=self._prepare,
             heartbeat=self._heartbeat,
         )
@@ -214,7 +214,7 @@ class Session:
         tensor_parallel = any(stage.tp > 1 for stage in self.program.stages)
         self.update = Update(
             workload.train,
-            reductions,
+            self._reductions,
             transport,
             sharded=tensor_parallel or plan.training.zero > 0,
             inactive=trained_by_others(self._inactive, self.model),
@@ -350,9 +350,11 @@ class Session:
             raise self._not_finite(done)
         for hook in self.hooks.on_loss:
             hook(self, loss)
-        began = time.perf_counter()
+        marks = [self.transport.mark()]
         norm = None if self._emulation else self.update.apply(self.step_count)
-        result = replace(done, grad_norm=norm, update_s=time.perf_counter() - began)
+        marks.append(self.transport.mark())
+        update_s = self.transport.seconds_of(marks)[-1]
+        result = replace(done, grad_norm=norm, update_s=update_s)
         self.step_count += 1
         for hook in self.hooks.on_step:
             hook(self, result)
@@ -366,11 +368,12 @@ class Session:
             hook(self, data)
         began = time.perf_counter()
         part, spans = self.executor.run(self.step_count, data, timed=timed)
-        sums = [part, float(self._should_stop()), 0.0]
-        total = torch.tensor(sums, dtype=torch.float64, device=self.transport.device)
-        total[2] = self.update.has_faults()
+        vote = torch.full_like(part, self._should_stop())
+        total = torch.stack([part, vote, self.update.has_faults()])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
-        loss, votes, faults = total.tolist()
+        # All that the host must know of the step in one wait for the device.
+        loss, votes, faults, *num_ranks = torch.cat([total, self._reductions.num_ranks()]).tolist()
+        self._reductions.drop_missing(num_ranks)
         return StepResult(
             step=self.step_count,
             loss=loss,

@@ -115,8 +115,10 @@ class LocalState:
         for name, layout in self._layouts.items():
             _read(checkpoint, name, _WEIGHT, layout.full_shape, self._weight_views(name))
         if optimizer is not None:
+            groups = {p: group for group in optimizer.param_groups for p in group["params"]}
             for item in slices:
-                self._load_state(checkpoint, optimizer.state[item.tensor], item)
+                state, group = optimizer.state[item.tensor], groups[item.tensor]
+                self._load_state(checkpoint, state, group, item)
 
     def _weight_views(self, name: str) -> list[tuple[Box, Tensor]]:
         return self._layouts[name].views(self._tensors[name].detach())
@@ -139,8 +141,14 @@ class LocalState:
         return views
 
     def _load_state(
-        self, checkpoint: Checkpoint, state: dict[str, Any], item: UpdatedSlice
+        self,
+        checkpoint: Checkpoint,
+        state: dict[str, Any],
+        group: Mapping[str, Any],
+        item: UpdatedSlice,
     ) -> None:
+        # Where torch keeps the count of steps, which all others have on the CPU.
+        counts_on_device = group.get("fused") or group.get("capturable")
         name, full_shape = item.name, self._layouts[item.name].full_shape
         for kind in checkpoint.kinds(name):
             if not kind.startswith(OPTIMIZER_KIND):
@@ -150,9 +158,10 @@ class LocalState:
                 value = torch.empty_like(item.tensor, requires_grad=False)
                 _read(checkpoint, name, kind, full_shape, self._views(value, item))
             else:
-                # A step count, which torch keeps on the CPU, or state of a scalar parameter.
+                # A count of steps, or state of a scalar parameter.
                 value = checkpoint.load_whole(name, kind)
-            state[key] = value if key == "step" else value.to(item.tensor.device)
+            on_host = key == "step" and not counts_on_device
+            state[key] = value if on_host else value.to(item.tensor.device)
 
     def specs(self) -> list[WeightSpec]:
         """See :class:`Weights`."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from mmlaunch.checkpoint.restore import Checkpoint
 from mmlaunch.comm.transport import Transport
+from mmlaunch.execute.gradient_buckets import UpdatedSlice
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.session.optimizer import build_optimizer, group_of, rate_factor, state_of
 from mmlaunch.session.state import OPTIMIZER_KIND
@@ -124,7 +126,7 @@ class Update:
         """1.0 where a summed gradient of this rank is not finite, else 0.0; on its device."""
         found = [grad for grad in self.gradients().values() if grad.numel()]
         largest = torch.nn.utils.get_total_norm(found, norm_type=math.inf)
-        return (~largest.isfinite()).to(self._transport.device, torch.float64)
+        return (~largest.isfinite()).to(self._transport.device, torch.float64, non_blocking=True)
 
     def faults(self) -> list[str]:
         """Names of the gradients that are not finite on any rank, in order of ranks."""
@@ -138,17 +140,27 @@ class Update:
         Each element counts once: of replicas and of equal slices one rank's, of shards and
         other slices each. Scaled as ``torch.nn.utils.clip_grad_norm_`` does.
         """
-        counted = [p.tensor.grad for p in self.slices if p.counts and p.tensor.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self._transport.device)
-        for grad in counted:
-            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        for dtype, grads in self._by_type(p for p in self.slices if p.counts).items():
+            # At least float32: the norms of bfloat16 gradients would be rounded to three digits.
+            wide = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm(grads, 2, wide)  # pyright: ignore[reportPrivateImportUsage]
+            squares += torch.stack(norms).double().square().sum()
         self._transport.all_reduce(squares, tuple(range(self._transport.world_size)))
         norm = math.sqrt(squares.item())
         scale = (self._train.clip_grad_norm or math.inf) / (norm + 1e-6)
         if scale < 1.0:
-            for gradient in self.gradients().values():
-                gradient.mul_(scale)
+            for grads in self._by_type(self.slices).values():
+                torch._foreach_mul_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
         return norm
+
+    def _by_type(self, slices: Iterable[UpdatedSlice]) -> dict[torch.dtype, list[Tensor]]:
+        """Gradients of slices, by type: as many at a time as one kernel takes."""
+        found: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for item in slices:
+            if item.tensor.grad is not None:
+                found[item.tensor.grad.dtype].append(item.tensor.grad)
+        return found
 
     def gradients(self) -> dict[str, Tensor]:
         """Summed gradients of this rank's slices, by :attr:`UpdatedSlice.label`."""

@@ -53,7 +53,7 @@ class CountingLoss(Protocol):
     """A per-sample loss whose forward is a sum, which the count of the whole batch divides."""
 
     def count(self, fields: Mapping[str, Tensor | Ragged]) -> Tensor:
-        """The number of targets of each sample, from the loss's data fields alone."""
+        """The number of targets of each sample, from the loss's data fields alone, on the CPU."""
         ...
 
 

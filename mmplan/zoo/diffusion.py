@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, samples_of
 from mmplan.zoo.patches import cut
 from mmplan.zoo.sizes import check_divides, check_sizes
 from mmplan.zoo.towers import MLP, Attention, attend, parts_tp_plan, split_heads, stack
@@ -287,12 +287,6 @@ def sinusoids(time_N: Tensor) -> Tensor:
     rate = torch.arange(half, device=time_N.device, dtype=torch.float32) / half
     angle = 1000 * time_N[:, None] * torch.exp(-math.log(10_000.0) * rate)
     return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-
-def samples_of(rows: Ragged) -> Tensor:
-    """The sample of each row, [rows] int64."""
-    row = torch.arange(len(rows.values), device=rows.values.device)
-    return torch.searchsorted(rows.lengths.to(row.device).cumsum(0), row, right=True)
 
 
 def _check_images(images: Ragged, starts: Ragged, shape: tuple[int, int, int]) -> None:

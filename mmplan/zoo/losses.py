@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, samples_of
 
 Exchange = Callable[[dict[int, Tensor]], Mapping[int, Tensor]]
 
@@ -263,11 +263,7 @@ class TokenCrossEntropy(nn.Module):
         is_target = (self._targets(labels) != self.ignore_index).long()
         if not isinstance(labels, Ragged):
             return is_target.sum(dim=1)
-        num_samples = len(labels.lengths)
-        sample = torch.arange(num_samples, device=is_target.device)
-        lengths = labels.lengths.to(is_target.device)
-        sample = sample.repeat_interleave(lengths, output_size=len(is_target))
-        return is_target.new_zeros(num_samples).index_add(0, sample, is_target)
+        return is_target.new_zeros(len(labels.lengths)).index_add(0, samples_of(labels), is_target)
 
     def _targets(self, labels: Tensor | Ragged) -> Tensor:
         """What each position predicts, in the shape of the labels' values."""
@@ -276,11 +272,9 @@ class TokenCrossEntropy(nn.Module):
             return values
         targets = values.roll(-1, dims=-1)
         if isinstance(labels, Ragged):
-            if not len(targets):
-                return targets
-            # A sample without rows names the last token of another one.
-            last = (labels.lengths.to(targets.device).cumsum(0) - 1) % len(targets)
-            return targets.index_fill(0, last, self.ignore_index)
+            sample = samples_of(labels)
+            is_last = torch.cat([sample[1:] != sample[:-1], torch.ones_like(sample[:1]).bool()])
+            return targets.masked_fill(is_last, self.ignore_index)
         targets[:, -1] = self.ignore_index
         return targets
 
