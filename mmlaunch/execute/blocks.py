@@ -101,7 +101,7 @@ class StageBlocks:
         def run(*arguments: Any) -> Any:
             self._model.tp_groups.enter(stage, index)
             self._seeds.enter(step, stage.module, index, first_sample)
-            through = nullcontext() if later is None else self.split.during(block, later)
+            through = nullcontext() if later is None else self.split.during(block)
             with frozen(off), through:
                 return block(*arguments)
 

@@ -261,16 +261,13 @@ def _group(comm: TensorParallelComm) -> _Group:
 torch.library.define("mmlaunch::sum_over_group", "(Tensor(a!) tensor, str group) -> ()")
 
 
-@torch.library.impl("mmlaunch::sum_over_group", "CompositeExplicitAutograd")
-def _sum_over_group(tensor: Tensor, group: str) -> None:
+def _all_reduce(tensor: Tensor, group: str) -> None:
     _COMMS[group].all_reduce(tensor)
 
 
-@torch.library.register_fake("mmlaunch::sum_over_group")
-def _without_values(tensor: Tensor, group: str) -> None:
-    """On shapes alone nobody would answer a sum."""
-
-
+torch.library.impl("mmlaunch::sum_over_group", "CompositeExplicitAutograd", _all_reduce)
+# On shapes alone nobody would answer a sum.
+torch.library.register_fake("mmlaunch::sum_over_group", lambda *_: None)
 _sum = cast("Callable[[Tensor, str], None]", torch.ops.mmlaunch.sum_over_group.default)
 
 
