@@ -91,6 +91,7 @@ class TrainSpec(Record):
         schedule: of all learning rates.
         precision: bf16 is autocast; weights, gradients and optimizer state stay float32.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
+        compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
         steps: of a run without ``--steps``.
     """
 
@@ -104,6 +105,7 @@ class TrainSpec(Record):
     )
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     zero: Literal[0, 1] = 0
+    compile: Bool = False
     reorder: Bool = Field(
         default=True,
         description="order each batch by its samples' work, where the dataset defines work(index)",
