@@ -105,7 +105,13 @@ ZOO: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], list[Inputs]]]] =
     ),
     "decoder.llama told": (
         lambda: decoder.llama(
-            2, WIDTH, heads=4, ffn=64, vocab=VOCAB, placeholders=[PLACEHOLDER], fused_mlp=True,
+            2,
+            WIDTH,
+            heads=4,
+            ffn=64,
+            vocab=VOCAB,
+            placeholders=[PLACEHOLDER],
+            fused_mlp=True,
             hidden=True,
         ),
         _told,

@@ -64,7 +64,7 @@ class CompiledBlocks:
             # Code of its own: a size that differs between kinds would count as one that varies.
             code = _call.__code__.replace(co_name=f"block_{len(self._calls)}")
             self._calls[kind] = torch.compile(
-                FunctionType(code, globals()),
+                cast(Call, FunctionType(code, globals())),
                 backend=BACKEND,
                 # Rows of ragged batches vary in every micro-batch.
                 dynamic=True if any(map(_is_ragged, arguments)) else None,

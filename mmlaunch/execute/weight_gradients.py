@@ -55,10 +55,11 @@ class _Waiting:
     used: Tensor
     settings: Sequence[int]
 
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(self) -> list[Tensor | None]:
         """Of weight and bias."""
         wanted = (False, True, self.bias is not None)
-        return _gradients(self.grad, self.x, self.used, self.settings, wanted)[1:]
+        _, *found = _gradients(self.grad, self.x, self.used, self.settings, wanted)
+        return found
 
 
 class WeightGradients:

@@ -4,11 +4,11 @@ A block says in ``tp_plan`` which of its Linears are cut and how. Column-cut Lin
 the whole input and give a slice of the channels, row-cut ones take that slice and sum
 their partial outputs over the group; so one all-reduce per row-cut Linear in forward, and in
 backward one per tensor that column-cut Linears take before the next row-cut one, however many
-share it (query, key and value). The sums are operators of torch, so that a compiled block is one graph with them in it.
-Parameter names stay, only shapes shrink. All other
-parameters are replicated, and their gradients are equal on every rank of the group: where a rank
-has a part of one only (a norm of single heads sees the rank's own heads), the parts are summed
-in backward. :mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
+share it (query, key and value). The sums are operators of torch, so that a compiled block is one
+graph with them in it. Parameter names stay, only shapes shrink. All other parameters are
+replicated, and their gradients are equal on every rank of the group: where a rank has a part of one
+only (a norm of single heads sees the rank's own heads), the parts are summed in backward.
+:mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
 
 A rank may run a block in several groups: for several tasks, say. With the same shard in all of
 them it holds that shard, and only the group of its sums changes. With different shards it holds
@@ -491,9 +491,11 @@ class TPGroups:
                 block, comms = blocks[index], {g: comm(tuple(sorted(g))) for g in groups.values()}
                 whole = self.shard(owner, index) == (0, 1)
                 sums = GroupSums(next(iter(comms.values()))) if whole else _sums(block)
-                for stage, group in groups.items() if sums else ():
+                if sums is None:
+                    continue
+                for stage, group in groups.items():
                     self._attributes[stage, index] = [
-                        (cast(GroupSums, sums), "group", _group(comms[group])),
+                        (sums, "group", _group(comms[group])),
                         *(self._windows(f"{owner}.{index}", block, group, sums) if whole else ()),
                     ]
 
