@@ -63,12 +63,12 @@ class CompiledBlocks:
         if kind not in self._calls:
             # Code of its own: a size that differs between kinds would count as one that varies.
             code = _call.__code__.replace(co_name=f"block_{len(self._calls)}")
-            self._calls[kind] = torch.compile(
-                cast(Call, FunctionType(code, globals())),
+            self._calls[kind] = cast(Any, torch.compile)(
+                FunctionType(code, globals()),
                 backend=BACKEND,
                 # Rows of ragged batches vary in every micro-batch.
                 dynamic=True if any(map(_is_ragged, arguments)) else None,
-                options=cast("dict[str, Any]", {**_OPTIONS, **(KEEPING if split else {})}),
+                options={**_OPTIONS, **(KEEPING if split else {})},
                 recompile_limit=_MOST_VARIANTS,
             )
         return self._calls[kind]

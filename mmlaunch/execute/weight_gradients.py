@@ -38,7 +38,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PutOff:
     """What a layer's weight gradient is computed of.
 
     Attributes:
@@ -71,7 +71,7 @@ class WeightGradients:
 
     def __init__(self, split: SplitBackward) -> None:
         self._split = split
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PutOff] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -85,7 +85,7 @@ class WeightGradients:
         finally:
             self._split.collecting = None
 
-    def put_off(self, waiting: _Waiting) -> None:
+    def put_off(self, waiting: _PutOff) -> None:
         """Leave a layer's gradients to :meth:`compute`."""
         self._waiting.append(waiting)
 
@@ -238,7 +238,7 @@ def _put_off(
     rank = _SPLITS[split]
     known = rank.parameter(weight), None if bias is None else rank.parameter(bias)
     later = WeightGradients(rank) if rank.collecting is None else rank.collecting
-    later.put_off(_Waiting(*known, grad, x, used, settings))
+    later.put_off(_PutOff(*known, grad, x, used, settings))
     if rank.collecting is None:
         later.compute()
 

@@ -237,7 +237,7 @@ def _cat_boxes(full: Tensor, boxes: Sequence[Box]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Group(NamedTuple):
+class _NamedGroup(NamedTuple):
     """A group, and the name by which compiled blocks know it."""
 
     comm: TensorParallelComm
@@ -249,11 +249,11 @@ _NAMES: WeakKeyDictionary[TensorParallelComm, str] = WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-def _group(comm: TensorParallelComm) -> _Group:
+def _group(comm: TensorParallelComm) -> _NamedGroup:
     """The same name for the same group, so that alike blocks share their compiled code."""
     name = _NAMES.setdefault(comm, f"group {next(_numbers)}")
     _COMMS[name] = comm
-    return _Group(comm, name)
+    return _NamedGroup(comm, name)
 
 
 # One operator for compilers, whatever a group does inside: they neither look into it nor move
