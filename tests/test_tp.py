@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from mmlaunch.checkpoint.boxes import shard_boxes
 from mmlaunch.model.shard_layout import ShardLayout, shard_layout
-from mmlaunch.model.tensor_parallel import shard_block
+from mmlaunch.model.tensor_parallel import CutLinear, shard_block
 from mmplan.errors import InvalidInputError
-from mmplan.zoo import towers
+from mmplan.zoo import decoder, seq2seq, towers
 from tests.zoo_tp import gradients_by_name
 
 
@@ -115,7 +117,7 @@ def test_outputs_and_all_gradients_are_those_of_the_whole_block(kind: str, count
     x, grad = torch.randn(2, 3, 5, width, dtype=torch.float64)
     out, grad_x, grads = reference(whole, x, grad)
     results, shards, calls = run_sharded(whole, count, x, grad)
-    assert calls == (2 + 4 if kind == "plain" else 2 + 2)
+    assert calls == 2 + 2, "a sum for each row-cut Linear, and for each input of column-cut ones"
     cut_numel = 0
     for index, (got_out, got_grad_x, got) in enumerate(results):
         torch.testing.assert_close(got_out, out, rtol=1e-12, atol=1e-12)
@@ -185,8 +187,67 @@ def test_bf16_autocast_keeps_bf16_through_the_sum() -> None:
 
 
 class _Alone:
+    """A group whose other rank has the same."""
+
+    sums = 0
+
     def all_reduce(self, tensor: Tensor) -> None:
+        self.sums += 1
         tensor.mul_(2)
+
+
+class NewInputs(Plain):
+    """Gives each Linear a tensor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, attention = self.norm(x), self.attention
+        q, k, v = (getattr(attention, n)(h.flatten(0, 1)) for n in "qkv")
+        x = x + attention.out(q * k.sigmoid() + v).view_as(x)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+def _activations(rows: int = 5) -> Tensor:
+    return torch.randn(2, rows, 24, requires_grad=True)
+
+
+SUMS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], int, int]] = {
+    "q, k, v and gate, up": (
+        lambda: decoder.llama(3, 24, heads=4, kv_heads=2, vocab=8)[1], (_activations(),), 2, 2
+    ),
+    # Cross-attention takes two tensors.
+    "cross-attention": (
+        lambda: seq2seq.decoder(3, 24, heads=4, vocab=8, length=5)[1],
+        (_activations(), _activations(3)),
+        3,
+        4,
+    ),
+    "a tensor for each": (NewInputs, (_activations(),), 2, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_group_sums_once_for_each_tensor_that_cut_linears_take(name: str, again: bool) -> None:
+    make, inputs, forward, backward = SUMS[name]
+    block, group = make(), _Alone()
+    shard_block(block, index=0, count=2, comm=group)
+    out = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
+    assert group.sums == forward
+    (out[0] if isinstance(out, tuple) else out).sum().backward()
+    # Recomputation ends at the last tensor that backward needs, before the last sum.
+    assert group.sums - forward == backward + (forward - 1 if again else 0)
+    cut = next(m for m in block.modules() if isinstance(m, CutLinear))
+    assert cut.tp_sums._entered == [], "nothing is held"
+
+
+def test_inputs_of_their_own_get_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    whole = NewInputs().double()
+    x, grad = torch.randn(2, 3, 5, 24, dtype=torch.float64)
+    _, grad_x, _ = reference(whole, x, grad)
+    for _, got, _ in run_sharded(whole, 2, x, grad)[0]:
+        torch.testing.assert_close(got, grad_x, rtol=1e-11, atol=1e-12)
 
 
 class Tied(nn.Module):

@@ -74,12 +74,22 @@ def _heads(h: Tensor) -> Tensor:
     return h.unflatten(-1, (-1, 4))
 
 
+def _attend(h: Tensor, dropout: float) -> Tensor:
+    q = _heads(h).transpose(0, 1)[None]
+    mixed = functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+    return mixed[0].transpose(0, 1).flatten(-2)
+
+
 def _x(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3, WIDTH)), dtype=torch.float64, requires_grad=True)
 
 
 SUMMED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], set[str]]] = {
     "nothing": (lambda m, x, h: functional.gelu(h), set()),
+    "dropout that is off": (
+        lambda m, x, h: _attend(functional.dropout(functional.dropout(h, 0.0), 0.5, False), 0.0),
+        set(),
+    ),
     "a norm of each head": (
         lambda m, x, h: m.norm(_heads(h)).flatten(-2),
         {"norm.weight", "norm.bias"},
@@ -113,6 +123,9 @@ SUMMED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], set[str]]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], str]] = {
+    "dropout of its own channels": (lambda m, x, h: functional.dropout(h, 0.1), "random numbers"),
+    "dropout of its own heads": (lambda m, x, h: _attend(h, 0.1), "attention draws random numbers"),
+    "noise for its own channels": (lambda m, x, h: h + torch.randn_like(h), "random numbers"),
     "a norm over the cut width": (lambda m, x, h: m.wide(h), "tp 2: wide: RuntimeError"),
     "that norm without a weight": (
         lambda m, x, h: functional.layer_norm(h, h.shape[-1:]),

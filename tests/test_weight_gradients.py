@@ -110,8 +110,8 @@ def run(
     for x in inputs:
         notes = split.microbatch()
 
-        def through(y: Tensor, notes: WeightGradients = notes) -> Any:
-            with split.during(block, notes):
+        def through(y: Tensor) -> Any:
+            with split.during(block):
                 return block(y)
 
         out = wrap(through if later else block, x)
@@ -153,7 +153,7 @@ def test_nothing_is_there_before_it_is_computed(name: str) -> None:
     make, shape = BLOCKS[name]
     block, split = make(), SplitBackward()
     notes = split.microbatch()
-    with split.during(block, notes):
+    with split.during(block):
         out = block(torch.randn(shape, requires_grad=True))
     with notes.collect():
         out.sum().backward()
@@ -184,7 +184,7 @@ def test_recomputation_keeps_the_input_of_the_block_only() -> None:
 
     def through(y: Tensor) -> Tensor:
         runs.append(1)
-        with split.during(block, notes):
+        with split.during(block):
             return block(y)
 
     kept: list[torch.Size] = []
@@ -224,7 +224,7 @@ def test_a_narrow_copy_is_made_once_a_step_and_is_not_autocasts() -> None:
         outs: list[Tensor] = []
         for _ in range(2):
             autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-            with autocast, split.during(block, split.microbatch()):
+            with autocast, split.during(block):
                 outs.append(block(x))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             plain = block(x)
@@ -246,7 +246,7 @@ def test_hooks_of_parameters_run_once_with_the_whole_gradient(after: bool) -> No
     else:
         block.weight.register_hook(lambda grad: seen.append(_copy(grad)))
     notes = split.microbatch()
-    with split.during(block, notes):
+    with split.during(block):
         out = block(block(torch.randn(3, 6, requires_grad=True)))
     with notes.collect():
         out.sum().backward()
@@ -264,7 +264,7 @@ def _copy(grad: Tensor | None) -> Tensor:
 def test_a_backward_that_is_not_split_gives_everything_at_once() -> None:
     block, split = _mlp(), SplitBackward()
     notes = split.microbatch()
-    with split.during(block, notes):
+    with split.during(block):
         out = block(torch.randn(3, 6))
     out.sum().backward()
     assert len(notes) == 0
@@ -277,10 +277,10 @@ def test_blocks_are_left_as_they_were() -> None:
     patched.forward = lambda input: input + 1
     block.append(patched)
     before = [dict(m.__dict__) for m in block.modules()]
-    with split.during(block, split.microbatch()):
+    with split.during(block):
         assert "forward" in block[0].__dict__
         assert torch.equal(block[2](torch.zeros(6)), torch.ones(6))
     assert [dict(m.__dict__) for m in block.modules()] == before
-    with pytest.raises(ValueError, match="ill"), split.during(block, split.microbatch()):
+    with pytest.raises(ValueError, match="ill"), split.during(block):
         raise ValueError("ill")
     assert [dict(m.__dict__) for m in block.modules()] == before

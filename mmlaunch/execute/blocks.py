@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmlaunch.comm.batches import NO_ROWS, Tree, lacks_rows
+from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -35,13 +36,21 @@ class StageBlocks:
         model: has the blocks.
         seeds: seeded before each block, and again where it runs a second time.
         recompute: modules whose blocks keep their inputs only (``recompute: full``).
+        compiled: compiles blocks; None to run them as they are.
 
     Attributes:
         split: makes the ``later`` of :meth:`run`.
     """
 
-    def __init__(self, model: LocalModel, seeds: Seeds, recompute: frozenset[str]) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        seeds: Seeds,
+        recompute: frozenset[str],
+        compiled: CompiledBlocks | None = None,
+    ) -> None:
         self._model, self._seeds, self._recompute = model, seeds, recompute
+        self._compiled = compiled
         self.split = SplitBackward()
 
     def run(
@@ -101,9 +110,12 @@ class StageBlocks:
         def run(*arguments: Any) -> Any:
             self._model.tp_groups.enter(stage, index)
             self._seeds.enter(step, stage.module, index, first_sample)
-            through = nullcontext() if later is None else self.split.during(block, later)
+            through = nullcontext() if later is None else self.split.during(block)
             with frozen(off), through:
-                return block(*arguments)
+                if self._compiled is None:
+                    return block(*arguments)
+                call = self._compiled.of(block, arguments, split=later is not None)
+                return call(block, *arguments)
 
         return run
 

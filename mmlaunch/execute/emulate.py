@@ -176,14 +176,14 @@ class _LaterWaits(SplitBackward):
 
     def microbatch(self) -> _LaterWait:
         """The wait of a micro-batch's ``W``."""
-        return _LaterWait()
+        return _LaterWait(self)
 
 
 class _LaterWait(WeightGradients):
     """The ``W`` of one micro-batch."""
 
-    def __init__(self) -> None:
-        super().__init__({})
+    def __init__(self, split: SplitBackward) -> None:
+        super().__init__(split)
         self.seconds = 0.0
 
     def compute(self) -> None:

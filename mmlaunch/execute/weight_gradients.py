@@ -4,18 +4,21 @@ While a split stage runs forward, its Linears and convolutions go through functi
 backward gives the input's gradient at once and keeps the tensors that the weight's needs. ``W``
 then computes it and hands it to autograd, which adds it up as in a fused backward. Everything else
 in a block (norms, embeddings, matrices of its own) gets its gradients in ``I``: exact as
-well, only not delayed.
+well, only not delayed. What keeps the tensors is an operator of torch, so that a compiled block's
+backward has it in its graph; ``W`` is not compiled.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +34,44 @@ _CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
 }
 # Past the checker, which takes the decorator's ctx for position-only.
 once = cast("Callable[[Any], Any]", once_differentiable)
-# Gradients of a layer's weight and bias, None where there is none.
-_GradientPair = tuple[Tensor | None, Tensor | None]
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _PutOff:
+    """What a layer's weight gradient is computed of.
+
+    Attributes:
+        weight, bias: the parameters; no bias where there is none or it is frozen.
+        grad: of the output.
+        x, used: input and weight as the layer computed with them.
+        settings: of a convolution (:func:`_named`); none of a Linear.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    grad: Tensor
+    x: Tensor
+    used: Tensor
+    settings: Sequence[int]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of weight and bias."""
+        wanted = (False, True, self.bias is not None)
+        _, *found = _gradients(self.grad, self.x, self.used, self.settings, wanted)
+        return found
 
 
 class WeightGradients:
     """The weight gradients of one micro-batch of a stage that wait for its ``W``.
 
     Args:
-        narrow: a step's parameters in autocast's type; shared by its micro-batches.
+        split: the rank's.
     """
 
-    def __init__(self, narrow: dict[Tensor, Tensor]) -> None:
-        self._narrow = narrow
-        self._collecting = False
-        self._waiting: list[tuple[Tensor, Tensor | None, Callable[[], _GradientPair]]] = []
+    def __init__(self, split: SplitBackward) -> None:
+        self._split = split
+        self._waiting: list[_PutOff] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -53,11 +79,15 @@ class WeightGradients:
     @contextmanager
     def collect(self) -> Generator[None]:
         """Around ``I``. A backward outside of it gives every gradient at once, as always."""
-        self._collecting = True
+        self._split.collecting = self
         try:
             yield
         finally:
-            self._collecting = False
+            self._split.collecting = None
+
+    def put_off(self, waiting: _PutOff) -> None:
+        """Leave a layer's gradients to :meth:`compute`."""
+        self._waiting.append(waiting)
 
     def compute(self) -> None:
         """``W``: add the waiting gradients to the parameters' ``.grad``."""
@@ -65,8 +95,8 @@ class WeightGradients:
         waiting, self._waiting = self._waiting, []
         # From the last: the tensors of a layer are freed as soon as its gradient is there.
         while waiting:
-            weight, bias, make = waiting.pop()
-            for parameter, grad in zip((weight, bias), make(), strict=True):
+            layer = waiting.pop()
+            for parameter, grad in zip((layer.weight, layer.bias), layer.gradients(), strict=True):
                 if parameter is None or grad is None:
                     continue
                 wide = grad.to(parameter.dtype)
@@ -76,81 +106,153 @@ class WeightGradients:
             # Through autograd: .grad adds up as it always does.
             torch.autograd.backward(list(sums), list(sums.values()))
 
+
+class SplitBackward:
+    """Lets a rank's blocks run so that weight gradients can wait, and leaves them as they were.
+
+    Attributes:
+        collecting: the micro-batch whose ``I`` runs now.
+    """
+
+    def __init__(self) -> None:
+        self.collecting: WeightGradients | None = None
+        # The name by which the backwards of compiled blocks know it.
+        self.name = f"split backward {next(_numbers)}"
+        _SPLITS[self.name] = self
+        self._forwards: WeakKeyDictionary[nn.Module, dict[nn.Module, Forward]] = WeakKeyDictionary()
+        # By the place of their values in memory: parameters, and copies in autocast's type.
+        self._parameters: dict[int, nn.Parameter] = {}
+        self._narrow: dict[int, Tensor] = {}
+
+    def forget(self) -> None:
+        """A step begins or ends: parameters may move, their narrow copies are of no more use."""
+        self._parameters, self._narrow = {}, {}
+
+    def microbatch(self) -> WeightGradients:
+        """For one micro-batch of a stage in this step."""
+        return WeightGradients(self)
+
+    @contextmanager
+    def during(self, block: nn.Module) -> Generator[None]:
+        """Around a block's forward, whose backward is then split."""
+        if block not in self._forwards:
+            # Made once: a compiled block is compiled for the functions that it was run with.
+            self._forwards[block] = {
+                layer: self._forward(layer) for layer in block.modules() if _is_known(layer)
+            }
+        waits: list[nn.Module] = []
+        for layer, forward in self._forwards[block].items():
+            parameters = _parameters(layer)
+            if parameters is not None:
+                waits.append(layer)
+                self._parameters |= {p.data_ptr(): p for p in parameters}
+                # Past nn.Module's __setattr__; a forward of an instance hides its class's.
+                layer.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            for layer in waits:
+                del layer.__dict__["forward"]
+
+    def _forward(self, layer: Any) -> Forward:
+        if isinstance(layer, CutLinear):
+            return partial(layer.compute, self.linear)
+        if isinstance(layer, nn.Linear):
+            return partial(_linear, layer, self)
+        return partial(self.convolution, layer)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:func:`torch.nn.functional.linear`, its weight's gradient delayed where it can be."""
-        if not _can_wait(x, weight, bias):
-            return functional.linear(x, weight, bias)
-        arguments = self._arguments(x, weight, bias)
-        return cast(Tensor, _Layer.apply(*arguments, functional.linear, _linear_gradients))
+        """:func:`torch.nn.functional.linear`, its weight's gradient delayed."""
+        return self._apply(functional.linear, (), x, weight, bias)
 
     def convolution(self, layer: Any, input: Tensor) -> Tensor:
         """Forward of an ``nn.Conv1d``, ``2d`` or ``3d``, likewise."""
-        plain, x = type(layer).forward, input
         padding = (0,) * len(layer.stride) if layer.padding == "valid" else layer.padding
-        batched = x.dim() == layer.weight.dim()
-        simple = layer.padding_mode == "zeros" and not isinstance(padding, str) and batched
-        if not simple or not _can_wait(x, layer.weight, layer.bias):
-            return cast(Tensor, plain(layer, x))
-        settings = {
-            "stride": layer.stride,
-            "padding": padding,
-            "dilation": layer.dilation,
-            "groups": layer.groups,
-        }
-        arguments = self._arguments(x, layer.weight, layer.bias)
-        convolve = partial(_CONVOLUTIONS[plain], **settings)
-        gradients = partial(_convolution_gradients, **settings)
-        return cast(Tensor, _Layer.apply(*arguments, convolve, gradients))
+        if isinstance(padding, str) or input.dim() != layer.weight.dim():
+            return type(layer).forward(layer, input)
+        settings = (*layer.stride, *padding, *layer.dilation, layer.groups)
+        function = partial(_CONVOLUTIONS[type(layer).forward], **_named(settings))
+        return self._apply(function, settings, input, layer.weight, layer.bias)
 
-    def _arguments(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        """The functions' arguments; input and parameters in autocast's type where it is enabled."""
+    def _apply(
+        self,
+        function: Callable[..., Tensor],
+        settings: Sequence[int],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        # In a compiled backward the operator stands between the input's gradient and its user.
+        if type(x) is not Tensor or (compiling and not x.requires_grad):
+            return function(x, weight, bias)
         kind = x.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if narrow is not None and x.dtype == torch.float64:
-            narrow = None
-        x = x if narrow is None else x.to(narrow)
-        used_bias = None if bias is None else self._as(bias, narrow)
-        return x, weight, bias, self._as(weight, narrow), used_bias, self
+        if narrow is not None and x.dtype != torch.float64:
+            # A compiled block makes its narrow copies itself, fused with what is around them.
+            make = Tensor.to if compiling else self._as
+            used, used_bias = (p if p is None else make(p.detach(), narrow) for p in (weight, bias))
+            x = x.to(narrow)
+        else:
+            used, used_bias = weight.detach(), None if bias is None else bias.detach()
+        arguments = x, weight, bias, used, used_bias, function, settings, self.name
+        return cast(Tensor, _Layer.apply(*arguments))
 
-    def _as(self, parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """The parameter's values in a type, made once for all of its uses."""
-        if dtype is None or parameter.dtype == dtype:
-            return parameter.detach()
+    def _as(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """The parameter's values in a type, made once a step for all of its uses."""
         # Not autocast's own copy: made without a graph, it would lead others nowhere.
-        if parameter not in self._narrow:
-            self._narrow[parameter] = parameter.detach().to(dtype)
-        return self._narrow[parameter]
+        place = parameter.data_ptr()
+        if place not in self._narrow:
+            self._narrow[place] = parameter.to(dtype)
+        return self._narrow[place]
 
-    def gradients(
-        self, weight: Tensor, bias: Tensor | None, make: Callable[[], _GradientPair]
-    ) -> _GradientPair:
-        """``make()``, or nothing inside :meth:`collect`: then it waits."""
-        if not self._collecting:
-            return make()
-        self._waiting.append((weight, bias, make))
-        return None, None
+    def parameter(self, values: Tensor) -> Tensor:
+        """The parameter that has these values; autograd may give back another tensor of them."""
+        return self._parameters[values.data_ptr()]
 
 
-def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a weight collects a gradient of its own that nothing else hangs on.
+_numbers = itertools.count()
+_SPLITS: WeakValueDictionary[str, SplitBackward] = WeakValueDictionary()
 
-    One with a hook does not wait: I would call the hook without a gradient.
-    """
-    tensors = [weight] if bias is None else [weight, bias]
-    return (
-        torch.is_grad_enabled()
-        and weight.requires_grad
-        and type(x) is Tensor
-        and all(t.is_leaf and type(t) in (Tensor, nn.Parameter) for t in tensors)
-        and not any(t._backward_hooks or cast(Any, t)._post_accumulate_grad_hooks for t in tensors)
-    )
+# For compilers it changes the input's gradient, which is why they keep it where it stands. It
+# changes nothing, but tensors that it keeps must not be written to: a compiled block with a split
+# backward reuses no memory (:data:`KEEPING`).
+torch.library.define(
+    "mmlaunch::put_off",
+    "(Tensor(a!) grad_x, Tensor grad, Tensor x, Tensor used, Tensor weight, Tensor? bias, "
+    "int[] settings, str split) -> ()",
+)
+KEEPING = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+
+def _put_off(
+    grad_x: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    used: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Sequence[int],
+    split: str,
+) -> None:
+    rank = _SPLITS[split]
+    known = rank.parameter(weight), None if bias is None else rank.parameter(bias)
+    later = WeightGradients(rank) if rank.collecting is None else rank.collecting
+    later.put_off(_PutOff(*known, grad, x, used, settings))
+    if rank.collecting is None:
+        later.compute()
+
+
+torch.library.impl("mmlaunch::put_off", "CompositeExplicitAutograd", _put_off)
+# Without values there is nothing to keep.
+torch.library.register_fake("mmlaunch::put_off", lambda *_: None)
 
 
 class _Layer(torch.autograd.Function):
     """A layer whose backward gives the input's gradient, and the weight's now or later.
 
-    ``function`` computes the output of input, weight and bias. ``gradients`` takes the output's
-    gradient, input, weight and which gradients of input, weight and bias are wanted.
+    ``function`` computes the output of input, weight and bias, with these ``settings``; ``split``
+    names the rank's :class:`SplitBackward`.
     """
 
     @staticmethod
@@ -159,33 +261,48 @@ class _Layer(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        used_weight: Tensor,
+        used: Tensor,
         used_bias: Tensor | None,
-        later: WeightGradients,
         function: Callable[..., Tensor],
-        gradients: Callable[..., tuple[Tensor | None, ...]],
+        settings: Sequence[int],
+        split: str,
     ) -> Tensor:
         # Saved, not kept on ctx: recomputation must be able to let the input go.
-        ctx.save_for_backward(x, used_weight)
-        ctx.parameters, ctx.later, ctx.gradients = (weight, bias), later, gradients
-        return function(x, used_weight, used_bias)
+        ctx.save_for_backward(x, used, weight, bias)
+        ctx.settings, ctx.split = settings, split
+        return function(x, used, used_bias)
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), needed = grads, ctx.needs_input_grad
-        gradients = partial(ctx.gradients, grad, *ctx.saved_tensors)
-        grad_x = gradients((True, False, False))[0] if needed[0] else None
+        (grad,), (needs_x, _, needs_bias, *_) = grads, ctx.needs_input_grad
+        x, used, weight, bias = ctx.saved_tensors
+        grad_x = _gradients(grad, x, used, ctx.settings, (needs_x, False, False))[0]
+        if torch.compiler.is_compiling() or _SPLITS[ctx.split].collecting is not None:
+            put_off = torch.ops.mmlaunch.put_off if torch.compiler.is_compiling() else _put_off
+            kept = grad, x, used, weight, bias if needs_bias else None
+            put_off(grad_x, *kept, ctx.settings, ctx.split)
+            return grad_x, *(None,) * 7
+        now = _gradients(grad, x, used, ctx.settings, (False, True, needs_bias))[1:]
+        return grad_x, *now, *(None,) * 5
 
-        def make() -> _GradientPair:
-            return gradients((False, True, needed[2]))[1:]
 
-        return grad_x, *ctx.later.gradients(*ctx.parameters, make), *(None,) * 5
-
-
-def _linear_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, settings: Sequence[int], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of input, weight and bias that are wanted; of a convolution if it has settings."""
+    if settings:
+        named = _named(settings)
+        return torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            bias_sizes=[weight.shape[0]],
+            transposed=False,
+            output_padding=[0] * len(named["stride"]),
+            output_mask=wanted,
+            **named,
+        )
     rows = grad.reshape(-1, grad.shape[-1])
     return (
         grad.matmul(weight) if wanted[0] else None,
@@ -194,66 +311,38 @@ def _linear_gradients(
     )
 
 
-def _convolution_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool], **settings: Any
-) -> tuple[Tensor | None, ...]:
-    return torch.ops.aten.convolution_backward(
-        grad,
-        x,
-        weight,
-        bias_sizes=[weight.shape[0]],
-        transposed=False,
-        output_padding=[0] * len(settings["stride"]),
-        output_mask=wanted,
-        **settings,
-    )
-
-
-class SplitBackward:
-    """Lets a rank's blocks run with :class:`WeightGradients`, and leaves them as they were."""
-
-    def __init__(self) -> None:
-        self._layers: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
-        self._narrow: dict[Tensor, Tensor] = {}
-
-    def forget(self) -> None:
-        """A step begins or ends: narrow copies of parameters are of no more use."""
-        self._narrow = {}
-
-    def microbatch(self) -> WeightGradients:
-        """For one micro-batch of a stage in this step."""
-        return WeightGradients(self._narrow)
-
-    @contextmanager
-    def during(self, block: nn.Module, later: WeightGradients) -> Generator[None]:
-        """Around a block's forward: its layers compute through ``later``."""
-        if block not in self._layers:
-            self._layers[block] = [m for m in block.modules() if _is_known(m)]
-        layers = self._layers[block]
-        # Past nn.Module's __setattr__; a forward of an instance hides its class's.
-        for layer in layers:
-            layer.__dict__["forward"] = _through(layer, later)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.__dict__["forward"]
+def _named(settings: Sequence[int]) -> dict[str, Any]:
+    """Stride, padding and dilation along every axis, and groups, as functions take them."""
+    axes = (len(settings) - 1) // 3
+    names = ("stride", "padding", "dilation")
+    parts = {name: list(settings[i * axes : (i + 1) * axes]) for i, name in enumerate(names)}
+    return {**parts, "groups": settings[-1]}
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether a layer's forward is one that :func:`_through` can stand in for."""
+    """Whether :class:`SplitBackward` has a function that can stand in for a layer's forward."""
     forward = type(layer).forward
     known = isinstance(layer, CutLinear) or forward is nn.Linear.forward
-    return (known or forward in _CONVOLUTIONS) and "forward" not in layer.__dict__
+    simple = forward in _CONVOLUTIONS and cast(Any, layer).padding_mode == "zeros"
+    return (known or simple) and "forward" not in layer.__dict__
 
 
-def _through(layer: Any, later: WeightGradients) -> Callable[[Tensor], Tensor]:
-    if isinstance(layer, CutLinear):
-        return partial(layer.compute, later.linear)
-    if isinstance(layer, nn.Linear):
-        return partial(_linear, layer, later)
-    return partial(later.convolution, layer)
+def _parameters(layer: nn.Module) -> list[nn.Parameter] | None:
+    """A layer's parameters if its weight collects a gradient of its own that nothing else hangs on.
+
+    One with a hook does not wait: I would call the hook without a gradient.
+    """
+    found = [layer._parameters.get(name) for name in ("weight", "bias")]
+    tensors = [parameter for parameter in found if parameter is not None]
+    waits = (
+        torch.is_grad_enabled()
+        and found[0] is not None
+        and found[0].requires_grad
+        and all(t.is_leaf and type(t) is nn.Parameter for t in tensors)
+        and not any(t._backward_hooks or cast(Any, t)._post_accumulate_grad_hooks for t in tensors)
+    )
+    return tensors if waits else None
 
 
-def _linear(layer: nn.Linear, later: WeightGradients, input: Tensor) -> Tensor:
-    return later.linear(input, layer.weight, layer.bias)
+def _linear(layer: nn.Linear, split: SplitBackward, input: Tensor) -> Tensor:
+    return split.linear(input, layer.weight, layer.bias)

@@ -2,11 +2,13 @@
 
 A block says in ``tp_plan`` which of its Linears are cut and how. Column-cut Linears take
 the whole input and give a slice of the channels, row-cut ones take that slice and sum
-their partial outputs over the group; so one all-reduce per row-cut Linear in forward and
-one per column-cut Linear in backward. Parameter names stay, only shapes shrink. All other
-parameters are replicated, and their gradients are equal on every rank of the group: where a rank
-has a part of one only (a norm of single heads sees the rank's own heads), the parts are summed
-in backward. :mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
+their partial outputs over the group; so one all-reduce per row-cut Linear in forward, and in
+backward one per tensor that column-cut Linears take before the next row-cut one, however many
+share it (query, key and value). The sums are operators of torch, so that a compiled block is one
+graph with them in it. Parameter names stay, only shapes shrink. All other parameters are
+replicated, and their gradients are equal on every rank of the group: where a rank has a part of one
+only (a norm of single heads sees the rank's own heads), the parts are summed in backward.
+:mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
 
 A rank may run a block in several groups: for several tasks, say. With the same shard in all of
 them it holds that shard, and only the group of its sums changes. With different shards it holds
@@ -19,11 +21,13 @@ Source: Megatron-LM, arXiv:1909.08053, section 3 (the operators f and g).
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +81,7 @@ def shard_block(
         return {}
     _check_not_tied(block, plan, where)
     shards: dict[str, ShardLayout] = {}
+    sums = GroupSums(comm)
     for name, style in plan.items():
         linear = _linear(block, name, where)
         parts = packed_parts(linear, name) if style == "packed_colwise" else 1
@@ -84,8 +89,7 @@ def shard_block(
         for parameter, shard in _cut(linear, style, parts, index, count).items():
             shards[f"{name}.{parameter}"] = shard
         linear.__class__ = _RowwiseLinear if style == "rowwise" else _ColwiseLinear
-        # Past nn.Module's __setattr__: a comm that is a module must not become a child.
-        object.__setattr__(linear, "tp_comm", comm)
+        cast(Any, linear).tp_sums = sums
     return shards
 
 
@@ -95,22 +99,21 @@ class Window:
 
     Attributes:
         weight, bias: boxes of the shard; None for all of it.
-        comm: sums over the group.
     """
 
     style: ShardStyle
     weight: list[Box]
     bias: list[Box] | None
-    comm: TensorParallelComm
 
 
 def window_block(
-    block: nn.Module, *, index: int, count: int, comm: TensorParallelComm, where: str = "block"
+    block: nn.Module, *, index: int, count: int, sums: GroupSums, where: str = "block"
 ) -> list[tuple[WindowedLinear, Window]]:
     """Let a block stay whole and run as a shard of a tensor-parallel group where asked to.
 
     Args:
-        block, index, count, comm, where: as for :func:`shard_block`.
+        block, index, count, where: as for :func:`shard_block`.
+        sums: the block's.
 
     Returns:
         The Linears that the group cuts, each with its shard; until one is set as ``tp_window``
@@ -133,8 +136,8 @@ def window_block(
             for parameter, full in _parameters_to_cut(linear, style)
         }
         linear.__class__ = WindowedLinear
-        object.__setattr__(linear, "tp_window", None)
-        window = Window(style=style, weight=boxes["weight"], bias=boxes.get("bias"), comm=comm)
+        linear.tp_window, linear.tp_sums = None, sums
+        window = Window(style=style, weight=boxes["weight"], bias=boxes.get("bias"))
         found.append((linear, window))
     return found
 
@@ -180,7 +183,7 @@ def block_plan(block: nn.Module, *, where: str = "block") -> dict[str, ShardStyl
 class CutLinear(nn.Linear):
     """A Linear of which this rank holds a shard."""
 
-    tp_comm: TensorParallelComm
+    tp_sums: GroupSums
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out], either of them this rank's shard."""
@@ -196,7 +199,7 @@ class _ColwiseLinear(CutLinear):
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
         """[..., in] to [..., out / count]; the input's gradient is summed over the group."""
-        return linear(_enter(input, self.tp_comm), self.weight, self.bias)
+        return linear(self.tp_sums.enter(input), self.weight, self.bias)
 
 
 class _RowwiseLinear(CutLinear):
@@ -204,7 +207,7 @@ class _RowwiseLinear(CutLinear):
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
         """[..., in / count] to [..., out], summed over the group; the bias is added once."""
-        summed = _leave(linear(input, self.weight), self.tp_comm)
+        summed = self.tp_sums.leave(linear, input, self.weight)
         # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
 
@@ -213,6 +216,7 @@ class WindowedLinear(nn.Linear):
     """A whole Linear of which tensor-parallel groups use a shard, in turn."""
 
     tp_window: Window | None
+    tp_sums: GroupSums
 
     def forward(self, input: Tensor) -> Tensor:
         """As the Linear, or as this rank's shard of it in the group of the window."""
@@ -221,10 +225,10 @@ class WindowedLinear(nn.Linear):
             return functional.linear(input, self.weight, self.bias)
         weight = _cat_boxes(self.weight, window.weight)
         if window.style == "rowwise":
-            summed = _leave(functional.linear(input, weight), window.comm)
+            summed = self.tp_sums.leave(functional.linear, input, weight)
             return summed if self.bias is None else summed + self.bias.to(summed.dtype)
         bias = None if window.bias is None else _cat_boxes(self.bias, window.bias)
-        return functional.linear(_enter(input, window.comm), weight, bias)
+        return functional.linear(self.tp_sums.enter(input), weight, bias)
 
 
 def _cat_boxes(full: Tensor, boxes: Sequence[Box]) -> Tensor:
@@ -233,26 +237,87 @@ def _cat_boxes(full: Tensor, boxes: Sequence[Box]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class _Enter(torch.autograd.Function):
-    """Megatron's f: identity, and a sum over the group in backward."""
+class _NamedGroup(NamedTuple):
+    """A group, and the name by which compiled blocks know it."""
 
+    comm: TensorParallelComm
+    name: str
+
+
+_COMMS: WeakValueDictionary[str, TensorParallelComm] = WeakValueDictionary()
+_NAMES: WeakKeyDictionary[TensorParallelComm, str] = WeakKeyDictionary()
+_numbers = itertools.count()
+
+
+def _group(comm: TensorParallelComm) -> _NamedGroup:
+    """The same name for the same group, so that alike blocks share their compiled code."""
+    name = _NAMES.setdefault(comm, f"group {next(_numbers)}")
+    _COMMS[name] = comm
+    return _NamedGroup(comm, name)
+
+
+# One operator for compilers, whatever a group does inside: they neither look into it nor move
+# what it waits for.
+torch.library.define("mmlaunch::sum_over_group", "(Tensor(a!) tensor, str group) -> ()")
+
+
+def _all_reduce(tensor: Tensor, group: str) -> None:
+    _COMMS[group].all_reduce(tensor)
+
+
+torch.library.impl("mmlaunch::sum_over_group", "CompositeExplicitAutograd", _all_reduce)
+# On shapes alone nobody would answer a sum.
+torch.library.register_fake("mmlaunch::sum_over_group", lambda *_: None)
+_sum = cast("Callable[[Tensor, str], None]", torch.ops.mmlaunch.sum_over_group.default)
+
+
+class GroupSums:
+    """The sums of one block over the tensor-parallel group that runs it.
+
+    Args:
+        comm: of the group.
+    """
+
+    def __init__(self, comm: TensorParallelComm) -> None:
+        self.group = _group(comm)
+        # Inputs of column-cut Linears since the last row-cut one, and what these compute with.
+        self._entered: list[tuple[Tensor, Tensor]] = []
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Megatron's f: the same values; the gradient is summed once for all who take them."""
+        for known, entered in self._entered:
+            if known is x:
+                return entered
+        entered = cast(Tensor, _Enter.apply(x, self.group.name))
+        self._entered.append((x, entered))
+        return entered
+
+    def leave(self, linear: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        """A row-cut product and Megatron's g: the sum over the group; the gradient as it comes."""
+        # Before the product: recomputation of a block may end inside of its last one.
+        self._entered.clear()
+        return cast(Tensor, _Leave.apply(linear(x, weight), self.group.name))
+
+
+class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
-        ctx.comm = comm
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0], ctx.comm), None
+        # A copy: the incoming gradient may be in use by another consumer.
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        _sum(total, ctx.group)
+        return total, None
 
 
 class _Leave(torch.autograd.Function):
-    """Megatron's g: a sum over the group, and identity in backward."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: TensorParallelComm) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.mark_dirty(x)
-        comm.all_reduce(x)
+        _sum(x, group)
         return x
 
     @staticmethod
@@ -273,21 +338,6 @@ def summed(gradient: Tensor, comm: TensorParallelComm) -> Tensor:
     total = gradient.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(total)
     return total
-
-
-def _enter(x: Tensor, comm: TensorParallelComm) -> Tensor:
-    return x if _has_no_values(x) else cast(Tensor, _Enter.apply(x, comm))
-
-
-def _leave(x: Tensor, comm: TensorParallelComm) -> Tensor:
-    return x if _has_no_values(x) else cast(Tensor, _Leave.apply(x, comm))
-
-
-def _has_no_values(x: Tensor) -> bool:
-    """Whether only shapes are inferred, on one rank alone: nobody would answer a sum."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _linear(block: nn.Module, name: str, where: str) -> nn.Linear:
@@ -373,8 +423,9 @@ def _cut(
 
 
 Comm = Callable[[Ranks], TensorParallelComm]
-# A Linear, the attribute that says in which group or on which shard it computes, and its value.
-_GroupAttribute = tuple[nn.Module, str, Any]
+# A Linear or a block's sums, the attribute that says on which shard it computes or in which
+# group, and its value.
+_GroupAttribute = tuple[nn.Module | GroupSums, str, Any]
 
 
 class TPGroups:
@@ -437,28 +488,29 @@ class TPGroups:
                     users[index][stage.index] = group
         for index, groups in users.items():
             if len(set(groups.values())) > 1:
+                block, comms = blocks[index], {g: comm(tuple(sorted(g))) for g in groups.values()}
                 whole = self.shard(owner, index) == (0, 1)
+                sums = GroupSums(next(iter(comms.values()))) if whole else _sums(block)
+                if sums is None:
+                    continue
                 for stage, group in groups.items():
-                    sums = comm(tuple(sorted(group)))
-                    self._attributes[stage, index] = (
-                        self._windows(f"{owner}.{index}", blocks[index], group, sums)
-                        if whole
-                        else _comms(blocks[index], sums)
-                    )
+                    self._attributes[stage, index] = [
+                        (sums, "group", _group(comms[group])),
+                        *(self._windows(f"{owner}.{index}", block, group, sums) if whole else ()),
+                    ]
 
     def _windows(
-        self, where: str, block: nn.Module, group: Ranks, comm: TensorParallelComm
+        self, where: str, block: nn.Module, group: Ranks, sums: GroupSums
     ) -> list[_GroupAttribute]:
         """The shard of a whole block that its Linears use in a group."""
         index, count = group.index(self._rank), len(group)
-        found = window_block(block, index=index, count=count, comm=comm, where=where)
+        found = window_block(block, index=index, count=count, sums=sums, where=where)
         return [(linear, "tp_window", window if count > 1 else None) for linear, window in found]
 
     def enter(self, stage: Stage, index: int) -> None:
         """Let a block compute its shard in the group of the stage that runs it now."""
-        for linear, name, value in self._attributes.get((stage.index, index), ()):
-            # Past nn.Module's __setattr__: a comm that is a module must not become a child.
-            object.__setattr__(linear, name, value)
+        for holder, name, value in self._attributes.get((stage.index, index), ()):
+            setattr(holder, name, value)
 
     def leave_out(self, stage: Stage, index: int) -> None:
         """Take a block's replicated gradients from the first rank of a stage's group only."""
@@ -491,7 +543,6 @@ class TPGroups:
         return gradient
 
 
-def _comms(block: nn.Module, comm: TensorParallelComm) -> list[_GroupAttribute]:
-    """The group in which the Linears of a cut block sum."""
-    linears = (module for module in block.modules() if isinstance(module, CutLinear))
-    return [(linear, "tp_comm", comm) for linear in linears]
+def _sums(block: nn.Module) -> GroupSums | None:
+    """The sums of a cut block; None where it cuts nothing."""
+    return next((m.tp_sums for m in block.modules() if isinstance(m, CutLinear)), None)

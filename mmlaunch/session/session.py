@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
 from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
+from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
 from mmlaunch.execute.executor import Executor, InstructionSpan
 from mmlaunch.execute.reductions import Reductions
@@ -158,7 +160,7 @@ class Session:
             program=self.program,
             rank=transport.rank,
             device=transport.device,
-            comm=lambda ranks: _GroupSum(transport, ranks),
+            comm=cache(lambda ranks: _GroupSum(transport, ranks)),
         )
         channels = Channels(self.program)
         transport.prepare(communicators(self.program), channels.links)
@@ -192,7 +194,12 @@ class Session:
             specs=specs,
             channels=channels,
             blocks=(
-                StageBlocks(self.model, seeds, recompute)
+                StageBlocks(
+                    self.model,
+                    seeds,
+                    recompute,
+                    CompiledBlocks(transport.device) if workload.train.compile else None,
+                )
                 if emulation is None
                 else EmulatedBlocks(self.model, seeds, specs, emulation)
             ),
@@ -220,6 +227,8 @@ class Session:
             inactive=trained_by_others(self._inactive, self.model),
         )
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
+        if workload.train.compile and emulation is None:
+            notes.append("blocks are compiled: the first steps take longer")
         everyone = transport.gather_objects(notes + self.model.notes)
         self.notes = list(dict.fromkeys(note for found in everyone for note in found))
 

@@ -117,6 +117,8 @@ class Counter:
         self._known = {_storage(tensor) for tensor in self._kept}
         # Outputs that the block that made them keeps, whatever the next one does.
         self._by_itself: set[int] = set()
+        # Inputs of column-cut Linears since the last row-cut one; their gradients are summed once.
+        self._entered: list[tuple[Tensor, Tensor]] = []
 
     def count(self, call: nn.Module, inputs: Sequence[CountState]) -> tuple[BlockCount, CountState]:
         """Run forward and backward of a block (or of a loss) on meta tensors.
@@ -165,8 +167,8 @@ class Counter:
     def watch_tensor_parallel(
         self, rowwise: Iterable[nn.Module], colwise: Iterable[nn.Module]
     ) -> None:
-        """Record the sums over the group: outputs of row-cut Linears in forward, input
-        gradients of column-cut ones in backward.
+        """Record the sums over the group: outputs of row-cut Linears in forward, in backward the
+        gradient of each tensor that column-cut ones take before the next row-cut one.
         """
         for linear in rowwise:
             linear.register_forward_hook(self._sum_output)
@@ -183,9 +185,14 @@ class Counter:
 
     def _sum_output(self, _: nn.Module, __: Any, output: Tensor) -> None:
         self._log.add("all_reduce", summed=_num_bytes(output))
+        self._entered.clear()
 
     def _sum_input_gradient(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return cast(Any, _SumGradient).apply(args[0], self._log), *args[1:]
+        found = next((after for before, after in self._entered if before is args[0]), None)
+        if found is None:
+            found = cast(Any, _SumGradient).apply(args[0], self._log)
+            self._entered.append((args[0], found))
+        return found, *args[1:]
 
 
 class _SumGradient(torch.autograd.Function):

@@ -164,7 +164,7 @@ class _Same:
 
 # Numbers that layers give themselves and that change nothing of what they compute, and
 # what says in which group a cut Linear runs.
-_SERIAL_NAMES = frozenset(["layer_idx", "tp_comm", "tp_window", "in_features", "out_features"])
+_SERIAL_NAMES = frozenset(["layer_idx", "tp_sums", "tp_window", "in_features", "out_features"])
 _PLAIN = (bool, int, float, complex, str, tuple, list, dict, set, torch.dtype, type(None))
 
 

@@ -10,7 +10,8 @@ round, with the group's sum. Any other operation on cut values must give each ra
 of what the whole operation gives: pointwise ones along the same dim, matrix products and
 attention where the cut dim is a batch or an output dim, views where the shards stay apart. One
 that gives a value of the same shape on all ranks mixed a rank's shard: a fault. So is a number
-that depends on the shard's size.
+that depends on the shard's size, and so are random numbers for a shard: all ranks would draw the
+same for different heads or channels, and one process others.
 
 Backward. The gradient of a whole value that a cut one was computed with is *partial*: each rank
 has the part that went through its shard. Gradients are linear in those that come in, so it stays
@@ -64,7 +65,22 @@ _REORDERINGS = frozenset(
     ]
 )
 _PARTS = frozenset(["aten.slice", "aten.split", "aten.split_with_sizes", "aten.unsafe_split"])
-# Pointwise, whatever torch's tags say; random numbers are drawn for each place apart.
+# Draws random numbers.
+_RANDOM = frozenset(
+    [
+        "aten.bernoulli",
+        "aten.bernoulli_",
+        "aten.exponential_",
+        "aten.native_dropout",
+        "aten.normal_",
+        "aten.rand",
+        "aten.rand_like",
+        "aten.randn",
+        "aten.randn_like",
+        "aten.uniform_",
+    ]
+)
+# Pointwise, whatever torch's tags say.
 _POINTWISE = frozenset(
     [
         "aten._prelu_kernel",
@@ -83,7 +99,7 @@ _POINTWISE = frozenset(
         "aten.zero_",
     ]
 )
-# The same number, or a random one, in each place.
+# The same number in each place, or a random one.
 _CONSTANTS = frozenset(
     [
         "aten.empty",
@@ -399,6 +415,12 @@ class _Rules:
         for output, state in zip(operation.outputs, found, strict=True):
             if (state and state.dim) != self._cut_dim(output, operation):
                 raise _FaultError("gives a rank something else than its shard", operation)
+            if state is not None and _draws(operation):
+                raise _FaultError(
+                    "draws random numbers between cut Linears: every rank would draw the same for "
+                    "heads or channels of its own, one process draws them for all",
+                    operation,
+                )
             self._states[output] = state
 
     def _rule(self, operation: Operation) -> Callable[[Operation, Operation], list[State]]:
@@ -685,6 +707,14 @@ class _Rules:
         if any(self._from_end(number) >= -len(shape) for number in cut):
             raise _FaultError("over a cut width: each rank would norm its own shard", operation)
         return self._pointwise(operation, other)
+
+
+def _draws(operation: Operation) -> bool:
+    """Whether an operation draws random numbers."""
+    if operation.name == "attention":
+        names = ["query", "key", "value", "attn_mask", "dropout_p"]
+        return bool(list(arguments_of(operation, names))[-1])
+    return operation.name in _RANDOM
 
 
 def _number(operation: Operation, name: str) -> int:

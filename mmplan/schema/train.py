@@ -92,6 +92,7 @@ class TrainSpec(Record):
         precision: bf16 is autocast; weights, gradients and optimizer state stay float32.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
         deterministic: refuse operations of torch whose results differ between two runs.
+        compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
         steps: of a run without ``--steps``.
     """
 
@@ -111,6 +112,7 @@ class TrainSpec(Record):
         description="float32 matrix products and convolutions in TF32 on CUDA; measured profiles "
         "take it into account, analytic ones do not",
     )
+    compile: Bool = False
     reorder: Bool = Field(
         default=True,
         description="order each batch by its samples' work, where the dataset defines work(index)",

@@ -280,8 +280,8 @@ def _check_places(here_BT: Tensor, rows_NW: Tensor, placeholder: int) -> None:
     """Refuse rows that do not fill the places: all after them would be another image's."""
     if not (has_values(here_BT) and has_values(rows_NW)):
         return
-    if here_BT.device.type != "cpu":
-        # Reading the number here would make the host wait for the device.
+    if here_BT.device.type != "cpu" or torch.compiler.is_compiling():
+        # Reading the number here would make the host wait for the device, or end the graph.
         torch._assert_async(here_BT.sum() == len(rows_NW))  # pyright: ignore[reportPrivateImportUsage]
         return
     places = int(here_BT.sum())
