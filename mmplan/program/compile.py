@@ -10,6 +10,7 @@ from mmplan.program.folding import fold_large, unfold
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.lower import lower
 from mmplan.program.model import Edge, Graph, PerSampleLoss, Program, Stage
+from mmplan.program.reduction_starts import with_starts
 from mmplan.program.samples import SampleRange
 from mmplan.program.schedules.global_order import Event, Handover, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import Orders, order_stages
@@ -56,7 +57,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     for event in timeline.run():
         projection.add(event)
     rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
-    return Program.of(plan, graph, match_receives(rows))
+    return Program.of(plan, graph, with_starts(graph, match_receives(rows)))
 
 
 # What comes first of things that end at one time: forwards give the features that a start gathers,
