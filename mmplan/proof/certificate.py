@@ -208,7 +208,7 @@ class _Classes:
         ones = Durations(
             instruction=[[1.0] * len(row) for row in program.instructions],
             message=[0.0] * len(self._dependencies.messages),
-            gather=[0.0] * len(self._dependencies.syncs),
+            started=[[(1.0, 0.0)]] * len(self._dependencies.started),
         )
         self._clocks, self._program = replay(self._dependencies, ones), program
         if self._clocks.stuck:
