@@ -68,6 +68,10 @@ class Transport(Protocol):
         """Replace the tensor by its sum over the ranks."""
         ...
 
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
+        """The same, beside what comes next: the tensor is the sum after the wait."""
+        ...
+
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
     ) -> tuple[Work, list[Tensor]]:
@@ -79,6 +83,10 @@ class Transport(Protocol):
 
         Both are flat, ``full`` as long as one slice for each rank, in the order of ``ranks``.
         """
+        ...
+
+    def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
+        """The same, beside what comes next; neither tensor may change before the wait."""
         ...
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
@@ -230,6 +238,13 @@ class DistTransport:
             with self._heartbeat.waiting(ranks):
                 dist.all_reduce(tensor, group=self._groups[ranks, 0])
 
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            return Done()
+        work = dist.all_reduce(tensor, group=self._groups[ranks, 0], async_op=True)
+        return _Watched(work, self._heartbeat, ranks)
+
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
     ) -> tuple[Work, list[Tensor]]:
@@ -248,6 +263,14 @@ class DistTransport:
             return
         with self._heartbeat.waiting(ranks):
             _REDUCE_SCATTER(mine, full, group=self._groups[ranks, 0])
+
+    def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            mine.copy_(full)
+            return Done()
+        work = _REDUCE_SCATTER(mine, full, group=self._groups[ranks, 0], async_op=True)
+        return _Watched(work, self._heartbeat, ranks)
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""

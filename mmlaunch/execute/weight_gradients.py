@@ -11,6 +11,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -59,22 +60,30 @@ class WeightGradients:
         finally:
             self._collecting = False
 
+    def parameters(self) -> set[Tensor]:
+        """Those that have a gradient waiting."""
+        return {p for weight, bias, _ in self._waiting for p in (weight, bias) if p is not None}
+
     def compute(self) -> None:
-        """``W``: add the waiting gradients to the parameters' ``.grad``."""
+        """``W``: add the waiting gradients to the parameters' ``.grad``, as a backward does."""
         sums: dict[Tensor, Tensor] = {}
-        waiting, self._waiting = self._waiting, []
-        # From the last: the tensors of a layer are freed as soon as its gradient is there.
+        # I left those of the last blocks first. The tensors of a layer are freed as soon as its
+        # gradient is there.
+        waiting, self._waiting = deque(self._waiting), []
+        uses = Counter(p for weight, bias, _ in waiting for p in (weight, bias) if p is not None)
         while waiting:
-            weight, bias, make = waiting.pop()
+            weight, bias, make = waiting.popleft()
             for parameter, grad in zip((weight, bias), make(), strict=True):
-                if parameter is None or grad is None:
+                if parameter is None:
                     continue
-                wide = grad.to(parameter.dtype)
-                known = sums.get(parameter)
-                sums[parameter] = wide if known is None else known.add_(wide)
-        if sums:
-            # Through autograd: .grad adds up as it always does.
-            torch.autograd.backward(list(sums), list(sums.values()))
+                if grad is not None:
+                    wide = grad.to(parameter.dtype)
+                    known = sums.get(parameter)
+                    sums[parameter] = wide if known is None else known.add_(wide)
+                uses[parameter] -= 1
+                if not uses[parameter] and parameter in sums:
+                    # Through autograd: .grad adds up as it always does.
+                    torch.autograd.backward(parameter, sums.pop(parameter))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """:func:`torch.nn.functional.linear`, its weight's gradient delayed where it can be."""
