@@ -143,8 +143,8 @@ def _shrink_reduction(program: Program, pick: Callable[[int], int]) -> Program |
     reductions = list(program.reductions)
     reductions[reduction.index] = replace(reduction, ranks=ranks)
     program = replace(program, reductions=tuple(reductions))
-    gone = Collective(Op.REDUCE, reduction.index)
-    return without(program, lambda rank, item: rank == lost and item == gone)
+    gone = [Collective(op, reduction.index) for op in (Op.REDUCE_START, Op.REDUCE)]
+    return without(program, lambda rank, item: rank == lost and item in gone)
 
 
 def _skip_sync(program: Program, pick: Callable[[int], int]) -> Program | None:

@@ -263,6 +263,6 @@ class _Classes:
         return " ".join(
             str(int(starts[position]))
             for position, item in enumerate(self._program.instructions[rank])
-            if isinstance(item, Compute | Collective)
-            or (isinstance(item, Sync) and item.op is Op.SYNC_WAIT)
+            if isinstance(item, Compute | Collective | Sync)
+            and item.op not in (Op.SYNC_START, Op.REDUCE_START)
         )
