@@ -319,7 +319,8 @@ class TinySimulator:
                     reduction = self.program.reductions[item.index]
                     traffic = self.costs.reduce_traffic(reduction)
                     if not self.there["carried", item]:
-                        carry = self._carry(item, item, self.costs.reduce, traffic)
+                        lane = "reductions", reduction.ranks
+                        carry = self._carry(lane, item, self.costs.reduce, traffic)
                         self._schedule(self.now, carry)
                     self.there["carried", item].append(self.now)
                     yield "until", item

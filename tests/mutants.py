@@ -30,7 +30,7 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from tests.plants import Row, drop, put, with_rows, without
+from tests.plants import Row, drop, not_started, put, with_rows, without
 from tests.solving import module_profile, profile
 
 T = TypeVar("T")
@@ -72,11 +72,6 @@ def mutator(
         return function
 
     return enter
-
-
-def not_started(program: Program) -> Program:
-    """The program with all sums made in REDUCE."""
-    return without(program, lambda _, x: x.op is Op.REDUCE_START)
 
 
 def check_faults(program: Program, workload: Workload) -> list[str]:

@@ -43,6 +43,11 @@ def without(program: Program, matches: Callable[[int, Instruction], bool]) -> Pr
     return with_rows(program, rows)
 
 
+def not_started(program: Program) -> Program:
+    """The program with all sums made in REDUCE."""
+    return without(program, lambda _, x: x.op is Op.REDUCE_START)
+
+
 def is_gradient(item: Instruction) -> bool:
     return isinstance(item, Message) and item.op in (Op.SEND_B, Op.RECV_B)
 

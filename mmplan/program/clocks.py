@@ -263,8 +263,7 @@ class _Replay:
 
     def _end_collective(self, start: int, when: float) -> None:
         self._over_at[start] = self._free[self._dependencies.channel[start]] = when
-        group = self._dependencies.started_group[start]
-        if group >= 0:
+        for group in self._dependencies.started_groups[start]:
             self._try_group(group)
 
     def _meet(self, rank: int, group: int) -> None:

@@ -44,13 +44,14 @@ class Dependencies:
         messages: their keys, by first appearance.
         link: per message, an index of its (source, target) pair.
         group_size: number of ranks of a group.
-        gate: per group, the started collective that it also waits for, or -1.
-        reduction: per group, the reduction that it is, or -1; -1 too where it only waits for one.
+        gate: per group, the started collective that it also waits for, or -1: its own, or the last
+            one of its ranks before it on their communicator.
+        reduction: per group, its reduction, or -1; -1 too where that has started before.
         started: the start of each collective that runs beside what its ranks do: of a sync or of a
             reduction.
         channel: per started, an index of its communicator, which carries one at a time.
         started_size: number of ranks that start it.
-        started_group: per started, the group of its waits, or -1.
+        started_groups: per started, the groups that wait for it.
     """
 
     kind: list[list[int]] = field(default_factory=list[list[int]])
@@ -67,7 +68,7 @@ class Dependencies:
     started: list[Sync | Collective] = field(default_factory=list[Sync | Collective])
     channel: list[int] = field(default_factory=list[int])
     started_size: list[int] = field(default_factory=list[int])
-    started_group: list[int] = field(default_factory=list[int])
+    started_groups: list[set[int]] = field(default_factory=list[set[int]])
 
 
 def find_dependencies(program: Program) -> Dependencies:
@@ -87,8 +88,11 @@ class _Builder:
         self._group_ids: dict[tuple[object, ...], int] = {}
         self._started_ids: dict[Sync | Collective, int] = {}
         self._channel_ids: dict[_Channel, int] = {}
+        # Of the row that is added, by ranks.
+        self._last_start: dict[Ranks, int] = {}
 
     def add_row(self, rank: int, row: tuple[Instruction, ...]) -> None:
+        self._last_start.clear()
         replicas = {s.index: (s, s.place(rank)[0]) for s in self._program.stages_of(rank)}
         posted: defaultdict[tuple[int, bool, int], list[int]] = defaultdict(list)
         kinds: list[int] = []
@@ -137,13 +141,15 @@ class _Builder:
         owner = self._program.losses if item.op is Op.COUNT else self._program.reductions
         ranks = owner[item.index].ranks
         if item.op is Op.REDUCE_START:
-            return START_INSIDE, self._started(item, (ranks, 0))
+            self._last_start[ranks] = self._started(item, (ranks, 0))
+            return START_INSIDE, self._last_start[ranks]
         group = self._group((item.op, item.index), len(ranks))
         if item.op is Op.REDUCE:
-            start = self._started_ids.get(Collective(Op.REDUCE_START, item.index))
-            if start is None:
+            own = self._started_ids.get(Collective(Op.REDUCE_START, item.index))
+            start = self._last_start.get(ranks) if own is None else own
+            if own is None:
                 self.dependencies.reduction[group] = item.index
-            else:
+            if start is not None:
                 self._wait(group, start)
         return GROUP, group
 
@@ -164,12 +170,12 @@ class _Builder:
             self.dependencies.started.append(start)
             self.dependencies.channel.append(channel)
             self.dependencies.started_size.append(len(on[0]))
-            self.dependencies.started_group.append(-1)
+            self.dependencies.started_groups.append(set())
         return known
 
     def _wait(self, group: int, start: int) -> None:
         self.dependencies.gate[group] = start
-        self.dependencies.started_group[start] = group
+        self.dependencies.started_groups[start].add(group)
 
     def _group(self, key: tuple[object, ...], size: int) -> int:
         known = self._group_ids.get(key)
