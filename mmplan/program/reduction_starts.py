@@ -49,7 +49,7 @@ def completing_op(stage: Stage) -> Op:
     return Op.WEIGHT if stage.split else Op.BACKWARD
 
 
-def with_starts(graph: Graph, rows: Sequence[_Row]) -> list[tuple[Instruction, ...]]:
+def with_starts(graph: Graph | Program, rows: Sequence[_Row]) -> list[tuple[Instruction, ...]]:
     """The rows with a start of every reduction that can begin inside a backward."""
     starts = _places(graph, rows)
     left_out = _contradicted(graph, rows, starts)
@@ -63,7 +63,7 @@ def with_starts(graph: Graph, rows: Sequence[_Row]) -> list[tuple[Instruction, .
     return result
 
 
-def _places(graph: Graph, rows: Sequence[_Row]) -> list[_Starts]:
+def _places(graph: Graph | Program, rows: Sequence[_Row]) -> list[_Starts]:
     """Where reductions would start on each rank: before the last such compute of their stage."""
     # Of each rank, the reductions of each stage.
     own: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in rows]
@@ -89,7 +89,9 @@ def _places(graph: Graph, rows: Sequence[_Row]) -> list[_Starts]:
     return found
 
 
-def _contradicted(graph: Graph, rows: Sequence[_Row], starts: Sequence[_Starts]) -> set[int]:
+def _contradicted(
+    graph: Graph | Program, rows: Sequence[_Row], starts: Sequence[_Starts]
+) -> set[int]:
     """The reductions whose start is in no order of collectives that all ranks agree on.
 
     Rows are walked from their ends, and an operation is passed when it is the last one left on all
@@ -125,7 +127,7 @@ def _contradicted(graph: Graph, rows: Sequence[_Row], starts: Sequence[_Starts])
 
 
 def _from_the_end(
-    graph: Graph, rank: int, row: _Row, starts: _Starts
+    graph: Graph | Program, rank: int, row: _Row, starts: _Starts
 ) -> Iterator[tuple[_Operation, int]]:
     """The collective operations of a row, last ones first, with the number of their ranks.
 
