@@ -41,7 +41,7 @@ def test_a_start_stands_before_the_last_backward_of_its_stage_on_all_ranks() -> 
 
 def test_the_last_weight_gradients_complete_a_split_backward() -> None:
     plan = make_plan(
-        unit("v", pp=2, dp=2, k=4, backward="split"), losses=[loss("c", "v", sync_batch=8)], batch=8
+        unit("v", pp=2, dp=2, k=4, split=True), losses=[loss("c", "v", sync_batch=8)], batch=8
     )
     program = compile_plan(plan)
     first = program.instructions[program.stages[1].ranks[0][0]]
