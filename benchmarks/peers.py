@@ -4,8 +4,8 @@ Every system gets the same initial weights, samples, loss and optimizer from one
 file, and lives in the same processes as the others, so that steps of all of them can be
 timed in turns:
 
-- a plan, run by ``mmlaunch.Session``, and the first one also with sums of gradients behind the
-  last backward instead of inside of it;
+- a plan, run by ``mmlaunch.Session``, and the colocated one also with sums of gradients behind
+  the last backward instead of inside of it;
 - ``ddp``: every process holds all modules and takes its share of the batch; features are
   gathered with their gradient and each process computes the loss of its own rows against
   all (open_clip's ``local_loss`` with ``gather_with_grad``);
@@ -304,7 +304,7 @@ def race(ctx: WorkerContext, job: Race) -> RaceResult:
     systems: dict[str, System] = {}
     for name, plan in job.plans.items():
         systems[name] = PlannedSystem(plan, job.workload)
-        if plan is next(iter(job.plans.values())):
+        if name == "colocated":
             systems[f"{name}, sums last"] = LateSums(plan, job.workload)
     for name in PEERS:
         systems[name] = DataParallel(name, job.workload, ctx.device.device)

@@ -19,7 +19,7 @@ from mmplan.program.shards import Ranks
 # Ranks, and a number for groups of the same ranks that are kept apart.
 CommGroup = tuple[Ranks, int]
 # An operation's communicator and number in its queue; the end of one that has two parts.
-_Place = tuple[CommGroup, int, bool]
+_QueuePlace = tuple[CommGroup, int, bool]
 
 
 def communicators(program: Program) -> list[CommGroup]:
@@ -62,12 +62,12 @@ def queue_faults(program: Program) -> Iterator[str]:
     other for ever: on a GPU, an operation holds its place until all ranks have begun it.
     """
     queues: dict[CommGroup, tuple[int, list[Instruction]]] = {}
-    orders: list[tuple[int, list[_Place]]] = []
+    orders: list[tuple[int, list[_QueuePlace]]] = []
     around_starts = _computes_around_starts(program)
     for rank, row in enumerate(program.instructions):
         own: defaultdict[CommGroup, list[Instruction]] = defaultdict(list)
-        order: list[_Place] = []
-        starts: list[_Place] = []
+        order: list[_QueuePlace] = []
+        starts: list[_QueuePlace] = []
         for item in row:
             group = communicator_of(program, rank, item)
             if group is None or len(group[0]) == 1:
@@ -124,11 +124,11 @@ def _named(items: Sequence[Instruction], place: int) -> str:
 
 
 def _circle_faults(
-    orders: Sequence[tuple[int, Sequence[_Place]]],
+    orders: Sequence[tuple[int, Sequence[_QueuePlace]]],
     queues: dict[CommGroup, tuple[int, list[Instruction]]],
 ) -> Iterator[str]:
     """Operations that come before each other in the orders of different ranks."""
-    after: defaultdict[_Place, set[_Place]] = defaultdict(set)
+    after: defaultdict[_QueuePlace, set[_QueuePlace]] = defaultdict(set)
     for _, order in orders:
         for one, other in pairwise(order):
             after[one].add(other)

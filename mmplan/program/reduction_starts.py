@@ -17,11 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Sync
 from mmplan.program.model import BlockReduction, Graph, Program, Reduction, Stage
 
-_Row = Sequence[Instruction]
+_InstructionRow = Sequence[Instruction]
 # Position in a rank's row to the reductions that start there, in order.
-_Starts = Mapping[int, Sequence[int]]
+_StartsOfRow = Mapping[int, Sequence[int]]
 # A reduction that starts, or another collective.
-_Operation = int | Sync | Collective | tuple[Compute, int, str]
+_Meeting = int | Sync | Collective | tuple[Compute, int, str]
 
 
 def starting_stage(graph: Graph | Program, reduction: Reduction) -> Stage | None:
@@ -49,7 +49,9 @@ def completing_op(stage: Stage) -> Op:
     return Op.WEIGHT if stage.split else Op.BACKWARD
 
 
-def with_starts(graph: Graph | Program, rows: Sequence[_Row]) -> list[tuple[Instruction, ...]]:
+def with_starts(
+    graph: Graph | Program, rows: Sequence[_InstructionRow]
+) -> list[tuple[Instruction, ...]]:
     """The rows with a start of every reduction that can begin inside a backward."""
     starts = _places(graph, rows)
     left_out = _contradicted(graph, rows, starts)
@@ -63,7 +65,7 @@ def with_starts(graph: Graph | Program, rows: Sequence[_Row]) -> list[tuple[Inst
     return result
 
 
-def _places(graph: Graph | Program, rows: Sequence[_Row]) -> list[_Starts]:
+def _places(graph: Graph | Program, rows: Sequence[_InstructionRow]) -> list[_StartsOfRow]:
     """Where reductions would start on each rank: before the last such compute of their stage."""
     # Of each rank, the reductions of each stage.
     own: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in rows]
@@ -72,7 +74,7 @@ def _places(graph: Graph | Program, rows: Sequence[_Row]) -> list[_Starts]:
         if stage is not None:
             for rank in reduction.ranks:
                 own[rank][stage.index].append(reduction.index)
-    found: list[_Starts] = []
+    found: list[_StartsOfRow] = []
     for row, stages in zip(rows, own, strict=True):
         starts: dict[int, list[int]] = {}
         left = dict(stages)
@@ -90,7 +92,7 @@ def _places(graph: Graph | Program, rows: Sequence[_Row]) -> list[_Starts]:
 
 
 def _contradicted(
-    graph: Graph | Program, rows: Sequence[_Row], starts: Sequence[_Starts]
+    graph: Graph | Program, rows: Sequence[_InstructionRow], starts: Sequence[_StartsOfRow]
 ) -> set[int]:
     """The reductions whose start is in no order of collectives that all ranks agree on.
 
@@ -104,7 +106,7 @@ def _contradicted(
         for rank, (row, own) in enumerate(zip(rows, starts, strict=True))
     ]
     left_out: set[int] = set()
-    arrived: defaultdict[_Operation, list[int]] = defaultdict(list)
+    arrived: defaultdict[_Meeting, list[int]] = defaultdict(list)
     ready = list(range(len(rows)))
     while to_come:
         while ready:
@@ -127,8 +129,8 @@ def _contradicted(
 
 
 def _from_the_end(
-    graph: Graph | Program, rank: int, row: _Row, starts: _Starts
-) -> Iterator[tuple[_Operation, int]]:
+    graph: Graph | Program, rank: int, row: _InstructionRow, starts: _StartsOfRow
+) -> Iterator[tuple[_Meeting, int]]:
     """The collective operations of a row, last ones first, with the number of their ranks.
 
     A start is its reduction. It lies between the sums of a tensor-parallel compute, at the same
