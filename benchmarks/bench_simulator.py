@@ -6,7 +6,8 @@
 MLLMs of examples/papers on nodes of 8 A800 from analytic profiles, plans by `convex`. Each plan's
 whole program is compiled and simulated, every rank and instruction of it, with transfers that
 share the nodes' network interfaces and without; then as the planner does it, one of all parts
-that do the same. Both must give the same step.
+that do the same. Both must give the same step. Last, the step is simulated with all sums of
+gradients behind the last backward, as it would be without starts inside of it.
 
 Times are CPU seconds of this process, the least of the repeats.
 """
@@ -19,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from unittest.mock import patch
 
 from bench_quality import profiled, workload_path
 from page import conditions, table, write_section
@@ -29,7 +32,7 @@ from page import conditions, table, write_section
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.planning import planner
 from mmplan.processes import rare_collections
-from mmplan.program.clocks import replay
+from mmplan.program.clocks import SLOWDOWN, replay
 from mmplan.program.compile import compile_plan
 from mmplan.program.dependencies import find_dependencies
 from mmplan.schema.cluster import load_cluster
@@ -60,6 +63,9 @@ class Entry:
     step_s: float
     step_alone_s: float
     merged_step_s: float
+    late_step_s: float
+    exposed: float
+    late_exposed: float
 
 
 def main() -> int:
@@ -126,6 +132,10 @@ def _entry(model: str, folder: Path, options: argparse.Namespace) -> Entry:
     alone_s, alone = least(lambda: replay(dependencies, apart))
     merged_s, (merged, _) = least(lambda: simulated(plan, costs))
     shared = durations.shared
+    with _without_starts():
+        late, _ = simulated(plan, costs)
+    with patch.object(ProgramCosts, "reduced_bytes", lambda *_: 0.0):
+        others = simulated(plan, costs)[0].communication_fraction
     return Entry(
         model=model,
         ranks=step.devices_used,
@@ -140,7 +150,15 @@ def _entry(model: str, folder: Path, options: argparse.Namespace) -> Entry:
         step_s=step.iteration_s,
         step_alone_s=max(row[-1] for row in alone.end if row),
         merged_step_s=merged.iteration_s,
+        late_step_s=late.iteration_s,
+        exposed=merged.communication_fraction - others,
+        late_exposed=late.communication_fraction - others,
     )
+
+
+def _without_starts() -> AbstractContextManager[object]:
+    """Inside, sums of gradients begin in REDUCE."""
+    return patch("mmplan.program.compile.with_starts", lambda _, rows: rows)
 
 
 def _timed(call: Callable[[], Result]) -> tuple[float, Result]:
@@ -169,6 +187,11 @@ def _table(entries: list[Entry]) -> str:
         ("step, links shared, s", lambda e: f"{e.step_s:.4f}"),
         ("step, simulated ranks for all, s", lambda e: f"{e.merged_step_s:.4f}"),
         ("step, links not shared, s", lambda e: f"{e.step_alone_s:.4f}"),
+        ("step, sums behind the last backward, s", lambda e: f"{e.late_step_s:.4f}"),
+        ("step / that", lambda e: f"{e.step_s / e.late_step_s:.4f}"),
+        ("sums of gradients exposed, %", lambda e: f"{100 * e.exposed:.2f}"),
+        ("the same behind the last backward, %", lambda e: f"{100 * e.late_exposed:.2f}"),
+        ("exposed / that", lambda e: f"{e.exposed / e.late_exposed:.2f}"),
     ]
     return table(header, [(name, *(text(entry) for entry in entries)) for name, text in rows])
 
@@ -190,7 +213,9 @@ def _verdict(entries: list[Entry]) -> str:
     changes = f"by {off:.0e} at most, relatively: rounding" if off else "not by a digit"
     return (
         "CPU seconds of one process. Merging alike parts and tensor-parallel groups changes the "
-        f"step {changes}. Sharing the nodes' links makes it longer: {longer}."
+        f"step {changes}. Sharing the nodes' links makes it longer: {longer}. Exposed is the share "
+        f"of the ranks' time in which only a sum of gradients keeps them; computes beside a sum "
+        f"are {SLOWDOWN} times as long."
     )
 
 

@@ -35,7 +35,8 @@ WORKLOADS = {
     "uneven": "an image tower four times the text tower",
     "frozen": "a frozen image tower (forward only) beside half its blocks that train",
 }
-SOLVERS = ("auto", "distmm")
+# Replicas of the colocated plan sum gradients, whatever the others choose.
+SOLVERS = ("auto", "distmm", "colocated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

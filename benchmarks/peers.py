@@ -4,7 +4,8 @@ Every system gets the same initial weights, samples, loss and optimizer from one
 file, and lives in the same processes as the others, so that steps of all of them can be
 timed in turns:
 
-- a plan, run by ``mmlaunch.Session``;
+- a plan, run by ``mmlaunch.Session``, and the colocated one also with sums of gradients behind
+  the last backward instead of inside of it;
 - ``ddp``: every process holds all modules and takes its share of the batch; features are
   gathered with their gradient and each process computes the loss of its own rows against
   all (open_clip's ``local_loss`` with ``gather_with_grad``);
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -70,6 +72,14 @@ class PlannedSystem:
 
     def close(self) -> None:
         self._session.close()
+
+
+class LateSums(PlannedSystem):
+    """The same, with sums of gradients behind the last backward."""
+
+    def __init__(self, plan: str, workload: str) -> None:
+        with patch("mmplan.program.compile.with_starts", lambda _, rows: rows):
+            super().__init__(plan, workload)
 
 
 class Towers(nn.Module):
@@ -294,6 +304,8 @@ def race(ctx: WorkerContext, job: Race) -> RaceResult:
     systems: dict[str, System] = {}
     for name, plan in job.plans.items():
         systems[name] = PlannedSystem(plan, job.workload)
+        if name == "colocated":
+            systems[f"{name}, sums last"] = LateSums(plan, job.workload)
     for name in PEERS:
         systems[name] = DataParallel(name, job.workload, ctx.device.device)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmplan.costs.program_costs import ProgramCosts
+from mmplan.program.clocks import SLOWDOWN
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import Edge, Loss, Program, Reduction, Stage
@@ -23,6 +24,7 @@ class FixedCosts(ProgramCosts):
     Attributes:
         input_share: what part of a split backward is I.
         per_node: ranks of a node; 0 where all are on one.
+        reduce_shares: of the last backward, after which the parts of a reduction can begin.
         latency: of a message between two nodes, before its ``message`` seconds.
     """
 
@@ -37,6 +39,7 @@ class FixedCosts(ProgramCosts):
     gather: float = 0.0
     loss: float = 0.0
     reduce: float = 0.0
+    reduce_shares: tuple[float, ...] = (1.0,)
     activation: float = 1.0
     static: float = 0.0
     one_communicator_bytes: float = 0.0
@@ -70,8 +73,8 @@ class FixedCosts(ProgramCosts):
     def gather_traffic(self, loss: Loss) -> Traffic | None:
         return self._between_nodes(loss.ranks, self.gather)
 
-    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        return self._between_nodes(reduction.ranks, self.reduce)
+    def reduce_traffic(self, reduction: Reduction, parts: int = 1) -> Traffic | None:
+        return self._between_nodes(reduction.ranks, self.reduce / parts)
 
     def gather_s(self, loss: Loss) -> float:
         return self.gather
@@ -81,6 +84,10 @@ class FixedCosts(ProgramCosts):
 
     def reduce_s(self, reduction: Reduction) -> float:
         return self.reduce
+
+    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
+        n = len(self.reduce_shares)
+        return [(share, self.reduce / n) for share in self.reduce_shares]
 
     def activation_bytes(self, stage: Stage, samples: float) -> float:
         return self.activation if stage.has_backward else 0.0
@@ -220,8 +227,39 @@ class TinySimulator:
         yield "at", self.now + seconds - traffic.seconds
         self.flows.append(Flow(traffic, traffic.seconds, key))
 
+    def _work(
+        self, seconds: float, armed: Sequence[Reduction], slow_until: float
+    ) -> Generator[Any, None, float]:
+        """A compute, piece by piece: slower for as long as this rank's reductions take alone."""
+        parts = [
+            (share * seconds, ("part", reduction.index, k), each, reduction)
+            for reduction in armed
+            for k, (share, each) in enumerate(self.costs.reduce_parts(reduction, None))
+        ]
+        done = 0.0
+        while parts or done < seconds:
+            while parts and parts[0][0] <= done:
+                _, key, each, reduction = parts.pop(0)
+                slow_until = max(slow_until, self.now) + each
+                self._meet(key, len(reduction.ranks))
+                if key in self.known:
+                    traffic = self.costs.reduce_traffic(reduction, len(self.costs.reduce_shares))
+                    lane = "reductions", reduction.ranks
+                    self._schedule(self.now, self._carry(lane, ("carried", *key), each, traffic))
+            goal = parts[0][0] if parts else seconds
+            slower = SLOWDOWN if self.now < slow_until else 1.0
+            step = (goal - done) * slower
+            if self.now < slow_until < self.now + step:
+                step, done = slow_until - self.now, done + (slow_until - self.now) / slower
+            else:
+                done = goal
+            yield "at", self.now + step
+        return slow_until
+
     def _rank(self, rank: int) -> Generator[Any, None, None]:
         inputs: defaultdict[Any, list[Any]] = defaultdict(list)
+        armed: list[Reduction] = []
+        slow_until = 0.0
         for item in self.program.instructions[rank]:
             if isinstance(item, Message):
                 kind = item.op.value[-1]
@@ -249,7 +287,9 @@ class TinySimulator:
                     self._meet(gang, stage.tp)
                     yield "until", gang
                 a, b = stage.microbatches[d][item.mb]
-                yield "at", self.now + self.costs.compute_s(stage, item.op, b - a)
+                seconds = self.costs.compute_s(stage, item.op, b - a)
+                slow_until = yield from self._work(seconds, armed, slow_until)
+                armed = []
             elif isinstance(item, Sync):
                 own = self.program.losses[item.loss]
                 size = len(own.ranks)
@@ -266,17 +306,23 @@ class TinySimulator:
                     self._meet(("wait", item.loss, item.batch), size)
                     yield "until", ("wait", item.loss, item.batch)
                     yield "at", self.now + self.costs.loss
+            elif isinstance(item, Collective) and item.op is Op.REDUCE_START:
+                armed.append(self.program.reductions[item.index])
             elif isinstance(item, Collective):
                 reduces = item.op is Op.REDUCE
                 owner = self.program.reductions if reduces else self.program.losses
                 met = ("met", item)
                 self._meet(met, len(owner[item.index].ranks))
                 yield "until", met
-                if reduces:
+                last = "part", item.index, len(self.costs.reduce_shares) - 1
+                if reduces and self.there[last]:
+                    yield "until", ("carried", *last)
+                elif reduces:
                     reduction = self.program.reductions[item.index]
                     traffic = self.costs.reduce_traffic(reduction)
                     if not self.there["carried", item]:
-                        carry = self._carry(item, item, self.costs.reduce, traffic)
+                        lane = "reductions", reduction.ranks
+                        carry = self._carry(lane, item, self.costs.reduce, traffic)
                         self._schedule(self.now, carry)
                     self.there["carried", item].append(self.now)
                     yield "until", item

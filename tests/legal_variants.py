@@ -435,6 +435,13 @@ def reductions_in_turned_order_on_all_ranks(program: Program, rng: random.Random
     return rows_of(program, turned)
 
 
+@mutator("variants", starts=True)
+def one_reduction_without_its_starts(program: Program, rng: random.Random) -> Program | None:
+    """Summed where it is waited for, on all ranks."""
+    spot = one_of(rng, spots(program, Op.REDUCE_START))
+    return without(program, lambda _, x: x == spot[2]) if spot else None
+
+
 # --- reductions --------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
-from tests.plants import Row, drop, put, with_rows, without
+from tests.plants import Row, drop, not_started, put, with_rows, without
 from tests.solving import module_profile, profile
 
 T = TypeVar("T")
@@ -51,13 +51,24 @@ class Kind:
 KINDS: dict[str, Kind] = {}
 
 
-def mutator(level: Level, name: str | None = None) -> Callable[[Mutator], Mutator]:
-    """Enter a function as a kind of mutant, under its own name if not another one."""
+def mutator(
+    level: Level, name: str | None = None, *, starts: bool | None = None
+) -> Callable[[Mutator], Mutator]:
+    """Enter a function as a kind of mutant, under its own name if not another one.
+
+    Variants and mutants of groups change what a start must agree with: unless ``starts``, they are
+    of programs without.
+    """
+    keeps = level not in ("groups", "variants") if starts is None else starts
 
     def enter(function: Mutator) -> Mutator:
         called = name or function.__name__.replace("_", " ").strip()
         assert called not in KINDS, called
-        KINDS[called] = Kind(level, called, function)
+
+        def mutate(source: Any, rng: random.Random) -> Any:
+            return function(source if keeps else not_started(source), rng)
+
+        KINDS[called] = Kind(level, called, mutate)
         return function
 
     return enter
@@ -925,6 +936,52 @@ def reduce_of_another_index_on_one_rank(program: Program, rng: random.Random) ->
         return None
     index = one_of(rng, [r.index for r in program.reductions if r.index != spot[2].index])
     return None if index is None else put(program, spot[0], spot[1], Collective(Op.REDUCE, index))
+
+
+@mutator("rows")
+def reduce_start_before_an_earlier_backward_on_all_ranks(
+    program: Program, rng: random.Random
+) -> Program | None:
+    """The gradients of the last micro-batch are left out."""
+    spot = one_of(rng, spots(program, Op.REDUCE_START))
+    if spot is None:
+        return None
+
+    def early(_: int, row: Row) -> Row:
+        if spot[2] not in row:
+            return row
+        place = row.index(spot[2])
+        inside = next(x for x in row[place:] if isinstance(x, Compute))
+        rest = [x for x in row if x != spot[2]]
+        same = [
+            p
+            for p, x in enumerate(rest)
+            if isinstance(x, Compute) and (x.op, x.stage) == (inside.op, inside.stage)
+        ]
+        rest.insert(same[-2] if len(same) > 1 else place, spot[2])
+        return tuple(rest)
+
+    return rows_of(program, early)
+
+
+@mutator("rows")
+def two_reduce_starts_swapped_on_one_rank(program: Program, rng: random.Random) -> Program | None:
+    found = spots(program, Op.REDUCE_START)
+    pairs = [(r, p, q) for r, p, _ in found for s, q, _ in found if r == s and p < q]
+    spot = one_of(rng, pairs)
+    return swapped(program, *spot) if spot else None
+
+
+@mutator("rows")
+def reduce_start_of_another_index_on_one_rank(
+    program: Program, rng: random.Random
+) -> Program | None:
+    spot = one_of(rng, spots(program, Op.REDUCE_START))
+    if spot is None:
+        return None
+    index = one_of(rng, [r.index for r in program.reductions if r.index != spot[2].index])
+    item = None if index is None else Collective(Op.REDUCE_START, index)
+    return None if item is None else put(program, spot[0], spot[1], item)
 
 
 @mutator("rows")

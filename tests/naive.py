@@ -32,6 +32,11 @@ class NaiveRun:
         self.backward: dict[Any, Gradient] = {}
         self.features: defaultdict[Any, Counter[Any]] = defaultdict(Counter)
         self.started: defaultdict[Any, set[int]] = defaultdict(set)
+        # Of each rank, the reductions that start inside its next compute; all that started.
+        self.starting: defaultdict[int, list[int]] = defaultdict(list)
+        self.has_started: set[tuple[int, int]] = set()
+        # (reduction, (rank, owner, block)) to the gradient that a rank brings to it
+        self.summed: defaultdict[Any, Counter[Any]] = defaultdict(Counter)
         # (rank, owner, block) to (stage, loss, sample) to times
         self.parameters: defaultdict[Any, Counter[Any]] = defaultdict(Counter)
 
@@ -61,8 +66,12 @@ class NaiveRun:
                 return False
             run = {Op.FORWARD: self._forward, Op.WEIGHT: self._weights}
             run.get(item.op, self._backward)(rank, item, keys)
+            self._begin_sums(rank)
         elif isinstance(item, Sync) and item.op is Op.SYNC_START:
             self._start(rank, item)
+        elif isinstance(item, Collective) and item.op is Op.REDUCE_START:
+            self.starting[rank].append(item.index)
+            self.has_started.add((rank, item.index))
         elif isinstance(item, Sync | Collective):
             return self._gang(item)
         self.at[rank] += 1
@@ -196,12 +205,26 @@ class NaiveRun:
             for stage, mb, samples in self._parts(rank, item):
                 self.output[rank, stage.index, mb].update((item.loss, x) for x in samples)
 
+    def _begin_sums(self, rank: int) -> None:
+        """After a compute, the gradients of the reductions that started in it are as they are."""
+        for index in self.starting.pop(rank, ()):
+            self._take(rank, index)
+
+    def _take(self, rank: int, index: int) -> None:
+        reduction = self.program.reductions[index]
+        for block in range(*reduction.blocks) if isinstance(reduction, BlockReduction) else ():
+            key = rank, reduction.owner, block
+            self.summed[index, key] = Counter(self.parameters[key])
+
     def _reduce(self, item: Collective) -> None:
         reduction = self.program.reductions[item.index]
+        for rank in reduction.ranks:
+            if (rank, item.index) not in self.has_started:
+                self._take(rank, item.index)
         for block in range(*reduction.blocks) if isinstance(reduction, BlockReduction) else ():
             total: Counter[Any] = Counter()
             for rank in reduction.ranks:
-                total.update(self.parameters[rank, reduction.owner, block])
+                total.update(self.summed[item.index, (rank, reduction.owner, block)])
             for rank in reduction.ranks:
                 self.parameters[rank, reduction.owner, block] = Counter(total)
 

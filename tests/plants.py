@@ -43,6 +43,11 @@ def without(program: Program, matches: Callable[[int, Instruction], bool]) -> Pr
     return with_rows(program, rows)
 
 
+def not_started(program: Program) -> Program:
+    """The program with all sums made in REDUCE."""
+    return without(program, lambda _, x: x.op is Op.REDUCE_START)
+
+
 def is_gradient(item: Instruction) -> bool:
     return isinstance(item, Message) and item.op in (Op.SEND_B, Op.RECV_B)
 
@@ -143,8 +148,8 @@ def _shrink_reduction(program: Program, pick: Callable[[int], int]) -> Program |
     reductions = list(program.reductions)
     reductions[reduction.index] = replace(reduction, ranks=ranks)
     program = replace(program, reductions=tuple(reductions))
-    gone = Collective(Op.REDUCE, reduction.index)
-    return without(program, lambda rank, item: rank == lost and item == gone)
+    gone = [Collective(op, reduction.index) for op in (Op.REDUCE_START, Op.REDUCE)]
+    return without(program, lambda rank, item: rank == lost and item in gone)
 
 
 def _skip_sync(program: Program, pick: Callable[[int], int]) -> Program | None:

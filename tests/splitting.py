@@ -32,6 +32,9 @@ def _split_row(row: Row, split: set[int], pick: random.Random | None) -> Row:
     items: list[Instruction] = []
     late: list[Compute] = []
     for item in row:
+        # A start belongs before the last W.
+        if item.op is Op.REDUCE_START:
+            continue
         if isinstance(item, Step) or (isinstance(item, Collective) and item.op is Op.REDUCE):
             items += late
             late = []

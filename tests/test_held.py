@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from mmlaunch.measure.memory import kept_bytes, transient_bytes
+from mmplan.costs.program_costs import ProgramCosts
 from mmplan.planning.planner import solve
 from mmplan.profiling.measure import measure_profile
 from mmplan.program.instructions import Compute, Op
@@ -26,6 +27,7 @@ from mmplan.schema.workload import load_workload
 from mmplan.simulation.peak_memory import ExpectedMemory, MemoryUse
 from mmplan.simulation.predict import costs_of, plan_costs
 from mmplan.simulation.step import simulate
+from tests.plants import not_started
 from tests.programs import loss, make_plan, plans, unit
 from tests.solving import module_profile, profile
 
@@ -116,11 +118,26 @@ def test_a_sum_copies_gradients_and_of_zero_leaves_a_slice(
     costs = given_profile(40, 4, known=True)
     device = costs.cluster.device.model_copy(update={"name": "cpu"})
     cluster = costs.cluster.model_copy(update={"device": device})
-    held = held_bytes(plan, costs.model_copy(update={"cluster": cluster}))
+    profiled = costs.model_copy(update={"cluster": cluster})
+    held = held_bytes(plan, profiled)
     row = held.costs.program.instructions[0]
     # The first one is of the loss's parameters, which are none.
     empty, full = (m for m in held.by_instruction(0) if row[m.position].op is Op.REDUCE)
-    assert empty.during.total == empty.after_bytes == fixed + 160
+    own = left if zero else 0
+    assert empty.during.total == empty.after_bytes == fixed + 160 + own
+    assert full.during.total == fixed + 160 + own
+    assert full.after_bytes == fixed + left
+    # The sum begins in the backward, and the gradients have been let go of when that ends.
+    assert in_computes(held, 0)["0B0"][1] == fixed + 160 + own
+    assert in_computes(held, 0)["0B0"][0] >= fixed + 160 + copied
+    late = ExpectedMemory(
+        ProgramCosts(
+            not_started(held.costs.program),
+            held.costs.costs,
+            plan.model_copy(update={"cluster": cluster}),
+        )
+    )
+    full = next(m for m in late.by_instruction(0) if m.position == len(row) - 3)
     assert full.during.total == fixed + 160 + copied
     assert full.after_bytes == fixed + left
 

@@ -129,7 +129,7 @@ def replayed(program: Program, recurrence: Recurrence, time_N: Floats) -> float:
     nothing = Durations(
         instruction=rows,
         message=[0.0] * len(dependencies.messages),
-        gather=[0.0] * len(dependencies.syncs),
+        started=[[(1.0, 0.0)]] * len(dependencies.started),
     )
     return max(max(row) for row in replay(dependencies, nothing).end if row)
 

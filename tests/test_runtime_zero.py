@@ -104,14 +104,16 @@ def test_each_rank_holds_its_share_of_the_state() -> None:
             held.append(sum(sizes))
 
     train_planned(case.plan(), _workload(case), 1, after=count)
-    total = sum(
+    sizes = [
         p.numel()
         for name, p in _parameters(case).items()
         if name.startswith("v.") and p.requires_grad
-    )
+    ]
+    total = sum(sizes)
     assert len(held) == 3
     assert sum(held) == total
-    assert max(held) == -(-total // 3)
+    # Each bucket is cut apart, so a share may be larger by an element of each.
+    assert max(held) <= total // 3 + len(sizes)
 
 
 def _parameters(case: Case) -> dict[str, Any]:

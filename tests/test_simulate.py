@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
+from mmplan.program.clocks import SLOWDOWN
 from mmplan.program.compile import compile_plan
 from mmplan.program.model import Program
 from mmplan.program.text import format_program
@@ -24,6 +25,7 @@ from mmplan.program.trace import trace_events, write_trace
 from mmplan.schema.plan import Plan
 from mmplan.simulation.step import Simulation, prediction, simulate
 from tests.clocks import FixedCosts, TinySimulator, tower
+from tests.plants import not_started
 from tests.programs import loss, make_plan, plans, unit
 from tests.solving import module_profile, profile
 
@@ -60,6 +62,21 @@ def test_a_reduction_starts_with_its_last_rank_and_counts_as_communication() -> 
     assert result.idle_s == (2 + 4, 0)
     assert result.communication_fraction == pytest.approx(2 / 20)
     assert result.bubble_fraction == pytest.approx(6 / 20)
+
+
+def test_a_reduction_is_carried_beside_the_backward_that_it_starts_in_and_slows_it() -> None:
+    plan = make_plan(unit("v", dp=2), losses=[loss("l", "v")], batch=2)
+    # The loss's own parameters take as long, behind the module's.
+    costs = FixedCosts(reduce=1.0, reduce_shares=(0.5, 1.0))
+    result = simulate(compile_plan(plan), costs)
+    # The first half of the sum takes 0.5 s beside the second half of the backward.
+    slow = 0.5 * (1 - 1 / SLOWDOWN)
+    assert result.busy_s == pytest.approx((3 + slow, 3 + slow))
+    assert result.communication_s == pytest.approx((0.5 + 1.0, 0.5 + 1.0))
+    assert result.iteration_s == pytest.approx(3 + slow + 0.5 + 1.0)
+    late = simulate(not_started(result.program), costs)
+    assert late.iteration_s == pytest.approx(3 + 1.0 + 1.0)
+    assert late.busy_s == (3, 3)
 
 
 def test_bytes_are_static_plus_micro_batches_in_flight_plus_communicators() -> None:
@@ -188,8 +205,8 @@ def test_an_all_reduce_is_a_ring_and_shards_on_one_node_share_its_interface() ->
     assert replicas_s(1) == pytest.approx(3 + ring_s)
     # Two shards of half the bytes at the same time.
     assert replicas_s(2) == pytest.approx(3 + ring_s)
-    # Each takes its latency first, at the same time; then a tree for the loss, without bytes.
-    assert replicas_s(2, latency_s=0.25) == pytest.approx(3 + 14 * 0.25 + ring_s + 6 * 0.25)
+    # Each takes its latency first, at the same time; so does a tree for the loss, without bytes.
+    assert replicas_s(2, latency_s=0.25) == pytest.approx(3 + 14 * 0.25 + ring_s)
 
 
 # --- against another simulator ----------------------------------------------------------
@@ -206,6 +223,7 @@ costs = st.builds(
     gather=times,
     loss=times,
     reduce=times,
+    reduce_shares=st.sampled_from([(1.0,), (0.25, 1.0), (0.5, 0.5, 0.75)]),
     per_sample=st.booleans(),
 )
 

@@ -184,18 +184,30 @@ class InProcessTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`; sums in rank order."""
-        tensor.copy_(self._sum(tensor, ranks))
+        self.start_all_reduce(tensor, ranks).wait()
 
-    def _sum(self, tensor: Tensor, ranks: Ranks) -> Tensor:
-        parts = self._exchange(ranks, tensor.clone())
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        total = self._start_sum(tensor, ranks)
+        return Deferred(lambda: tensor.copy_(total()))
+
+    def _start_sum(self, tensor: Tensor, ranks: Ranks) -> Callable[[], Tensor]:
+        group = ranks, 0
+        sequence = self._deposit(group, tensor.clone())
+
+        def total() -> Tensor:
+            first, *others = self._collect(group, sequence)
+            found = first.clone()
+            for part in others:
+                found += part
+            return found
+
         return total
 
-    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
-        """See :class:`mmlaunch.comm.transport.Transport`; sums in rank order."""
-        mine.copy_(self._sum(full, ranks).chunk(len(ranks))[ranks.index(self.rank)])
+    def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        total = self._start_sum(full, ranks)
+        return Deferred(lambda: mine.copy_(total().chunk(len(ranks))[ranks.index(self.rank)]))
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`."""

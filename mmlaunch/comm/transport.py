@@ -91,6 +91,10 @@ class Transport(Protocol):
         """Replace the tensor by its sum over the ranks."""
         ...
 
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
+        """The same, beside what comes next: the tensor is the sum after the wait."""
+        ...
+
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
     ) -> tuple[Work, list[Tensor]]:
@@ -116,11 +120,8 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
-        """Fill ``mine`` with this rank's slice of the sum of ``full`` over the ranks.
-
-        Both are flat, ``full`` as long as one slice for each rank, in the order of ``ranks``.
-        """
+    def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
+        """The same, beside what comes next; neither tensor may change before the wait."""
         ...
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
@@ -304,9 +305,14 @@ class DistTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
-        if len(ranks) > 1:
-            work = self._groups[ranks, 0].allreduce(tensor)
-            _Watched([work], self._heartbeat, ranks).wait()
+        self.start_all_reduce(tensor, ranks).wait()
+
+    def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
+        """See :class:`Transport`."""
+        if len(ranks) == 1:
+            return Done()
+        work = self._groups[ranks, 0].allreduce(tensor)
+        return _Watched([work], self._heartbeat, ranks)
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
@@ -337,13 +343,13 @@ class DistTransport:
             work.wait()
             return then()
 
-    def reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> None:
+    def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
         """See :class:`Transport`."""
         if len(ranks) == 1:
             mine.copy_(full)
-            return
+            return Done()
         work = self._groups[ranks, 0]._reduce_scatter_base(mine, full)
-        _Watched([work], self._heartbeat, ranks).wait()
+        return _Watched([work], self._heartbeat, ranks)
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""

@@ -85,7 +85,7 @@ class Executor:
         blocks: run the model's blocks.
         seeds: makes random numbers independent of the schedule.
         precision: the type in which blocks compute.
-        reductions: COUNT and REDUCE.
+        reductions: COUNT, REDUCE_START and REDUCE.
         prepare: moves a data field to the device and its training type.
         heartbeat: told of every instruction.
     """
@@ -197,9 +197,12 @@ class Executor:
         if instruction.op == Op.FORWARD:
             self._forward(stage, instruction.mb)
         elif instruction.op == Op.WEIGHT:
-            self._later.pop((stage.index, instruction.mb)).compute()
+            later = self._later.pop((stage.index, instruction.mb))
+            with self._reductions.starting_inside(later.parameters()):
+                later.compute()
         else:
-            self._backward(stage, instruction.mb)
+            with self._reductions.starting_inside():
+                self._backward(stage, instruction.mb)
 
     def _forward(self, stage: Stage, mb: int) -> None:
         key = stage.index, mb
@@ -352,6 +355,8 @@ class Executor:
     def _collective(self, instruction: Collective) -> None:
         if instruction.op == Op.REDUCE:
             self._reductions.reduce(instruction.index)
+        elif instruction.op == Op.REDUCE_START:
+            self._reductions.start(instruction.index)
         else:
             self._reductions.count(instruction.index, self._field_on_host)
 

@@ -1,4 +1,7 @@
-"""Slices of parameters whose gradients a set of ranks sums: all-reduced in place, or with ZeRO-1.
+"""Slices of parameters whose gradients a set of ranks sums at once: all-reduced, or with ZeRO-1.
+
+A sum begins when its gradients are complete, and is waited for later. Gradients that come in
+between are a mistake, not added anywhere.
 
 With ZeRO-1 the optimizer's state of a parameter is sharded over the ranks that hold copies of it.
 The parameters that a set of ranks sums together lie one after another in one flat buffer.
@@ -11,7 +14,7 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.comm.transport import Transport
+from mmlaunch.comm.transport import Transport, Work
 from mmlaunch.model.shard_layout import ShardLayout, flat_parts
+from mmplan.errors import RunFailedError
 from mmplan.program.shards import BUCKET_BYTES, Ranks
 
 
@@ -87,8 +91,8 @@ class ParameterSlice:
             tensor[box.slices] = value.view(box.sizes)
 
 
-class GradientBuckets:
-    """Slices whose gradients are all-reduced in place, so many at a time as fill a bucket.
+class GradientBucket:
+    """Slices whose gradients are all-reduced together, and every rank updates.
 
     Args:
         slices: of one type; the same on all ranks, but for their boxes.
@@ -102,11 +106,18 @@ class GradientBuckets:
     def __init__(self, slices: Sequence[ParameterSlice], ranks: Ranks) -> None:
         self.slices = slices
         self._ranks = ranks
-        self._buckets = _buckets(slices)
+        # The sums under way, and waits for them.
+        self._under_way: list[tuple[Tensor, Work]] = []
+        # On how many ranks each slice got a gradient.
         self.num_ranks = _flags([], slices[0].parameter)
 
-    def reduce(self, transport: Transport, begun: set[str]) -> None:
-        """Replace the gradients by their sums.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the sum has begun and is still to be taken."""
+        return bool(self._under_way)
+
+    def begin(self, transport: Transport, begun: set[str]) -> None:
+        """Begin to sum the gradients, which are taken from the parameters.
 
         Args:
             transport: of this rank.
@@ -115,29 +126,31 @@ class GradientBuckets:
         """
         has_gradient = [_gradient(item, begun) is not None for item in self.slices]
         flags = _flags(has_gradient, self.slices[0].parameter)
-        for bucket in self._buckets[:-1]:
-            self._reduce_bucket(bucket, (), transport, begun)
-        # The flags travel with the last bucket, which spares a collective.
-        sums = self._reduce_bucket(self._buckets[-1], (flags,), transport, begun)
-        self.num_ranks = sums[-1]
+        flats = [_flat_gradient(item, begun) for item in self.slices]
+        # The flags travel with the gradients, unless these need no copy: one may be very large.
+        sums = [flats[0], flags] if len(flats) == 1 else [torch.cat([*flats, flags])]
+        _take_gradients(self.slices)
+        self._under_way = [(t, transport.start_all_reduce(t, self._ranks)) for t in sums]
 
-    def _reduce_bucket(
-        self,
-        bucket: Sequence[ParameterSlice],
-        others: Sequence[Tensor],
-        transport: Transport,
-        begun: set[str],
-    ) -> Sequence[Tensor]:
-        """Sum the gradients of a bucket and other flat tensors; returns all sums."""
-        flats = [*(_flat_gradient(item, begun) for item in bucket), *others]
-        sizes = [len(flat) for flat in flats]
-        total = flats[0] if len(flats) == 1 else torch.cat(flats)
-        del flats
-        transport.all_reduce(total, self._ranks)
-        sums = total.split(sizes)
-        for item, value in zip(bucket, sums, strict=False):
+    def finish(self, begun: set[str]) -> None:
+        """Wait for the sums; they are the parameters' gradients then.
+
+        Args:
+            begun: see :meth:`begin`.
+
+        Raises:
+            RunFailedError: a parameter got a gradient after the sum began.
+        """
+        totals: list[Tensor] = []
+        for total, work in self._under_way:
+            work.wait()
+            totals.append(total)
+        self._under_way = []
+        _refuse_late_gradients(self.slices)
+        sizes = [*(item.num_elements for item in self.slices), len(self.slices)]
+        *sums, self.num_ranks = totals if len(totals) > 1 else totals[0].split(sizes)
+        for item, value in zip(self.slices, sums, strict=True):
             _set_gradient(item, value, begun)
-        return sums
 
     def drop_missing(self, num_ranks: Sequence[float]) -> None:
         """No gradient on any rank is none, not zero: an optimizer leaves such a parameter.
@@ -160,7 +173,7 @@ def _flags(has_gradient: Sequence[bool], like: Tensor) -> Tensor:
     return torch.tensor(has_gradient, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
-def _buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
+def in_buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
     """Neighbours together while they fit a bucket; a larger slice is alone in one."""
     found: list[list[ParameterSlice]] = []
     left_bytes = 0
@@ -172,6 +185,22 @@ def _buckets(slices: Sequence[ParameterSlice]) -> list[list[ParameterSlice]]:
         found[-1].append(item)
         left_bytes -= size
     return found
+
+
+def _take_gradients(slices: Iterable[ParameterSlice]) -> None:
+    """Let go of gradients that were copied; other slices of a larger shard are still to be."""
+    for item in slices:
+        if item.boxes is None:
+            item.parameter.grad = None
+
+
+def _refuse_late_gradients(slices: Iterable[ParameterSlice]) -> None:
+    late = next((p.name for p in slices if p.boxes is None and p.parameter.grad is not None), None)
+    if late is not None:
+        raise RunFailedError(
+            f"{late} got a gradient after the sum of its gradients over ranks had begun",
+            hint="its block runs several backwards in one: use checkpoint(use_reentrant=False)",
+        )
 
 
 def _flat_gradient(item: ParameterSlice, begun: set[str]) -> Tensor:
@@ -226,7 +255,8 @@ class FlatShards:
         total = sum(item.num_elements for item in slices)
         self._length = -(-total // len(ranks))
         self._low = ranks.index(rank) * self._length
-        self._buckets = self._find_buckets()
+        # This rank's part of the sum under way, what is summed, and a wait for it.
+        self._under_way: tuple[Tensor, Tensor, Work] | None = None
         in_boxes = any(item.boxes is not None for item in slices)
         self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
         self.updated: list[UpdatedSlice] = []
@@ -251,23 +281,6 @@ class FlatShards:
             yield item, start, start + item.num_elements
             start += item.num_elements
 
-    def _find_buckets(self) -> list[_Bucket]:
-        """The shards of all ranks, so much of each at a time as together fills a bucket."""
-        like = self.slices[0].parameter
-        width = max(1, BUCKET_BYTES // (like.element_size() * len(self._ranks)))
-        found: list[_Bucket] = []
-        for low in range(0, max(self._length, 1), width):
-            high = min(low + width, self._length)
-            found.append(_Bucket(low, high, []))
-            for item, start, stop in self._laid_out():
-                for k in range(len(self._ranks)):
-                    first = k * self._length + low
-                    a, b = max(start, first), min(stop, first + high - low)
-                    if a < b:
-                        own, there = slice(a - start, b - start), slice(a - first, b - first)
-                        found[-1].segments.append((item, own, k, there))
-        return found
-
     def _new(self, length: int) -> Tensor:
         like = self.slices[0].parameter
         return torch.empty(length, dtype=like.dtype, device=like.device)
@@ -288,30 +301,50 @@ class FlatShards:
             cut.append(UpdatedSlice(name=name, tensor=tensor, counts=counts, box=full))
         return cut
 
-    def reduce(self, transport: Transport, begun: set[str]) -> None:
-        """Sum the gradients over the ranks; each keeps those of its own shard.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the sum has begun and is still to be taken."""
+        return self._under_way is not None
+
+    def begin(self, transport: Transport, begun: set[str]) -> None:
+        """Begin to sum the gradients, which are taken from the parameters.
 
         Args:
             transport: of this rank.
-            begun: for sums in place (:class:`GradientBuckets`).
+            begun: for sums in place (:class:`GradientBucket`).
         """
         has_gradient = [p.contributes and p.parameter.grad is not None for p in self.slices]
-        # This rank's shard, and behind it for every slice on how many ranks it has a gradient.
-        mine = self._new(self._length + len(has_gradient))
-        flags = _flags(has_gradient, mine).expand(len(self._ranks), -1)
-        for bucket in self._buckets:
-            low, high = bucket.low, bucket.high
-            full = mine.new_zeros(len(self._ranks), high - low)
-            for item, own, k, there in bucket.segments:
-                if item.contributes and item.parameter.grad is not None:
-                    full[k, there] = item.flat(item.parameter.grad)[own]
-            if high == self._length:
-                full, high = torch.cat([full, flags], dim=1), len(mine)
-            transport.reduce_scatter(mine[low:high], full.view(-1), self._ranks)
-        for item in self.slices:
-            # Other slices of a larger shard are still to be summed.
-            if item.boxes is None:
-                item.parameter.grad = None
+        length, width = max(self._length, 1), self._length + len(has_gradient)
+        # Of every rank its shard, and behind it for every slice whether it has a gradient.
+        mine = self._new(width)
+        full = mine.new_zeros(len(self._ranks), width)
+        full[:, self._length :] = _flags(has_gradient, mine)
+        for (item, start, stop), given in zip(self._laid_out(), has_gradient, strict=True):
+            if not given:
+                continue
+            flat = item.flat(cast(Tensor, item.parameter.grad))
+            for k in range(start // length, -(-stop // length)):
+                first = k * length
+                a, b = max(start, first), min(stop, first + length)
+                full[k, a - first : b - first] = flat[a - start : b - start]
+        _take_gradients(self.slices)
+        work = transport.start_reduce_scatter(mine, full.view(-1), self._ranks)
+        self._under_way = mine, full, work
+
+    def finish(self, begun: set[str]) -> None:
+        """Wait for the sums; each rank keeps those of its own shard.
+
+        Args:
+            begun: see :meth:`begin`.
+
+        Raises:
+            RunFailedError: a parameter got a gradient after the sum began.
+        """
+        del begun
+        mine, _, work = cast("tuple[Tensor, Tensor, Work]", self._under_way)
+        self._under_way = None
+        work.wait()
+        _refuse_late_gradients(self.slices)
         self.num_ranks = mine[self._length :]
         start = 0
         for tensor in (updated.tensor for updated in self.updated):
@@ -344,17 +377,3 @@ class FlatShards:
         transport.gather_flat(full, mine, self._ranks)
         for item, start, stop in self._laid_out():
             item.write(item.parameter.data, full[start:stop])
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Elements [low, high) of every rank's shard, which one reduce-scatter sums.
-
-    Attributes:
-        segments: elements of a slice, the index of the shard in which they lie, and their
-            place between low and high.
-    """
-
-    low: int
-    high: int
-    segments: list[tuple[ParameterSlice, slice, int, slice]]

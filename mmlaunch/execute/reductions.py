@@ -1,4 +1,7 @@
-"""Collectives at the ends of a step: targets counted before it, gradients summed after it.
+"""Collectives at the ends of a step: targets counted before it, gradients summed at its end.
+
+Sums begin inside the last backward of their blocks where the program starts them there, after it
+elsewhere.
 
 With ZeRO-1 a sum leaves each rank its flat shard, and the update ends with a gather of the
 parameters.
@@ -6,22 +9,24 @@ parameters.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmlaunch.comm.batches import Tree
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import Field
 from mmlaunch.execute.gradient_buckets import (
     FlatShards,
-    GradientBuckets,
+    GradientBucket,
     ParameterSlice,
     UpdatedSlice,
+    in_buckets,
 )
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.shard_layout import replicated_layout
@@ -40,7 +45,7 @@ from mmplan.program.model import (
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
-_Sum = GradientBuckets | FlatShards
+_Sum = GradientBucket | FlatShards
 # (task, field, start, stop) to a data field.
 FieldOf = Callable[[str, str, int, int], Tree]
 
@@ -68,6 +73,8 @@ class Reductions:
             r.index: list(self._sums_of(r)) for r in program.reductions if transport.rank in r.ranks
         }
         self._all_sums = [*chain.from_iterable(self._sums.values())]
+        # Those that begin inside the next compute, in order.
+        self._starting: list[_Sum] = []
         self._totals: dict[int, float] = {}
 
     def _slices_of(self, reduction: Reduction) -> list[ParameterSlice]:
@@ -105,7 +112,10 @@ class Reductions:
         )
 
     def _sums_of(self, reduction: Reduction) -> Iterator[_Sum]:
-        """The sums of a reduction: one for each type of numbers and each way to update."""
+        """The sums of a reduction, each of one type of numbers and one way to update.
+
+        Last parameters come first: a backward completes their gradients first.
+        """
         rank = self._transport.rank
         found: defaultdict[tuple[str, Ranks], list[ParameterSlice]] = defaultdict(list)
         counted: set[str] = set()
@@ -116,10 +126,11 @@ class Reductions:
             if rank in update.counted:
                 counted.add(item.name)
         for (_, sharers), slices in sorted(found.items()):
-            if sharers:
-                yield FlatShards(slices, sharers, rank, counted=frozenset(counted))
-            else:
-                yield GradientBuckets(slices, reduction.ranks)
+            for bucket in in_buckets(slices[::-1]):
+                if sharers:
+                    yield FlatShards(bucket, sharers, rank, counted=frozenset(counted))
+                else:
+                    yield GradientBucket(bucket, reduction.ranks)
 
     def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
         """The update of a parameter, or of the part of it that a reduction sums."""
@@ -169,6 +180,7 @@ class Reductions:
     def begin(self) -> None:
         """Forget the last step's counts."""
         self._totals.clear()
+        self._starting.clear()
 
     def count(self, index: int, field_of: FieldOf) -> None:
         """Sum a loss's targets over the whole batch, known from the data alone.
@@ -219,10 +231,51 @@ class Reductions:
             return float(loss.weight) / total
         return float(loss.weight * samples / loss.divisor)
 
+    def start(self, index: int) -> None:
+        """Let the sums of one reduction begin inside the next compute."""
+        self._starting += self._sums[index]
+
+    @contextmanager
+    def starting_inside(self, pending: Collection[Tensor] | None = None) -> Generator[None]:
+        """Around a compute: sums that start in it begin as soon as their gradients are complete.
+
+        All ranks begin them in one order, the one in which they were cut. A sum with a parameter
+        that gets no gradient here begins at the end, and so do those after it.
+
+        Args:
+            pending: the parameters that get a gradient in the compute; None for any.
+        """
+        waiting = deque(
+            (item, {p.parameter for p in item.slices if pending is None or p.parameter in pending})
+            for item in self._starting
+        )
+        self._starting = []
+        incomplete: dict[Tensor, set[nn.Parameter]] = {p: left for _, left in waiting for p in left}
+
+        def begin_complete() -> None:
+            while waiting and not waiting[0][1]:
+                waiting.popleft()[0].begin(self._transport, self._begun)
+
+        def completed(parameter: Tensor) -> None:
+            incomplete[parameter] -= {parameter}
+            begin_complete()
+
+        hooks = [p.register_post_accumulate_grad_hook(completed) for p in incomplete]
+        try:
+            begin_complete()
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for item, _ in waiting:
+            item.begin(self._transport, self._begun)
+
     def reduce(self, index: int) -> None:
-        """Sum the gradients of one reduction over its ranks."""
+        """Take the sums of one reduction over its ranks, and make those that have not begun."""
         for item in self._sums[index]:
-            item.reduce(self._transport, self._begun)
+            if not item.is_under_way:
+                item.begin(self._transport, self._begun)
+            item.finish(self._begun)
 
     def finish(self) -> None:
         """All gradients are summed."""

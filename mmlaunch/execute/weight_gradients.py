@@ -13,7 +13,8 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,22 +90,38 @@ class WeightGradients:
         """Leave a layer's gradients to :meth:`compute`."""
         self._waiting.append(waiting)
 
+    def parameters(self) -> set[Tensor]:
+        """Those that have a gradient waiting."""
+        return set(_parameters_of(self._waiting))
+
     def compute(self) -> None:
-        """``W``: add the waiting gradients to the parameters' ``.grad``."""
+        """``W``: add the waiting gradients to the parameters' ``.grad``, as a backward does."""
         sums: dict[Tensor, Tensor] = {}
-        waiting, self._waiting = self._waiting, []
-        # From the last: the tensors of a layer are freed as soon as its gradient is there.
+        # I left those of the last blocks first. The tensors of a layer are freed as soon as its
+        # gradient is there.
+        waiting, self._waiting = deque(self._waiting), []
+        uses = Counter(_parameters_of(waiting))
         while waiting:
-            layer = waiting.pop()
+            layer = waiting.popleft()
             for parameter, grad in zip((layer.weight, layer.bias), layer.gradients(), strict=True):
-                if parameter is None or grad is None:
+                if parameter is None:
                     continue
-                wide = grad.to(parameter.dtype)
-                known = sums.get(parameter)
-                sums[parameter] = wide if known is None else known.add_(wide)
-        if sums:
-            # Through autograd: .grad adds up as it always does.
-            torch.autograd.backward(list(sums), list(sums.values()))
+                if grad is not None:
+                    wide = grad.to(parameter.dtype)
+                    known = sums.get(parameter)
+                    sums[parameter] = wide if known is None else known.add_(wide)
+                uses[parameter] -= 1
+                if not uses[parameter] and parameter in sums:
+                    # Through autograd: .grad adds up as it always does.
+                    torch.autograd.backward(parameter, sums.pop(parameter))
+
+
+def _parameters_of(waiting: Iterable[_PutOff]) -> Iterator[Tensor]:
+    """The parameter of each gradient that waits."""
+    for layer in waiting:
+        yield layer.weight
+        if layer.bias is not None:
+            yield layer.bias
 
 
 class SplitBackward:

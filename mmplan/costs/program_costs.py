@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
 
 from mmplan.costs.block_ranges import gradient_blocks
 from mmplan.costs.cost_model import CostModel
@@ -13,7 +17,7 @@ from mmplan.program.features import are_apart, holders_of, readers
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
-from mmplan.program.shards import Ranks
+from mmplan.program.shards import BUCKET_BYTES, Ranks
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -22,6 +26,11 @@ OwnedBlock = tuple[str, int]  # owner, block
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
 # A part of a block: first and end in shards of a tp, that tp, and the number of ranks that sum it.
 StatePart = tuple[int, int, int, int]
+
+
+# Parts of a reduction that are simulated apart. The last one alone is never hidden, and more parts
+# take longer to simulate than they change the step. Chosen by hand.
+MOST_PARTS = 16
 
 
 class ProgramCosts:
@@ -244,12 +253,40 @@ class ProgramCosts:
         """
         return self._reduce(reduction).seconds
 
-    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
-        """A reduction's use of nodes' interfaces; None inside a node."""
-        return self._exchange(self._reduce(reduction), reduction.ranks)
+    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
+        """The parts of a reduction that begins inside a backward of a stage, last blocks first.
 
-    def _reduce(self, reduction: Reduction) -> Transfer:
-        return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=self.reduced_bytes(reduction))
+        Of each part: the share of the backward after which all of its gradients are there, and its
+        seconds. Blocks share the backward as they share the stage's work; the gradients of a block
+        come evenly over its time. Parts are one bucket each, or several if there would be many.
+        """
+        parts = self._num_parts(reduction)
+        seconds = self._reduce(reduction, parts).seconds
+        if stage is None or not isinstance(reduction, BlockReduction):
+            return [(1.0, seconds)] * parts
+        task, module, (first, end) = stage.task, stage.module, reduction.blocks
+        passed = passed_blocks(stage) or stage.blocks
+        whole = self.costs.work_share(task=task, module=module, blocks=passed)
+        work = [
+            self.costs.work_share(task=task, module=module, blocks=(block, passed[1]))
+            for block in range(end, first - 1, -1)
+        ]
+        numbers = (self._block_parameters(reduction.owner, b) for b in reversed(range(first, end)))
+        there = [0.0, *accumulate(numbers)]
+        shares = np.interp(np.linspace(0, there[-1], parts + 1)[1:], there, work) / (whole or 1.0)
+        return [(float(share), seconds) for share in shares]
+
+    def _num_parts(self, reduction: Reduction) -> int:
+        buckets = math.ceil(self.reduced_bytes(reduction) / BUCKET_BYTES)
+        return min(max(1, buckets), MOST_PARTS)
+
+    def reduce_traffic(self, reduction: Reduction, parts: int = 1) -> Traffic | None:
+        """Use of nodes' interfaces by one of so many parts of a reduction; None inside a node."""
+        return self._exchange(self._reduce(reduction, parts), reduction.ranks)
+
+    def _reduce(self, reduction: Reduction, parts: int = 1) -> Transfer:
+        num_bytes = self.reduced_bytes(reduction) / parts
+        return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=num_bytes)
 
     def reduced_bytes(self, reduction: Reduction) -> float:
         """Bytes of gradient that every rank contributes to a reduction; its blocks all train.

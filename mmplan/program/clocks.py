@@ -1,10 +1,15 @@
 """Run a program's instructions against clocks: their starts and ends, or where ranks get stuck.
 
 Sends return at once. A link carries the messages of one pair of ranks one after another, and a
-loss gathers its sync batches one after another. A compute waits for the receives posted for it. A
-group instruction (the compute of a tensor-parallel group, COUNT, REDUCE, SYNC_WAIT) starts when its
-last rank is there. So each start is the latest of some times: the result does not depend on the
-order in which ranks are visited, and no event queue is needed.
+communicator its collectives one after another: the gathers of a loss's sync batches, reductions. A
+compute waits for the receives posted for it. A group instruction (the compute of a tensor-parallel
+group, COUNT, REDUCE, SYNC_WAIT) starts when its last rank is there. So each start is the latest of
+some times: the result does not depend on the order in which ranks are visited, and no event queue
+is needed.
+
+A reduction that starts inside a compute is carried in parts, each as soon as all ranks have its
+gradients. A rank's computes are slower beside its reductions, for as long as these take once it has
+come to them, without other ranks and transfers: this too depends on nothing that is not yet known.
 
 Where transfers share the network interfaces of nodes (:mod:`mmplan.program.network`) the order
 matters. Ranks then run as far as they get without the transfers in flight. When all ranks wait,
@@ -17,10 +22,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, START, Dependencies
+from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, START, START_INSIDE, Dependencies
 from mmplan.program.network import Network, Traffic
 
 _NEVER = -1.0
+# By what a compute takes longer beside a collective of its device, which takes some of its
+# multiprocessors and memory bandwidth. Lee et al., arXiv:2507.03114, measure 1.19 on average over
+# models that overlap more than gradients; 1.1 to 1.2 are usual beside one all-reduce.
+SLOWDOWN = 1.13
+
+# Of each part: the share of a compute after which it can begin, and its seconds.
+Parts = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,29 +41,31 @@ class Shared:
 
     Attributes:
         message: per message.
-        gather: per sync.
+        started: per started collective, of each of its parts.
         group: per group.
     """
 
     message: Sequence[Traffic | None]
-    gather: Sequence[Traffic | None]
+    started: Sequence[Traffic | None]
     group: Sequence[Traffic | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Seconds of instructions, messages and gathers, each with the network to itself.
+    """Seconds of instructions, messages and collectives, each with the network to itself.
 
     Attributes:
         instruction: ``[rank][position]``; read for computes and group instructions only.
         message: per message.
-        gather: per sync, from its last start to the features' arrival everywhere.
+        started: per started collective, of each of its parts: the share of the compute inside which
+            it starts after which the part can begin, and its seconds. Gathers have one part, and
+            start between computes.
         shared: the use of nodes' interfaces; None where no two transfers share one.
     """
 
     instruction: Sequence[Sequence[float]]
     message: Sequence[float]
-    gather: Sequence[float]
+    started: Sequence[Parts]
     shared: Shared | None = None
 
 
@@ -64,6 +78,7 @@ class Clocks:
         end: likewise. A receive ends when its message arrives.
         exposed: per rank, seconds of waiting for data in flight, and seconds by which sharing the
             network made its reductions longer.
+        slowed: per rank, seconds by which reductions beside its computes made them longer.
         order: (rank, position) in an order in which all can run.
         stuck: per stuck rank, the position that it cannot pass.
     """
@@ -71,6 +86,7 @@ class Clocks:
     start: list[list[float]]
     end: list[list[float]]
     exposed: list[float]
+    slowed: list[float]
     order: list[tuple[int, int]]
     stuck: dict[int, int]
 
@@ -80,7 +96,7 @@ def no_durations(dependencies: Dependencies) -> Durations:
     return Durations(
         instruction=[[0.0] * len(row) for row in dependencies.kind],
         message=[0.0] * len(dependencies.messages),
-        gather=[0.0] * len(dependencies.syncs),
+        started=[[(1.0, 0.0)]] * len(dependencies.started),
     )
 
 
@@ -109,11 +125,16 @@ class _Replay:
         self._posted: list[tuple[int, int]] = [(-1, -1)] * num_messages
         self._link_free = [0.0] * dependencies.num_links
         self._arrived: list[list[int]] = [[] for _ in dependencies.group_size]
-        self._starts = [0] * len(dependencies.syncs)
-        self._started = [0.0] * len(dependencies.syncs)
-        self._gathered = [_NEVER] * len(dependencies.syncs)
-        # Per loss, the end of its last gather.
-        self._channel_free: defaultdict[int, float] = defaultdict(float)
+        # Per rank, until when its reductions make its computes slower, and the collectives that
+        # start inside its next one.
+        self._slow_until = [0.0] * num_ranks
+        self._starting: list[list[int]] = [[] for _ in range(num_ranks)]
+        self._slowed = [0.0] * num_ranks
+        self._starts = [0] * len(dependencies.started)
+        self._parts_at: list[Sequence[float]] = [()] * len(dependencies.started)
+        self._over_at = [_NEVER] * len(dependencies.started)
+        # Per communicator, the end of its last collective.
+        self._free: defaultdict[int, float] = defaultdict(float)
 
     def run(self) -> Clocks:
         self._run_ready()
@@ -125,6 +146,7 @@ class _Replay:
             start=self._start,
             end=self._end,
             exposed=self._exposed,
+            slowed=self._slowed,
             order=self._order,
             stuck={
                 rank: position
@@ -144,7 +166,7 @@ class _Replay:
         start, end = self._start[rank], self._end[rank]
         seconds = self._durations.instruction[rank]
         position, now = self._position[rank], self._clock[rank]
-        flow = self._flow
+        flow, starting = self._flow, self._starting[rank]
         stop = len(kinds)
         while position < stop:
             kind, arg = kinds[position], args[position]
@@ -154,7 +176,9 @@ class _Replay:
             elif kind == POST:
                 self._posted[arg] = (rank, position)
             elif kind == START:
-                self._start_sync(arg, now)
+                self._come(arg, (now,))
+            elif kind == START_INSIDE:
+                starting.append(arg)
             elif kind in (ALONE, GROUP):
                 begins = self._inputs_at(rank, now, inputs.get(position, ()))
                 if begins is None:
@@ -164,7 +188,11 @@ class _Replay:
                     self._meet(rank, arg)
                     return
                 start[position] = begins
-                end[position] = now = begins + seconds[position]
+                if starting or begins < self._slow_until[rank]:
+                    now = self._compute(rank, begins, seconds[position])
+                else:
+                    now = begins + seconds[position]
+                end[position] = now
             self._order.append((rank, position))
             position += 1
         self._position[rank], self._clock[rank] = position, now
@@ -197,21 +225,45 @@ class _Replay:
             self._exposed[rank] += latest - max(now, self._sent[last])
         return latest
 
-    def _start_sync(self, sync: int, now: float) -> None:
-        self._starts[sync] += 1
-        self._started[sync] = max(self._started[sync], now)
-        if self._starts[sync] == self._dependencies.sync_size[sync]:
-            self._gather(sync)
+    def _compute(self, rank: int, begins: float, seconds: float) -> float:
+        """The end of a compute; the collectives that start inside it begin as it goes on."""
+        slow_until = self._slow_until[rank]
+        if begins >= slow_until and not self._starting[rank]:
+            return begins + seconds
+        now, done = begins, 0.0
+        for start in self._starting[rank]:
+            ready: list[float] = []
+            for share, part_s in self._durations.started[start]:
+                now = _beside(now, max(share * seconds - done, 0.0), slow_until)
+                done = max(share * seconds, done)
+                ready.append(now)
+                slow_until = max(slow_until, now) + part_s
+            self._come(start, ready)
+        self._starting[rank].clear()
+        self._slow_until[rank] = slow_until
+        end = _beside(now, seconds - done, slow_until)
+        self._slowed[rank] += end - begins - seconds
+        return end
 
-    def _gather(self, sync: int) -> None:
-        """Gather the features of a sync once all its ranks have started it."""
-        begins = max(self._started[sync], self._channel_free[self._dependencies.syncs[sync][0]])
-        self._end_gather(sync, begins + self._durations.gather[sync])
+    def _come(self, start: int, ready: Sequence[float]) -> None:
+        """A rank has its parts of a collective at these times; each begins when all ranks do."""
+        self._starts[start] += 1
+        known = self._parts_at[start]
+        self._parts_at[start] = [*map(max, known, ready)] if known else ready
+        if self._starts[start] == self._dependencies.started_size[start]:
+            self._carry(start)
 
-    def _end_gather(self, sync: int, when: float) -> None:
-        self._gathered[sync] = self._channel_free[self._dependencies.syncs[sync][0]] = when
-        group = self._dependencies.sync_group[sync]
-        if group >= 0:
+    def _carry(self, start: int) -> None:
+        now = self._free[self._dependencies.channel[start]]
+        for ready, (_, seconds) in zip(
+            self._parts_at[start], self._durations.started[start], strict=True
+        ):
+            now = max(now, ready) + seconds
+        self._end_collective(start, now)
+
+    def _end_collective(self, start: int, when: float) -> None:
+        self._over_at[start] = self._free[self._dependencies.channel[start]] = when
+        for group in self._dependencies.started_groups[start]:
             self._try_group(group)
 
     def _meet(self, rank: int, group: int) -> None:
@@ -219,28 +271,31 @@ class _Replay:
         self._try_group(group)
 
     def _try_group(self, group: int) -> None:
-        """Start a group instruction if all its ranks, and the gather it waits for, are there."""
-        ranks, sync = self._arrived[group], self._dependencies.gate[group]
+        """Start a group instruction if its ranks are there and what it waits for is over."""
+        ranks, start = self._arrived[group], self._dependencies.gate[group]
         if len(ranks) < self._dependencies.group_size[group]:
             return
         begins = max(self._clock[rank] for rank in ranks)
-        if sync >= 0:
-            gathered = self._gathered[sync]
-            if gathered < 0:
+        if start >= 0:
+            over = self._over_at[start]
+            if over < 0:
                 return
-            begins = max(begins, gathered)
-            started = self._started[sync]
+            begins = max(begins, over)
+            # Until its last part can begin, a rank waits for others.
+            ready = self._parts_at[start][-1]
             for rank in ranks:
-                self._exposed[rank] += max(0.0, gathered - max(self._clock[rank], started))
+                self._exposed[rank] += max(0.0, over - max(self._clock[rank], ready))
         for rank in ranks:
             self._start[rank][self._position[rank]] = begins
         self._run_group(group, begins)
 
     def _run_group(self, group: int, begins: float) -> None:
-        seconds = self._durations.instruction
-        for rank in self._arrived[group]:
-            self._end_on(rank, begins + seconds[rank][self._position[rank]])
-        self._arrived[group] = []
+        ranks, self._arrived[group] = self._arrived[group], []
+        reduces = self._dependencies.reduction[group] >= 0
+        for rank in ranks:
+            seconds = self._durations.instruction[rank][self._position[rank]]
+            end = begins + seconds if reduces else self._compute(rank, begins, seconds)
+            self._end_on(rank, end)
 
     def _end_on(self, rank: int, when: float) -> None:
         """End a group instruction on one rank."""
@@ -251,6 +306,16 @@ class _Replay:
         self._ready.append(rank)
 
 
+def _beside(now: float, seconds: float, slow_until: float) -> float:
+    """The end of ``seconds`` of compute that are slower until some time."""
+    slow = slow_until - now
+    if slow <= 0.0:
+        return now + seconds
+    if seconds * SLOWDOWN <= slow:
+        return now + seconds * SLOWDOWN
+    return slow_until + seconds - slow / SLOWDOWN
+
+
 class _SharedReplay(_Replay):
     """Replay in which transfers that use interfaces share their bandwidth after the latency."""
 
@@ -258,12 +323,13 @@ class _SharedReplay(_Replay):
         super().__init__(dependencies, durations)
         self._shared = shared
         self._network = Network()
-        # Keys of transfers: messages, then gathers, then groups.
-        self._first_gather = len(dependencies.messages)
-        self._first_group = self._first_gather + len(dependencies.syncs)
-        # Per busy link and per busy loss, the transfers that wait for it.
+        # Keys of transfers: messages, then started collectives, then groups.
+        self._first_started = len(dependencies.messages)
+        self._first_group = self._first_started + len(dependencies.started)
+        # Per busy link and per busy communicator, the transfers that wait for it.
         self._links: dict[int, deque[int]] = {}
         self._channels: dict[int, deque[int]] = {}
+        self._parts_over = [0] * len(dependencies.started)
         self._alone_until: dict[int, float] = {}
 
     def _run_ready(self) -> None:
@@ -275,13 +341,11 @@ class _SharedReplay(_Replay):
             super()._run_ready()
 
     def _over(self, key: int, when: float) -> None:
-        if key < self._first_gather:
+        if key < self._first_started:
             self._arrive(key, when)
             _next(self._links, self._dependencies.link[key], self._send)
         elif key < self._first_group:
-            sync = key - self._first_gather
-            self._end_gather(sync, when)
-            _next(self._channels, self._dependencies.syncs[sync][0], self._send_features)
+            self._end_part(key - self._first_started, when)
         else:
             group = key - self._first_group
             longer = max(0.0, when - self._alone_until.pop(group))
@@ -302,16 +366,28 @@ class _SharedReplay(_Replay):
         seconds = self._durations.message[message]
         self._add(message, self._shared.message[message], leaves, seconds)
 
-    def _gather(self, sync: int) -> None:
-        if self._shared.gather[sync] is None:
-            super()._gather(sync)
+    def _carry(self, start: int) -> None:
+        if self._shared.started[start] is None:
+            super()._carry(start)
         else:
-            _queue(self._channels, self._dependencies.syncs[sync][0], sync, self._send_features)
+            _queue(self._channels, self._dependencies.channel[start], start, self._send_part)
 
-    def _send_features(self, sync: int) -> None:
-        begins = max(self._started[sync], self._channel_free[self._dependencies.syncs[sync][0]])
-        seconds = self._durations.gather[sync]
-        self._add(self._first_gather + sync, self._shared.gather[sync], begins, seconds)
+    def _send_part(self, start: int) -> None:
+        part = self._parts_over[start]
+        free = self._free[self._dependencies.channel[start]]
+        begins = max(self._parts_at[start][part], free)
+        seconds = self._durations.started[start][part][1]
+        self._add(self._first_started + start, self._shared.started[start], begins, seconds)
+
+    def _end_part(self, start: int, when: float) -> None:
+        channel = self._dependencies.channel[start]
+        self._free[channel] = when
+        self._parts_over[start] += 1
+        if self._parts_over[start] < len(self._parts_at[start]):
+            self._send_part(start)
+            return
+        self._end_collective(start, when)
+        _next(self._channels, channel, self._send_part)
 
     def _run_group(self, group: int, begins: float) -> None:
         traffic = self._shared.group[group]
@@ -332,7 +408,7 @@ class _SharedReplay(_Replay):
 def _queue(
     lanes: dict[int, deque[int]], lane: int, item: int, begin: Callable[[int], None]
 ) -> None:
-    """Begin a transfer, or queue it until its link or loss (its lane) is free."""
+    """Begin a transfer, or queue it until its link or communicator (its lane) is free."""
     waiting = lanes.get(lane)
     if waiting is not None:
         waiting.append(item)

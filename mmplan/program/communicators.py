@@ -25,6 +25,8 @@ from mmplan.program.shards import Ranks
 
 # Ranks, and a number for groups of the same ranks that are kept apart; below zero for channels.
 CommGroup = tuple[Ranks, int]
+# An operation's communicator and number in its queue; the end of one that has two parts.
+_QueuePlace = tuple[CommGroup, int, bool]
 
 
 class Channels:
@@ -106,7 +108,8 @@ def communicators(program: Program) -> list[CommGroup]:
 def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup | None:
     """The communicator on which a rank issues an instruction; None where it issues nothing.
 
-    Messages have channels (:class:`Channels`).
+    Messages have channels (:class:`Channels`). A REDUCE that was started before issues nothing any
+    more; it is counted, which forbids no order that occurs.
     """
     if isinstance(item, Compute):
         stage = program.stages[item.stage]
@@ -130,15 +133,27 @@ def queue_faults(program: Program) -> Iterator[str]:
     other for ever: on a GPU, an operation holds its place until all ranks have begun it.
     """
     queues: dict[CommGroup, tuple[int, list[Instruction]]] = {}
-    orders: list[tuple[int, list[tuple[CommGroup, int]]]] = []
+    orders: list[tuple[int, list[_QueuePlace]]] = []
+    around_starts = _computes_around_starts(program)
     for rank, row in enumerate(program.instructions):
         own: defaultdict[CommGroup, list[Instruction]] = defaultdict(list)
-        order: list[tuple[CommGroup, int]] = []
+        order: list[_QueuePlace] = []
+        starts: list[_QueuePlace] = []
         for item in row:
             group = communicator_of(program, rank, item)
-            if group is not None and len(group[0]) > 1:
-                order.append((group, len(own[group])))
-                own[group].append(item)
+            if group is None or len(group[0]) == 1:
+                continue
+            place = group, len(own[group]), False
+            own[group].append(item)
+            if item.op is Op.REDUCE_START:
+                starts.append(place)
+            elif isinstance(item, Compute) and (group, item) in around_starts:
+                order += [place, *starts, (*place[:2], True)]
+                starts = []
+            else:
+                order += [*starts, place]
+                starts = []
+        order += starts
         for group, items in own.items():
             first, known = queues.setdefault(group, (rank, items))
             if known != items:
@@ -160,16 +175,31 @@ def queue_faults(program: Program) -> Iterator[str]:
     yield from _circle_faults(orders, queues)
 
 
+def _computes_around_starts(program: Program) -> set[tuple[CommGroup | None, Instruction]]:
+    """Computes of tensor-parallel groups inside which reductions start, with the communicator.
+
+    They count as two operations, a begin and an end, with the starts between them. In the compute
+    each start lies between two of the group's sums, the same two on all of its ranks, which run the
+    same blocks. So a circle through such a sum is one through the begin or the end as well.
+    """
+    return {
+        (communicator_of(program, rank, after), after)
+        for rank, row in enumerate(program.instructions)
+        for item, after in pairwise(row)
+        if item.op is Op.REDUCE_START and isinstance(after, Compute)
+    }
+
+
 def _named(items: Sequence[Instruction], place: int) -> str:
     return str(items[place]) if place < len(items) else "none"
 
 
 def _circle_faults(
-    orders: Sequence[tuple[int, Sequence[tuple[CommGroup, int]]]],
+    orders: Sequence[tuple[int, Sequence[_QueuePlace]]],
     queues: dict[CommGroup, tuple[int, list[Instruction]]],
 ) -> Iterator[str]:
     """Operations that come before each other in the orders of different ranks."""
-    after: defaultdict[tuple[CommGroup, int], set[tuple[CommGroup, int]]] = defaultdict(set)
+    after: defaultdict[_QueuePlace, set[_QueuePlace]] = defaultdict(set)
     for _, order in orders:
         for one, other in pairwise(order):
             after[one].add(other)
@@ -189,7 +219,7 @@ def _circle_faults(
         for one, other in pairwise(order)
         if one in stuck and other in stuck
     )
-    names = [str(queues[group][1][place]) for group, place in (one, other)]
+    names = [str(queues[group][1][number]) for group, number, _ in (one, other)]
     yield (
         f"rank {rank}: issues {names[0]} of ranks {list(one[0][0])} before {names[1]} of ranks "
         f"{list(other[0][0])}, other ranks by way of others after it"

@@ -20,6 +20,7 @@ from mmplan.program.instructions import (
 )
 from mmplan.program.lower import lower
 from mmplan.program.model import Edge, Graph, PerSampleLoss, Program, Stage
+from mmplan.program.reduction_starts import with_starts
 from mmplan.program.samples import SampleRange
 from mmplan.program.schedules.global_order import Event, Handover, OrderBuilder, edge_links
 from mmplan.program.schedules.plan_order import Orders, order_stages
@@ -66,7 +67,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     for event in timeline.run():
         projection.add(event)
     rows = [hoist_receives(row, RECEIVES_AHEAD) for row in projection.rows()]
-    return Program.of(plan, graph, order_receives(rows, graph, projection))
+    return Program.of(plan, graph, with_starts(graph, order_receives(rows, graph, projection)))
 
 
 # What comes first of things that end at one time: forwards give the features that a start gathers,

@@ -6,7 +6,7 @@ The checks use them for an order in which the instructions can run, the simulato
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmplan.program.instructions import (
     Collective,
@@ -18,6 +18,7 @@ from mmplan.program.instructions import (
     Sync,
 )
 from mmplan.program.model import Program
+from mmplan.program.shards import Ranks
 
 # Kinds of instructions. A GROUP instruction starts on all ranks of its group together.
 POST = 0
@@ -26,6 +27,11 @@ ALONE = 2
 GROUP = 3
 START = 4
 STEP = 5
+# The start of a reduction, which begins in the next compute of its rank.
+START_INSIDE = 6
+
+# Ranks, and a number for those of the same ranks that are kept apart.
+_Channel = tuple[Ranks, int]
 
 
 @dataclass(slots=True)
@@ -33,16 +39,19 @@ class Dependencies:
     """Instruction i of rank r is ``kind[r][i]``; ``arg[r][i]`` depends on its kind.
 
     Attributes:
-        arg: POST and SEND: message; GROUP: group; START: sync; ALONE and STEP: 0.
+        arg: POST and SEND: message; GROUP: group; START, START_INSIDE: started; ALONE, STEP: 0.
         input_messages: by position, the messages that a compute waits for: those posted before it.
         messages: their keys, by first appearance.
         link: per message, an index of its (source, target) pair.
         group_size: number of ranks of a group.
-        gate: per group, the sync whose gather it also waits for, or -1.
-        reduction: per group, its reduction, or -1.
-        syncs: (loss, sync batch) of each sync.
-        sync_size: number of ranks that start the sync.
-        sync_group: per sync, the group of its waits, or -1.
+        gate: per group, the started collective that it also waits for, or -1: its own, or the last
+            one of its ranks before it on their communicator.
+        reduction: per group, its reduction, or -1; -1 too where that has started before.
+        started: the start of each collective that runs beside what its ranks do: of a sync or of a
+            reduction.
+        channel: per started, an index of its communicator, which carries one at a time.
+        started_size: number of ranks that start it.
+        started_groups: per started, the groups that wait for it.
     """
 
     kind: list[list[int]] = field(default_factory=list[list[int]])
@@ -56,9 +65,10 @@ class Dependencies:
     group_size: list[int] = field(default_factory=list[int])
     gate: list[int] = field(default_factory=list[int])
     reduction: list[int] = field(default_factory=list[int])
-    syncs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    sync_size: list[int] = field(default_factory=list[int])
-    sync_group: list[int] = field(default_factory=list[int])
+    started: list[Sync | Collective] = field(default_factory=list[Sync | Collective])
+    channel: list[int] = field(default_factory=list[int])
+    started_size: list[int] = field(default_factory=list[int])
+    started_groups: list[set[int]] = field(default_factory=list[set[int]])
 
 
 def find_dependencies(program: Program) -> Dependencies:
@@ -76,9 +86,13 @@ class _Builder:
         self._message_ids: dict[MessageKey, int] = {}
         self._link_ids: dict[tuple[int, int], int] = {}
         self._group_ids: dict[tuple[object, ...], int] = {}
-        self._sync_ids: dict[tuple[int, int], int] = {}
+        self._started_ids: dict[Sync | Collective, int] = {}
+        self._channel_ids: dict[_Channel, int] = {}
+        # Of the row that is added, by ranks.
+        self._last_start: dict[Ranks, int] = {}
 
     def add_row(self, rank: int, row: tuple[Instruction, ...]) -> None:
+        self._last_start.clear()
         replicas = {s.index: (s, s.place(rank)[0]) for s in self._program.stages_of(rank)}
         posted: defaultdict[tuple[int, bool, int], list[int]] = defaultdict(list)
         kinds: list[int] = []
@@ -105,7 +119,7 @@ class _Builder:
             elif isinstance(item, Sync):
                 kind, arg = self._sync(item)
             elif isinstance(item, Collective):
-                kind, arg = GROUP, self._collective(item)
+                kind, arg = self._collective(item)
             kinds.append(kind)
             args.append(arg)
         self.dependencies.kind.append(kinds)
@@ -123,28 +137,45 @@ class _Builder:
             self.dependencies.num_links = len(self._link_ids)
         return (SEND if item.is_send else POST), known
 
-    def _collective(self, item: Collective) -> int:
+    def _collective(self, item: Collective) -> tuple[int, int]:
         owner = self._program.losses if item.op is Op.COUNT else self._program.reductions
-        group = self._group((item.op, item.index), len(owner[item.index].ranks))
+        ranks = owner[item.index].ranks
+        if item.op is Op.REDUCE_START:
+            self._last_start[ranks] = self._started(item, (ranks, 0))
+            return START_INSIDE, self._last_start[ranks]
+        group = self._group((item.op, item.index), len(ranks))
         if item.op is Op.REDUCE:
-            self.dependencies.reduction[group] = item.index
-        return group
+            own = self._started_ids.get(Collective(Op.REDUCE_START, item.index))
+            start = self._last_start.get(ranks) if own is None else own
+            if own is None:
+                self.dependencies.reduction[group] = item.index
+            if start is not None:
+                self._wait(group, start)
+        return GROUP, group
 
     def _sync(self, item: Sync) -> tuple[int, int]:
-        key = item.loss, item.batch
-        size = len(self._program.losses[item.loss].ranks)
-        sync = self._sync_ids.get(key)
-        if sync is None:
-            sync = self._sync_ids[key] = len(self.dependencies.syncs)
-            self.dependencies.syncs.append(key)
-            self.dependencies.sync_size.append(size)
-            self.dependencies.sync_group.append(-1)
+        loss = self._program.cross_sample(item.loss)
+        start = self._started(replace(item, op=Op.SYNC_START), (loss.ranks, loss.channel))
         if item.op is Op.SYNC_START:
-            return START, sync
-        group = self._group((Op.SYNC_WAIT, *key), size)
-        self.dependencies.gate[group] = sync
-        self.dependencies.sync_group[sync] = group
+            return START, start
+        group = self._group((Op.SYNC_WAIT, item.loss, item.batch), len(loss.ranks))
+        self._wait(group, start)
         return GROUP, group
+
+    def _started(self, start: Sync | Collective, on: _Channel) -> int:
+        known = self._started_ids.get(start)
+        if known is None:
+            known = self._started_ids[start] = len(self.dependencies.started)
+            channel = self._channel_ids.setdefault(on, len(self._channel_ids))
+            self.dependencies.started.append(start)
+            self.dependencies.channel.append(channel)
+            self.dependencies.started_size.append(len(on[0]))
+            self.dependencies.started_groups.append(set())
+        return known
+
+    def _wait(self, group: int, start: int) -> None:
+        self.dependencies.gate[group] = start
+        self.dependencies.started_groups[start].add(group)
 
     def _group(self, key: tuple[object, ...], size: int) -> int:
         known = self._group_ids.get(key)

@@ -25,6 +25,7 @@ class Op(StrEnum):
     SYNC_START = "SYNC_START"
     SYNC_WAIT = "SYNC_WAIT"
     COUNT = "COUNT"
+    REDUCE_START = "REDUCE_START"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -110,7 +111,11 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """``COUNT`` of a loss's targets over the batch, or ``REDUCE`` of one reduction."""
+    """``COUNT`` of a loss's targets over the batch, or one reduction.
+
+    ``REDUCE_START`` lets a reduction begin inside the compute that comes next, as gradients are
+    complete, and returns at once; ``REDUCE`` ends when the gradients are summed.
+    """
 
     op: Op
     index: int

@@ -19,6 +19,7 @@ _CATEGORIES = {
     Op.RECV_B: "RECV",
     Op.SYNC_START: "SYNC",
     Op.SYNC_WAIT: "SYNC",
+    Op.REDUCE_START: "REDUCE",
 }
 
 

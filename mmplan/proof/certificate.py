@@ -208,7 +208,7 @@ class _Classes:
         ones = Durations(
             instruction=[[1.0] * len(row) for row in program.instructions],
             message=[0.0] * len(self._dependencies.messages),
-            gather=[0.0] * len(self._dependencies.syncs),
+            started=[[(1.0, 0.0)]] * len(self._dependencies.started),
         )
         self._clocks, self._program = replay(self._dependencies, ones), program
         if self._clocks.stuck:
@@ -263,6 +263,6 @@ class _Classes:
         return " ".join(
             str(int(starts[position]))
             for position, item in enumerate(self._program.instructions[rank])
-            if isinstance(item, Compute | Collective)
-            or (isinstance(item, Sync) and item.op is Op.SYNC_WAIT)
+            if isinstance(item, Compute | Collective | Sync)
+            and item.op not in (Op.SYNC_START, Op.REDUCE_START)
         )

@@ -25,7 +25,7 @@ _Links = list[list[list[tuple[int, ...]]]]
 # What a plan says of its files, its solver and its time does not change what it trains.
 _NOT_EXECUTED = ("workload", "profile", "solver", "predicted")
 # Operations that return at once.
-_RETURNS = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", "SYNC_START")
+_RETURNS = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", "SYNC_START", "REDUCE_START")
 
 
 def check_certificate(
@@ -337,10 +337,28 @@ class _Checker:
                 ops = ("F", "B", "W", "SYNC_WAIT") if "loss" in self.sums[k] else ("F", "B", "W")
                 last = max((event for event in at if event[0] in ops), key=lambda event: at[event])
                 pairs.append((last, ("REDUCE", k, 0)))
+                if k in row.starts:
+                    pairs.append((("REDUCE_START", k, 0), last))
+                    if not self._starts_in_time(row, k, place):
+                        yield f"classes.{n}: sum {k} starts outside of its blocks' last backward"
             if set(at) != {event for pair in pairs for event in pair}:
                 yield f"classes.{n}: its row does not have every instruction once, and no others"
             elif any(at[one] >= at[other] for one, other in pairs if one != other):
                 yield f"classes.{n}: its row does something before what must come first"
+
+    def _starts_in_time(self, row: _CertifiedRow, k: int, place: Iterable[int]) -> bool:
+        """Whether the next compute after a start is the last that adds to the sum's gradients."""
+        own, events = self.sums[k], [event for event in row.at if event[0] != "REDUCE_START"]
+        (a, b), at = own["blocks"], row.at["REDUCE_START", k, 0]
+        adds = {
+            i
+            for i in place
+            if self.stages[i]["owner"] == own.get("owner")
+            and max(a, self.stages[i]["blocks"][0]) < min(b, self.stages[i]["blocks"][1])
+        }
+        after = next((event for event in events if row.at[event] > at), events[-1])
+        last = [event for event in events if event[0] in ("B", "W") and event[1] in adds][-1:]
+        return own["parameters"] == "all" and len(adds) == 1 and last == [after]
 
     def _links(self, op: str, e: int) -> _Links:
         """The links of an edge by its producer's micro-batches, or by its consumer's."""
@@ -381,6 +399,15 @@ class _Checker:
             }
             if len({self.rows[self.of_rank[r]].at["REDUCE", k, 0] for r, k in where}) > 1:
                 yield f"sums: the ranks {part['ranks']} reach one on several levels"
+        # Starts on one communicator have one order, and are on all of its ranks.
+        queues: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+        for rank, own in ((r, self.parts[r]) for r, n in enumerate(self.of_rank) if n is not None):
+            starts = self.rows[self.of_rank[rank]].starts
+            for on in {tuple(own[k]["ranks"]) for k in starts}:
+                queues[on, tuple(k for k in starts if tuple(own[k]["ranks"]) == on)] += 1
+        for (on, _), count in queues.items():
+            if count != len(on):
+                yield f"sums: the ranks {[*on]} do not start the same ones in the same order"
         late = [event for event, when in needs if level[event] <= when]
         yield from (f"{event} comes before what it needs" for event in late)
         mixed = [route for route, (sent, received) in routes.items() if sent != received]
@@ -397,6 +424,7 @@ class _CertifiedRow:
         at: event to level, in the row's order; ``I`` is there as ``B`` too.
         spans: (operation, stage, edge, micro-batch) to its spans.
         messages: (operation, stage, edge, micro-batch, first sample, level) of each, in order.
+        starts: the sums that start before they are waited for, in order.
     """
 
     def __init__(self, text: str, levels: str) -> None:
@@ -417,6 +445,7 @@ class _CertifiedRow:
                 raise ValueError(f"{token} stands twice, or is on no higher level than before")
             else:
                 self.at[op, index, number] = self.at["B" if op == "I" else op, index, number] = now
+        self.starts = [k for op, k, _ in self.at if op == "REDUCE_START"]
         if last != "STEP" or next(left, None) is not None:
             raise ValueError("a row does not end with STEP, or has too many levels")
 

@@ -215,7 +215,7 @@ class RowWriter:
             if isinstance(item, Message):
                 token, taken = self._message(row, position, item, places)
             elif isinstance(item, Collective):
-                index = self._sums[item.index] if item.op is Op.REDUCE else item.index
+                index = item.index if item.op is Op.COUNT else self._sums[item.index]
                 token = f"{item.op}:{index}.0"
             elif isinstance(item, Compute):
                 token = f"{item.op}:{item.stage}.{item.mb}"

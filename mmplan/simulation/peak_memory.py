@@ -11,15 +11,16 @@ differs from that number in both directions:
   comes back, or until the step's end where no gradient comes.
 - A micro-batch holds as many bytes as its samples' work asks for. Where the profile knows how the
   work varies, the first batches of a run are taken, and the largest peak of them counts.
-- REDUCE copies gradients, one bucket at a time. ZeRO-1's leaves a slice of them. Losses hold their
-  own activations, and cross-sample losses hold the features of a whole sync batch.
+- A sum over ranks copies a bucket of gradients, and lets go of these. ZeRO-1's leaves a slice of
+  them; sums under way hold the copies and the slices. Losses hold their own activations, and
+  cross-sample losses hold the features of a whole sync batch.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -142,7 +143,7 @@ class ExpectedMemory:
         for memory in walk.by_instruction():
             begins_s, item = start_s[memory.position], row[memory.position]
             # Messages and gathers go on while the next instructions run.
-            is_posted = isinstance(item, Message) or item.op is Op.SYNC_START
+            is_posted = isinstance(item, Message) or item.op in (Op.SYNC_START, Op.REDUCE_START)
             ends_s = begins_s if is_posted else end_s[memory.position]
             points += [(begins_s, memory.during.total), (ends_s, memory.after_bytes)]
         return points
@@ -175,6 +176,9 @@ class _Walk:
         self._made: set[tuple[str, int]] = set()
         self._received: defaultdict[MicroBatch, float] = defaultdict(float)
         self._returned: defaultdict[MicroBatch, float] = defaultdict(float)
+        # Reductions that start inside the next compute, and all that started.
+        self._starting: list[int] = []
+        self._started: set[int] = set()
         # Outputs kept for syncs: the number of syncs to come, and the bytes.
         self._waiting: dict[MicroBatch, tuple[int, float]] = {}
         self._gathered: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -229,7 +233,28 @@ class _Walk:
             self._give_gradient(stage, stop - start)
         if self._last[item.stage, item.mb] == position:
             self._release(stage, item.mb, sizes)
-        return during
+        return self._with_starts(during)
+
+    def _with_starts(self, during: MemoryUse) -> MemoryUse:
+        """The peak of a compute inside which reductions start: one bucket is copied at a time."""
+        if not self._starting:
+            return during
+        sums, self._starting = [self._sum_bytes(index) for index in self._starting], []
+        slices = sum(own for _, own in sums)
+        self._buffers += slices
+        copied = max(bucket for bucket, _ in sums)
+        return replace(during, buffers=during.buffers + slices + copied)
+
+    def _sum_bytes(self, index: int) -> tuple[float, float]:
+        """Bytes of the copies of a bucket of a reduction, and of this rank's slice of its sum."""
+        reduction = self._program.reductions[index]
+        size = self._costs.reduced_bytes(reduction)
+        bucket = min(size, BUCKET_BYTES)
+        if not self._costs.costs.training.zero or len(reduction.ranks) == 1:
+            return bucket, 0.0
+        # gloo copies its input.
+        copies = 2 if self._costs.costs.cluster.device.is_cpu else 1
+        return bucket * copies, size / len(reduction.ranks)
 
     def _backward(self, stage: Stage, item: Compute, sizes: MicroBatchMemory) -> MemoryUse:
         """The peak while blocks, last one first, free activations and allocate gradients.
@@ -330,19 +355,20 @@ class _Walk:
                 self._buffers -= size
 
     def _collective(self, item: Collective) -> MemoryUse:
+        if item.op is Op.REDUCE_START:
+            self._starting.append(item.index)
+            self._started.add(item.index)
         if item.op is not Op.REDUCE:
             return self.now()
-        reduction = self._program.reductions[item.index]
-        size = self._costs.reduced_bytes(reduction)
-        bucket = min(size, BUCKET_BYTES)
-        if not self._costs.costs.training.zero or len(reduction.ranks) == 1:
-            return self.now(buffers=bucket)
-        # This rank's slice of the sum is allocated before the gradients are freed; gloo copies its
-        # input.
-        own = size / len(reduction.ranks)
-        copies = 2 if self._costs.costs.cluster.device.is_cpu else 1
-        during = self.now(buffers=own + bucket * copies)
-        self._gradients -= size - own
+        bucket, own = self._sum_bytes(item.index)
+        if item.index in self._started:
+            during = self.now()
+            self._buffers -= own
+        else:
+            during = self.now(buffers=own + bucket)
+        if own:
+            size = self._costs.reduced_bytes(self._program.reductions[item.index])
+            self._gradients -= size - own
         return during
 
 

@@ -6,7 +6,7 @@ those of forward, backward, communication and losses, without the optimizer's up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
@@ -14,10 +14,11 @@ from typing import TypeVar
 from mmplan.costs.program_costs import ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
-from mmplan.program.clocks import Clocks, Durations, Shared, replay
+from mmplan.program.clocks import Clocks, Durations, Parts, Shared, replay
 from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Program
+from mmplan.program.reduction_starts import starting_stage
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
 
@@ -32,7 +33,7 @@ class Simulation:
 
     Attributes:
         busy_s: in computes and losses.
-        communication_s: in reductions, or waiting for data in flight.
+        communication_s: in reductions that nothing hides, or waiting for data in flight.
         idle_s: waiting for other ranks to start something.
         used: whether the rank computes at all.
         peak_bytes: most bytes held at any time.
@@ -99,7 +100,9 @@ def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) 
     SYNC_START returns at once; the gather begins when the loss's last rank has started and
     the loss's gather before it is over, and SYNC_WAIT ends when it is over, every rank is
     there and the loss is computed. Tensor-parallel computes, COUNT and REDUCE begin when
-    their last rank is there. Transfers between nodes that overlap in time share the
+    their last rank is there. A reduction with a REDUCE_START is carried inside the compute after
+    it, as its gradients come, and REDUCE ends when it is over; computes beside it are slower
+    (:mod:`mmplan.program.clocks`). Transfers between nodes that overlap in time share the
     bandwidth of the nodes that they have in common (:mod:`mmplan.program.network`).
 
     Args:
@@ -123,7 +126,9 @@ def simulate(program: Program, costs: ProgramCosts, *, contention: bool = True) 
         )
     iteration_s = max((row[-1] for row in clocks.end if row), default=0.0)
     ranks = range(program.num_ranks)
-    busy = tuple(_seconds(program, durations, rank, (Compute, Sync)) for rank in ranks)
+    busy = tuple(
+        _seconds(program, durations, rank, (Compute, Sync)) + clocks.slowed[rank] for rank in ranks
+    )
     communication = tuple(
         clocks.exposed[rank] + _seconds(program, durations, rank, (Collective,)) for rank in ranks
     )
@@ -166,39 +171,61 @@ def durations_of(
     program: Program, costs: ProgramCosts, dependencies: Dependencies, *, contention: bool = True
 ) -> Durations:
     """Seconds of every instruction, message and gather of a program."""
-    losses = [program.cross_sample(index) for index, _ in dependencies.syncs]
+    started = [_parts(program, costs, item) for item in dependencies.started]
     return Durations(
-        instruction=_instruction_seconds(program, costs),
+        instruction=_instruction_seconds(program, costs, set(dependencies.reduction)),
         message=_of_messages(costs.message_s, program, dependencies),
-        gather=[costs.gather_s(loss) for loss in losses],
-        shared=_shared(program, costs, dependencies) if contention else None,
+        started=started,
+        shared=_shared(program, costs, dependencies, started) if contention else None,
     )
 
 
-def _shared(program: Program, costs: ProgramCosts, dependencies: Dependencies) -> Shared | None:
+def _parts(program: Program, costs: ProgramCosts, item: Sync | Collective) -> Parts:
+    """The parts of a collective that starts before its ranks wait for it."""
+    if isinstance(item, Sync):
+        return [(1.0, costs.gather_s(program.cross_sample(item.loss)))]
+    reduction = program.reductions[item.index]
+    return costs.reduce_parts(reduction, starting_stage(program, reduction))
+
+
+def _shared(
+    program: Program,
+    costs: ProgramCosts,
+    dependencies: Dependencies,
+    started: Sequence[Parts],
+) -> Shared | None:
     """The use of nodes' interfaces, if two transfers can use one at the same time."""
-    gathers = {
-        index: costs.gather_traffic(program.cross_sample(index))
-        for index in dict.fromkeys(index for index, _ in dependencies.syncs)
-    }
-    reductions = [costs.reduce_traffic(reduction) for reduction in program.reductions]
+    gathers = {loss.index: costs.gather_traffic(loss) for loss in program.cross_sample_losses}
     shared = Shared(
         message=_of_messages(costs.message_traffic, program, dependencies),
-        gather=[gathers[index] for index, _ in dependencies.syncs],
-        group=[None if index < 0 else reductions[index] for index in dependencies.reduction],
+        started=[
+            gathers[item.loss]
+            if isinstance(item, Sync)
+            else costs.reduce_traffic(program.reductions[item.index], len(parts))
+            for item, parts in zip(dependencies.started, started, strict=True)
+        ],
+        group=[
+            None if index < 0 else costs.reduce_traffic(program.reductions[index])
+            for index in dependencies.reduction
+        ],
     )
     users: dict[int, tuple[str, object]] = {}
     # Messages of one pair, gathers of one loss and reductions of the same ranks never overlap.
     users_of = (
         (("message", pair) for pair in dependencies.link),
-        (("gather", index) for index, _ in dependencies.syncs),
+        (
+            ("gather", item.loss)
+            if isinstance(item, Sync)
+            else ("reduction", program.reductions[item.index].ranks)
+            for item in dependencies.started
+        ),
         (
             ("reduction", program.reductions[i].ranks if i >= 0 else ())
             for i in dependencies.reduction
         ),
     )
     for transfers, names in zip(
-        (shared.message, shared.gather, shared.group), users_of, strict=True
+        (shared.message, shared.started, shared.group), users_of, strict=True
     ):
         for traffic, user in zip(transfers, names, strict=True):
             for interface, load in traffic.loads if traffic is not None else ():
@@ -207,14 +234,16 @@ def _shared(program: Program, costs: ProgramCosts, dependencies: Dependencies) -
     return None
 
 
-def _instruction_seconds(program: Program, costs: ProgramCosts) -> list[list[float]]:
-    """Seconds of computes, losses and reductions; zero for the rest."""
+def _instruction_seconds(
+    program: Program, costs: ProgramCosts, reduced: Collection[int]
+) -> list[list[float]]:
+    """Seconds of computes, losses and some reductions; zero for the rest."""
     known: dict[tuple[int, Op, int], float] = {}
     loss_s = {
         loss.index: costs.sync_s(loss) - costs.gather_s(loss)
         for loss in program.cross_sample_losses
     }
-    reduce_s = [costs.reduce_s(reduction) for reduction in program.reductions]
+    reduce_s = {i: costs.reduce_s(r) for i, r in enumerate(program.reductions) if i in reduced}
 
     def seconds(item: Instruction, samples: dict[int, list[int]]) -> float:
         if isinstance(item, Compute):
@@ -225,7 +254,7 @@ def _instruction_seconds(program: Program, costs: ProgramCosts) -> list[list[flo
         if isinstance(item, Sync) and item.op is Op.SYNC_WAIT:
             return loss_s[item.loss]
         if isinstance(item, Collective) and item.op is Op.REDUCE:
-            return reduce_s[item.index]
+            return reduce_s.get(item.index, 0.0)
         return 0.0
 
     rows: list[list[float]] = []

@@ -125,12 +125,12 @@ class _WholeCosts(ProgramCosts):
         receives = edge.producer if backward else edge.consumer
         return self.program.stages[receives].tp if self._quotient.merges_tp else 1
 
-    def reduce_traffic(self, reduction: Reduction) -> Traffic | None:
+    def reduce_traffic(self, reduction: Reduction, parts: int = 1) -> Traffic | None:
         """What a reduction over all of its ranks needs of the interfaces of each class of nodes."""
         whole = self._whole_one(reduction)
         # The other shards are reduced at the same time.
         shards = whole.tp if self._quotient.merges_tp and isinstance(whole, BlockReduction) else 1
-        return self._by_node_class(super().reduce_traffic(whole), whole.ranks, shards)
+        return self._by_node_class(super().reduce_traffic(whole, parts), whole.ranks, shards)
 
     def gather_traffic(self, loss: CrossSampleLoss) -> Traffic | None:
         """What a gather on all of its ranks needs of the interfaces of each class of nodes."""
@@ -166,6 +166,11 @@ class _WholeCosts(ProgramCosts):
     def reduce_s(self, reduction: Reduction) -> float:
         """Seconds of the reduction over all of its ranks."""
         return super().reduce_s(self._whole_one(reduction))
+
+    def reduce_parts(self, reduction: Reduction, stage: Stage | None) -> list[tuple[float, float]]:
+        """The parts of the reduction over all of its ranks."""
+        of_all = None if stage is None else self.program.stages[stage.index]
+        return super().reduce_parts(self._whole_one(reduction), of_all)
 
     def _whole_one(self, reduction: Reduction) -> Reduction:
         return self.program.reductions[self._quotient.reductions[reduction.index]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from mmplan.program.dependencies import POST, SEND, Dependencies
@@ -23,9 +23,11 @@ from mmplan.program.model import (
     LossReduction,
     PerSampleLoss,
     Program,
+    Reduction,
     Stage,
     TieReduction,
 )
+from mmplan.program.reduction_starts import starting_stage
 from mmplan.program.samples import SampleRange
 
 # (stage, operation, micro-batch) of a compute
@@ -106,12 +108,18 @@ def structure_faults(program: Program, dependencies: Dependencies) -> Iterator[s
         dependencies: its dependencies.
     """
     edges = _EdgesOf(program)
+    started = {
+        item.index
+        for row in program.instructions
+        for item in row
+        if isinstance(item, Collective) and item.op is Op.REDUCE_START
+    }
     gathered: dict[tuple[int, int, Op, int], list[tuple[int, int, int]]] = {}
     for rank, row in enumerate(program.instructions):
         # Without instructions, and not one of those that a quotient leaves out.
         if not row and not program.stages_of(rank):
             continue
-        check = _RankCheck(program, rank, edges)
+        check = _RankCheck(program, rank, edges, started)
         yield from check.faults()
         for key, messages in check.gathered():
             if gathered.setdefault(key, messages) != messages:
@@ -162,11 +170,15 @@ def untiled(spans: Iterable[SampleRange], whole: SampleRange) -> str | None:
 class _RankCheck:
     """The checks of a single rank's row."""
 
-    def __init__(self, program: Program, rank: int, edges: _EdgesOf) -> None:
+    def __init__(
+        self, program: Program, rank: int, edges: _EdgesOf, started: Collection[int]
+    ) -> None:
         self._program = program
         self._rank = rank
         self._row = program.instructions[rank]
         self._edges = edges
+        # Reductions that start on some rank.
+        self._started = started
         self._stages = {s.index: s for s in program.stages_of(rank)}
         self._microbatches = {
             index: stage.microbatches[stage.place(rank)[0]] for index, stage in self._stages.items()
@@ -332,6 +344,31 @@ class _RankCheck:
             yield from self._once(f"REDUCE:{reduction.index}", positions, expected)
             if positions:
                 yield from self._reduce_order_faults(reduction.index, positions[0])
+            starts = self._collectives[Op.REDUCE_START, reduction.index]
+            expected &= reduction.index in self._started
+            yield from self._once(f"REDUCE_START:{reduction.index}", starts, expected)
+            if starts:
+                yield from self._start_faults(reduction, starts[0])
+
+    def _start_faults(self, reduction: Reduction, start: int) -> Iterator[str]:
+        """A start is directly before the compute that completes the reduction's gradients."""
+        stage = starting_stage(self._program, reduction)
+        if stage is None or stage.index not in self._stages:
+            yield f"{self._at(start)}: more than one stage adds to its gradients, or none"
+            return
+        row = self._row
+        inside = start
+        while row[inside].op is Op.REDUCE_START and inside + 1 < len(row):
+            inside += 1
+        # The operations that add to gradients; the last of them completes these.
+        adding = (Op.BACKWARD, Op.INPUT, Op.WEIGHT)
+        computes = ((x.stage, x.op, p) for p, x in enumerate(row) if isinstance(x, Compute))
+        last = max((p for i, op, p in computes if i == stage.index and op in adding), default=-1)
+        if inside != last:
+            yield (
+                f"{self._at(start)}: stands before {row[inside]}, not before the last backward of "
+                "its blocks"
+            )
 
     def _reduce_order_faults(self, index: int, reduce: int) -> Iterator[str]:
         reduction = self._program.reductions[index]

@@ -1,0 +1,156 @@
+"""Reductions that begin inside the last backward of their blocks instead of after it.
+
+``REDUCE_START`` stands directly before the compute that completes the blocks' gradients on its
+rank: the last ``B`` of their stage, or the last ``W`` of a split backward. Inside that compute the
+collectives of the reduction begin, last blocks first, so that they run beside what is left to
+compute. Where this would put them between other collectives in an order that ranks contradict, a
+reduction has no start and is summed in ``REDUCE``.
+
+Source: Li et al., PyTorch Distributed, arXiv:2006.15704, section 3.2.3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from mmplan.program.instructions import Collective, Compute, Instruction, Op, Sync
+from mmplan.program.model import BlockReduction, Graph, Program, Reduction, Stage
+
+_InstructionRow = Sequence[Instruction]
+# Position in a rank's row to the reductions that start there, in order.
+_StartsOfRow = Mapping[int, Sequence[int]]
+# A reduction that starts, or another collective.
+_Meeting = int | Sync | Collective | tuple[Compute, int, str]
+
+
+def starting_stage(graph: Graph | Program, reduction: Reduction) -> Stage | None:
+    """The stage in whose last backward a reduction can begin; None where there is none.
+
+    No other stage may add to the blocks' gradients, and one rank of each replica brings them.
+    """
+    if not isinstance(reduction, BlockReduction) or reduction.parameters != "all":
+        return None
+    first, end = reduction.blocks
+    holders = [
+        stage
+        for stage in graph.stages
+        if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
+    ]
+    if len(holders) != 1 or not holders[0].has_backward:
+        return None
+    (stage,), ranks = holders, set(reduction.ranks)
+    is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.ranks)
+    return stage if is_one_each and len(ranks) == stage.dp else None
+
+
+def completing_op(stage: Stage) -> Op:
+    """The operation whose last one completes the gradients of a stage's blocks."""
+    return Op.WEIGHT if stage.split else Op.BACKWARD
+
+
+def with_starts(
+    graph: Graph | Program, rows: Sequence[_InstructionRow]
+) -> list[tuple[Instruction, ...]]:
+    """The rows with a start of every reduction that can begin inside a backward."""
+    starts = _places(graph, rows)
+    left_out = _contradicted(graph, rows, starts)
+    result: list[tuple[Instruction, ...]] = []
+    for row, own in zip(rows, starts, strict=True):
+        changed = list(row)
+        for position in sorted(own, reverse=True):
+            kept = [index for index in own[position] if index not in left_out]
+            changed[position:position] = [Collective(Op.REDUCE_START, index) for index in kept]
+        result.append(tuple(changed))
+    return result
+
+
+def _places(graph: Graph | Program, rows: Sequence[_InstructionRow]) -> list[_StartsOfRow]:
+    """Where reductions would start on each rank: before the last such compute of their stage."""
+    # Of each rank, the reductions of each stage.
+    own: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in rows]
+    for reduction in graph.reductions:
+        stage = starting_stage(graph, reduction)
+        if stage is not None:
+            for rank in reduction.ranks:
+                own[rank][stage.index].append(reduction.index)
+    found: list[_StartsOfRow] = []
+    for row, stages in zip(rows, own, strict=True):
+        starts: dict[int, list[int]] = {}
+        left = dict(stages)
+        for position in range(len(row) - 1, -1, -1):
+            if not left:
+                break
+            item = row[position]
+            if not isinstance(item, Compute) or item.stage not in left:
+                continue
+            if item.op is completing_op(graph.stages[item.stage]):
+                # Gradients of later blocks are there first.
+                starts[position] = left.pop(item.stage)[::-1]
+        found.append(starts)
+    return found
+
+
+def _contradicted(
+    graph: Graph | Program, rows: Sequence[_InstructionRow], starts: Sequence[_StartsOfRow]
+) -> set[int]:
+    """The reductions whose start is in no order of collectives that all ranks agree on.
+
+    Rows are walked from their ends, and an operation is passed when it is the last one left on all
+    of its ranks. Without starts all can be passed, since all rows are parts of one order. So where
+    nothing is left to pass, some ranks have come to starts: those are left out.
+    """
+    to_come = {index for own in starts for indices in own.values() for index in indices}
+    tails = [
+        _from_the_end(graph, rank, row, own)
+        for rank, (row, own) in enumerate(zip(rows, starts, strict=True))
+    ]
+    left_out: set[int] = set()
+    arrived: defaultdict[_Meeting, list[int]] = defaultdict(list)
+    ready = list(range(len(rows)))
+    while to_come:
+        while ready:
+            rank = ready.pop()
+            for operation, size in tails[rank]:
+                if operation in left_out:
+                    continue
+                arrived[operation].append(rank)
+                if len(arrived[operation]) == size:
+                    ready += arrived.pop(operation)
+                    to_come -= {operation}
+                break
+        stuck = to_come.intersection(arrived)
+        if not stuck:
+            return left_out | to_come
+        left_out |= stuck
+        to_come -= stuck
+        ready = [rank for index in stuck for rank in arrived.pop(index)]
+    return left_out
+
+
+def _from_the_end(
+    graph: Graph | Program, rank: int, row: _InstructionRow, starts: _StartsOfRow
+) -> Iterator[tuple[_Meeting, int]]:
+    """The collective operations of a row, last ones first, with the number of their ranks.
+
+    A start is its reduction. It lies between the sums of a tensor-parallel compute, at the same
+    block on all ranks of the group, so it comes after the compute's begin and before its end.
+    """
+    for position in range(len(row) - 1, -1, -1):
+        item = row[position]
+        if isinstance(item, Compute):
+            stage = graph.stages[item.stage]
+            own = starts.get(position, ())
+            meets = stage.tp > 1 and item.op is not Op.WEIGHT
+            key = item, stage.place(rank)[0] if meets else 0
+            if meets:
+                yield (*key, "end"), stage.tp
+            for index in reversed(own):
+                yield index, len(graph.reductions[index].ranks)
+            if meets and own:
+                yield (*key, "begin"), stage.tp
+        elif isinstance(item, Sync):
+            yield item, len(graph.losses[item.loss].ranks)
+        elif isinstance(item, Collective):
+            owners = graph.losses if item.op is Op.COUNT else graph.reductions
+            yield item, len(owners[item.index].ranks)

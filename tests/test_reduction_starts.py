@@ -1,0 +1,139 @@
+"""Sums that begin inside a backward: where they start, and that gradients are the same."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
+from mmlaunch.execute import gradient_buckets
+from mmlaunch.execute.gradient_buckets import GradientBucket, ParameterSlice
+from mmlaunch.execute.reductions import Reductions
+from mmlaunch.model.shard_layout import replicated_layout
+from mmplan.errors import RunFailedError
+from mmplan.program.checks.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Collective, Compute, Op
+from mmplan.program.model import BlockReduction
+from mmplan.program.reduction_starts import with_starts
+from tests.matrix_cases import small_case
+from tests.plants import not_started
+from tests.programs import loss, make_plan, unit
+from tests.training import train_planned, worst_difference
+
+
+def test_a_start_stands_before_the_last_backward_of_its_stage_on_all_ranks() -> None:
+    plan = make_plan(unit("v", pp=2, dp=2, k=3, kind="1f1b"), losses=[loss("l", "v")], batch=6)
+    program = compile_plan(plan)
+    blocks = [r for r in program.reductions if isinstance(r, BlockReduction)]
+    assert len(blocks) == 2
+    for reduction in blocks:
+        for rank in reduction.ranks:
+            row = program.instructions[rank]
+            place = row.index(Collective(Op.REDUCE_START, reduction.index))
+            assert str(row[place + 1]) == f"{program.stages_of(rank)[0].index}B2"
+    assert check_program(program) == []
+
+
+def test_the_last_weight_gradients_complete_a_split_backward() -> None:
+    plan = make_plan(
+        unit("v", pp=2, dp=2, k=4, split=True), losses=[loss("c", "v", sync_batch=8)], batch=8
+    )
+    program = compile_plan(plan)
+    first = program.instructions[program.stages[1].ranks[0][0]]
+    starts = [p for p, x in enumerate(first) if x.op is Op.REDUCE_START]
+    last = max(p for p, x in enumerate(first) if isinstance(x, Compute))
+    assert starts == [last - 1]
+    assert first[last].op is Op.WEIGHT
+    assert check_program(program) == []
+
+
+def test_blocks_that_two_tasks_train_are_summed_behind_both() -> None:
+    plan = make_plan(
+        unit("v", "a", task="one", dp=2),
+        unit("v", "b", task="two", dp=2, ranks=[[[0]], [[1]]]),
+        losses=[loss("l", "v", task="one"), loss("m", "v", task="two")],
+        batch=2,
+    )
+    program = compile_plan(plan)
+    assert any(isinstance(r, BlockReduction) for r in program.reductions)
+    assert not [x for row in program.instructions for x in row if x.op is Op.REDUCE_START]
+
+
+def test_starts_that_ranks_would_put_in_several_orders_are_left_out() -> None:
+    plan = make_plan(
+        unit("v", "a", dp=2),
+        unit("w", "b", dp=2, ranks=[[[0]], [[1]]]),
+        losses=[loss("l", "v"), loss("m", "w")],
+        batch=2,
+    )
+    program = not_started(compile_plan(plan))
+    row = program.instructions[0]
+    backwards = [p for p, x in enumerate(row) if x.op is Op.BACKWARD]
+    turned = list(row)
+    turned[backwards[0]], turned[backwards[1]] = row[backwards[1]], row[backwards[0]]
+
+    def starts(rows: list[Any]) -> int:
+        found = with_starts(program, rows)
+        return sum(x.op is Op.REDUCE_START for row in found for x in row)
+
+    assert starts([row, row]) == 4
+    assert starts([row, tuple(turned)]) == 0
+
+
+# Feature, degrees and other fields of a case.
+CASES: list[dict[str, Any]] = [
+    {"dp": 2},
+    {"dp": 2, "tp": 2, "others": "single"},
+    {"dp": 2, "pp": 2, "backward": "split", "others": "single"},
+    {"dp": 3, "feature": "tied", "others": "single"},
+    {"dp": 2, "feature": "ragged", "others": "single"},
+    {"dp": 2, "feature": "frozen-range", "others": "single"},
+]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_weights_are_those_of_sums_behind_the_last_backward(
+    fields: dict[str, Any], zero: Literal[0, 1], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
+    case = small_case(**fields)
+    workload = case.workload()
+    train = {"optimizer": "SGD", "optimizer_args": {"lr": 0.1}, "zero": zero}
+    workload = workload.model_copy(update={"train": workload.train.model_copy(update=train)})
+    early: list[bool] = []
+    reduce = Reductions.reduce
+
+    def noted(self: Reductions, index: int) -> None:
+        early.extend(item.is_under_way for item in self._sums[index])
+        reduce(self, index)
+
+    monkeypatch.setattr(Reductions, "reduce", noted)
+    started = train_planned(case.plan(), workload, 2)
+    assert any(early)
+    early.clear()
+    with patch("mmplan.program.compile.with_starts", lambda _, rows: rows):
+        late = train_planned(case.plan(), workload, 2)
+    assert not any(early)
+    assert worst_difference(started.weights, late.weights) < 1e-12
+    assert started.losses == pytest.approx(late.losses, rel=1e-12)
+
+
+def test_a_gradient_after_its_sum_began_is_refused() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    item = ParameterSlice(name="v.0.weight", parameter=parameter, layout=replicated_layout((2,)))
+    parameter.grad = torch.ones(2)
+
+    def entry(transport: InProcessTransport) -> None:
+        bucket = GradientBucket([item], (0,))
+        bucket.begin(transport, set())
+        parameter.grad = torch.ones(2)
+        bucket.finish(set())
+
+    with pytest.raises(RunFailedError, match=r"v\.0\.weight got a gradient after"):
+        InProcessWorld(1).run(entry)
