@@ -523,7 +523,10 @@ class Mailbox:
         """What carries a message, and on which channel."""
         rank = self._transport.rank
         channel = self._channels.of(rank, message)
-        return (self._own, ((rank,), 0)) if channel is None else (self._transport, channel)
+        if channel is not None:
+            return self._transport, channel
+        # No message of a rank to itself waits for another one.
+        return self._own, ((rank,), self._tag(message))
 
     def _share(self, message: Message, receiver: int) -> TensorShare | None:
         """The share of a message that a rank receives; None where it receives all of it."""

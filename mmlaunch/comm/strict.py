@@ -6,7 +6,7 @@ forgives no program, and gloo does, is found here:
 - What is posted on a communicator is served in order, tags or not, and a send ends when it is
   taken.
 - A receive's buffer holds nothing that may be read or written until its wait, and a send's must
-  stay as it is until it is taken.
+  stay as it is until then.
 - A communicator that a step uses was made before.
 - What is posted and not over holds multiprocessors, and nothing else runs without one.
 - The collectives of two communicators come in one order on all ranks.
@@ -220,8 +220,6 @@ class StrictWorld(InProcessWorld):
                 f"{received.where}: {received.name} gets {sent.name} of another message: that of "
                 f"{sent.where}"
             )
-        if not sent.is_as_posted:
-            self.add_fault(f"{sent.where}: {sent.name} changed before it was taken")
         if given.shape == wanted.shape and given.dtype == wanted.dtype:
             received.came = given.clone()
             return
@@ -238,8 +236,9 @@ class StrictWorld(InProcessWorld):
         self.wait_until(rank, lambda: all(end.kernel.is_over for end in waited), what)
         for end in waited:
             del self._open[rank][end]
-            if not end.item.is_send and not end.is_as_posted:
-                self.add_fault(f"{end.where}: {end.name} is written to before it is received")
+            if not end.is_as_posted:
+                way = "sent" if end.item.is_send else "received"
+                self.add_fault(f"{end.where}: {end.name} changes while it is {way}")
             if end.came is not None:
                 end.item.tensor.copy_(end.came)
 
