@@ -38,7 +38,7 @@ from mmplan.commands.options import (
 )
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
 from mmplan.report.terminal.console import Output
-from mmplan.wording import counted
+from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
@@ -299,6 +299,12 @@ def verify(
             help="a small plan with every class of alike ranks, as threads of this process",
         ),
     ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="ranks as threads of this process, under the rules of GPUs and NCCL"
+        ),
+    ] = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -322,7 +328,23 @@ def verify(
             "of alike ranks among them"
         )
     uncut = None if original is None else verify_original(prepared, original)
-    verdict = start(options, prepared, steps=steps, in_process=in_process or shrink)
+    from mmlaunch.comm.inprocess import InProcessWorld
+    from mmlaunch.comm.strict import StrictWorld
+
+    devices = prepared.plan.devices
+    rules = StrictWorld(devices) if strict else None
+    threads = InProcessWorld(devices) if in_process or shrink else None
+    try:
+        verdict = start(options, prepared, steps=steps, world=rules or threads)
+    finally:
+        for fault in rules.faults if rules else ():
+            out.text(f"NCCL: {fault}")
+    if rules and rules.faults:
+        raise RunFailedError(
+            f"on GPUs the plan breaks {counted(len(rules.faults), 'rule')} of NCCL",
+            hint="mmplan check PLAN; if that finds nothing, the runtime is wrong: report it",
+            documented=True,
+        )
     for item in uncut.differences[:10] if uncut else ():
         out.text(f"differs from the original: {item.what} {item.name}: {_error(item)}")
     for item in verdict.differences[:10]:
@@ -366,6 +388,13 @@ def verify(
             f"from one process's; a gradient by {verdict.worst:.3g} of the largest one",
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
+        )
+    if rules:
+        out.text(
+            f"NCCL's rules hold on {counted(devices, 'rank')}: no hang, no message in another's "
+            "place, no buffer in use while it is sent or received, no communicator made in a "
+            f"step, at most {rules.most_blocks} of {rules.multiprocessors} multiprocessors in use; "
+            f"at most {size(max(rules.most_bytes))} of messages on a rank"
         )
     if uncut:
         out.text(

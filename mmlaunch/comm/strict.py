@@ -97,6 +97,8 @@ class StrictWorld(InProcessWorld):
 
     Attributes:
         faults: a line for each broken rule.
+        most_blocks: the most thread blocks that messages and collectives hold on a rank when an
+            instruction begins.
         most_bytes: by rank, the most bytes of messages at one time: what is received from its
             post to its wait, and what is sent until the rank waits for it.
     """
@@ -112,6 +114,7 @@ class StrictWorld(InProcessWorld):
         draws = random.Random(seed)
         super().__init__(size, choose=draws.choice)
         self.faults: list[str] = []
+        self.most_blocks = 0
         self.most_bytes = [0] * size
         self.multiprocessors = multiprocessors
         self._mode = mode
@@ -291,6 +294,7 @@ class StrictTransport(InProcessTransport):
         world = self._strict
         world.give_way(self.rank)
         held = world.in_flight(self.rank)
+        world.most_blocks = max(world.most_blocks, held)
         world.wait_until(
             self.rank,
             lambda: world.in_flight(self.rank) < world.multiprocessors,
