@@ -17,9 +17,14 @@ from mmlaunch.execute.executor import Executor
 from mmplan.errors import RunFailedError
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Program
-from tests.matrix_cases import Case
+from mmplan.simulation.peak_memory import ExpectedMemory
+from mmplan.simulation.predict import costs_of
+from tests.matrix_cases import FEATURES, Case
+from tests.matrix_models import WIDTH
 from tests.missing_cases import MissingCase
 from tests.pairwise import pairwise_rows
+from tests.programs import Kind
+from tests.solving import module_profile, profile
 from tests.test_matrix import PAIRWISE
 from tests.verification import TOLERANCE, verify_in_process
 
@@ -96,6 +101,31 @@ def test_a_seed_is_one_order_of_ranks() -> None:
     orders = [order(seed) for seed in range(6)]
     assert orders == [order(seed) for seed in range(6)]
     assert len(set(map(tuple, orders))) > 3
+
+
+@pytest.mark.parametrize("others", ["single", "rotated"])
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_messages_under_way_are_what_memory_is_expected_for(kind: Kind, others: Any) -> None:
+    case = Case(pp=3, k=4, samples=24, others=others, feature="regression", kind=kind)
+    plan = case.plan()
+    world = StrictWorld(plan.devices)
+    verify_in_process(plan, case.workload(), world=world)
+    # As float64 are wide.
+    sample_bytes = 8 * WIDTH
+    made = {
+        unit.module: module_profile(
+            blocks=unit.blocks,
+            tp={1: 1.0, 2: 2.0},
+            boundary_bytes_per_sample=sample_bytes,
+            output_bytes_per_sample=sample_bytes,
+        )
+        for unit in FEATURES[case.feature](case).units
+    }
+    costs = profile(made, plan.devices)
+    expected = ExpectedMemory(costs_of(plan.model_copy(update={"cluster": costs.cluster}), costs))
+    found = [expected.message_bytes(rank) for rank in range(plan.devices)]
+    assert found == pytest.approx(world.most_bytes, rel=0.05)
+    assert max(found) > 0
 
 
 # --- planted faults of the runtime ---------------------------------------------------------
