@@ -42,6 +42,7 @@ from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
+    from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.verify import Difference
     from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
@@ -310,7 +311,7 @@ def verify(
 ) -> None:
     """Planned steps and a reload against one process, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare, shrunk, try_out, verify_original
+    from mmlaunch.run.run import check_device, prepare, shrunk, try_out, verify_original
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
@@ -334,15 +335,18 @@ def verify(
     devices = prepared.plan.devices
     rules = StrictWorld(devices) if strict else None
     threads = InProcessWorld(devices) if in_process or shrink else None
+    device = check_device(prepared) if strict else None
+    broken = [] if device is None else _device_faults(device)
     try:
         verdict = start(options, prepared, steps=steps, world=rules or threads)
     finally:
-        for fault in rules.faults if rules else ():
-            out.text(f"NCCL: {fault}")
-    if rules and rules.faults:
+        broken += [f"NCCL: {fault}" for fault in rules.faults] if rules else []
+        for fault in broken:
+            out.text(fault)
+    if broken:
         raise RunFailedError(
-            f"on GPUs the plan breaks {counted(len(rules.faults), 'rule')} of NCCL",
-            hint="mmplan check PLAN; if that finds nothing, the runtime is wrong: report it",
+            f"{counted(len(broken), 'fault')} on GPUs",
+            hint="mmplan check PLAN; a device's fault names a line of the code that it is in",
             documented=True,
         )
     for item in uncut.differences[:10] if uncut else ():
@@ -389,7 +393,11 @@ def verify(
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
-    if rules:
+    if rules and device:
+        out.text(
+            f"an accelerator takes a step of {counted(device.ranks, 'distinct rank')}; the host "
+            f"waits for it {counted(device.most_synchronisations, 'time')} at most"
+        )
         out.text(
             f"NCCL's rules hold on {counted(devices, 'rank')}: no hang, no message in another's "
             "place, no buffer in use while it is sent or received, no communicator made in a "
@@ -407,6 +415,17 @@ def verify(
         f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
         f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
+
+
+def _device_faults(found: AcceleratorVerdict) -> list[str]:
+    """What ended a step on an accelerator; a host that waits for it is slow, not wrong."""
+    faults = [
+        f"device: rank {fault.rank}, {fault.instruction or 'before the step'}, {fault.place}: "
+        f"{fault.kind}: {fault.detail}"
+        for fault in found.faults
+        if fault.kind != "host synchronisation"
+    ]
+    return faults or ([] if found.failure is None else [f"device: {found.failure}"])
 
 
 def _error(item: Difference) -> str:

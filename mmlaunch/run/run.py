@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.original import OriginalVerdict
     from mmlaunch.session.verify import Verdict
 
@@ -310,6 +311,14 @@ def shrunk(prepared: Prepared) -> Prepared:
             hint="lower blocks and widths in the workload's args, profile and solve that",
         )
     return replace(prepared, plan=plan, workload=workload)
+
+
+def check_device(prepared: Prepared) -> AcceleratorVerdict:
+    """One step of each distinct rank on an accelerator without hardware."""
+    from mmlaunch.session.accelerator_check import check_on_accelerator
+
+    folder = prepared.workload_path.parent
+    return check_on_accelerator(prepared.plan, prepared.workload, folder)
 
 
 def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
