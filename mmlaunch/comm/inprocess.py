@@ -269,7 +269,7 @@ class InProcessTransport:
     def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         group, place = (ranks, channel), ranks.index(self.rank)
-        sequence = self._deposit(group, sent[0].clone().split([*sent[1]]))
+        sequence = self._deposit(group, "exchange", sent[0].clone().split([*sent[1]]))
 
         def fill() -> None:
             parts = [given[place] for given in self._collect(group, sequence)]

@@ -27,7 +27,15 @@ from torch import Tensor
 
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.comm.messages import MOST_TENSORS
-from mmlaunch.comm.transport import CHANNEL_CTAS, CommGroup, Deferred, Links, Transfer, Work
+from mmlaunch.comm.transport import (
+    CHANNEL_CTAS,
+    CommGroup,
+    Deferred,
+    Links,
+    Parts,
+    Transfer,
+    Work,
+)
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.program.shards import Ranks
 
@@ -252,7 +260,8 @@ class StrictWorld(InProcessWorld):
     ) -> None:
         """See :class:`InProcessWorld`."""
         super().deposit(rank, group, sequence, operation, item)
-        if isinstance(item, Tensor) and len(group[0]) > 1:
+        # Numbers below zero are of no collective on the device.
+        if group[1] >= 0 and len(group[0]) > 1:
             self.use(rank, group, f"a {operation}")
             self._orders[rank].append((group, sequence))
             where = self._transports[rank].where()
@@ -318,6 +327,12 @@ class StrictTransport(InProcessTransport):
         for part in gathered:
             _poison(part)
         return work, gathered
+
+    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        work = super().exchange(received, sent, ranks, channel)
+        _poison(received[0])
+        return work
 
     def synchronize(self) -> None:
         """Wait for all that this rank has begun."""
