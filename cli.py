@@ -38,10 +38,11 @@ from mmplan.commands.options import (
 )
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
 from mmplan.report.terminal.console import Output
-from mmplan.wording import counted
+from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
+    from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.verify import Difference
     from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
@@ -299,12 +300,18 @@ def verify(
             help="a small plan with every class of alike ranks, as threads of this process",
         ),
     ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="ranks as threads of this process, under the rules of GPUs and NCCL"
+        ),
+    ] = False,
     timeout: TimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare, shrunk, try_out, verify_original
+    from mmlaunch.run.run import check_device, prepare, shrunk, try_out, verify_original
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
@@ -322,7 +329,26 @@ def verify(
             "of alike ranks among them"
         )
     uncut = None if original is None else verify_original(prepared, original)
-    verdict = start(options, prepared, steps=steps, in_process=in_process or shrink)
+    from mmlaunch.comm.inprocess import InProcessWorld
+    from mmlaunch.comm.strict import StrictWorld
+
+    devices = prepared.plan.devices
+    rules = StrictWorld(devices) if strict else None
+    threads = InProcessWorld(devices) if in_process or shrink else None
+    device = check_device(prepared) if strict else None
+    broken = [] if device is None else _device_faults(device)
+    try:
+        verdict = start(options, prepared, steps=steps, world=rules or threads)
+    finally:
+        broken += [f"NCCL: {fault}" for fault in rules.faults] if rules else []
+        for fault in broken:
+            out.text(fault)
+    if broken:
+        raise RunFailedError(
+            f"{counted(len(broken), 'fault')} on GPUs",
+            hint="mmplan check PLAN; a device's fault names a line of the code that it is in",
+            documented=True,
+        )
     for item in uncut.differences[:10] if uncut else ():
         out.text(f"differs from the original: {item.what} {item.name}: {_error(item)}")
     for item in verdict.differences[:10]:
@@ -367,6 +393,17 @@ def verify(
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
+    if rules and device:
+        out.text(
+            f"an accelerator takes a step of {counted(device.ranks, 'distinct rank')}; the host "
+            f"waits for it {counted(device.most_synchronisations, 'time')} at most"
+        )
+        out.text(
+            f"NCCL's rules hold on {counted(devices, 'rank')}: no hang, no message in another's "
+            "place, no buffer in use while it is sent or received, no communicator made in a "
+            f"step, at most {rules.most_blocks} of {rules.multiprocessors} multiprocessors in use; "
+            f"at most {size(max(rules.most_bytes))} of messages on a rank"
+        )
     if uncut:
         out.text(
             f"{counted(uncut.compared, 'value')} of the cut modules equal {original}'s, both in "
@@ -378,6 +415,17 @@ def verify(
         f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
         f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
+
+
+def _device_faults(found: AcceleratorVerdict) -> list[str]:
+    """What ended a step on an accelerator; a host that waits for it is slow, not wrong."""
+    faults = [
+        f"device: rank {fault.rank}, {fault.instruction or 'before the step'}, {fault.place}: "
+        f"{fault.kind}: {fault.detail}"
+        for fault in found.faults
+        if fault.kind != "host synchronisation"
+    ]
+    return faults or ([] if found.failure is None else [f"device: {found.failure}"])
 
 
 def _error(item: Difference) -> str:

@@ -290,10 +290,10 @@ class _Recording(InProcessTransport):
         super().__init__(world, rank)
         self.begun: list[tuple[CommGroup, int]] = []
 
-    def _deposit(self, group: CommGroup, item: Any) -> int:
+    def _deposit(self, group: CommGroup, operation: str, item: Any) -> int:
         if group[0] != tuple(sorted(group[0])):
             raise WrongError(f"{list(group[0])}: a communicator numbers its ranks upwards")
-        sequence = super()._deposit(group, item)
+        sequence = super()._deposit(group, operation, item)
         if len(group[0]) > 1:
             self.begun.append((group, sequence))
         return sequence

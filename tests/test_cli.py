@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 import cli
 import mmplan
+from mmlaunch.comm.strict import StrictTransport
 from mmplan.schema.base import document_text
 from mmplan.schema.workload import load_workload
 from tests.birds import copy_workload, edited, given_profile, two_rank_plan
@@ -124,7 +125,7 @@ def test_json_of_profile_and_doctor(files: Files) -> None:
 
 
 def test_json_of_runs(files: Files) -> None:
-    verdict = call("mmlaunch", "verify", files.plan, "--in-process", "--json")
+    verdict = call("mmlaunch", "verify", files.plan, "--strict", "--json")
     assert verdict.code == 0, verdict.err
     assert verdict.document["differences"] == []
     assert verdict.document["compared"] > 20
@@ -133,6 +134,15 @@ def test_json_of_runs(files: Files) -> None:
     )
     assert done.code == 0, done.err
     assert done.document == {"run_dir": str(files.root / "r"), "steps": 2, "stopped": False}
+
+
+def test_what_breaks_on_gpus_is_named(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StrictTransport, "prepare", lambda *_: None)
+    done = call("mmlaunch", "verify", files.plan, "--strict", "--steps", "1")
+    assert done.code == 1
+    assert "NCCL: rank 0, step 0, instruction " in done.out + done.err
+    assert "which was not made before the steps" in done.out + done.err
+    assert "faults on GPUs" in done.err
 
 
 @pytest.mark.parametrize(

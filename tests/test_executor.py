@@ -3,58 +3,105 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.comm.messages import Outbox
 from mmlaunch.execute.executor import ExecutionError, Executor
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.session import Session
 from mmplan.errors import RunFailedError
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Compute, Message, MessageKey, Op, Step
 from mmplan.program.model import Stage
+from mmplan.program.sent_messages import last_positions
+from mmplan.schema.plan import Plan
 from tests.matrix_cases import FEATURES, Case
-from tests.programs import in_flight, loss, make_plan, trained_as, unit
-from tests.verification import HERE, make_workload
+from tests.programs import in_flight, loss, make_plan, plans, trained_as, unit
+from tests.verification import HERE, make_workload, verify_in_process
 
 
-class _Unsure:
-    """A send as gloo's: it says that it is over after a wait only, and a second wait hangs."""
+def test_a_middle_stage_holds_what_it_sends_as_long_as_the_program_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    units, losses = [unit("v", "a", pp=3, k=30, kind="1f1b")], [loss("regression", "v", "target")]
+    plan = make_plan(*units, losses=losses, batch=30)
+    last = last_positions(compile_plan(plan), 1)
+    most = 0
+    message, finish = Executor._message, Executor._finish
 
-    def __init__(self) -> None:
-        self.waited = False
+    def sent(self: Executor, item: Message) -> None:
+        nonlocal most
+        message(self, item)
+        if self._transport.rank == 1:
+            held = set(self._mailbox._sent)
+            assert held == {s for s, end in last.items() if s <= self._position < end}
+            most = max(most, len(held))
 
-    def wait(self) -> None:
-        assert not self.waited
-        self.waited = True
+    def finished(self: Executor, step: Step) -> None:
+        finish(self, step)
+        assert not self._mailbox.held_bytes
 
-    def is_completed(self) -> bool:
-        return self.waited
+    monkeypatch.setattr(Executor, "_message", sent)
+    monkeypatch.setattr(Executor, "_finish", finished)
+    verify_in_process(plan, make_workload(units, losses, batch=30))
+    # Of 60.
+    assert 0 < most <= 5
 
 
-def test_what_was_sent_goes_when_its_gradient_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(pp=2, k=4, samples=8, others="same")
-    held: list[int] = []
-    send, arrived = Outbox.send, Outbox.received
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(plans())
+def test_a_send_that_is_let_go_has_come(plan: Plan) -> None:
+    """The compute that takes the message comes before the wait that shows it, in any order."""
+    program = compile_plan(plan)
+    rows = program.instructions
+    sends = {
+        item.key(rank): (rank, position)
+        for rank, row in enumerate(rows)
+        for position, item in enumerate(row)
+        if isinstance(item, Message) and item.is_send
+    }
+    # What each instruction comes after, beside the one before it in its row.
+    after: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    takes: dict[MessageKey, tuple[int, int]] = {}
+    for rank, row in enumerate(rows):
+        posted: dict[MessageKey, Message] = {}
+        for position, item in enumerate(row):
+            if isinstance(item, Message) and not item.is_send:
+                posted[item.key(rank)] = item
+            elif isinstance(item, Compute) and item.op is not Op.WEIGHT:
+                for key, m in list(posted.items()):
+                    if (m.stage, m.mb, m.op is Op.RECV_B) == (
+                        item.stage,
+                        item.mb,
+                        item.is_backward,
+                    ):
+                        del posted[key]
+                        takes[key] = rank, position
+                        after[rank, position].append(sends[key])
 
-    def unsure(self: Outbox, *arguments: Any, **named: Any) -> None:
-        send(self, *arguments, **named)
-        self._sent[-1] = (_Unsure(), self._sent[-1][1])
-        if named["name"] is not None:
-            self._by_name[named["name"]] = [self._sent[-1][0]]
+    def comes_before(one: tuple[int, int], other: tuple[int, int]) -> bool:
+        seen: dict[int, int] = {}
+        left = [other]
+        while left:
+            rank, position = left.pop()
+            # Up to here the rank's row has been walked.
+            walked = seen.get(rank, -1)
+            seen[rank] = max(walked, position)
+            for place in range(walked + 1, position + 1):
+                left += after[rank, place]
+        return seen.get(one[0], -1) >= one[1]
 
-    def watched(self: Outbox, name: Any) -> None:
-        before = len(self._sent)
-        arrived(self, name)
-        held.append(len(self._sent) - before)
-
-    monkeypatch.setattr(Outbox, "send", unsure)
-    monkeypatch.setattr(Outbox, "received", watched)
-    InProcessWorld(case.plan().devices).run(lambda t: _session(case, t).forward_backward().loss)
-    assert held
-    assert set(held) == {-1}
+    for rank, row in enumerate(rows):
+        for position, shown in last_positions(program, rank).items():
+            item = row[position]
+            assert isinstance(item, Message)
+            assert position < shown
+            if not isinstance(row[shown], Step):
+                assert comes_before(takes[item.key(rank)], (rank, shown))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -68,7 +115,8 @@ def test_no_activation_is_held_after_a_step(feature: str) -> None:
         assert executor._live == {}
         assert executor._mailbox._forward == {}
         assert executor._mailbox._backward == {}
-        assert not executor._mailbox._outbox._sent
+        assert not executor._mailbox._sent
+        assert not any(executor._mailbox._unposted.values())
         assert executor._sync._features == {}
         assert executor._sync._uses == {}
         assert executor._sync._gradients == {}

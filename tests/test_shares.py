@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from mmlaunch.comm.inprocess import InProcessTransport
+from mmlaunch.comm.messages import Mailbox
 from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, gather_shares
 from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import Verdict, compare
@@ -211,15 +213,16 @@ def test_what_stays_in_its_node_comes_whole(name: str) -> None:
 def sent_bytes(case: Case) -> Counter[tuple[int, int, bool]]:
     """Bytes of a step's messages between two ranks, each direction."""
     sent: Counter[tuple[int, int, bool]] = Counter()
-    isend = InProcessTransport.isend
+    send = Mailbox._send
 
     def counted(
-        self: InProcessTransport, tensor: torch.Tensor, peer: int, tag: int, *, backward: bool
-    ) -> Any:
-        sent[self.rank, peer, backward] += tensor.nbytes
-        return isend(self, tensor, peer, tag, backward=backward)
+        self: Mailbox, message: Message, position: int, tensors: Sequence[Tensor], beside: Any
+    ) -> None:
+        key = self._transport.rank, message.peer, message.op is Op.SEND_B
+        sent[key] += sum(tensor.nbytes for tensor in tensors)
+        send(self, message, position, tensors, beside)
 
-    with patch.object(InProcessTransport, "isend", counted):
+    with patch.object(Mailbox, "_send", counted):
         case.verify()
     return sent
 

@@ -105,7 +105,12 @@ def _tasks(
 
 
 def verify_in_process(
-    plan: Plan, workload: Workload, *, change: Callable[[Program], Program] | None = None
+    plan: Plan,
+    workload: Workload,
+    *,
+    change: Callable[[Program], Program] | None = None,
+    world: InProcessWorld | None = None,
+    timed: bool = False,
 ) -> Verdict:
     """One step on threads against one process; ``change`` plants a fault in the program."""
 
@@ -114,14 +119,17 @@ def verify_in_process(
         return program if change is None else change(program)
 
     def entry(transport: Any) -> Any:
-        return planned_step(
-            Session(
-                plan=trained_as(plan, workload), workload=workload, folder=HERE, transport=transport
-            )
+        session = Session(
+            plan=trained_as(plan, workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+            heartbeat=transport.heartbeat,
         )
+        return planned_step(session, timed=timed)
 
     with patch("mmlaunch.session.session.compile_plan", planned):
-        found = InProcessWorld(plan.devices).run(entry)
+        found = (world or InProcessWorld(plan.devices)).run(entry)
     return compare(workload, HERE, compile_plan(plan), found)
 
 

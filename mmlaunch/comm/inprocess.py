@@ -1,8 +1,8 @@
 """All ranks as threads of one process: the executor without processes.
 
-One thread runs at a time and gives way only where it waits for another rank, so a run is
-deterministic, and a deadlock is seen at once instead of hanging. Random numbers belong to
-the rank: the generator's state is put back after every wait.
+One thread runs at a time and gives way only where it waits for another rank, to one that can go
+on. So a run is deterministic, and a deadlock is seen at once instead of hanging. Random numbers
+belong to the rank: the generator's state is put back after every wait.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from torch import Tensor
 
 from mmlaunch.comm import wire
 from mmlaunch.comm.transport import (
+    ChannelLinks,
     CommGroup,
     Deferred,
     Done,
-    Links,
-    Parts,
-    Transfer,
+    Pieces,
+    TransferEnd,
     Work,
     in_turn,
     seconds_since_first,
 )
+from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.errors import RunFailedError
 from mmplan.program.shards import Ranks
 
 T = TypeVar("T")
 # (source, target, tag, whether it is on the host)
 _Address = tuple[int, int, int, bool]
+# Number of the group, of all ranks, whose collectives are between hosts.
+_HOST = -1
 
 
 class _AbandonedError(Exception):
@@ -44,20 +47,29 @@ class InProcessWorld:
 
     Args:
         size: number of ranks.
+        choose: which of the ranks that can go on does; default: the first.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, choose: Callable[[list[int]], int] = min) -> None:
         self.size = size
-        self._turn = threading.Condition()
+        self._choose = choose
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._transports: list[InProcessTransport] = []
         self._mailbox: dict[_Address, list[Tensor]] = {}
-        self._deposits: dict[tuple[CommGroup, int], dict[int, Any]] = {}
+        # By group and number of its collective: by rank what it does there, and with what.
+        self._deposits: dict[tuple[CommGroup, int], dict[int, tuple[str, Any]]] = {}
         self._collected: dict[tuple[CommGroup, int], int] = {}
-        self._waiting: dict[int, Callable[[], bool]] = {}
-        self._alive = 0
+        # By rank: what it needs to go on, and that in words.
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._alive: set[int] = set()
         self._failure: BaseException | None = None
 
+    def transport(self, rank: int) -> InProcessTransport:
+        """A rank's transport in this world."""
+        return InProcessTransport(self, rank)
+
     def run(self, entry: Callable[[InProcessTransport], T]) -> list[T]:
-        """Call ``entry`` once per rank and return the results by rank.
+        """Call ``entry`` once per rank, with its transport, and return the results by rank.
 
         Raises:
             BaseException: the first failure of a rank.
@@ -66,72 +78,95 @@ class InProcessWorld:
         results: list[Any] = [None] * self.size
 
         def body(rank: int) -> None:
-            with self._turn:
-                try:
-                    if self._failure is None:
-                        results[rank] = entry(InProcessTransport(self, rank))
-                except _AbandonedError:
-                    pass
-                except BaseException as error:
-                    self._failure = self._failure or error
-                finally:
-                    self._alive -= 1
-                    self._see_deadlock()
-                    self._turn.notify_all()
+            self._turns[rank].acquire()
+            try:
+                if self._failure is None:
+                    results[rank] = entry(self._transports[rank])
+            except _AbandonedError:
+                pass
+            except BaseException as error:
+                self._failure = self._failure or error
+            finally:
+                self._alive.remove(rank)
+                self._pass_on()
 
-        self._alive = self.size
+        self._transports = [self.transport(rank) for rank in range(self.size)]
+        self._alive = set(range(self.size))
         threads = [threading.Thread(target=body, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
             thread.start()
+        self._pass_on()
         for thread in threads:
             thread.join()
         if self._failure is not None:
             raise self._failure
         return results
 
-    def wait_until(self, rank: int, condition: Callable[[], bool]) -> None:
-        """Let other ranks run until the condition holds."""
-        if condition():
-            return
+    def wait_until(self, rank: int, condition: Callable[[], bool], what: str) -> None:
+        """Let other ranks run until the condition holds.
+
+        Args:
+            rank: that waits.
+            condition: of other ranks' making.
+            what: the rank waits for, in words.
+        """
+        if not condition():
+            self.give_way(rank, condition, what)
+
+    def give_way(
+        self, rank: int, condition: Callable[[], bool] = lambda: True, what: str = ""
+    ) -> None:
+        """Let another rank run; go on when it is this one's turn again and the condition holds."""
         state = torch.get_rng_state()
-        self._waiting[rank] = condition
-        self._see_deadlock()
-        self._turn.notify_all()
-        self._turn.wait_for(lambda: self._failure is not None or condition())
+        self._waiting[rank] = condition, what
+        self._pass_on()
+        self._turns[rank].acquire()
         del self._waiting[rank]
         if self._failure is not None:
             raise _AbandonedError
         torch.set_rng_state(state)
 
-    def _see_deadlock(self) -> None:
-        if self._failure is not None or not self._alive or len(self._waiting) < self._alive:
-            return
-        if not any(condition() for condition in self._waiting.values()):
-            self._failure = RunFailedError(
-                f"ranks {sorted(self._waiting)} wait for each other",
-                hint="mmplan check PLAN says where",
-            )
+    def _pass_on(self) -> None:
+        """Give a rank that can go on its turn; after a failure any, so that all come to an end."""
+        ready = [r for r in sorted(self._alive) if r not in self._waiting or self._waiting[r][0]()]
+        if self._alive and not ready and self._failure is None:
+            self._failure = self._hang()
+        if self._failure is not None:
+            ready = sorted(self._alive)
+        if ready:
+            self._turns[self._choose(ready)].release()
+
+    def _hang(self) -> RunFailedError:
+        waits = [
+            f"{self._transports[rank].where()}, for {what}"
+            for rank, (_, what) in sorted(self._waiting.items())
+        ]
+        return RunFailedError(
+            f"ranks {sorted(self._waiting)} wait for each other: {'; '.join(waits[:4])}",
+            hint="mmplan check PLAN says where",
+        )
 
     def put(self, key: _Address, tensor: Tensor) -> None:
         """Leave a message."""
         self._mailbox.setdefault(key, []).append(tensor)
-        self._turn.notify_all()
 
     def take(self, rank: int, key: _Address) -> Tensor:
         """Wait for a message and remove it."""
-        self.wait_until(rank, lambda: bool(self._mailbox.get(key)))
+        self.wait_until(rank, lambda: bool(self._mailbox.get(key)), f"a message of rank {key[0]}")
         return self._mailbox[key].pop(0)
 
-    def deposit(self, rank: int, group: CommGroup, sequence: int, item: Any) -> None:
+    def deposit(
+        self, rank: int, group: CommGroup, sequence: int, operation: str, item: Any
+    ) -> None:
         """Leave an item for the group's collective of that number."""
-        self._deposits.setdefault((group, sequence), {})[rank] = item
-        self._turn.notify_all()
+        self._deposits.setdefault((group, sequence), {})[rank] = operation, item
 
-    def collect(self, rank: int, group: CommGroup, sequence: int) -> list[Any]:
+    def collect(self, rank: int, group: CommGroup, sequence: int) -> list[tuple[str, Any]]:
         """Wait for all of the group's items and return them in rank order."""
         key, ranks = (group, sequence), group[0]
         deposits = self._deposits[key]
-        self.wait_until(rank, lambda: len(deposits) == len(ranks))
+        what = f"the {deposits[rank][0]} of ranks {list(ranks)}"
+        self.wait_until(rank, lambda: len(deposits) == len(ranks), what)
         self._collected[key] = self._collected.get(key, 0) + 1
         if self._collected[key] == len(ranks):
             del self._deposits[key], self._collected[key]
@@ -139,19 +174,34 @@ class InProcessWorld:
 
 
 class InProcessTransport:
-    """One rank's :class:`mmlaunch.comm.transport.Transport` in an :class:`InProcessWorld`."""
+    """One rank's :class:`mmlaunch.comm.transport.Transport` in an :class:`InProcessWorld`.
+
+    Attributes:
+        heartbeat: for the session, so that a rank that waits for ever can say where.
+    """
 
     def __init__(self, world: InProcessWorld, rank: int) -> None:
         self.rank = rank
         self.world_size = world.size
         self.device = torch.device("cpu")
+        self.heartbeat = Heartbeat.detached()
         self._world = world
         self._sequence: dict[CommGroup, int] = {}
 
-    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
+    def where(self) -> str:
+        """The rank, and the instruction at which it is."""
+        where = self.heartbeat.where
+        if where.step < 0:
+            return f"rank {self.rank}"
+        return (
+            f"rank {self.rank}, step {where.step}, instruction {where.instruction_index} "
+            f"({where.instruction})"
+        )
+
+    def prepare(self, groups: Sequence[CommGroup], links: ChannelLinks) -> None:
         """Nothing needs preparation here."""
 
-    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+    def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         taken: list[Callable[[], None]] = []
         for item in transfers:
@@ -188,12 +238,12 @@ class InProcessTransport:
 
     def start_all_reduce(self, tensor: Tensor, ranks: Ranks) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        total = self._start_sum(tensor, ranks)
+        total = self._start_sum(tensor, ranks, "sum")
         return Deferred(lambda: tensor.copy_(total()))
 
-    def _start_sum(self, tensor: Tensor, ranks: Ranks) -> Callable[[], Tensor]:
+    def _start_sum(self, tensor: Tensor, ranks: Ranks, operation: str) -> Callable[[], Tensor]:
         group = ranks, 0
-        sequence = self._deposit(group, tensor.clone())
+        sequence = self._deposit(group, operation, tensor.clone())
 
         def total() -> Tensor:
             first, *others = self._collect(group, sequence)
@@ -206,12 +256,12 @@ class InProcessTransport:
 
     def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        total = self._start_sum(full, ranks)
+        total = self._start_sum(full, ranks, "sum of slices")
         return Deferred(lambda: mine.copy_(total().chunk(len(ranks))[ranks.index(self.rank)]))
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        full.copy_(torch.cat(self._exchange(ranks, mine.clone())))
+        full.copy_(torch.cat(self._exchange((ranks, 0), "gather of slices", mine.clone())))
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0
@@ -219,7 +269,7 @@ class InProcessTransport:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         gathered = [torch.empty_like(tensor) for _ in ranks]
         group = ranks, channel
-        sequence = self._deposit(group, tensor.clone())
+        sequence = self._deposit(group, "gather", tensor.clone())
 
         def fill() -> None:
             for target, source in zip(gathered, self._collect(group, sequence), strict=True):
@@ -227,10 +277,10 @@ class InProcessTransport:
 
         return Deferred(fill), gathered
 
-    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, ranks: Ranks, channel: int = 0) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         group, place = (ranks, channel), ranks.index(self.rank)
-        sequence = self._deposit(group, sent[0].clone().split([*sent[1]]))
+        sequence = self._deposit(group, "exchange", sent[0].clone().split([*sent[1]]))
 
         def fill() -> None:
             parts = [given[place] for given in self._collect(group, sequence)]
@@ -256,35 +306,37 @@ class InProcessTransport:
 
     def gather_objects(self, item: Any, kind: Any = Any) -> list[Any]:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        found = self._exchange(tuple(range(self.world_size)), wire.pack(item, kind))
-        return [wire.unpack(part, kind) for part in found]
+        return [wire.unpack(part, kind) for part in self._on_host(wire.pack(item, kind))]
 
     def broadcast_object(self, item: Any, source: int, kind: Any = Any) -> Any:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         mine = wire.pack(item, kind) if self.rank == source else b""
-        return wire.unpack(self._exchange(tuple(range(self.world_size)), mine)[source], kind)
+        return wire.unpack(self._on_host(mine)[source], kind)
+
+    def _on_host(self, item: bytes) -> list[bytes]:
+        """Every rank's item, beside the device's communicators."""
+        return self._exchange((tuple(range(self.world_size)), _HOST), "gather of objects", item)
 
     def _collect(self, group: CommGroup, sequence: int) -> list[Any]:
         """Every rank's item; the ranks of a collective must mean the same one."""
         parts = self._world.collect(self.rank, group, sequence)
         kinds = {
-            (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
-            for part in parts
+            (operation, tuple(part.shape), part.dtype) if isinstance(part, Tensor) else operation
+            for operation, part in parts
         }
         if len(kinds) > 1:
             raise RunFailedError(
-                f"ranks {list(group[0])} meet in one collective with different tensors: "
-                f"{sorted(map(str, kinds))}",
+                f"{self.where()}: ranks {list(group[0])} meet in one collective with different "
+                f"tensors or operations: {sorted(map(str, kinds))}",
                 hint="mmplan check PLAN says where their programs part",
             )
-        return parts
+        return [part for _, part in parts]
 
-    def _deposit(self, group: CommGroup, item: Any) -> int:
+    def _deposit(self, group: CommGroup, operation: str, item: Any) -> int:
         sequence = self._sequence.get(group, 0)
         self._sequence[group] = sequence + 1
-        self._world.deposit(self.rank, group, sequence, item)
+        self._world.deposit(self.rank, group, sequence, operation, item)
         return sequence
 
-    def _exchange(self, ranks: Ranks, item: Any) -> list[Any]:
-        group = ranks, 0
-        return self._collect(group, self._deposit(group, item))
+    def _exchange(self, group: CommGroup, operation: str, item: Any) -> list[Any]:
+        return self._collect(group, self._deposit(group, operation, item))

@@ -26,7 +26,7 @@ from mmlaunch.comm.batches import (
     to_device,
 )
 from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, TreeOfShares, share_of
-from mmlaunch.comm.transport import Deferred, Done, Transfer, Transport, Work
+from mmlaunch.comm.transport import Deferred, Done, TransferEnd, Transport, Work
 from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
 from mmplan.program.communicators import Channels, CommGroup
@@ -137,7 +137,7 @@ def _all_lengths(tree: Tree) -> list[Sequence[int]]:
 class Carrier(Protocol):
     """The part of a transport that messages need."""
 
-    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+    def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         ...
 
@@ -156,7 +156,7 @@ class _OwnMessages:
     def __init__(self) -> None:
         self._sent: dict[int, Tensor] = {}
 
-    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+    def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """See :class:`Carrier`."""
         received = [item for item in transfers if not item.is_send]
         self._sent.update((item.tag, item.tensor) for item in transfers if item.is_send)
@@ -219,7 +219,7 @@ class _Receive:
         """Give the tensors' buffers to the transport."""
         source, share = self._source, self._source.share
         self._buffers = []
-        transfers: list[Transfer] = []
+        transfers: list[TransferEnd] = []
         for tag, (shape, dtype) in enumerate(self._shapes(), start=source.tag + 1):
             size = prod(shape)
             padded = (share.padded(size),) if share else shape
@@ -227,7 +227,7 @@ class _Receive:
             own = buffer[: share.numbers(size)] if share else buffer
             self._buffers.append(PaddedShare(buffer, shape) if share else buffer)
             if own.numel():
-                transfers.append(Transfer(tensor=own, peer=source.peer, tag=tag, is_send=False))
+                transfers.append(TransferEnd(tensor=own, peer=source.peer, tag=tag, is_send=False))
         if transfers:
             self._work = source.carrier.post(transfers, source.channel)
 
@@ -498,7 +498,7 @@ class Mailbox:
         while waiting:
             waiting.popleft().post()
         transfers = [
-            Transfer(tensor=item.detach().contiguous(), peer=message.peer, tag=k, is_send=True)
+            TransferEnd(tensor=item.detach().contiguous(), peer=message.peer, tag=k, is_send=True)
             for k, item in enumerate(tensors, start=tag + 1)
             if item.numel()
         ]
@@ -523,7 +523,10 @@ class Mailbox:
         """What carries a message, and on which channel."""
         rank = self._transport.rank
         channel = self._channels.of(rank, message)
-        return (self._own, ((rank,), 0)) if channel is None else (self._transport, channel)
+        if channel is not None:
+            return self._transport, channel
+        # No message of a rank to itself waits for another one.
+        return self._own, ((rank,), self._tag(message))
 
     def _share(self, message: Message, receiver: int) -> TensorShare | None:
         """The share of a message that a rank receives; None where it receives all of it."""

@@ -21,7 +21,7 @@ from mmplan.program.communicators import CommGroup
 from mmplan.program.shards import Ranks
 
 # Of each channel, the (source, target) pairs between which messages go, sorted.
-Links = Mapping[CommGroup, Sequence[tuple[int, int]]]
+ChannelLinks = Mapping[CommGroup, Sequence[tuple[int, int]]]
 # Thread blocks that a message's kernel may take on a GPU: a posted receive spins until it comes.
 CHANNEL_CTAS = 4
 
@@ -31,7 +31,7 @@ _SERIES = itertools.count()
 
 
 # A flat tensor, and the lengths of its parts.
-Parts = tuple[Tensor, Sequence[int]]
+Pieces = tuple[Tensor, Sequence[int]]
 
 
 class Work(Protocol):
@@ -43,7 +43,7 @@ class Work(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class TransferEnd:
     """One end of a tensor's way to another rank.
 
     Attributes:
@@ -66,7 +66,7 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
-    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: ChannelLinks) -> None:
         """Make communicators and connections, and use each once.
 
         Args:
@@ -75,7 +75,7 @@ class Transport(Protocol):
         """
         ...
 
-    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+    def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """Begin transfers to and from other ranks, as one group of a channel."""
         ...
 
@@ -101,7 +101,7 @@ class Transport(Protocol):
         """One tensor of this shape per rank, in the order of ``ranks``, valid after the wait."""
         ...
 
-    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, ranks: Ranks, channel: int = 0) -> Work:
         """Send a part to each rank and receive one from each, in the order of ``ranks``.
 
         Args:
@@ -227,7 +227,7 @@ class DistTransport:
         self._groups: dict[CommGroup, Any] = {}
         self._side: Any = None
 
-    def prepare(self, groups: Sequence[CommGroup], links: Links) -> None:
+    def prepare(self, groups: Sequence[CommGroup], links: ChannelLinks) -> None:
         """See :class:`Transport`."""
         nccl = self.device.type == "cuda"
         for group in [(self._everyone, 0), *groups, *(links if nccl else ())]:
@@ -259,7 +259,7 @@ class DistTransport:
         self._groups.clear()
         self._series = next(_SERIES)
 
-    def _connect(self, links: Links) -> None:
+    def _connect(self, links: ChannelLinks) -> None:
         """Exchange one token on each link, one link after another.
 
         gloo (with lazy initialisation) and NCCL connect two ranks when they first meet, and
@@ -278,11 +278,11 @@ class DistTransport:
                 token = torch.zeros(1, device=self.device)
                 is_send = self.rank == source
                 peer = target if is_send else source
-                end = Transfer(tensor=token, peer=peer, tag=0, is_send=is_send)
+                end = TransferEnd(tensor=token, peer=peer, tag=0, is_send=is_send)
                 self.post([end], channel).wait()
         self.synchronize()
 
-    def post(self, transfers: Sequence[Transfer], channel: CommGroup) -> Work:
+    def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """See :class:`Transport`."""
         if self.device.type != "cuda":
             group = self._groups[self._everyone, 0]
@@ -324,7 +324,7 @@ class DistTransport:
         work = self._groups[ranks, channel].allgather([gathered], [tensor])
         return _Watched([work], self._heartbeat, ranks), gathered
 
-    def exchange(self, received: Parts, sent: Parts, ranks: Ranks, channel: int = 0) -> Work:
+    def exchange(self, received: Pieces, sent: Pieces, ranks: Ranks, channel: int = 0) -> Work:
         """See :class:`Transport`."""
         (into, lengths), (given, sizes) = received, sent
         group = self._groups[ranks, channel]
@@ -410,7 +410,7 @@ class DistTransport:
         return found
 
 
-def _begin(group: Any, end: Transfer, peer: int, tag: int) -> Any:
+def _begin(group: Any, end: TransferEnd, peer: int, tag: int) -> Any:
     """Post one transfer on a backend, to or from a rank of its own numbering."""
     return (group.send if end.is_send else group.recv)([end.tensor], peer, tag)
 

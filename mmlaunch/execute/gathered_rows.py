@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mmlaunch.comm.transport import Parts, Transport, Work
+from mmlaunch.comm.transport import Pieces, Transport, Work
 from mmplan.program.features import are_apart, holders_of, readers, share, share_rows
 from mmplan.program.model import CrossSampleLoss, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
@@ -213,7 +213,7 @@ def _common(rows: Mapping[int, RowLike]) -> torch.dtype:
     return reduce(torch.promote_types, (dtype for _, dtype in rows.values()))
 
 
-def _packed(parts: list[list[Tensor]], dtype: torch.dtype, device: torch.device) -> Parts:
+def _packed(parts: list[list[Tensor]], dtype: torch.dtype, device: torch.device) -> Pieces:
     """The tensors of each part, flat, and the lengths of the parts."""
     flat = [tensor.reshape(-1).to(dtype) for tensors in parts for tensor in tensors]
     lengths = [sum(tensor.numel() for tensor in tensors) for tensors in parts]

@@ -30,7 +30,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 DEVICE_TYPE = "fake_accelerator"
 _ATEN = cast(Any, torch.ops.aten)
 _READ = _ATEN._local_scalar_dense.default
-_TO_COPY, _COPY = _ATEN._to_copy.default, _ATEN.copy_.default
+_TO_COPY = _ATEN._to_copy.default
+_COPY = _ATEN.copy_.default
 # Take indices of the CPU as well. A mask is looked through for its places.
 _INDEXING = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default)
 _MASKS = (torch.bool, torch.uint8)

@@ -27,8 +27,10 @@ from mmplan.schema.workload import Workload, load_workload
 from mmplan.wording import size
 
 if TYPE_CHECKING:
+    from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
+    from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.original import OriginalVerdict
     from mmlaunch.session.verify import Verdict
 
@@ -245,14 +247,16 @@ def run(
     )
 
 
-def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: bool) -> Verdict:
+def verify(
+    options: RunOptions, prepared: Prepared, *, steps: int, world: InProcessWorld | None
+) -> Verdict:
     """Planned steps and a reload held against one process.
 
     Args:
         options: of the command line.
         prepared: checked.
         steps: of the optimizer.
-        in_process: whether ranks are threads of this process.
+        world: of the ranks as threads of this process; None for processes.
     """
     from mmlaunch.session.verify import judge
 
@@ -260,8 +264,8 @@ def verify(options: RunOptions, prepared: Prepared, *, steps: int, in_process: b
     with tempfile.TemporaryDirectory(prefix="mmlaunch-verify-") as run_dir:
         records = Path(run_dir) / "records"
         records.mkdir()
-        if in_process:
-            _verify_threads(prepared, folder, steps, records)
+        if world is not None:
+            _verify_threads(prepared, folder, steps, records, world)
         else:
             _launcher()(
                 entry="mmlaunch.run.training_worker:verify",
@@ -309,6 +313,14 @@ def shrunk(prepared: Prepared) -> Prepared:
     return replace(prepared, plan=plan, workload=workload)
 
 
+def check_device(prepared: Prepared) -> AcceleratorVerdict:
+    """One step of each distinct rank on an accelerator without hardware."""
+    from mmlaunch.session.accelerator_check import check_on_accelerator
+
+    folder = prepared.workload_path.parent
+    return check_on_accelerator(prepared.plan, prepared.workload, folder)
+
+
 def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
     """The workload's cut modules against the model before it was cut."""
     from mmlaunch.session.original import compare_original
@@ -325,25 +337,27 @@ def _launcher() -> Launcher:
     return launch
 
 
-def _verify_threads(prepared: Prepared, folder: Path, steps: int, records: Path) -> None:
+def _verify_threads(
+    prepared: Prepared, folder: Path, steps: int, records: Path, world: InProcessWorld
+) -> None:
     import torch
 
-    from mmlaunch.comm.inprocess import InProcessWorld
     from mmlaunch.session.session import Session
     from mmlaunch.session.verify import planned_steps
 
-    def entry(transport: Any) -> None:
+    def entry(transport: InProcessTransport) -> None:
         session = Session(
             plan=prepared.plan,
             workload=prepared.workload,
             folder=folder,
             transport=transport,
+            heartbeat=transport.heartbeat,
             profile=prepared.profile,
         )
         planned_steps(session, steps, records)
 
     torch.set_num_threads(1)
-    InProcessWorld(prepared.plan.devices).run(entry)
+    world.run(entry)
 
 
 class RunRecord:

@@ -163,7 +163,9 @@ class Session:
             comm=cache(lambda ranks: _GroupSum(transport, ranks)),
         )
         channels = Channels(self.program)
-        transport.prepare(communicators(self.program), channels.links)
+        # All ranks add up the loss and the norm.
+        everyone = tuple(range(transport.world_size)), 0
+        transport.prepare([everyone, *communicators(self.program)], channels.links)
         tasks = resolve_tasks(workload)
         self._data = TaskData(
             program=self.program,

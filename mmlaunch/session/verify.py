@@ -236,9 +236,9 @@ class Recorder:
             samples=self._samples,
         )
 
-    def without_update(self) -> LocalGradients:
+    def without_update(self, *, timed: bool) -> LocalGradients:
         """A step that ends before its update."""
-        loss = self._session.forward_backward().loss
+        loss = self._session.forward_backward(timed=timed).loss
         return self._note_gradients(loss)
 
     def step(self, *, state: bool) -> LocalStep:
@@ -274,9 +274,9 @@ class Recorder:
         return LocalStep(forward_backward=found, update=update)
 
 
-def planned_step(session: Session) -> LocalGradients:
+def planned_step(session: Session, *, timed: bool = False) -> LocalGradients:
     """Run one step of a session, without the update, and report its gradients."""
-    return Recorder(session).without_update()
+    return Recorder(session).without_update(timed=timed)
 
 
 def planned_steps(session: Session, steps: int, folder: Path) -> None:

@@ -18,7 +18,8 @@ from mmplan.program.model import Program
 def last_positions(program: Program, rank: int) -> dict[int, int]:
     """The position of each send of a rank, and of the instruction that shows that it is over.
 
-    That is the first compute that waits for a proof, or the row's STEP.
+    That is the first compute that waits for a proof, or the row's STEP. A faulty program may send
+    what nobody receives: nothing but the STEP shows that it is over.
     """
     row = program.instructions[rank]
     taken = _taken(row, rank)
@@ -36,13 +37,13 @@ def last_positions(program: Program, rank: int) -> dict[int, int]:
         for place, item in enumerate(theirs):
             if isinstance(item, Message) and item.is_send and item.peer == rank:
                 places.append(place)
-                shown.append(taken[item.key(peer)])
+                shown.append(taken.get(item.key(peer), len(row) - 1))
         for n in reversed(range(len(shown) - 1)):
             shown[n] = min(shown[n], shown[n + 1])
         for position in sends:
             item = row[position]
             assert isinstance(item, Message)
-            first = bisect_left(places, consumed[item.key(rank)])
+            first = bisect_left(places, consumed.get(item.key(rank), len(theirs)))
             found[position] = shown[first] if first < len(shown) else len(row) - 1
     return found
 

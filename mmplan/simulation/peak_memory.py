@@ -7,8 +7,8 @@ differs from that number in both directions:
 - The first backward that makes a block's gradient allocates it, and the update frees it. Within a
   backward, activations are freed block by block as gradients are allocated.
 - A forward or backward needs workspace while it runs, as far as the profile knows.
-- A stage keeps what it receives until its backward. It keeps what it sends until the gradient
-  comes back, or until the step's end where no gradient comes.
+- A stage keeps what it receives from the receive's post until its backward. It keeps what it sends
+  until its rank knows that it has come (:mod:`mmplan.program.sent_messages`).
 - A micro-batch holds as many bytes as its samples' work asks for. Where the profile knows how the
   work varies, the first batches of a run are taken, and the largest peak of them counts.
 - A sum over ranks copies a bucket of gradients, and lets go of these. ZeRO-1's leaves a slice of
@@ -29,6 +29,7 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
+from mmplan.program.sent_messages import last_positions
 from mmplan.program.shards import BUCKET_BYTES
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.plan import Plan
@@ -73,11 +74,17 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstructionMemory:
-    """The peak while an instruction runs, and the bytes held from its end on."""
+    """The peak while an instruction runs, and the bytes held from its end on.
+
+    Attributes:
+        message_bytes: of messages under way from its end on: those posted and not taken, and those
+            sent and not known to have come. They are among activations and buffers.
+    """
 
     position: int
     during: MemoryUse
     after_bytes: float
+    message_bytes: float
 
 
 class ExpectedMemory:
@@ -134,6 +141,10 @@ class ExpectedMemory:
         """The same of every rank."""
         return [self.peak(rank) for rank in range(self.costs.program.num_ranks)]
 
+    def message_bytes(self, rank: int) -> float:
+        """The most bytes of messages that are under way on a rank."""
+        return max((memory.message_bytes for memory in self.by_instruction(rank)), default=0.0)
+
     def over_time(self, simulation: Simulation, rank: int) -> list[tuple[float, float]]:
         """(second, bytes held from then on) of a rank, from 0 to the step's end."""
         start_s, end_s = simulation.clocks.start[rank], simulation.clocks.end[rank]
@@ -163,13 +174,25 @@ class _Walk:
         computes = ((k, x) for k, x in enumerate(self._row) if isinstance(x, Compute))
         # The last compute of a micro-batch frees its activations.
         self._last = {(item.stage, item.mb): position for position, item in computes}
-        self._sent = {
-            (item.stage, item.mb)
-            for item in self._row
-            if isinstance(item, Message)
-            and item.op is Op.SEND_F
-            and not self._program.edges[item.edge].carries_gradient
-        }
+        # The sends that an instruction shows to have come.
+        self._shown: defaultdict[int, list[Message]] = defaultdict(list)
+        # (stage, micro-batch, whether gradients are sent): the last instruction that shows a send.
+        self._kept_until: defaultdict[tuple[int, int, bool], int] = defaultdict(int)
+        last = last_positions(self._program, rank)
+        for position, item in enumerate(self._row):
+            if isinstance(item, Message) and item.is_send:
+                # A rank keeps what it sends to itself for the whole step.
+                shown = last.get(position, len(self._row) - 1)
+                key = item.stage, item.mb, item.op is Op.SEND_B
+                self._kept_until[key] = max(shown, self._kept_until[key])
+                if item.peer != rank:
+                    self._shown[shown].append(item)
+        # By instruction: the bytes of what was sent that go with its end.
+        self._freed: defaultdict[int, float] = defaultdict(float)
+        self._rank = rank
+        self._messages = 0.0
+        # By (stage, micro-batch, whether they are gradients): bytes of posted receives.
+        self._posted: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
         static = self._costs.static_bytes(rank) - sum(self._gradient_of.values())
         self._fixed = static + self._costs.communicator_bytes(rank)
         self._gradients = self._activations = self._buffers = 0.0
@@ -213,9 +236,18 @@ class _Walk:
                 during = self._collective(item)
             else:
                 during = self.now()
-                self._gradients = self._buffers = 0.0
+                self._gradients = self._buffers = self._messages = 0.0
+                self._freed.clear()
+                self._shown.clear()
+            self._buffers -= self._freed.pop(position, 0.0)
+            self._messages -= sum(map(self._size_of, self._shown[position]))
             after = self._fixed + self._gradients + self._activations + self._buffers
-            yield InstructionMemory(position=position, during=during, after_bytes=after)
+            yield InstructionMemory(
+                position=position,
+                during=during,
+                after_bytes=after,
+                message_bytes=self._messages,
+            )
 
     # --- computes ----------------------------------------------------------------------
 
@@ -229,10 +261,12 @@ class _Walk:
             during = self.now(workspace=sizes.forward)
         else:
             during = self._backward(stage, item, sizes)
+        if item.op is not Op.WEIGHT:
+            self._messages -= self._posted.pop((item.stage, item.mb, item.is_backward), 0.0)
         if item.is_backward:
-            self._give_gradient(stage, stop - start)
+            self._give_gradient(stage, item.mb, stop - start)
         if self._last[item.stage, item.mb] == position:
-            self._release(stage, item.mb, sizes)
+            self._release(stage, item.mb, sizes, position)
         return self._with_starts(during)
 
     def _with_starts(self, during: MemoryUse) -> MemoryUse:
@@ -287,13 +321,14 @@ class _Walk:
                     new[block] = self._gradient_of.get(key, 0.0)
         return new
 
-    def _release(self, stage: Stage, mb: int, sizes: MicroBatchMemory) -> None:
+    def _release(self, stage: Stage, mb: int, sizes: MicroBatchMemory, position: int) -> None:
         """Free a micro-batch after its last compute; a send or a sync may keep its output."""
         key = stage.index, mb
         self._activations -= sum(sizes.activations)
         self._buffers -= sizes.losses + self._received.pop(key, 0.0)
-        if key in self._sent:
-            self._buffers += sizes.output
+        kept_until = self._kept_until[*key, False]
+        if kept_until > position:
+            self._keep(sizes.output, kept_until)
         elif not stage.has_backward and stage.syncs:
             self._waiting[key] = self._num_syncs(stage, mb), sizes.output
             self._buffers += sizes.output
@@ -312,7 +347,22 @@ class _Walk:
             arrived = self._received if item.op is Op.RECV_F else self._returned
             arrived[item.stage, item.mb] += size
             self._buffers += size
+        if item.peer != self._rank:
+            self._messages += self._size_of(item)
+            if not item.is_send:
+                self._posted[item.stage, item.mb, item.op is Op.RECV_B] += self._size_of(item)
         return self.now()
+
+    def _size_of(self, item: Message) -> float:
+        """Bytes of a message, or of this rank's part of it."""
+        backward = item.op in (Op.SEND_B, Op.RECV_B)
+        edge = self._program.edges[item.edge]
+        return self._costs.message_bytes(edge, item.stop - item.start, backward)
+
+    def _keep(self, num_bytes: float, until: int) -> None:
+        """Keep what is sent until an instruction is over."""
+        self._buffers += num_bytes
+        self._freed[until] += num_bytes
 
     def _take_gradient(self, item: Compute) -> None:
         """Count an output's gradient as part of the backward's workspace, if that is known."""
@@ -322,10 +372,11 @@ class _Walk:
         else:
             self._received[item.stage, item.mb] += size
 
-    def _give_gradient(self, stage: Stage, samples: int) -> None:
-        """Keep the gradients of received tensors, which are sent, until the step's end."""
-        for index in self._of.gradients_back[stage.index]:
-            self._buffers += self._costs.edge_bytes(self._program.edges[index], samples)
+    def _give_gradient(self, stage: Stage, mb: int, samples: int) -> None:
+        """Keep the gradients of received tensors, which are sent, until they have come."""
+        until = self._kept_until[stage.index, mb, True]
+        for index in self._of.gradients_back[stage.index] if until else ():
+            self._keep(self._costs.edge_bytes(self._program.edges[index], samples), until)
 
     def _sync(self, item: Sync) -> MemoryUse:
         loss = self._program.cross_sample(item.loss)

@@ -9,7 +9,7 @@ from typing import Any
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
-from mmplan.simulation.peak_memory import MemoryUse
+from mmplan.simulation.peak_memory import ExpectedMemory, MemoryUse
 
 # Up to this many ranks have a bar each.
 _MOST_BARS = 24
@@ -58,7 +58,7 @@ def memory_section(data: ReportData) -> str:
     capacity = data.plan.cluster.device.memory_bytes
     caption = _planned_words(planned, capacity)
     if data.run_memory is not None:
-        caption += _expected_words(peaks, knows_workspace=data.run_memory.knows_workspace)
+        caption += _expected_words(peaks, data.run_memory)
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
@@ -88,9 +88,9 @@ def _planned_words(planned: Sequence[float], capacity: float) -> str:
     )
 
 
-def _expected_words(peaks: Sequence[MemoryUse], *, knows_workspace: bool) -> str:
-    """Expected peak memory of a run's fullest rank and its parts, in two sentences."""
-    most = max(peaks, key=lambda peak: peak.total)
+def _expected_words(peaks: Sequence[MemoryUse], memory: ExpectedMemory) -> str:
+    """Expected peak memory of a run's fullest rank and its parts, in a few sentences."""
+    fullest, most = max(enumerate(peaks), key=lambda item: item[1].total)
     parts = {
         "weights and state": most.fixed,
         "activations": most.activations,
@@ -100,7 +100,10 @@ def _expected_words(peaks: Sequence[MemoryUse], *, knows_workspace: bool) -> str
     }
     listed = ", ".join(f"{fmt.size(value)} {name}" for name, value in parts.items() if value)
     text = f" A run is expected to hold {fmt.size(most.total)} (dashed lines): {listed}."
-    if not knows_workspace:
+    under_way = memory.message_bytes(fullest)
+    if under_way:
+        text += f" Messages under way take up to {fmt.size(under_way)} of it."
+    if not memory.knows_workspace:
         text += (
             " The profile does not say what a forward or a backward takes for the moment only, "
             "so that is not in it."
