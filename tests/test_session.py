@@ -420,8 +420,11 @@ def test_times_are_the_transports_and_asked_for_once_a_step() -> None:
             plan=trained_as(plan, ADAMW), workload=ADAMW, folder=HERE, transport=transport
         )
         assert session.step().spans == []
-        assert marks == []
-        spans = session.step(timed=True).spans
+        # The update's.
+        assert (len(marks), asked) == (2, [2])
+        marks.clear()
+        asked.clear()
+        spans = session.forward_backward(timed=True).spans
         row = session.program.instructions[transport.rank]
         assert [(s.start_s, s.end_s) for s in spans] == [
             (0.5 + index, 1.0 + index) for index in range(len(row))

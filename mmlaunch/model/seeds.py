@@ -20,13 +20,13 @@ class Seeds:
 
     Args:
         seed: the workload's ``train.seed``.
-        device: the CPU's generator is always seeded, this device's as well.
+        device: the CPU's generator is always seeded, this device's as well where it has one.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
         self._generators = [torch.default_generator]
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):
             module: Any = torch.get_device_module(device)
             module.init()
             self._generators.append(module.default_generators[device.index or 0])

@@ -220,9 +220,9 @@ def hoist_receives(row: Sequence[Instruction], ahead: int) -> tuple[Instruction,
 
 ProgramRow = tuple[Instruction, ...]
 # The place of a message in the order of all: nominal time of the send, stage and first sample of
-# the compute before it, edge, first sample. No two ranks' names are in it, so that ranks that do
-# the same in other places have the same order.
-_Turn = tuple[int, int, int, int, int]
+# the compute before it, place of the rank in its tensor-parallel group, edge, first sample. No rank
+# is named in it, so that ranks that do the same in other places have the same order.
+_Turn = tuple[int, int, int, int, int, int]
 
 
 def order_receives(
@@ -246,10 +246,10 @@ def order_receives(
         for item in row:
             if isinstance(item, Message) and item.is_send:
                 stage = graph.stages[item.stage]
-                d, _ = stage.place(rank)
+                d, t = stage.place(rank)
                 time = times.ends[item.op is Op.SEND_B, item.stage, d, item.mb]
                 first = stage.microbatches[d][item.mb][0]
-                sent[item.key(rank)] = time, item.stage, first, item.edge, item.start
+                sent[item.key(rank)] = time, item.stage, first, t, item.edge, item.start
     return tuple(
         _in_order(rank, row, graph, sent, times.starts[rank]) for rank, row in enumerate(rows)
     )
