@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmplan.program.checks.check import check_program
+from mmplan.program.communicators import Channels, communicators, most_communicators
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
 from mmplan.program.model import Program
@@ -357,3 +358,22 @@ def test_gathers_of_one_loss_start_in_one_order_on_all_ranks() -> None:
     ]
     # Where all ranks do it there is nothing wrong.
     assert check_program(with_rows(program, {0: tuple(row), 1: tuple(row)})) == []
+
+
+def test_the_communicators_of_a_rank_are_those_that_a_session_makes() -> None:
+    for plan in PLANS.values():
+        program = compile_plan(plan)
+        channels = Channels(program)
+        made = {
+            rank: {
+                (tuple(range(program.num_ranks)), 0),
+                *(group for group in communicators(program) if rank in group[0]),
+                *(group for group in channels.groups if rank in group[0]),
+            }
+            for rank, row in enumerate(program.instructions)
+            if row
+        }
+        most = most_communicators(program)
+        assert most.total == max(map(len, made.values()))
+        assert len(made[most.rank]) == most.total
+        assert most.channels == sum(number < 0 for _, number in made[most.rank])

@@ -28,7 +28,6 @@ from torch import Tensor
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.comm.messages import MOST_TENSORS
 from mmlaunch.comm.transport import (
-    CHANNEL_CTAS,
     ChannelLinks,
     CommGroup,
     Deferred,
@@ -37,11 +36,10 @@ from mmlaunch.comm.transport import (
     Work,
 )
 from mmlaunch.process.heartbeat import Heartbeat
+from mmplan.program.communicators import CHANNEL_CTAS, COLLECTIVE_CTAS
 from mmplan.program.shards import Ranks
 
 T = TypeVar("T")
-# Thread blocks that a collective's kernel takes at most.
-COLLECTIVE_CTAS = 32
 # Of an H100's 132, less some for kernels that are in no plan.
 MULTIPROCESSORS = 116
 # Whether a channel is one communicator, or one for each (source, target) pair of it, which is what

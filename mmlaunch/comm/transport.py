@@ -17,13 +17,11 @@ from torch import Tensor
 from mmlaunch.comm import wire
 from mmlaunch.process import process_group
 from mmlaunch.process.heartbeat import Heartbeat
-from mmplan.program.communicators import CommGroup
+from mmplan.program.communicators import CHANNEL_CTAS, CommGroup
 from mmplan.program.shards import Ranks
 
 # Of each channel, the (source, target) pairs between which messages go, sorted.
 ChannelLinks = Mapping[CommGroup, Sequence[tuple[int, int]]]
-# Thread blocks that a message's kernel may take on a GPU: a posted receive spins until it comes.
-CHANNEL_CTAS = 4
 
 
 # Keeps the names of groups apart that a process makes one after the other, as all others do.

@@ -86,6 +86,7 @@ def check(
     """Prove that a plan trains its workload: every invariant, without running it."""
     from mmplan.proof.certificate import write_certificate
     from mmplan.proof.prove import Proof, prove
+    from mmplan.report.numbers import communicators
     from mmplan.report.terminal.tables import warn_belief
     from mmplan.schema.agreement import plan_differences
     from mmplan.schema.base import load_document
@@ -122,7 +123,15 @@ def check(
     for fault in faults:
         out.text(f"fault: {fault}")
     compared = str(workload) if workload.is_file() else None
-    out.data({"plan": str(plan), "workload": compared, "faults": faults})
+    most = proof.communicators if proof else None
+    out.data(
+        {
+            "plan": str(plan),
+            "workload": compared,
+            "faults": faults,
+            "most_communicators": most and most.total,
+        }
+    )
     if faults:
         raise RunFailedError(
             f"{plan} has {counted(len(faults), 'fault')}",
@@ -132,6 +141,8 @@ def check(
     trains = "" if asked is None else "it trains its workload, "
     out.text(f"no faults: {trains}every sample reaches every gradient once, no rank waits for ever")
     out.text("no rank waits for ever either where sends wait for receives and there are no tags")
+    if most is not None:
+        out.text(f"on GPUs {communicators(most, document.cluster.device)}")
     if asked is not None:
         compiled = proof.compiled if proof else None
         if compiled is None or not compiled.folded:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from mmplan.program.dependencies import ALONE, GROUP, POST, SEND, Dependencies
@@ -22,6 +23,11 @@ from mmplan.program.features import holders_of, readers
 from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import Program
 from mmplan.program.shards import Ranks
+
+# Thread blocks, one a multiprocessor, that a kernel takes on a GPU. A channel is made with this
+# limit, because a posted receive spins until its message comes; a collective's is NCCL's own.
+CHANNEL_CTAS = 4
+COLLECTIVE_CTAS = 32
 
 # Ranks, and a number for groups of the same ranks that are kept apart; below zero for channels.
 CommGroup = tuple[Ranks, int]
@@ -103,6 +109,51 @@ def communicators(program: Program) -> list[CommGroup]:
         for ranks in (loss.ranks, *readers(holders_of(program, loss), others_only=True)):
             groups[ranks] = gathers[ranks, loss.channel] = None
     return [group for group in [*((ranks, 0) for ranks in groups), *gathers] if len(group[0]) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorCount:
+    """The communicators of a rank.
+
+    Attributes:
+        collectives: one of all ranks among them.
+        channels: of messages.
+    """
+
+    rank: int
+    collectives: int
+    channels: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.collectives + self.channels
+
+    @property
+    def most_ctas(self) -> int:
+        """Thread blocks of their kernels, where each runs one: a communicator is a queue."""
+        return self.collectives * COLLECTIVE_CTAS + self.channels * CHANNEL_CTAS
+
+
+def most_communicators(program: Program) -> CommunicatorCount:
+    """The rank with the most communicators, of those that have a row.
+
+    Args:
+        program: with the whole plan's stages, losses and reductions.
+    """
+    everyone = tuple(range(program.num_ranks))
+    groups = {group for group in communicators(program) if group != (everyone, 0)}
+    collectives = Counter(rank for ranks, _ in groups for rank in ranks)
+    found = [CommunicatorCount(0, 0, 0)]
+    for rank, row in enumerate(program.instructions):
+        streams = {
+            program.edges[item.edge].streams[item.op in (Op.SEND_B, Op.RECV_B)]
+            for item in row
+            if isinstance(item, Message) and item.peer != rank
+        }
+        if row:
+            found.append(CommunicatorCount(rank, 1 + collectives[rank], len(streams)))
+    return max(found, key=lambda count: count.total)
 
 
 def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup | None:

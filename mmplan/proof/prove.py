@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from mmplan.errors import InvalidInputError
 from mmplan.processes import rare_collections
 from mmplan.program.checks.check import graph_faults, row_faults
+from mmplan.program.communicators import CommunicatorCount, most_communicators
 from mmplan.program.compile import compile_graph
 from mmplan.program.folding import fold_large
 from mmplan.program.lower import lower
@@ -42,12 +43,14 @@ class Proof:
         rows: of instructions that were looked at, one for each class of ranks.
         instructions: in these rows.
         compiled: what was looked at; None where nothing compiles.
+        communicators: of the rank with the most; None where nothing compiles.
     """
 
     faults: tuple[str, ...]
     rows: int = 0
     instructions: int = 0
     compiled: CompiledPlan | None = None
+    communicators: CommunicatorCount | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,4 +115,5 @@ def prove(plan: Plan, workload: Workload | None, profile: Profile | None = None)
         rows=sum(1 for row in program.instructions if row),
         instructions=sum(map(len, program.instructions)),
         compiled=compiled,
+        communicators=most_communicators(whole),
     )

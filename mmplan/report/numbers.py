@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from mmplan.program.communicators import CommunicatorCount
+from mmplan.schema.cluster import Device
 from mmplan.schema.plan import Unit
 from mmplan.wording import SIZE_UNITS as SIZE_UNITS
-from mmplan.wording import rank_ranges
+from mmplan.wording import counted, rank_ranges
 from mmplan.wording import size as size
 
 # Rounding errors of a fit are below it, real times are far above.
@@ -80,3 +82,15 @@ def repeated(values: Sequence[int]) -> str:
     """Sizes with repeats joined: ``4x16+2``."""
     counts = [(len(list(run)), value) for value, run in groupby(values)]
     return "+".join(str(value) if n == 1 else f"{n}x{value}" for n, value in counts)
+
+
+def communicators(most: CommunicatorCount, device: Device) -> str:
+    """The most communicators of a rank, their memory and their start, in one sentence."""
+    kinds = f"{most.collectives} of collectives and {most.channels} of messages"
+    parts = [f"rank {most.rank} has the most communicators, {most.total} ({kinds})"]
+    if device.communicator_bytes:
+        parts.append(size(most.total * device.communicator_bytes))
+    if device.communicator_start_s:
+        parts.append(f"{seconds(most.total * device.communicator_start_s)} to make")
+    parts.append(f"kernels of at most {counted(most.most_ctas, 'multiprocessor')}")
+    return ", ".join(parts)

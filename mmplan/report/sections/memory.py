@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmplan.program.communicators import most_communicators
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData
@@ -59,6 +60,9 @@ def memory_section(data: ReportData) -> str:
     caption = _planned_words(planned, capacity)
     if data.run_memory is not None:
         caption += _expected_words(peaks, data.run_memory)
+    if data.simulation is not None and not data.plan.cluster.device.is_cpu:
+        most = most_communicators(data.simulation.program)
+        caption += f" On GPUs {fmt.communicators(most, data.plan.cluster.device)}."
     caption += _measured_words(rows, is_cpu=data.plan.cluster.device.is_cpu)
     return _pictures(rows, capacity, caption) + _over_time(data, peaks, capacity)
 
