@@ -37,6 +37,8 @@ from mmplan.ragged import Ragged
 
 # Tags have room for this many tensors in one message, and one beside it.
 MOST_TENSORS = 64
+# Where nothing goes beside a message.
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +175,14 @@ class _OwnMessages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """Where the tensors of a message come from.
+class _Way:
+    """How a message goes; the same in every step.
 
     Attributes:
         tag: of what goes over the host; the tensors' follow it.
-        share: what this rank receives of each tensor; None for all of it.
+        share: what its receiver takes of each tensor; None for all of it.
+        spec: of what the edge takes of the producer's output.
+        samples: first and end, counted in this rank's micro-batch.
     """
 
     carrier: Carrier
@@ -187,25 +191,31 @@ class _Source:
     peer: int
     tag: int
     share: TensorShare | None
-    samples: int
+    spec: Spec
+    samples: tuple[int, int]
+
+    @property
+    def num_samples(self) -> int:
+        """Of the message."""
+        return self.samples[1] - self.samples[0]
 
 
 class _Receive:
     """A message on its way here, posted when its shapes are known.
 
     Args:
-        source: of its tensors.
+        way: of the message.
     """
 
-    def __init__(self, source: _Source) -> None:
-        self._source = source
+    def __init__(self, way: _Way) -> None:
+        self._way = way
         self._buffers: list[Tensor | PaddedShare] | None = None
         self._work: Work = Done()
 
     @property
     def channel(self) -> CommGroup:
         """On which it comes."""
-        return self._source.channel
+        return self._way.channel
 
     def can_post(self) -> bool:
         """Whether its shapes are known without a wait."""
@@ -217,19 +227,19 @@ class _Receive:
 
     def post(self) -> None:
         """Give the tensors' buffers to the transport."""
-        source, share = self._source, self._source.share
+        way, share = self._way, self._way.share
         self._buffers = []
         transfers: list[TransferEnd] = []
-        for tag, (shape, dtype) in enumerate(self._shapes(), start=source.tag + 1):
+        for tag, (shape, dtype) in enumerate(self._shapes(), start=way.tag + 1):
             size = prod(shape)
             padded = (share.padded(size),) if share else shape
-            buffer = torch.empty(padded, dtype=dtype, device=source.device)
+            buffer = torch.empty(padded, dtype=dtype, device=way.device)
             own = buffer[: share.numbers(size)] if share else buffer
             self._buffers.append(PaddedShare(buffer, shape) if share else buffer)
             if own.numel():
-                transfers.append(TransferEnd(tensor=own, peer=source.peer, tag=tag, is_send=False))
+                transfers.append(TransferEnd(tensor=own, peer=way.peer, tag=tag, is_send=False))
         if transfers:
-            self._work = source.carrier.post(transfers, source.channel)
+            self._work = way.carrier.post(transfers, way.channel)
 
     def _received(self) -> list[Tensor | PaddedShare]:
         """The tensors, when they are there."""
@@ -244,16 +254,14 @@ class ForwardReceive(_Receive):
     :class:`PaddedShare` in place of each tensor, lengths excepted.
     """
 
-    def __init__(self, source: _Source, spec: Spec) -> None:
-        super().__init__(source)
-        self._spec = spec
-        num_ragged = sum(leaf.ragged for leaf in spec_leaves(spec))
-        self._lengths = torch.empty((num_ragged, source.samples), dtype=torch.int64)
+    def __init__(self, way: _Way) -> None:
+        super().__init__(way)
+        num_ragged = sum(leaf.ragged for leaf in spec_leaves(way.spec))
+        self._lengths = _NOTHING
         self._lengths_work: Work = Done()
         if num_ragged:
-            self._lengths_work = source.carrier.receive_on_host(
-                self._lengths, source.peer, source.tag
-            )
+            self._lengths = torch.empty((num_ragged, way.num_samples), dtype=torch.int64)
+            self._lengths_work = way.carrier.receive_on_host(self._lengths, way.peer, way.tag)
 
     def can_post(self) -> bool:
         """See :class:`_Receive`."""
@@ -261,11 +269,11 @@ class ForwardReceive(_Receive):
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         self._lengths_work.wait()
-        rows = iter(self._lengths.sum(1).tolist())
-        samples = self._source.samples
+        rows = iter(self._lengths.sum(1).tolist() if len(self._lengths) else ())
+        samples = self._way.num_samples
         return [
             ((next(rows) if leaf.ragged else samples, *leaf.tail), leaf.dtype)
-            for leaf in spec_leaves(self._spec)
+            for leaf in spec_leaves(self._way.spec)
         ]
 
     def wait(self) -> TreeOfShares:
@@ -276,9 +284,9 @@ class ForwardReceive(_Receive):
             values = next(received)
             if not spec.ragged:
                 return values
-            return Ragged(cast(Tensor, values), to_device(next(lengths), self._source.device))
+            return Ragged(cast(Tensor, values), to_device(next(lengths), self._way.device))
 
-        return tree_of(self._spec, leaf)
+        return tree_of(self._way.spec, leaf)
 
 
 class BackwardReceive(_Receive):
@@ -289,18 +297,17 @@ class BackwardReceive(_Receive):
     a modality without rows out gives none, and its parameters then have none, as in one process.
 
     Args:
-        source: of its tensors.
-        spec: of the output.
+        way: of the message.
         output: the samples of the forward's output that were sent; None before the forward.
     """
 
-    def __init__(self, source: _Source, spec: Spec, output: Callable[[], Tree]) -> None:
-        super().__init__(source)
+    def __init__(self, way: _Way, output: Callable[[], Tree]) -> None:
+        super().__init__(way)
         self._output = output
-        leaves = [leaf for leaf in spec_leaves(spec) if leaf.dtype.is_floating_point]
+        leaves = [leaf for leaf in spec_leaves(way.spec) if leaf.dtype.is_floating_point]
         self._dense = not any(leaf.ragged for leaf in leaves)
-        self._known = [((source.samples, *leaf.tail), leaf.dtype) for leaf in leaves]
-        self._flags = torch.empty(0, dtype=torch.bool)
+        self._known = [((way.num_samples, *leaf.tail), leaf.dtype) for leaf in leaves]
+        self._flags = _NOTHING
         self._flags_work: Work = Done()
 
     def can_post(self) -> bool:
@@ -313,9 +320,9 @@ class BackwardReceive(_Receive):
             known = [(tuple(leaf.shape), leaf.dtype) for leaf in float_leaves(self._output())]
         num_empty = sum(not prod(shape) for shape, _ in known)
         if num_empty:
-            source = self._source
-            self._flags = self._flags.new_empty(num_empty)
-            self._flags_work = source.carrier.receive_on_host(self._flags, source.peer, source.tag)
+            way = self._way
+            self._flags = torch.empty(num_empty, dtype=torch.bool)
+            self._flags_work = way.carrier.receive_on_host(self._flags, way.peer, way.tag)
         return known
 
     def wait(self, output: Tree) -> tuple[Tensor | PaddedShare | None, ...]:
@@ -325,7 +332,7 @@ class BackwardReceive(_Receive):
         """
         received = self._received()
         self._flags_work.wait()
-        flags = iter(self._flags.tolist())
+        flags = iter(self._flags.tolist() if len(self._flags) else ())
         return tuple(
             buffer if leaf.numel() else torch.zeros_like(leaf) if next(flags) else None
             for leaf, buffer in zip(float_leaves(output), received, strict=True)
@@ -361,13 +368,14 @@ class Mailbox:
         self._program, self._transport, self._specs = program, transport, specs
         self._channels, self._output_of = channels, output_of
         self._most_samples = max(program.batches.values())
+        self._own = _OwnMessages()
+        self._ways: dict[Message, _Way] = {}
         self._over: defaultdict[int, list[int]] = defaultdict(list)
         for position, shown in last_positions(program, transport.rank).items():
             self._over[shown].append(position)
 
     def begin(self) -> None:
         """A step begins."""
-        self._own = _OwnMessages()
         self._forward: defaultdict[MicroBatch, list[tuple[Message, ForwardReceive]]]
         self._forward = defaultdict(list)
         self._backward: defaultdict[MicroBatch, list[tuple[Message, BackwardReceive]]]
@@ -400,28 +408,16 @@ class Mailbox:
     def post_receive(self, message: Message) -> None:
         """Post a receive; the compute that needs it waits."""
         key = message.stage, message.mb
-        edge = self._program.edges[message.edge]
-        producer = self._program.stages[edge.producer]
-        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
-        carrier, channel = self._way(message)
-        source = _Source(
-            carrier=carrier,
-            device=self._transport.device,
-            channel=channel,
-            peer=message.peer,
-            tag=self._tag(message),
-            share=self._share(message, self._transport.rank),
-            samples=message.stop - message.start,
-        )
+        way = self._way(message)
         if message.op == Op.RECV_B:
-            backward = BackwardReceive(source, spec, lambda: self._sent_output(message))
+            backward = BackwardReceive(way, lambda: self._sent_output(message))
             self._backward[key].append((message, backward))
             receive = backward
         else:
-            forward = ForwardReceive(source, spec)
+            forward = ForwardReceive(way)
             self._forward[key].append((message, forward))
             receive = forward
-        waiting = self._unposted[channel]
+        waiting = self._unposted[way.channel]
         waiting.append(receive)
         while waiting and waiting[0].can_post():
             waiting.popleft().post()
@@ -433,14 +429,7 @@ class Mailbox:
         if output is None:
             return None
         element = self._program.edges[message.edge].element
-        return self._cut(message, element_of(output, element, stage.module))
-
-    def _cut(self, message: Message, tree: Tree) -> Tree:
-        """The samples of a message, from a tree of its micro-batch."""
-        stage = self._program.stages[message.stage]
-        d, _ = stage.place(self._transport.rank)
-        first = stage.microbatches[d][message.mb][0]
-        return slice_samples(tree, message.start - first, message.stop - first)
+        return slice_samples(element_of(output, element, stage.module), *self._way(message).samples)
 
     def post_send(self, message: Message, tree: Tree, position: int) -> None:
         """Post the send of a message's samples.
@@ -455,13 +444,11 @@ class Mailbox:
             RunFailedError: more tensors than a message may have, or other ones than the receiver
                 waits for.
         """
-        stage = self._program.stages[message.stage]
-        share = self._share(message, message.peer)
+        stage, way = self._program.stages[message.stage], self._way(message)
+        share, spec = way.share, way.spec
         beside: Tensor | None = None
         if message.op == Op.SEND_F:
-            edge = self._program.edges[message.edge]
-            output = element_of(tree, edge.element, stage.module)
-            spec = element_of(self._specs[edge.producer], edge.element, stage.module)
+            output = element_of(tree, self._program.edges[message.edge].element, stage.module)
             if not fits(output, spec):
                 raise RunFailedError(
                     f"modules.{stage.module} returns {_shown(spec_of(output))} for a micro-batch, "
@@ -469,13 +456,14 @@ class Mailbox:
                     hint="return the same for every micro-batch; where no sample has a row, "
                     "mmplan.Ragged with 0 rows",
                 )
-            cut = self._cut(message, output)
+            cut = slice_samples(output, *way.samples)
             tensors = message_tensors(cut, share)
             lengths = _all_lengths(cut)
             if lengths:
                 beside = torch.tensor(lengths, dtype=torch.int64)
         else:
-            cuts = list(float_leaves(self._cut(message, map_tensors(tree, _gradient_of))))
+            gradients = map_tensors(tree, _gradient_of)
+            cuts = list(float_leaves(slice_samples(gradients, *way.samples)))
             tensors = [item if share is None else share.of(item) for item in cuts]
             pairs = zip(float_leaves(tree), cuts, strict=True)
             flags = [leaf.grad is not None for leaf, item in pairs if not item.numel()]
@@ -489,21 +477,20 @@ class Mailbox:
         self, message: Message, position: int, tensors: Sequence[Tensor], beside: Tensor | None
     ) -> None:
         """Post tensors in the order of their channel; nothing is sent of an empty one."""
-        carrier, channel = self._way(message)
-        tag = self._tag(message)
+        way = self._way(message)
         sent = self._sent.setdefault(position, [])
         if beside is not None:
-            sent.append((carrier.send_on_host(beside, message.peer, tag), beside))
-        waiting = self._unposted[channel]
+            sent.append((way.carrier.send_on_host(beside, way.peer, way.tag), beside))
+        waiting = self._unposted[way.channel]
         while waiting:
             waiting.popleft().post()
         transfers = [
-            TransferEnd(tensor=item.detach().contiguous(), peer=message.peer, tag=k, is_send=True)
-            for k, item in enumerate(tensors, start=tag + 1)
+            TransferEnd(tensor=item.detach().contiguous(), peer=way.peer, tag=k, is_send=True)
+            for k, item in enumerate(tensors, start=way.tag + 1)
             if item.numel()
         ]
         if transfers:
-            work = carrier.post(transfers, channel)
+            work = way.carrier.post(transfers, way.channel)
             sent += [(work, item.tensor) for item in transfers]
 
     def release(self, position: int) -> None:
@@ -519,20 +506,32 @@ class Mailbox:
                 work.wait()
         self._sent.clear()
 
-    def _way(self, message: Message) -> tuple[Carrier, CommGroup]:
-        """What carries a message, and on which channel."""
-        rank = self._transport.rank
-        channel = self._channels.of(rank, message)
-        if channel is not None:
-            return self._transport, channel
-        # No message of a rank to itself waits for another one.
-        return self._own, ((rank,), self._tag(message))
+    def _way(self, message: Message) -> _Way:
+        found = self._ways.get(message)
+        if found is None:
+            found = self._ways[message] = self._find_way(message)
+        return found
 
-    def _share(self, message: Message, receiver: int) -> TensorShare | None:
-        """The share of a message that a rank receives; None where it receives all of it."""
+    def _find_way(self, message: Message) -> _Way:
+        rank, tag = self._transport.rank, self._tag(message)
+        stage, edge = self._program.stages[message.stage], self._program.edges[message.edge]
+        d, _ = stage.place(rank)
+        first = stage.microbatches[d][message.mb][0]
+        receiver = message.peer if message.is_send else rank
         backward = message.op in (Op.SEND_B, Op.RECV_B)
-        edge = self._program.edges[message.edge]
-        return share_of(self._program, edge, receiver, backward=backward)
+        producer = self._program.stages[edge.producer]
+        channel = self._channels.of(rank, message)
+        return _Way(
+            carrier=self._own if channel is None else self._transport,
+            device=self._transport.device,
+            # No message of a rank to itself waits for another one.
+            channel=((rank,), tag) if channel is None else channel,
+            peer=message.peer,
+            tag=tag,
+            share=share_of(self._program, edge, receiver, backward=backward),
+            spec=element_of(self._specs[edge.producer], edge.element, producer.module),
+            samples=(message.start - first, message.stop - first),
+        )
 
     def _tag(self, message: Message) -> int:
         backward = message.op in (Op.SEND_B, Op.RECV_B)
@@ -542,6 +541,8 @@ class Mailbox:
 
 def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
     """Receives in the order in which a group gathers shares: the same on all its ranks."""
+    if len(receives) < 2:
+        return receives
     return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
 
 
