@@ -88,8 +88,8 @@ class _Builder:
         self._group_ids: dict[tuple[object, ...], int] = {}
         self._started_ids: dict[Sync | Collective, int] = {}
         self._channel_ids: dict[_Channel, int] = {}
-        # Of the row that is added, by ranks.
-        self._last_start: dict[Ranks, int] = {}
+        # Of the row that is added, by the number of the communicator.
+        self._last_start: dict[int, int] = {}
 
     def add_row(self, rank: int, row: tuple[Instruction, ...]) -> None:
         self._last_start.clear()
@@ -138,15 +138,20 @@ class _Builder:
         return (SEND if item.is_send else POST), known
 
     def _collective(self, item: Collective) -> tuple[int, int]:
-        owner = self._program.losses if item.op is Op.COUNT else self._program.reductions
-        ranks = owner[item.index].ranks
+        if item.op is Op.COUNT:
+            return GROUP, self._group(
+                (item.op, item.index), len(self._program.losses[item.index].ranks)
+            )
+        reduction = self._program.reductions[item.index]
+        # Not by ranks: of some of a plan's ranks, different sets may be one.
+        number = reduction.communicator
         if item.op is Op.REDUCE_START:
-            self._last_start[ranks] = self._started(item, (ranks, 0))
-            return START_INSIDE, self._last_start[ranks]
-        group = self._group((item.op, item.index), len(ranks))
+            self._last_start[number] = self._started(item, ((number,), 0))
+            return START_INSIDE, self._last_start[number]
+        group = self._group((item.op, item.index), len(reduction.ranks))
         if item.op is Op.REDUCE:
             own = self._started_ids.get(Collective(Op.REDUCE_START, item.index))
-            start = self._last_start.get(ranks) if own is None else own
+            start = self._last_start.get(number) if own is None else own
             if own is None:
                 self.dependencies.reduction[group] = item.index
             if start is not None:

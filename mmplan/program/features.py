@@ -40,10 +40,9 @@ def readers(holders: Sequence[Ranks], *, others_only: bool) -> list[Ranks]:
 
 
 def are_apart(holders: Sequence[Ranks], *, others_only: bool) -> bool:
-    """Whether some rank does not read every input."""
-    return (
-        len({*readers(holders, others_only=others_only), *readers(holders, others_only=False)}) > 1
-    )
+    """Whether some rank does not read every input; a single input has no others to read."""
+    every = readers(holders, others_only=False)
+    return len(holders) > 1 and len({*readers(holders, others_only=others_only), *every}) > 1
 
 
 def holders_of(program: Program, loss: CrossSampleLoss) -> list[Ranks]:

@@ -19,6 +19,7 @@ from mmplan.program.model import (
 )
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.schedules.registry import POLICIES
+from mmplan.program.shards import Ranks
 from mmplan.program.sums_and_updates import sums_and_updates
 from mmplan.program.ties import check_ties
 from mmplan.schema import workload as names
@@ -43,7 +44,12 @@ def lower(plan: Plan) -> Graph:
     _number_streams(graph)
     _mark_split(plan, graph)
     check_ties(graph.stages, graph.ties)
-    graph.reductions, graph.updates = sums_and_updates(graph, zero=plan.training.zero > 0)
+    reductions, graph.updates = sums_and_updates(graph, zero=plan.training.zero > 0)
+    numbers: dict[Ranks, int] = {}
+    graph.reductions = [
+        replace(each, communicator=numbers.setdefault(each.ranks, len(numbers)))
+        for each in reductions
+    ]
     return graph
 
 

@@ -260,11 +260,13 @@ class BlockReduction(ShardSum):
     Attributes:
         owner: module (``share`` followed).
         blocks: half-open range of blocks.
+        communicator: number of that of its ranks.
     """
 
     index: int
     owner: str
     blocks: tuple[int, int]
+    communicator: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +279,7 @@ class TieReduction:
         ranks: sorted.
         contributors: those of them that bring their gradient, one of each tensor-parallel group
             that runs one of the blocks; the others only take the sum.
+        communicator: number of that of its ranks.
     """
 
     index: int
@@ -284,6 +287,7 @@ class TieReduction:
     blocks: tuple[int, ...]
     ranks: Ranks
     contributors: Ranks
+    communicator: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,11 +297,13 @@ class LossReduction:
     Attributes:
         owner: the loss's name.
         ranks: sorted.
+        communicator: number of that of its ranks.
     """
 
     index: int
     owner: str
     ranks: tuple[int, ...]
+    communicator: int = field(default=0, compare=False)
 
 
 Reduction = BlockReduction | TieReduction | LossReduction

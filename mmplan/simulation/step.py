@@ -216,11 +216,11 @@ def _shared(
         (
             ("gather", item.loss)
             if isinstance(item, Sync)
-            else ("reduction", program.reductions[item.index].ranks)
+            else ("reduction", program.reductions[item.index].communicator)
             for item in dependencies.started
         ),
         (
-            ("reduction", program.reductions[i].ranks if i >= 0 else ())
+            ("reduction", program.reductions[i].communicator if i >= 0 else -1)
             for i in dependencies.reduction
         ),
     )
