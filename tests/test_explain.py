@@ -77,9 +77,10 @@ def test_slow_links_bind_by_messages_or_by_reductions(tmp_path: Path) -> None:
     _, plan, _ = solved(apart, given, solver="convex", top=1)
     assert gains(plan, given)[MESSAGES] > 0.04
     assert gains(plan, given)[REDUCTIONS] == 0
-    # 2e6 gradients of 4 bytes on two devices: 4 s by a ring of 2 MB/s.
+    # 2e6 gradients of 4 bytes on two devices: 4 s of 16 by a ring of 2 MB/s, a part of them beside
+    # the last backward.
     _, plan, _ = solved(shared, given, solver="colocated")
-    assert gains(plan, given)[REDUCTIONS] == pytest.approx(4 / 16)
+    assert 0.1 < gains(plan, given)[REDUCTIONS] < 4 / 16
     assert gains(plan, given)[MESSAGES] == 0
 
 

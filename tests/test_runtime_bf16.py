@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.comm.transport import CommGroup, TransferEnd
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import planned_step
 from mmplan.program.model import Program
@@ -67,13 +68,13 @@ def test_messages_are_narrow_and_weights_and_gradients_wide() -> None:
     sent: set[torch.dtype] = set()
 
     def entry(transport: Any) -> Any:
-        isend = transport.isend
+        post = transport.post
 
-        def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            sent.add(tensor.dtype)
-            return isend(tensor, *args, **options)
+        def noted(transfers: Sequence[TransferEnd], channel: CommGroup) -> Any:
+            sent.update(item.tensor.dtype for item in transfers)
+            return post(transfers, channel)
 
-        transport.isend = noted
+        transport.post = noted
         workload = _workload(case)
         session = Session(
             plan=trained_as(case.plan(), workload),

@@ -153,9 +153,7 @@ class _Nodes:
         compute = _NO_COMPUTE
         if isinstance(item, Compute):
             key = compute = item.stage, replicas[item.stage], item.mb, item.op
-        elif not isinstance(item, Collective) and not (
-            isinstance(item, Sync) and item.op is Op.SYNC_WAIT
-        ):
+        elif not isinstance(item, Collective | Sync) or item.op in (Op.SYNC_START, Op.REDUCE_START):
             return -1
         known = self._ids.get(key)
         if known is None:
