@@ -195,6 +195,7 @@ def test_a_profile_written_by_hand_is_believed_with_a_note(folder: Path) -> None
 # ---- checkpoints ----
 
 
+@pytest.mark.slow
 def test_going_on_with_something_else_is_said(tmp_path: Path) -> None:
     workload = copy_workload(tmp_path)
     (tmp_path / "plans").mkdir()

@@ -28,6 +28,7 @@ def check(name: str, tp: int, split: bool, backend: Backend) -> None:
     assert found.error <= 1e-12
 
 
+@pytest.mark.slow
 def test_a_split_tensor_parallel_tower_is_one_graph_a_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

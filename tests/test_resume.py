@@ -122,7 +122,9 @@ def test_killed_at_any_moment(bird: Bird) -> None:
         bird.assert_resumes(name)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_request_to_stop_saves_and_exits_75(bird: Bird, signum: signal.Signals) -> None:
     name = f"stopped-{signum.name}"
     process = bird.start(name)
