@@ -19,6 +19,7 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError
 from mmplan.program.clocks import SLOWDOWN
 from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Op
 from mmplan.program.model import Program
 from mmplan.program.text import format_program
 from mmplan.program.trace import trace_events, write_trace
@@ -77,6 +78,18 @@ def test_a_reduction_is_carried_beside_the_backward_that_it_starts_in_and_slows_
     late = simulate(not_started(result.program), costs)
     assert late.iteration_s == pytest.approx(3 + 1.0 + 1.0)
     assert late.busy_s == (3, 3)
+
+
+@pytest.mark.parametrize("shares", [(1, 3), (3, 1)])
+def test_a_reduction_that_starts_inside_a_backward_waits_for_the_last_rank(
+    shares: tuple[int, ...],
+) -> None:
+    plan = make_plan(unit("v", dp=2, shares=shares), losses=[loss("l", "v")], batch=4)
+    program = compile_plan(plan)
+    result = simulate(program, FixedCosts(per_sample=True, reduce=0.5))
+    assert sum(item.op is Op.REDUCE_START for row in program.instructions for item in row) == 2
+    # The smaller replica's gradients are there at 3, the larger's at 9.
+    assert result.iteration_s == pytest.approx(9 + 0.5 + 0.5)
 
 
 def test_bytes_are_static_plus_micro_batches_in_flight_plus_communicators() -> None:

@@ -30,8 +30,9 @@ STEP = 5
 # The start of a reduction, which begins in the next compute of its rank.
 START_INSIDE = 6
 
-# Ranks, and a number for those of the same ranks that are kept apart.
-_Channel = tuple[Ranks, int]
+# What carries started collectives: the number of a reductions' communicator, or the ranks of a loss
+# and its number among those of the same ranks.
+_Channel = int | tuple[Ranks, int]
 
 
 @dataclass(slots=True)
@@ -146,7 +147,7 @@ class _Builder:
         # Not by ranks: of some of a plan's ranks, different sets may be one.
         number = reduction.communicator
         if item.op is Op.REDUCE_START:
-            self._last_start[number] = self._started(item, ((number,), 0))
+            self._last_start[number] = self._started(item, number, len(reduction.ranks))
             return START_INSIDE, self._last_start[number]
         group = self._group((item.op, item.index), len(reduction.ranks))
         if item.op is Op.REDUCE:
@@ -160,21 +161,22 @@ class _Builder:
 
     def _sync(self, item: Sync) -> tuple[int, int]:
         loss = self._program.cross_sample(item.loss)
-        start = self._started(replace(item, op=Op.SYNC_START), (loss.ranks, loss.channel))
+        on = loss.ranks, loss.channel
+        start = self._started(replace(item, op=Op.SYNC_START), on, len(loss.ranks))
         if item.op is Op.SYNC_START:
             return START, start
         group = self._group((Op.SYNC_WAIT, item.loss, item.batch), len(loss.ranks))
         self._wait(group, start)
         return GROUP, group
 
-    def _started(self, start: Sync | Collective, on: _Channel) -> int:
+    def _started(self, start: Sync | Collective, on: _Channel, size: int) -> int:
         known = self._started_ids.get(start)
         if known is None:
             known = self._started_ids[start] = len(self.dependencies.started)
             channel = self._channel_ids.setdefault(on, len(self._channel_ids))
             self.dependencies.started.append(start)
             self.dependencies.channel.append(channel)
-            self.dependencies.started_size.append(len(on[0]))
+            self.dependencies.started_size.append(size)
             self.dependencies.started_groups.append(set())
         return known
 
