@@ -185,6 +185,10 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
+    from mmlaunch.process import fork_server
+
+    # What workers need is imported beside what this process does until they start.
+    fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
@@ -310,6 +314,10 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
+    from mmlaunch.process import fork_server
+
+    if not (in_process or shrink or strict):
+        fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import check_device, prepare, shrunk, try_out, verify_original
     from mmlaunch.run.run import verify as start
