@@ -313,6 +313,27 @@ def test_a_buffer_that_is_read_before_its_wait_is_changed() -> None:
     assert run_two(entry)[0].faults == ["rank 1: tensor 0 changes while it is received"]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_of_its_own_that_nothing_waits_for(waits: bool) -> None:
+    def entry(transport: StrictTransport) -> float:
+        total = torch.ones(1)
+        gathered, parts = transport.all_gather(torch.ones(1), (0, 1), 1)
+
+        def then() -> Done:
+            total.copy_(torch.stack(parts).sum(0))
+            return Done()
+
+        work = transport.after(gathered, then)
+        if waits:
+            work.wait()
+        return float(total)
+
+    world, values = run_two(entry)
+    text = "nothing waits for what goes on in a stream of its own"
+    assert sorted(world.faults) == ([] if waits else [f"rank {n}: {text}" for n in (0, 1)])
+    assert values == [1.0 + waits] * 2
+
+
 def test_collectives_of_two_sizes() -> None:
     def entry(transport: StrictTransport) -> None:
         transport.all_reduce(torch.zeros(1 + transport.rank), (0, 1))
