@@ -80,13 +80,15 @@ def _of_syncs(problem: Problem, module: str, placed: Placed) -> set[Hashable]:
     One of the two is for gathers (:mod:`mmplan.program.features`).
     """
     names: set[Hashable] = set()
-    ranks = _ends(placed, module)[1]
+    own = placed[module]
+    ranks = own.ranks(-1)
     for loss in problem.task.sync_batches:
         held = [_ends(placed, s.module)[1] for s in problem.task.loss_inputs[loss] if s.module]
         groups = {frozenset(held), *(frozenset(held[:i] + held[i + 1 :]) for i in range(len(held)))}
         for group in groups:
             if ranks in group and (len(group) > 1 or ranks[1] > 1):
-                names |= {("losses", group), ("gathers", problem.task.name, loss, group)}
+                name = ("ranks", own.tp, own.dp) if len(group) == 1 else ("losses", group)
+                names |= {name, ("gathers", problem.task.name, loss, group)}
     return names
 
 
