@@ -36,10 +36,10 @@ class PlacedModule:
         return self.stages[stage][0], self.tp * self.dp
 
 
-Placed = Mapping[str, PlacedModule]
+PlacedModules = Mapping[str, PlacedModule]
 
 
-def communicators(problem: Problem, placed: Placed) -> dict[Hashable, frozenset[Hashable]]:
+def communicators(problem: Problem, placed: PlacedModules) -> dict[Hashable, frozenset[Hashable]]:
     """By place, a name of each communicator that its ranks have.
 
     Args:
@@ -74,7 +74,7 @@ def _of_stage(problem: Problem, module: str, own: PlacedModule, blocks: Blocks) 
     return names
 
 
-def _of_syncs(problem: Problem, module: str, placed: Placed) -> set[Hashable]:
+def _of_syncs(problem: Problem, module: str, placed: PlacedModules) -> set[Hashable]:
     """Of cross-sample losses: of all ranks, and of those that read an input, two each.
 
     One of the two is for gathers (:mod:`mmplan.program.features`).
@@ -92,7 +92,7 @@ def _of_syncs(problem: Problem, module: str, placed: Placed) -> set[Hashable]:
     return names
 
 
-def _routes(problem: Problem, placed: Placed) -> Iterator[tuple[_Ranks, _Ranks]]:
+def _routes(problem: Problem, placed: PlacedModules) -> Iterator[tuple[_Ranks, _Ranks]]:
     """Sets of ranks between which messages go."""
     for own in placed.values():
         for stage, after in pairwise(range(len(own.stages))):
@@ -109,7 +109,7 @@ def _routes(problem: Problem, placed: Placed) -> Iterator[tuple[_Ranks, _Ranks]]
                     yield source, target
 
 
-def _ends(placed: Placed, module: str) -> tuple[_Ranks, _Ranks]:
+def _ends(placed: PlacedModules, module: str) -> tuple[_Ranks, _Ranks]:
     """The ranks of the first and of the last stage."""
     own = placed.get(module)
     return (((module, 0), 0), ((module, 1), 0)) if own is None else (own.ranks(0), own.ranks(-1))
