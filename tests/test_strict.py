@@ -23,7 +23,6 @@ from tests.matrix_cases import FEATURES, Case
 from tests.matrix_models import WIDTH
 from tests.missing_cases import MissingCase
 from tests.pairwise import pairwise_rows
-from tests.programs import Kind
 from tests.solving import module_profile, profile
 from tests.test_matrix import PAIRWISE
 from tests.verification import TOLERANCE, verify_in_process
@@ -103,10 +102,23 @@ def test_a_seed_is_one_order_of_ranks() -> None:
     assert len(set(map(tuple, orders))) > 3
 
 
-@pytest.mark.parametrize("others", ["single", "rotated"])
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-def test_messages_under_way_are_what_memory_is_expected_for(kind: Kind, others: Any) -> None:
-    case = Case(pp=3, k=4, samples=24, others=others, feature="regression", kind=kind)
+UNDER_WAY = [
+    *(
+        Case(pp=3, k=4, samples=24, others=others, feature="regression", kind=kind)
+        for others in ("single", "rotated")
+        for kind in ("1f1b", "gpipe")
+    ),
+    # Replicas of 9, 8 and 8 samples, and micro-batches of 3 and 2.
+    Case(pp=2, dp=3, k=4, samples=25, others="single", feature="regression", kind="1f1b"),
+    pytest.param(
+        Case(pp=3, k=60, samples=60, others="single", feature="regression", kind="1f1b"),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", UNDER_WAY, ids=str)
+def test_messages_under_way_are_what_memory_is_expected_for(case: Case) -> None:
     plan = case.plan()
     world = StrictWorld(plan.devices)
     verify_in_process(plan, case.workload(), world=world)
