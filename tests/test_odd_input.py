@@ -174,7 +174,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
                 document = draw.choice(changed)
                 place = draw.choice(list(places(document)))
                 parent_of(document, place)[place[-1]] = copy.deepcopy(draw.choice(ODD))
-            (odd / name).write_text("\n".join(map(_dumped, changed)) + "\n")
+            (odd / name).write_text("\n".join(map(dumped, changed)) + "\n")
         try:
             write_report(odd, tmp_path / "report.html")
             drawn += 1
@@ -184,7 +184,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
     assert drawn > 10
 
 
-def _dumped(document: Any) -> str:
+def dumped(document: Any) -> str:
     """JSON, whatever the length of its numbers."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
