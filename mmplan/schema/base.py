@@ -54,13 +54,14 @@ def _is_a_file_name(name: str) -> str:
 Name = Annotated[str, Strict(), AfterValidator(_is_a_file_name)]
 
 # More than any file of ours has; what is read whole must end.
-_MOST_BYTES = 64 << 20
+MOST_BYTES = 64 << 20
 # The parser takes up to 35 microseconds a byte: with this much some four seconds.
-_MOST_YAML_BYTES = 128 << 10
-# Of a JSON text, or of a YAML file with its aliases written out: hundreds of megabytes at most.
-_MOST_ENTRIES = 500_000
-# An object counts for so many entries: each of its fields may be wrong or missing.
-_OBJECT = 10
+MOST_YAML_BYTES = 128 << 10
+# Of a JSON text: hundreds of megabytes at most, its faults included.
+MOST_ENTRIES = 1_000_000
+# An object counts for so many entries: each of its fields may be wrong or missing. So does an
+# entry that a YAML file's aliases stand for.
+OBJECT = 10
 # Beyond this many faults the first ones are looked for in an excerpt.
 _MANY_FAULTS = 10_000
 _EXCERPT = 20
@@ -174,10 +175,10 @@ def read_bytes(path: Path) -> bytes:
         if not S_ISREG(found.st_mode):
             what = "a folder" if S_ISDIR(found.st_mode) else "no file"
             raise InvalidInputError(f"{path}: is {what}", hint="name a file")
-        if found.st_size > _MOST_BYTES:
+        if found.st_size > MOST_BYTES:
             raise InvalidInputError(
                 f"{path}: {size(found.st_size)} is more than such a file can have",
-                hint=f"at most {size(_MOST_BYTES)} are read",
+                hint=f"at most {size(MOST_BYTES)} are read",
             )
         return path.read_bytes()
     except OSError as error:
@@ -194,7 +195,7 @@ def parse_text(text: str, path: Path) -> object:
     return parse_yaml(text, path)
 
 
-def parse_json(text: str, path: Path, *, most_entries: int = _MOST_ENTRIES) -> object:
+def parse_json(text: str, path: Path, *, most_entries: int = MOST_ENTRIES) -> object:
     """Parse JSON.
 
     Args:
@@ -206,11 +207,11 @@ def parse_json(text: str, path: Path, *, most_entries: int = _MOST_ENTRIES) -> o
     Raises:
         InvalidInputError: it is no JSON, or larger than any file of ours.
     """
-    entries = text.count(",") + text.count("[") + _OBJECT * text.count("{")
+    entries = text.count(",") + text.count("[") + OBJECT * text.count("{")
     if entries > most_entries:
         raise InvalidInputError(
             f"{path}: {entries:,} fields and entries are more than such a file can have",
-            hint=f"at most {most_entries:,} are read, an object counts for {_OBJECT}",
+            hint=f"at most {most_entries:,} are read, an object counts for {OBJECT}",
         )
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -255,10 +256,10 @@ def parse_yaml(text: str, path: Path) -> object:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-    if len(text) > _MOST_YAML_BYTES:
+    if len(text) > MOST_YAML_BYTES:
         raise InvalidInputError(
             f"{path}: {size(len(text))} of YAML",
-            hint=f"at most {size(_MOST_YAML_BYTES)} are read; write it as JSON",
+            hint=f"at most {size(MOST_YAML_BYTES)} are read; write it as JSON",
         )
     try:
         data: object = YAML(typ="safe", pure=True).load(text)
@@ -273,9 +274,9 @@ def parse_yaml(text: str, path: Path) -> object:
         raise InvalidInputError(
             f"{path}: not valid YAML: {' '.join(str(error).split()):.200}", hint="mend the file"
         ) from None
-    if _entries(data, {}) > _MOST_ENTRIES:
+    if _entries(data, {}) > MOST_ENTRIES // OBJECT:
         raise InvalidInputError(
-            f"{path}: its aliases stand for more than {_MOST_ENTRIES:,} entries",
+            f"{path}: its aliases stand for more than {MOST_ENTRIES // OBJECT:,} entries",
             hint="write out what is meant",
         )
     return data
@@ -379,6 +380,7 @@ _WORDINGS = {
     "greater_than_equal": "must be at least {ge}",
     "literal_error": "must be {expected}",
     "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must look like {pattern}",
 }
