@@ -378,6 +378,7 @@ _WORDINGS = {
     "finite_number": "must be a finite number",
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "too_short": "must have at least {min_length} entries",
     "too_long": "must have at most {max_length} entries",
