@@ -67,7 +67,7 @@ CASES = {
 }
 
 # Those whose pages have pictures take half a second each.
-QUICK = dict.fromkeys(CASES, 25) | {"manifest": 5, "run.json": 4, "metrics": 1, "trace": 4}
+QUICK = dict.fromkeys(CASES, 6) | {"manifest": 2, "run.json": 2, "metrics": 1, "trace": 2}
 
 
 class Job:
