@@ -53,6 +53,7 @@ from mmlaunch.session.identity import (
     identity_of,
 )
 from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
+from mmlaunch.session.replicas import Replicas
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
@@ -228,6 +229,9 @@ class Session:
             sharded=tensor_parallel or plan.training.zero > 0,
             inactive=trained_by_others(self._inactive, self.model),
         )
+        # Emulated steps update nothing.
+        every = 0 if emulation is not None else workload.train.compare_replicas
+        self._replicas = Replicas(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
         if workload.train.compile and emulation is None:
             notes.append("blocks are compiled: the first steps take longer")
@@ -354,11 +358,15 @@ class Session:
 
         Raises:
             NotFiniteError: the loss or a gradient is not finite; the parameters are as before.
+            RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
         done = self.forward_backward(timed=timed)
         loss = done.loss
         if not (done.finite or self._emulation):
             raise self._not_finite(done)
+        # Before the update: with ZeRO-1 that overwrites copies from the rank that owns the part.
+        if self._replicas and (done.step + 1) % self.workload.train.compare_replicas == 0:
+            self._replicas.compare(done.step)
         for hook in self.hooks.on_loss:
             hook(self, loss)
         marks = [self.transport.mark()]
@@ -427,7 +435,11 @@ class Session:
 
         Raises:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
+            RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
+        # One copy is written: it must be that of all.
+        if self._replicas:
+            self._replicas.compare(self.step_count)
         path = checkpoints.save(
             root=Path(folder),
             step=self.step_count,

@@ -117,6 +117,11 @@ class TrainSpec(Record):
         default=True,
         description="order each batch by its samples' work, where the dataset defines work(index)",
     )
+    compare_replicas: Index = Field(
+        default=100,
+        description="after so many steps, and at each checkpoint, hold the bits of parameters "
+        "against their copies on other ranks; 0: never",
+    )
     steps: Index = 100
     tasks_from_step: TasksFromStep = Field(
         default_factory=dict,
