@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
-from mmlaunch.session.session import Session, StepResult
+from mmlaunch.session.session import NotFiniteStep, Session, StepResult
 from mmlaunch.session.verify import planned_steps
 from mmplan.errors import RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
@@ -30,6 +32,7 @@ from mmplan.schema.base import write_text
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "final.safetensors"
+NOT_FINITE = "not-finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,8 @@ class _Trainer:
             emulation=options.emulation,
             row_sha256=job.row_hashes[index][ctx.rank],
         ) as session:
+            if ctx.rank == 0:
+                session.hooks.on_not_finite.append(partial(_keep_not_finite, ctx))
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
             # Before any state is there, and after all imports: optimizers' are large too.
@@ -237,6 +242,18 @@ def _segment_at(job: TrainJob, checkpoint: Path | None) -> int:
     return max(i for i, segment in enumerate(job.segments) if segment.from_step <= step)
 
 
+def _keep_not_finite(ctx: WorkerContext, session: Session, step: NotFiniteStep) -> None:
+    """Write which samples and parameters a step that is not finite had."""
+    path = ctx.run_dir / NOT_FINITE / f"step-{step.step}.json"
+    path.parent.mkdir(exist_ok=True)
+    fields = asdict(step) | {"loss": step.loss if math.isfinite(step.loss) else None}
+    write_text(path, json.dumps(fields) + "\n")
+    skips = session.workload.train.non_finite == "skip"
+    why = f"nothing is updated: {step.error().message}; " if skips else ""
+    message = f"{why}the samples of step {step.step} stand in {path}"
+    _report(ctx, {"kind": "note", "message": message})
+
+
 def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
     if ctx.rank == 0:
         ctx.report(event)
@@ -267,8 +284,10 @@ class _Metrics:
         }
         if result.grad_norm is not None:
             entry["grad_norm"] = result.grad_norm
+        if not (result.finite or self._emulated):
+            entry["skipped"] = True
         try:
-            # JSON has no NaN: such a loss is written as null and ends the run.
+            # JSON has no NaN: such a loss is written as null.
             finite = {
                 k: v if v is not None and abs(v) < float("inf") else None for k, v in entry.items()
             }

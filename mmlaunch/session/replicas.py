@@ -41,8 +41,8 @@ class Replicas:
     def __init__(self, program: Program, model: LocalModel, transport: Transport) -> None:
         self._transport = transport
         found: defaultdict[Ranks, list[ParameterSlice]] = defaultdict(list)
-        for ranks, item in _shared(program, model):
-            if transport.rank in ranks and len(ranks) > 1:
+        for ranks, item in _shared(program, model, transport.rank):
+            if len(ranks) > 1:
                 found[ranks].append(item)
         # Ranks hold tied parameters in different orders.
         self._held = {r: sorted(found[r], key=lambda item: item.name) for r in sorted(found)}
@@ -125,7 +125,9 @@ def digest(parts: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _shared(program: Program, model: LocalModel) -> Iterator[tuple[Ranks, ParameterSlice]]:
+def _shared(
+    program: Program, model: LocalModel, rank: int
+) -> Iterator[tuple[Ranks, ParameterSlice]]:
     """Every parameter of the rank, or part of it, with the ranks whose copies are equal."""
     tied = {tie.name: tie for tie in model.ties}
     of_losses = {
@@ -141,9 +143,11 @@ def _shared(program: Program, model: LocalModel) -> Iterator[tuple[Ranks, Parame
         elif name in tied:
             groups = groups_of(program.stages, owner, tied[name].blocks)
             for ranks, _ in whole_sums(groups):
-                yield ranks, whole_slice(name, parameter)
+                if rank in ranks:
+                    yield ranks, whole_slice(name, parameter)
         else:
-            for part in shard_sums(model.tp_groups.groups(owner, int(index))):
+            parts = shard_sums(model.tp_groups.groups(owner, int(index)))
+            for part in (part for part in parts if rank in part.ranks):
                 for item in slices_of(part, {name: parameter}, model.layouts):
                     yield part.ranks, item
 

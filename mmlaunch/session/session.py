@@ -75,6 +75,9 @@ from mmplan.wording import counted
 
 T = TypeVar("T")
 
+# Steps in a row that may be left out: more are no chance any more.
+MOST_SKIPPED = 10
+
 
 class _GroupSum:
     """A tensor-parallel group as blocks see it."""
@@ -143,6 +146,9 @@ class Session:
         self.transport = transport
         self.hooks = Hooks()
         self.step_count = 0
+        # Steps left out in a row, and the dataset indices of this rank's samples by task.
+        self._skipped = 0
+        self._samples: dict[str, list[int]] = {}
         self._meta = meta or {}
         self._should_stop = should_stop
         self._heartbeat = heartbeat or Heartbeat.detached()
@@ -357,18 +363,19 @@ class Session:
             timed: note when each instruction ran.
 
         Raises:
-            NotFiniteError: the loss or a gradient is not finite; the parameters are as before.
+            NotFiniteError: the loss or a gradient is not finite and ``train.non_finite`` is stop,
+                or there were too many in a row; the parameters are as before.
             RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
         done = self.forward_backward(timed=timed)
-        loss = done.loss
         if not (done.finite or self._emulation):
-            raise self._not_finite(done)
+            return self._skip(done)
+        self._skipped = 0
         # Before the update: with ZeRO-1 that overwrites copies from the rank that owns the part.
         if self._replicas and (done.step + 1) % self.workload.train.compare_replicas == 0:
             self._replicas.compare(done.step)
         for hook in self.hooks.on_loss:
-            hook(self, loss)
+            hook(self, done.loss)
         marks = [self.transport.mark()]
         norm = None if self._emulation else self.update.apply(self.step_count)
         marks.append(self.transport.mark())
@@ -383,6 +390,7 @@ class Session:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
         data = self._data.step(self.step_count)
+        self._samples = {task: [*part.indices] for task, part in data.items()}
         for hook in self.hooks.on_data:
             hook(self, data)
         began = time.perf_counter()
@@ -405,15 +413,29 @@ class Session:
             spans=spans,
         )
 
-    def _not_finite(self, done: StepResult) -> NotFiniteError:
-        what = f"the loss of step {done.step} is {done.loss}"
-        if math.isfinite(done.loss):
-            first, *others = self.update.faults()
-            more = f" and of {len(others)} other parameters" if others else ""
-            what = f"step {done.step}: the gradient of {first}{more} is not finite"
-        return NotFiniteError(
-            what, hint="lower the learning rate, or look for bad samples in that step's batch"
+    def _skip(self, done: StepResult) -> StepResult:
+        """Leave a step out that is not finite, or end the run, as the workload says."""
+        step = NotFiniteStep(
+            step=done.step,
+            loss=done.loss,
+            gradients=self.update.faults(),
+            samples=self.transport.gather_objects(self._samples),
         )
+        for hook in self.hooks.on_not_finite:
+            hook(self, step)
+        error = step.error()
+        if self.workload.train.non_finite == "stop":
+            raise error
+        self._skipped += 1
+        if self._skipped > MOST_SKIPPED:
+            raise NotFiniteError(
+                f"{error.message}, as were the {MOST_SKIPPED} steps before", hint=error.hint
+            )
+        self.update.skip()
+        self.step_count += 1
+        for hook in self.hooks.on_step:
+            hook(self, done)
+        return done
 
     def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.
@@ -535,7 +557,7 @@ class StepResult:
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
-        finite: whether the loss and all summed gradients are numbers.
+        finite: whether the loss and all summed gradients are numbers; else nothing was updated.
         spans: when each instruction of this rank ran; empty unless asked for.
     """
 
@@ -550,18 +572,49 @@ class StepResult:
     spans: list[InstructionSpan]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFiniteStep:
+    """A step whose loss or gradients are not finite; the same on all ranks.
+
+    Attributes:
+        step: its number, from 0.
+        loss: the whole step's.
+        gradients: names of the parameters whose summed gradients are not finite.
+        samples: of each rank, the dataset indices that it read, by task.
+    """
+
+    step: int
+    loss: float
+    gradients: list[str]
+    samples: list[dict[str, list[int]]]
+
+    def error(self) -> NotFiniteError:
+        """What ends a run that must not leave it out."""
+        what = f"the loss of step {self.step} is {self.loss}"
+        if math.isfinite(self.loss):
+            first, *others = self.gradients
+            more = f" and of {len(others)} other parameters" if others else ""
+            what = f"step {self.step}: the gradient of {first}{more} is not finite"
+        return NotFiniteError(
+            what, hint="lower the learning rate, or look for bad samples in that step's batch"
+        )
+
+
 @dataclass(slots=True)
 class Hooks:
     """Functions called with the session and an event's result; all ranks call them.
 
     Attributes:
         on_data: before forward, with this rank's samples by task.
-        on_step: after each update, with its :class:`StepResult`.
+        on_step: after each update, with its :class:`StepResult`; after a step that is left out too.
+        on_not_finite: before such a step is left out or ends the run, with its
+            :class:`NotFiniteStep`.
         on_loss: after backward and before the update, with the loss; gradients are whole.
         on_checkpoint: after a checkpoint is complete, with its folder.
     """
 
     on_data: list[Callable[[Session, Mapping[str, StepData]], None]] = field(default_factory=list)
     on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
+    on_not_finite: list[Callable[[Session, NotFiniteStep], None]] = field(default_factory=list)
     on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
     on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)

@@ -122,6 +122,11 @@ class TrainSpec(Record):
         description="after so many steps, and at each checkpoint, hold the bits of parameters "
         "against their copies on other ranks; 0: never",
     )
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="where the loss or a gradient is not finite nothing is updated; then stop, or "
+        "skip: go on with the next batch, at most ten times in a row",
+    )
     steps: Index = 100
     tasks_from_step: TasksFromStep = Field(
         default_factory=dict,
