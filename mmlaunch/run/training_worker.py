@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmlaunch.checkpoint import save as checkpoints
 from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.checkpoint.restore import prove
 from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
@@ -26,7 +27,7 @@ from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
 from mmlaunch.session.session import NotFiniteStep, Session, StepResult
 from mmlaunch.session.verify import planned_steps
-from mmplan.errors import RunFailedError, UnfitEnvironmentError
+from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
 
 METRICS = "metrics.jsonl"
@@ -92,7 +93,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     trainer = _Trainer(ctx, job, transport)
     index = _segment_at(job, newest)
-    result = trainer.train(index, newest)
+    result = trainer.train(index, newest, proven=True)
     while not result.stopped and result.step < job.steps:
         # The last plan's model and groups must be gone before the next ones come.
         gc.collect()
@@ -117,10 +118,15 @@ class _Trainer:
         self._ctx, self._job, self._transport = ctx, job, transport
         self._log: _Metrics | None = None
 
-    def train(self, index: int, checkpoint: Path | None) -> TrainResult:
+    def train(self, index: int, checkpoint: Path | None, *, proven: bool = False) -> TrainResult:
         """Train one segment to its end, from a checkpoint or from the initial weights.
 
         At its end there is a checkpoint, or after the last segment the weights.
+
+        Args:
+            index: of the segment.
+            checkpoint: to go on from.
+            proven: whether its files were found whole.
         """
         ctx, job, options = self._ctx, self._job, self._job.options
         segment = job.segments[index]
@@ -144,7 +150,8 @@ class _Trainer:
             memory = PeakMemory(ctx.device.device)
             memory.begin(session.model.tensors())
             if checkpoint is not None:
-                for change in session.load(checkpoint, anyway=options.resume_anyway):
+                anyway = options.resume_anyway
+                for change in session.load(checkpoint, anyway=anyway, proven=proven):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
@@ -208,27 +215,52 @@ def verify(ctx: WorkerContext, plan: str, workload: str | None, steps: int, reco
 
 
 def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:
-    """The newest checkpoint on which no earlier attempt died, the same for all ranks.
+    """The newest checkpoint that is whole and on which no earlier attempt died; for all ranks.
 
     Raises:
-        RunFailedError: there are some, and attempts died on all of them.
+        InvalidInputError: the newest one is damaged, and a person has asked for it.
+        RunFailedError: there are some, and none is left.
     """
-    step = None
-    # The others must look after the cleaning, and all must take the same one.
-    if transport.rank == 0:
-        checkpoints.clean(folder)
-        saved = [step for step, _ in step_folders(folder)]
-        failed = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
-        if saved and failed.issuperset(saved):
-            raise RunFailedError(
-                f"restarts died on every checkpoint in {folder}",
-                hint="the records beside it say of what; move these away to begin anew",
-            )
-        step = max((s for s in saved if s not in failed), default=None)
-        if step is not None:
-            failures.write_start(ctx.failures_dir, attempt=ctx.attempt, step=step)
-    step = transport.broadcast_object(step, 0)
-    return None if step is None else folder / f"step-{step}"
+    damaged: set[int] = set()
+    while True:
+        step = None
+        # The others must look after the cleaning, and all must take the same one.
+        if transport.rank == 0:
+            step = _choose(ctx, folder, damaged)
+        step = transport.broadcast_object(step, 0)
+        if step is None:
+            return None
+        path = folder / f"step-{step}"
+        ranks, gather = transport.world_size, transport.gather_objects
+        try:
+            prove(path, rank=transport.rank, num_ranks=ranks, gather=gather)
+        except InvalidInputError as error:
+            if ctx.attempt == 0:
+                raise
+            _report(ctx, {"kind": "note", "message": f"{error.message}: trying the one before"})
+            damaged.add(step)
+        else:
+            return path
+
+
+def _choose(ctx: WorkerContext, folder: Path, damaged: set[int]) -> int | None:
+    """The step of the newest checkpoint but for those that are damaged or killed attempts."""
+    checkpoints.clean(folder)
+    saved = [step for step, _ in step_folders(folder)]
+    fatal = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
+    left = [step for step in saved if step not in damaged | fatal]
+    if saved and not left:
+        raise RunFailedError(
+            f"every checkpoint in {folder} is damaged, or restarts died on it",
+            hint="the records beside it say of what; move these away to begin anew",
+        )
+    for step in saved:
+        if step in fatal and step > left[-1] and not damaged:
+            message = f"earlier attempts died on step-{step}: it is passed over"
+            _report(ctx, {"kind": "note", "message": message})
+    if left:
+        failures.write_start(ctx.failures_dir, attempt=ctx.attempt, step=left[-1])
+    return left[-1] if left else None
 
 
 def _segment_at(job: TrainJob, checkpoint: Path | None) -> int:

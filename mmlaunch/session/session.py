@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint import save as checkpoints
-from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.checkpoint.restore import open_checkpoint, prove
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
@@ -484,12 +484,14 @@ class Session:
             hook(self, path)
         return path
 
-    def load(self, path: str | Path, *, anyway: bool = False) -> list[str]:
+    def load(self, path: str | Path, *, anyway: bool = False, proven: bool = False) -> list[str]:
         """Take parameters, optimizer state and step count from a checkpoint of any plan.
 
         Args:
             path: the checkpoint's folder.
             anyway: also go on from a run with another batch, seed or learning rate.
+            proven: :func:`mmlaunch.checkpoint.restore.prove` has found its files whole. Else
+                each rank hashes its share of them first.
 
         Returns:
             The differences in what that run trained, in words.
@@ -498,9 +500,11 @@ class Session:
             InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
                 run that trained otherwise.
         """
-        checkpoint = open_checkpoint(Path(path))
+        if not proven:
+            ranks, gather = self.transport.world_size, self.transport.gather_objects
+            prove(Path(path), rank=self.rank, num_ranks=ranks, gather=gather)
+        checkpoint = open_checkpoint(Path(path), proven=True)
         try:
-            checkpoint.verify()
             self.update.check_state(checkpoint)
             written = [spec[0] for spec in self._state.specs()]
             check_holds(checkpoint, written)
