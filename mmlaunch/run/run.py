@@ -394,7 +394,8 @@ class RunRecord:
         prediction = segment.plan.predicted
         sha256 = file_sha256(segment.path)
         history = self._history()
-        restarts = _recorded(self._run_dir, "restarts", [])
+        found = _recorded(self._run_dir, "restarts", [])
+        restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
         if step is not None and restarts and "from_step" not in restarts[-1]:
             restarts[-1]["from_step"] = step
         if step is not None:

@@ -23,6 +23,7 @@ from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.device import garbage_steps
 from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.run.loss_jumps import LossJumps
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
 from mmlaunch.session.session import NotFiniteStep, Session, StepResult
@@ -174,7 +175,8 @@ class _Trainer:
         job, save_every = self._job, self._job.options.save_every
         if self._log is None and session.rank == 0:
             emulated = job.options.emulation is not None
-            self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
+            jumps = LossJumps(session.workload.train.loss_jump)
+            self._log = _Metrics(self._ctx, session.step_count, jumps, emulated=emulated)
         # On CUDA only the last step is timed: that takes two events for each instruction.
         on_cpu = self._ctx.device.device.type == "cpu"
         stopped, spans = False, []
@@ -297,8 +299,12 @@ class _Metrics:
     Emulated steps have no loss: theirs is null.
     """
 
-    def __init__(self, ctx: WorkerContext, first_step: int, *, emulated: bool) -> None:
-        self._ctx, self._emulated = ctx, emulated
+    def __init__(
+        self, ctx: WorkerContext, first_step: int, jumps: LossJumps, *, emulated: bool
+    ) -> None:
+        self._ctx, self._jumps, self._emulated = ctx, jumps, emulated
+        # Whether the last step's loss had jumped.
+        self._high = False
         path = ctx.run_dir / METRICS
         write_text(path, "".join(_lines_before(path, first_step)))
         self._file = path.open("a", encoding="utf-8")
@@ -306,7 +312,7 @@ class _Metrics:
     def add(self, session: Session, result: StepResult) -> None:
         """Append a step and tell the launcher."""
         samples = sum(session.program.batches.values())
-        entry = {
+        entry: dict[str, float | None] = {
             "step": result.step,
             "loss": None if self._emulated else result.loss,
             "iteration_s": result.iteration_s,
@@ -318,6 +324,8 @@ class _Metrics:
             entry["grad_norm"] = result.grad_norm
         if not (result.finite or self._emulated):
             entry["skipped"] = True
+        elif not self._emulated:
+            self._look_at(result, entry)
         try:
             # JSON has no NaN: such a loss is written as null.
             finite = {
@@ -331,6 +339,16 @@ class _Metrics:
                 hint="make room, then run again with --resume",
             ) from None
         self._ctx.report({"kind": "step", **finite})
+
+    def _look_at(self, result: StepResult, entry: dict[str, float | None]) -> None:
+        """Name a loss that jumps: each in the metrics, the first of several in the log."""
+        usual = self._jumps.add(result.loss)
+        if usual is not None:
+            entry["jumped_from"] = usual
+            if not self._high:
+                said = f"step {result.step}: the loss jumps from about {usual:.4g} to"
+                _report(self._ctx, {"kind": "note", "message": f"{said} {result.loss:.4g}"})
+        self._high = usual is not None
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

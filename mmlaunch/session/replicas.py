@@ -25,7 +25,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = BUCKET_BYTES // 8
 
 
-class Replicas:
+class ParameterCopies:
     """The parameters of one rank of which others hold copies; all ranks make it and call it.
 
     Trained and frozen ones, whole or cut. Of a rank's own tensor-parallel group only those are

@@ -53,7 +53,7 @@ from mmlaunch.session.identity import (
     identity_of,
 )
 from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
-from mmlaunch.session.replicas import Replicas
+from mmlaunch.session.replicas import ParameterCopies
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
@@ -237,7 +237,7 @@ class Session:
         )
         # Emulated steps update nothing.
         every = 0 if emulation is not None else workload.train.compare_replicas
-        self._replicas = Replicas(self.program, self.model, transport) if every else None
+        self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
         if workload.train.compile and emulation is None:
             notes.append("blocks are compiled: the first steps take longer")
