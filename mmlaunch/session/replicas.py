@@ -17,12 +17,13 @@ from mmlaunch.execute.gradient_buckets import ParameterSlice, slices_of, whole_s
 from mmlaunch.model.local_model import LocalModel
 from mmplan.errors import RunFailedError
 from mmplan.program.model import Program
-from mmplan.program.shards import BUCKET_BYTES, Ranks, shard_sums, whole_sums
+from mmplan.program.shards import Ranks, shard_sums, whole_sums
 from mmplan.program.ties import groups_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements at a time: their weights, of eight bytes each, then take no more than a bucket.
-_AT_ONCE = BUCKET_BYTES // 8
+# Elements at a time, whose weights take eight bytes each: on a CPU they stay in its caches (64 MB at
+# a time take four times as long), and a GPU is busy with so many. Chosen by hand.
+_AT_ONCE = 1 << 20
 
 
 class ParameterCopies:
