@@ -21,8 +21,8 @@ from mmplan.program.shards import Ranks, shard_sums, whole_sums
 from mmplan.program.ties import groups_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements at a time, whose weights take eight bytes each: on a CPU they stay in its caches (64 MB at
-# a time take four times as long), and a GPU is busy with so many. Chosen by hand.
+# Elements at a time, whose weights take eight bytes each: few enough for a CPU's caches, enough to
+# keep a GPU busy. Chosen by hand.
 _AT_ONCE = 1 << 20
 
 
@@ -89,7 +89,8 @@ class ParameterCopies:
         ]
         theirs = self._transport.gather_objects(mine, list[tuple[str, int]])
         of_ranks = zip(*(theirs[rank] for rank in ranks), strict=True)
-        name = next(found[0][0] for found in of_ranks if len({*found}) > 1)
+        # All digests of single parameters may agree where two changes cancel out in one.
+        name = next((found[0][0] for found in of_ranks if len({*found}) > 1), "a parameter")
         ((usual, count), *_) = Counter(by_rank.values()).most_common()
         apart = [rank for rank in ranks if by_rank[rank] != usual]
         if 2 * count > len(ranks):
