@@ -153,7 +153,8 @@ def run(
         int, typer.Option("--save-every", metavar="N", min=0, help="steps between checkpoints")
     ] = 0,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", metavar="N", min=0, help="after a worker's failure")
+        int,
+        typer.Option("--max-restarts", metavar="N", min=0, help="within an hour, after failures"),
     ] = 0,
     workload: WorkloadOption = None,
     settings: Annotated[

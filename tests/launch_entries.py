@@ -101,6 +101,13 @@ def fail_first_attempt(ctx: WorkerContext) -> int:
     return ctx.attempt
 
 
+def fail_attempts(ctx: WorkerContext, count: int) -> int:
+    """The first attempts die."""
+    if ctx.attempt < count:
+        raise ValueError(f"attempt {ctx.attempt}")
+    return ctx.attempt
+
+
 def report_pid_with_child(ctx: WorkerContext) -> None:
     """Report this worker and a child of its own (as data loading has), then stay."""
     child = os.fork()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import itertools
 import os
 import random
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmlaunch.checkpoint import restore
 from mmlaunch.checkpoint.boxes import (
     Box,
     ShardStyle,
@@ -33,7 +35,7 @@ from mmlaunch.checkpoint.boxes import (
     shard_boxes,
     whole,
 )
-from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.checkpoint.restore import open_checkpoint, prove
 from mmlaunch.checkpoint.save import Entry, clean, latest, save
 from mmlaunch.comm import wire
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
@@ -56,6 +58,10 @@ class Ranks:
             return got
 
         return call
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def save_all(root: Path, step: int, entries: Sequence[Sequence[Entry]], keep: int = 2) -> list[Any]:
@@ -349,6 +355,31 @@ def test_any_flipped_bit_of_a_file_is_refused_and_the_mend_named(tmp_path: Path,
         assert f"resume from the one before, {tmp_path / 'step-1'}" in (caught.value.hint or "")
         flip(path, position, bit)
     check_content(tmp_path / "step-2")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_job_hashes_each_file_once_and_all_ranks_hear_of_damage(
+    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_all(tmp_path, 1, two_rank_entries(1.0))
+    ranks, path, hashed = Ranks(num_ranks), tmp_path / "step-1", list[str]()
+    monkeypatch.setattr(restore, "_sha256", lambda file: hashed.append(file.name) or sha256(file))
+
+    def one(rank: int) -> str:
+        try:
+            prove(path, rank=rank, num_ranks=num_ranks, gather=ranks.gather(rank))
+        except InvalidInputError as error:
+            return error.message
+        opened = open_checkpoint(path, proven=True)
+        assert opened.load_whole("vision.0.weight")[0, 0] == 1.0
+        return ""
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        assert {*pool.map(one, range(num_ranks))} == {""}
+        assert sorted(hashed) == ["rank-0.safetensors", "rank-1.safetensors"]
+        flip(path / "rank-1.safetensors", 200, 3)
+        (said,) = {*pool.map(one, range(num_ranks))}
+    assert "rank-1.safetensors is damaged" in said
 
 
 def test_a_short_a_missing_and_a_newer_file_are_refused(tmp_path: Path) -> None:

@@ -154,6 +154,16 @@ def test_restart_succeeds_and_says_why(tmp_path: Path) -> None:
     assert events == [{"launcher": "restart", "cause": "rank 1 was killed by SIGKILL"}]
 
 
+@pytest.mark.slow
+def test_restarts_are_counted_within_an_hour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(failures.WorkerFailedError, match="attempt 1"):
+        run(entries.fail_attempts, tmp_path / "a", 3, ranks=1, max_restarts=1)
+    monkeypatch.setattr("mmlaunch.launch.launch._COUNTED_S", 0.0)
+    assert run(entries.fail_attempts, tmp_path / "b", 3, ranks=1, max_restarts=1) == [3]
+
+
 def test_no_restart_left_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(failures.WorkerFailedError, match=r"rank 1 .*ValueError"):
         run(entries.raise_at_step, tmp_path, 1, max_restarts=1)

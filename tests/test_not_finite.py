@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 
 from mmlaunch.checkpoint.save import Entry
 from mmlaunch.comm.wire import Failure
+from mmlaunch.data.loader import step_indices
 from mmlaunch.launch import failures
 from mmlaunch.process.heartbeat import Where
-from mmlaunch.session.session import Session
+from mmlaunch.session.session import MOST_SKIPPED, NotFiniteStep, Session
 from mmplan.errors import InvalidInputError, NotFiniteError
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
@@ -47,6 +49,52 @@ def test_a_gradient_that_is_no_number_updates_nothing() -> None:
     assert message.startswith("step 0: the gradient of t.0.")
 
 
+def test_a_step_that_is_skipped_leaves_everything_as_it_was() -> None:
+    units = [unit("v", "a", pp=2), unit("t", "b", dp=2)]
+    losses = [loss("contrastive", "v", "t", sync_batch=12)]
+    plan = make_plan(*units, losses=losses, batch=BATCH)
+    factor = [1.0]
+
+    def body(session: Session) -> list[NotFiniteStep]:
+        seen: list[NotFiniteStep] = []
+        session.hooks.on_not_finite.append(lambda _, step: seen.append(step))
+        if session.rank == 2:
+            session.model.trained()[0][1].register_hook(lambda gradient: gradient * factor[0])
+
+        def state() -> list[torch.Tensor]:
+            kept = [p.detach().clone() for _, p in session.model.trained()]
+            found = session.optimizer.state.values() if session.optimizer else ()
+            return kept + [x.clone() for values in found for x in values.values()]
+
+        def step(value: float) -> bool:
+            before = state()
+            if session.rank == 2:
+                factor[0] = value
+            result = session.step()
+            assert result.finite == (value == 1.0)
+            return all(map(torch.equal, before, state()))
+
+        assert not step(1.0)
+        assert step(math.nan)
+        assert not step(1.0)
+        for _ in range(MOST_SKIPPED):
+            assert step(math.inf)
+        with pytest.raises(NotFiniteError, match="as were the 10 steps before"):
+            step(math.inf)
+        assert session.step_count == 3 + MOST_SKIPPED
+        return seen
+
+    train = {"non_finite": "skip", "optimizer": "AdamW", "optimizer_args": {"lr": 0.01}}
+    found = run_ranks(plan, make_workload(units, losses, batch=BATCH, train=train), body)
+    assert all(seen == found[0] for seen in found)
+    first = found[0][0]
+    assert first.step == 1
+    assert first.gradients[0].startswith("t.0.")
+    # Both replicas of t together read the step's batch.
+    read = sorted(index for rank in (2, 3) for index in first.samples[rank]["default"])
+    assert read == sorted(step_indices(2 * BATCH, BATCH, 3, 1))
+
+
 def test_a_checkpoint_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     def entry(rank: int, value: float, *, trained: bool) -> Entry:
         parts = [((rank,), torch.tensor([value]))]
@@ -62,9 +110,11 @@ def test_a_checkpoint_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert found == [tmp_path / "step-3"] * 2
 
 
-def test_one_transient_fault_costs_one_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+def test_one_transient_fault_costs_one_restart_or_one_step(tmp_path: Path, policy: str) -> None:
     """One backward gives NaN, once; the loss of that step is finite."""
-    workload = edited(copy_workload(tmp_path), "steps: 8", "steps: 16")
+    steps = f"steps: 16, non_finite: {policy}"
+    workload = edited(copy_workload(tmp_path), "steps: 8", steps)
     losses = workload.parent / "birds" / "losses.py"
     losses.write_text(
         losses.read_text().replace(
@@ -87,10 +137,13 @@ def test_one_transient_fault_costs_one_restart(tmp_path: Path) -> None:
     done = run("mmlaunch", "run", plan, *where, "--max-restarts", 3, cwd=tmp_path)
     assert done.code == 0, done.err
     assert (tmp_path / "hit").exists()
-    assert done.out.count("starting all workers again") == 1, done.out
+    assert done.out.count("starting all workers again") == (policy == "stop"), done.out
     assert "is not finite" in done.out
+    (kept,) = (tmp_path / "run" / "not-finite").iterdir()
+    assert f"the samples of step {json.loads(kept.read_text())['step']} stand in {kept}" in done.out
     rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(16))
+    assert sum("skipped" in row for row in rows) == (policy == "skip")
 
 
 def _died(folder: Path, attempt: int, error: Exception, *, start: int | None, step: int) -> None:
@@ -115,8 +168,10 @@ def test_a_restart_passes_over_a_checkpoint_on_which_one_died(tmp_path: Path) ->
     assert failed(3, 5, 10) == {10}  # once may be chance
     _died(tmp_path, 3, RuntimeError("Connection closed by peer"), start=5, step=5)
     assert failed(4, 5, 10) == {10}  # of another's death
-    _died(tmp_path, 4, other, start=5, step=5)
+    # Step 10 is no way past step 5: from there the way led to the same end.
+    _died(tmp_path, 4, other, start=5, step=12)
     assert failed(5, 5, 10) == {5, 10}
+    assert failed(5, 5, 10, 11) == set()
     failures.remove_records(tmp_path, range(2))
     assert failed(5, 5, 10) == set()
 

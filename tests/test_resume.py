@@ -170,6 +170,39 @@ def test_a_worker_killed_once_is_started_again(tmp_path: Path, bird: Bird) -> No
     assert "was killed by SIGKILL" in done.out
     rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == bird.losses
+    (restart,) = json.loads((tmp_path / "run" / "run.json").read_text())["restarts"]
+    assert "was killed by SIGKILL" in restart["cause"]
+    assert (tmp_path / "run/final.safetensors").read_bytes() == bird.weights
+
+
+@pytest.mark.slow
+def test_a_restart_passes_over_a_damaged_checkpoint(tmp_path: Path, bird: Bird) -> None:
+    """A rank damages the newest checkpoint and raises, once."""
+    workload = edited(copy_workload(tmp_path), "steps: 8", f"steps: {STEPS}")
+    data = workload.parent / "birds" / "data.py"
+    text = data.read_text().replace(
+        "    def __getitem__(self, index: int) -> dict[str, Tensor]:\n",
+        "    def __getitem__(self, index: int) -> dict[str, Tensor]:\n"
+        "        import pathlib\n"
+        f"        folder = pathlib.Path({str(tmp_path / 'run' / 'checkpoints')!r})\n"
+        "        weights = folder / 'step-6' / 'rank-0.safetensors'\n"
+        "        if weights.exists():\n"
+        f"            if not pathlib.Path({str(tmp_path / 'died')!r}).exists():\n"
+        f"                pathlib.Path({str(tmp_path / 'died')!r}).touch()\n"
+        "                weights.write_bytes(weights.read_bytes()[:-1] + b'?')\n"
+        "                raise ValueError('a bad sample')\n",
+    )
+    data.write_text(text)
+    (tmp_path / "plans").mkdir()
+    plan = two_rank_plan(workload, tmp_path / "plans" / "plan.json")
+    where = ["--run-dir", tmp_path / "run", "--save-every", 2, "--timeout", 60]
+    done = run("mmlaunch", "run", plan, *where, "--max-restarts", 1, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "rank-0.safetensors is damaged" in done.out
+    assert "trying the one before" in done.out
+    (restart,) = json.loads((tmp_path / "run" / "run.json").read_text())["restarts"]
+    assert restart["from_step"] == 4
+    assert "a bad sample" in restart["cause"]
     assert (tmp_path / "run/final.safetensors").read_bytes() == bird.weights
 
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from mmlaunch.checkpoint.restore import open_checkpoint
 from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.data.loader import step_indices
 from mmlaunch.session.reference import Reference
 from mmlaunch.session.session import Session, StepResult, find_workload
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
-from tests.matrix_models import WIDTH
+from tests.matrix_models import WIDTH, Samples
 from tests.programs import UnitSpec, loss, make_plan, trained_as, unit
 from tests.verification import HERE, make_workload
 
@@ -433,3 +434,17 @@ def test_times_are_the_transports_and_asked_for_once_a_step() -> None:
 
     for asked, marks, expected in InProcessWorld(plan.devices).run(entry):
         assert asked == [marks] == [expected]
+
+
+def test_an_error_of_the_data_names_rank_and_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, load = step_indices(2 * BATCH, BATCH, 3, 0)[-1], Samples.__getitem__
+
+    def broken(samples: Samples, index: int) -> Any:
+        if index == bad:
+            raise ValueError("bad jpeg")
+        return load(samples, index)
+
+    monkeypatch.setattr(Samples, "__getitem__", broken)
+    said = rf"^rank 0: dataset\[{bad}\] raised ValueError: bad jpeg$"
+    with pytest.raises(RunFailedError, match=said):
+        run_ranks(plan_of("one rank"), ADAMW, Session.step)

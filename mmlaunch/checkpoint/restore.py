@@ -21,12 +21,40 @@ from mmlaunch.checkpoint.manifest import (
     decode,
     step_folders,
 )
+from mmlaunch.checkpoint.save import Gather
 from mmlaunch.checkpoint.tensorfile import dtype_of
+from mmlaunch.comm.wire import Failure, caught
 from mmplan.errors import InvalidInputError, MMPlanError
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def prove(path: Path, *, rank: int, num_ranks: int, gather: Gather) -> None:
+    """Read and hash every file of a checkpoint, each on one rank in turn; every rank calls it.
+
+    Args:
+        path: the checkpoint's folder.
+        rank: this rank.
+        num_ranks: in all.
+        gather: takes one object per rank and its type, gives the list in rank order.
+
+    Raises:
+        InvalidInputError: on all ranks; it is damaged.
+    """
+
+    def prove_mine() -> None:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify(sorted(checkpoint.manifest.files)[rank::num_ranks])
+
+    for failure in gather(caught(prove_mine), Failure | None):
+        if failure is not None:
+            raise failure.error()
+
+
+def open_checkpoint(path: Path, *, proven: bool = False) -> Checkpoint:
     """Open ``step-N``: the manifest's checksum and every file's size are checked.
+
+    Args:
+        path: the checkpoint's folder.
+        proven: :func:`prove` has found its files whole; they are not hashed again.
 
     Raises:
         InvalidInputError: damaged, incomplete or of a newer version; the hint names the
@@ -43,7 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f"{stored.size_bytes:,}",
                 hint=_mend(path),
             )
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, manifest, proven=proven)
 
 
 class Checkpoint:
@@ -52,10 +80,12 @@ class Checkpoint:
     Args:
         path: its folder.
         manifest: its checked table of contents.
+        proven: whether the files' hashes were compared.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, proven: bool = False) -> None:
         self.path = path
+        self._proven = proven
         self.manifest = manifest
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self._kinds: dict[str, list[str]] = {}
@@ -115,13 +145,13 @@ class Checkpoint:
         """Read one full tensor, as stored."""
         return self.load(name, kind, [whole(self.full_shape(name, kind))])[0]
 
-    def verify(self) -> None:
-        """Read and hash every file.
+    def verify(self, files: Sequence[str] | None = None) -> None:
+        """Read and hash some files; None: every one.
 
         Raises:
             InvalidInputError: one is damaged.
         """
-        for name in self.manifest.files:
+        for name in self.manifest.files if files is None else files:
             self._open(name)
 
     def close(self) -> None:
@@ -155,9 +185,7 @@ class Checkpoint:
         """A file's reader; its hash is checked before the first byte is used."""
         if name not in self._files:
             path, stored = self.path / name, self.manifest.files[name]
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 != stored.sha256:
+            if not self._proven and _sha256(path) != stored.sha256:
                 raise InvalidInputError(
                     f"{path} is damaged: its SHA-256 does not match", hint=_mend(self.path)
                 )
@@ -178,6 +206,11 @@ class Checkpoint:
         except SafetensorError as error:
             raise InvalidInputError(f"{path}: {error}", hint=_mend(self.path)) from None
         return reader
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mend(path: Path) -> str:

@@ -421,7 +421,8 @@ class _Reader(Dataset[Any]):
         except MMPlanError:
             raise
         except Exception as exc:
-            raise _user_error("the dataset's collate", exc) from exc
+            what = f"the dataset's collate of {counted(len(samples), 'sample')}, the first of them "
+            raise _user_error(f"{what}dataset[{indices[0]}],", exc) from exc
         check_batched(batched, len(samples))
         return {field: field_of(batched, field, indices[0]) for field in self.fields}
 

@@ -155,7 +155,7 @@ class TaskData:
     ) -> None:
         self._workload, self._folder, self._tasks = workload, folder, tasks
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._needs = rank_needs(program, rank)
+        self._rank, self._needs = rank, rank_needs(program, rank)
         self._datasets = {n: self._dataset(v) for n, v in tasks.items() if n in self._needs}
         self._orders = {
             name: step_order(program, name, dataset, workload)
@@ -168,7 +168,19 @@ class TaskData:
         return {name: self.of_task(name, step) for name in self._needs}
 
     def of_task(self, task: str, step: int) -> StepData:
-        """The data of one task."""
+        """The data of one task.
+
+        Raises:
+            MMPlanError: names this rank, and the sample that is wrong or could not be read.
+        """
+        try:
+            return self._next(task, step)
+        except MMPlanError as error:
+            # A new one of its kind: its first argument is what a record keeps.
+            said = f"rank {self._rank}: {error.message}"
+            raise type(error)(said, hint=error.hint) from error.__cause__
+
+    def _next(self, task: str, step: int) -> StepData:
         if task not in self._loaders:
             need = self._needs[task]
             self._loaders[task] = StepLoader(

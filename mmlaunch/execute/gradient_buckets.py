@@ -14,7 +14,7 @@ Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.comm.transport import Transport, Work
-from mmlaunch.model.shard_layout import ShardLayout, flat_parts
+from mmlaunch.model.shard_layout import ShardLayout, flat_parts, replicated_layout
 from mmplan.errors import RunFailedError
-from mmplan.program.shards import BUCKET_BYTES, Ranks
+from mmplan.program.shards import BUCKET_BYTES, Ranks, ShardSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +89,38 @@ class ParameterSlice:
         values = flat.split([box.num_elements for box in self.boxes or ()])
         for box, value in zip(self.boxes or (), values, strict=True):
             tensor[box.slices] = value.view(box.sizes)
+
+
+def whole_slice(name: str, parameter: nn.Parameter, *, contributes: bool = True) -> ParameterSlice:
+    """All of a parameter that is not cut."""
+    layout = replicated_layout(tuple(parameter.shape))
+    return ParameterSlice(name=name, parameter=parameter, layout=layout, contributes=contributes)
+
+
+def slices_of(
+    part: ShardSum,
+    parameters: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, ShardLayout],
+    *,
+    contributes: bool = True,
+) -> Iterator[ParameterSlice]:
+    """What a sum of a block takes of some of the block's parameters.
+
+    Args:
+        part: the sum.
+        parameters: by full name.
+        layouts: of those that tensor parallelism cuts.
+        contributes: whether this rank brings gradients of whole parameters.
+    """
+    for name, parameter in parameters.items():
+        layout = layouts.get(name)
+        if part.parameters != "all" and (layout is not None) != (part.parameters == "cut"):
+            continue
+        if layout is None:
+            yield whole_slice(name, parameter, contributes=contributes)
+        else:
+            boxes = layout.span(part.shards, part.tp)
+            yield ParameterSlice(name=name, parameter=parameter, layout=layout, boxes=boxes)
 
 
 class GradientBucket:

@@ -27,9 +27,10 @@ from mmlaunch.execute.gradient_buckets import (
     ParameterSlice,
     UpdatedSlice,
     in_buckets,
+    slices_of,
+    whole_slice,
 )
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import (
     BlockReduction,
     BlockUpdate,
@@ -86,30 +87,13 @@ class Reductions:
             shared = reduction.owner, reduction.blocks
             names = [n for n, tie in self._ties.items() if (tie.owner, tie.blocks) == shared]
             return [self._whole(n, reduction.contributors) for n in names if n in self._trained]
-        names = list(self._model.block_parameters(reduction.owner, reduction.blocks))
-        layouts = self._model.layouts
-        if reduction.parameters != "all":
-            names = [n for n in names if (n in layouts) == (reduction.parameters == "cut")]
-        return [
-            ParameterSlice(
-                name=name,
-                parameter=self._trained[name],
-                layout=layouts[name],
-                boxes=layouts[name].span(reduction.shards, reduction.tp),
-            )
-            if name in layouts
-            else self._whole(name, reduction.contributors)
-            for name in names
-        ]
+        parameters = self._model.block_parameters(reduction.owner, reduction.blocks)
+        contributes = self._transport.rank in reduction.contributors
+        return [*slices_of(reduction, parameters, self._model.layouts, contributes=contributes)]
 
     def _whole(self, name: str, contributors: Ranks) -> ParameterSlice:
-        parameter = self._trained[name]
-        return ParameterSlice(
-            name=name,
-            parameter=parameter,
-            layout=replicated_layout(tuple(parameter.shape)),
-            contributes=self._transport.rank in contributors,
-        )
+        contributes = self._transport.rank in contributors
+        return whole_slice(name, self._trained[name], contributes=contributes)
 
     def _sums_of(self, reduction: Reduction) -> Iterator[_Sum]:
         """The sums of a reduction, each of one type of numbers and one way to update.

@@ -173,8 +173,9 @@ def write_start(folder: Path, *, attempt: int, step: int) -> None:
 def died_on(folder: Path, *, attempt: int, saved: Sequence[int]) -> set[int]:
     """Steps of checkpoints that an attempt should not go on from, since earlier ones died there.
 
-    One attempt that went on from it and met a number that is not finite before it saved again, or
-    two that raised something else in their first step.
+    One attempt that went on from it and met a number that is not finite before it came past the
+    next checkpoint, or two that raised something else before that. A checkpoint of this set counts
+    for no next one.
 
     Args:
         folder: of the failure records.
@@ -188,12 +189,8 @@ def died_on(folder: Path, *, attempt: int, saved: Sequence[int]) -> set[int]:
         if start is None or not own:
             continue
         first = min(own, key=lambda record: record.wall_time_s)
-        if first.kind == NotFiniteError.__name__ and not any(
-            start < s <= first.step for s in saved
-        ):
-            strikes[start] += 2
-        elif first.step <= start:
-            strikes[start] += 1
+        if not any(start < step <= first.step and strikes[step] < 2 for step in saved):
+            strikes[start] += 2 if first.kind == NotFiniteError.__name__ else 1
     return {step for step, count in strikes.items() if count > 1}
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -36,6 +36,8 @@ __all__ = ["WorkerContext", "launch"]
 
 # Time for the machines of a run to come together: a batch system may start them minutes apart.
 _JOIN_S = 900.0
+# Restarts are counted within so long: what fails once a day is no reason to end a run of weeks.
+_COUNTED_S = 3600.0
 # Between two looks at the workers: events are to arrive within 0.2 s.
 _POLL_S = 0.05
 # Between two looks at the other machines, which go over the network; chosen by hand.
@@ -96,7 +98,7 @@ def launch(
         num_ranks: ranks in the whole run.
         run_dir: made if absent; one launch at a time may use it on a machine.
         timeout_s: seconds without any progress after which the run ends.
-        max_restarts: how often all workers are started anew after a failure.
+        max_restarts: how often within an hour all workers are started anew after a failure.
         nnodes: machines; each makes this call with the same arguments but ``node_rank``.
         node_rank: number of this machine; rank r runs on machine r div
             (``num_ranks`` / ``nnodes``, rounded up).
@@ -266,8 +268,9 @@ class _Agent:
         job: the launch; its attempt, store and prefix are set for each attempt.
         watch: judges, and kills.
         rendezvous: with the other machines of the run.
-        max_restarts: how often all workers are started anew.
+        max_restarts: how often within an hour all workers are started anew.
         stops_in_order: whether workers heed a request to stop; otherwise it ends them.
+        restarted_s: when they were.
     """
 
     job: Job
@@ -275,6 +278,7 @@ class _Agent:
     rendezvous: Rendezvous
     max_restarts: int
     stops_in_order: bool
+    restarted_s: list[float] = field(default_factory=list[float])
 
     def run(self) -> None:
         """Run attempts until one succeeds on all machines.
@@ -301,7 +305,7 @@ class _Agent:
                 self.watch.join()
                 return True
         # The others hear of it before the workers here are gone, which may take seconds.
-        said = remote or self.rendezvous.announce(attempt, self._trouble(attempt, verdict))
+        said = remote or self.rendezvous.announce(attempt, self._trouble(verdict))
         if remote is not None:
             self.watch.keep_flights()
         self.watch.kill()
@@ -313,6 +317,7 @@ class _Agent:
             raise RunFailedError(
                 f"machine {said.node}: {said.line}", hint="look at the launcher there"
             )
+        self.restarted_s.append(time.monotonic())
         self.watch.announce({"launcher": "restart", "cause": said.line})
         return False
 
@@ -346,10 +351,12 @@ class _Agent:
             time.sleep(_POLL_S)
         return None
 
-    def _trouble(self, attempt: int, verdict: Blame | None) -> Trouble:
+    def _trouble(self, verdict: Blame | None) -> Trouble:
         wrong_input = verdict is not None and verdict.exit_code != RunFailedError.exit_code
         # Wrong input would fail in the same way again.
-        again = not wrong_input and not self.watch.stop_requested and attempt < self.max_restarts
+        counted_from_s = time.monotonic() - _COUNTED_S
+        spent = sum(when_s > counted_from_s for when_s in self.restarted_s)
+        again = not wrong_input and not self.watch.stop_requested and spent < self.max_restarts
         line = verdict.line if verdict else "its workers have ended"
         return Trouble(node=self.job.node_rank, line=line, restart=again)
 

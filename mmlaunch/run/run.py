@@ -206,6 +206,8 @@ def run(
             segment = segments[event["segment"]]
             record.write(segment, step=event["step"])
             event = {"kind": "segment", "segment": segment, "of": len(segments)}
+        elif event.get("launcher") == "restart":
+            record.restart(event["cause"])
         on_event(event)
 
     job = TrainJob(
@@ -380,7 +382,7 @@ class RunRecord:
     ) -> None:
         self._emulated, self._settings = emulated, dict(settings or {})
         self._run_dir, self._workload_path = run_dir, workload_path
-        self._started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        self._started_at = _now()
 
     def write(self, segment: Segment, *, step: int | None = None) -> None:
         """Say that a segment's plan trains from a step on.
@@ -392,6 +394,10 @@ class RunRecord:
         prediction = segment.plan.predicted
         sha256 = file_sha256(segment.path)
         history = self._history()
+        found = _recorded(self._run_dir, "restarts", [])
+        restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
+        if step is not None and restarts and "from_step" not in restarts[-1]:
+            restarts[-1]["from_step"] = step
         if step is not None:
             history = [entry for entry in history if entry["from_step"] < step]
             if not history or history[-1]["plan_sha256"] != sha256:
@@ -416,9 +422,17 @@ class RunRecord:
             **({"emulated": True} if self._emulated else {}),
             "predicted_iteration_s": prediction.iteration_s,
             "segments": history,
+            **({"restarts": restarts} if restarts else {}),
         }
         write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
+
+    def restart(self, cause: str) -> None:
+        """Add that all workers start anew, when and why; :meth:`write` adds from which step."""
+        path = self._run_dir / _RECORD
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record.setdefault("restarts", []).append({"at": _now(), "cause": cause})
+        write_text(path, json.dumps(record, indent=1) + "\n")
 
     def finish(self, memory_bytes: Mapping[int, int]) -> None:
         """Add the peak memory of the last segment's steps, by rank."""
@@ -435,6 +449,10 @@ class RunRecord:
             return [e for e in entries if isinstance(e["from_step"], int) and e["plan_sha256"]]
         except (ValueError, KeyError, TypeError):
             return []
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _recorded(run_dir: Path, field: str, default: Any) -> Any:

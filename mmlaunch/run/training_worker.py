@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,25 @@ from torch import Tensor
 
 from mmlaunch.checkpoint import save as checkpoints
 from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.checkpoint.restore import prove
 from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.device import garbage_steps
 from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.run.loss_jumps import LossJumps
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
-from mmlaunch.session.session import Session, StepResult
+from mmlaunch.session.session import NotFiniteStep, Session, StepResult
 from mmlaunch.session.verify import planned_steps
-from mmplan.errors import RunFailedError, UnfitEnvironmentError
+from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "final.safetensors"
+NOT_FINITE = "not-finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +94,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     trainer = _Trainer(ctx, job, transport)
     index = _segment_at(job, newest)
-    result = trainer.train(index, newest)
+    result = trainer.train(index, newest, proven=True)
     while not result.stopped and result.step < job.steps:
         # The last plan's model and groups must be gone before the next ones come.
         gc.collect()
@@ -114,10 +119,15 @@ class _Trainer:
         self._ctx, self._job, self._transport = ctx, job, transport
         self._log: _Metrics | None = None
 
-    def train(self, index: int, checkpoint: Path | None) -> TrainResult:
+    def train(self, index: int, checkpoint: Path | None, *, proven: bool = False) -> TrainResult:
         """Train one segment to its end, from a checkpoint or from the initial weights.
 
         At its end there is a checkpoint, or after the last segment the weights.
+
+        Args:
+            index: of the segment.
+            checkpoint: to go on from.
+            proven: whether its files were found whole.
         """
         ctx, job, options = self._ctx, self._job, self._job.options
         segment = job.segments[index]
@@ -133,13 +143,16 @@ class _Trainer:
             emulation=options.emulation,
             row_sha256=job.row_hashes[index][ctx.rank],
         ) as session:
+            if ctx.rank == 0:
+                session.hooks.on_not_finite.append(partial(_keep_not_finite, ctx))
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
             # Before any state is there, and after all imports: optimizers' are large too.
             memory = PeakMemory(ctx.device.device)
             memory.begin(session.model.tensors())
             if checkpoint is not None:
-                for change in session.load(checkpoint, anyway=options.resume_anyway):
+                anyway = options.resume_anyway
+                for change in session.load(checkpoint, anyway=anyway, proven=proven):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
@@ -162,7 +175,8 @@ class _Trainer:
         job, save_every = self._job, self._job.options.save_every
         if self._log is None and session.rank == 0:
             emulated = job.options.emulation is not None
-            self._log = _Metrics(self._ctx, session.step_count, emulated=emulated)
+            jumps = LossJumps(session.workload.train.loss_jump)
+            self._log = _Metrics(self._ctx, session.step_count, jumps, emulated=emulated)
         # On CUDA only the last step is timed: that takes two events for each instruction.
         on_cpu = self._ctx.device.device.type == "cpu"
         stopped, spans = False, []
@@ -203,27 +217,52 @@ def verify(ctx: WorkerContext, plan: str, workload: str | None, steps: int, reco
 
 
 def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:
-    """The newest checkpoint on which no earlier attempt died, the same for all ranks.
+    """The newest checkpoint that is whole and on which no earlier attempt died; for all ranks.
 
     Raises:
-        RunFailedError: there are some, and attempts died on all of them.
+        InvalidInputError: the newest one is damaged, and a person has asked for it.
+        RunFailedError: there are some, and none is left.
     """
-    step = None
-    # The others must look after the cleaning, and all must take the same one.
-    if transport.rank == 0:
-        checkpoints.clean(folder)
-        saved = [step for step, _ in step_folders(folder)]
-        failed = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
-        if saved and failed.issuperset(saved):
-            raise RunFailedError(
-                f"restarts died on every checkpoint in {folder}",
-                hint="the records beside it say of what; move these away to begin anew",
-            )
-        step = max((s for s in saved if s not in failed), default=None)
-        if step is not None:
-            failures.write_start(ctx.failures_dir, attempt=ctx.attempt, step=step)
-    step = transport.broadcast_object(step, 0)
-    return None if step is None else folder / f"step-{step}"
+    damaged: set[int] = set()
+    while True:
+        step = None
+        # The others must look after the cleaning, and all must take the same one.
+        if transport.rank == 0:
+            step = _choose(ctx, folder, damaged)
+        step = transport.broadcast_object(step, 0)
+        if step is None:
+            return None
+        path = folder / f"step-{step}"
+        ranks, gather = transport.world_size, transport.gather_objects
+        try:
+            prove(path, rank=transport.rank, num_ranks=ranks, gather=gather)
+        except InvalidInputError as error:
+            if ctx.attempt == 0:
+                raise
+            _report(ctx, {"kind": "note", "message": f"{error.message}: trying the one before"})
+            damaged.add(step)
+        else:
+            return path
+
+
+def _choose(ctx: WorkerContext, folder: Path, damaged: set[int]) -> int | None:
+    """The step of the newest checkpoint but for those that are damaged or killed attempts."""
+    checkpoints.clean(folder)
+    saved = [step for step, _ in step_folders(folder)]
+    fatal = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
+    left = [step for step in saved if step not in damaged | fatal]
+    if saved and not left:
+        raise RunFailedError(
+            f"every checkpoint in {folder} is damaged, or restarts died on it",
+            hint="the records beside it say of what; move these away to begin anew",
+        )
+    for step in saved:
+        if step in fatal and step > left[-1] and not damaged:
+            message = f"earlier attempts died on step-{step}: it is passed over"
+            _report(ctx, {"kind": "note", "message": message})
+    if left:
+        failures.write_start(ctx.failures_dir, attempt=ctx.attempt, step=left[-1])
+    return left[-1] if left else None
 
 
 def _segment_at(job: TrainJob, checkpoint: Path | None) -> int:
@@ -237,6 +276,18 @@ def _segment_at(job: TrainJob, checkpoint: Path | None) -> int:
     return max(i for i, segment in enumerate(job.segments) if segment.from_step <= step)
 
 
+def _keep_not_finite(ctx: WorkerContext, session: Session, step: NotFiniteStep) -> None:
+    """Write which samples and parameters a step that is not finite had."""
+    path = ctx.run_dir / NOT_FINITE / f"step-{step.step}.json"
+    path.parent.mkdir(exist_ok=True)
+    fields = asdict(step) | {"loss": step.loss if math.isfinite(step.loss) else None}
+    write_text(path, json.dumps(fields) + "\n")
+    skips = session.workload.train.non_finite == "skip"
+    why = f"nothing is updated: {step.error().message}; " if skips else ""
+    message = f"{why}the samples of step {step.step} stand in {path}"
+    _report(ctx, {"kind": "note", "message": message})
+
+
 def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
     if ctx.rank == 0:
         ctx.report(event)
@@ -248,8 +299,12 @@ class _Metrics:
     Emulated steps have no loss: theirs is null.
     """
 
-    def __init__(self, ctx: WorkerContext, first_step: int, *, emulated: bool) -> None:
-        self._ctx, self._emulated = ctx, emulated
+    def __init__(
+        self, ctx: WorkerContext, first_step: int, jumps: LossJumps, *, emulated: bool
+    ) -> None:
+        self._ctx, self._jumps, self._emulated = ctx, jumps, emulated
+        # Whether the last step's loss had jumped.
+        self._high = False
         path = ctx.run_dir / METRICS
         write_text(path, "".join(_lines_before(path, first_step)))
         self._file = path.open("a", encoding="utf-8")
@@ -257,7 +312,7 @@ class _Metrics:
     def add(self, session: Session, result: StepResult) -> None:
         """Append a step and tell the launcher."""
         samples = sum(session.program.batches.values())
-        entry = {
+        entry: dict[str, float | None] = {
             "step": result.step,
             "loss": None if self._emulated else result.loss,
             "iteration_s": result.iteration_s,
@@ -267,8 +322,12 @@ class _Metrics:
         }
         if result.grad_norm is not None:
             entry["grad_norm"] = result.grad_norm
+        if not (result.finite or self._emulated):
+            entry["skipped"] = True
+        elif not self._emulated:
+            self._look_at(result, entry)
         try:
-            # JSON has no NaN: such a loss is written as null and ends the run.
+            # JSON has no NaN: such a loss is written as null.
             finite = {
                 k: v if v is not None and abs(v) < float("inf") else None for k, v in entry.items()
             }
@@ -280,6 +339,16 @@ class _Metrics:
                 hint="make room, then run again with --resume",
             ) from None
         self._ctx.report({"kind": "step", **finite})
+
+    def _look_at(self, result: StepResult, entry: dict[str, float | None]) -> None:
+        """Name a loss that jumps: each in the metrics, the first of several in the log."""
+        usual = self._jumps.add(result.loss)
+        if usual is not None:
+            entry["jumped_from"] = usual
+            if not self._high:
+                said = f"step {result.step}: the loss jumps from about {usual:.4g} to"
+                _report(self._ctx, {"kind": "note", "message": f"{said} {result.loss:.4g}"})
+        self._high = usual is not None
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

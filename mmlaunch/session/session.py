@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint import save as checkpoints
-from mmlaunch.checkpoint.restore import open_checkpoint
+from mmlaunch.checkpoint.restore import open_checkpoint, prove
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
@@ -53,6 +53,7 @@ from mmlaunch.session.identity import (
     identity_of,
 )
 from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
+from mmlaunch.session.replicas import ParameterCopies
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
@@ -73,6 +74,9 @@ from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 from mmplan.wording import counted
 
 T = TypeVar("T")
+
+# Steps in a row that may be left out: more are no chance any more.
+MOST_SKIPPED = 10
 
 
 class _GroupSum:
@@ -142,6 +146,9 @@ class Session:
         self.transport = transport
         self.hooks = Hooks()
         self.step_count = 0
+        # Steps left out in a row, and the dataset indices of this rank's samples by task.
+        self._skipped = 0
+        self._samples: dict[str, list[int]] = {}
         self._meta = meta or {}
         self._should_stop = should_stop
         self._heartbeat = heartbeat or Heartbeat.detached()
@@ -228,6 +235,9 @@ class Session:
             sharded=tensor_parallel or plan.training.zero > 0,
             inactive=trained_by_others(self._inactive, self.model),
         )
+        # Emulated steps update nothing.
+        every = 0 if emulation is not None else workload.train.compare_replicas
+        self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
         if workload.train.compile and emulation is None:
             notes.append("blocks are compiled: the first steps take longer")
@@ -353,14 +363,19 @@ class Session:
             timed: note when each instruction ran.
 
         Raises:
-            NotFiniteError: the loss or a gradient is not finite; the parameters are as before.
+            NotFiniteError: the loss or a gradient is not finite and ``train.non_finite`` is stop,
+                or there were too many in a row; the parameters are as before.
+            RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
         done = self.forward_backward(timed=timed)
-        loss = done.loss
         if not (done.finite or self._emulation):
-            raise self._not_finite(done)
+            return self._skip(done)
+        self._skipped = 0
+        # Before the update: with ZeRO-1 that overwrites copies from the rank that owns the part.
+        if self._replicas and (done.step + 1) % self.workload.train.compare_replicas == 0:
+            self._replicas.compare(done.step)
         for hook in self.hooks.on_loss:
-            hook(self, loss)
+            hook(self, done.loss)
         marks = [self.transport.mark()]
         norm = None if self._emulation else self.update.apply(self.step_count)
         marks.append(self.transport.mark())
@@ -375,6 +390,7 @@ class Session:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
         data = self._data.step(self.step_count)
+        self._samples = {task: [*part.indices] for task, part in data.items()}
         for hook in self.hooks.on_data:
             hook(self, data)
         began = time.perf_counter()
@@ -397,15 +413,29 @@ class Session:
             spans=spans,
         )
 
-    def _not_finite(self, done: StepResult) -> NotFiniteError:
-        what = f"the loss of step {done.step} is {done.loss}"
-        if math.isfinite(done.loss):
-            first, *others = self.update.faults()
-            more = f" and of {len(others)} other parameters" if others else ""
-            what = f"step {done.step}: the gradient of {first}{more} is not finite"
-        return NotFiniteError(
-            what, hint="lower the learning rate, or look for bad samples in that step's batch"
+    def _skip(self, done: StepResult) -> StepResult:
+        """Leave a step out that is not finite, or end the run, as the workload says."""
+        step = NotFiniteStep(
+            step=done.step,
+            loss=done.loss,
+            gradients=self.update.faults(),
+            samples=self.transport.gather_objects(self._samples),
         )
+        for hook in self.hooks.on_not_finite:
+            hook(self, step)
+        error = step.error()
+        if self.workload.train.non_finite == "stop":
+            raise error
+        self._skipped += 1
+        if self._skipped > MOST_SKIPPED:
+            raise NotFiniteError(
+                f"{error.message}, as were the {MOST_SKIPPED} steps before", hint=error.hint
+            )
+        self.update.skip()
+        self.step_count += 1
+        for hook in self.hooks.on_step:
+            hook(self, done)
+        return done
 
     def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.
@@ -427,7 +457,11 @@ class Session:
 
         Raises:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
+            RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
+        # One copy is written: it must be that of all.
+        if self._replicas:
+            self._replicas.compare(self.step_count)
         path = checkpoints.save(
             root=Path(folder),
             step=self.step_count,
@@ -450,12 +484,14 @@ class Session:
             hook(self, path)
         return path
 
-    def load(self, path: str | Path, *, anyway: bool = False) -> list[str]:
+    def load(self, path: str | Path, *, anyway: bool = False, proven: bool = False) -> list[str]:
         """Take parameters, optimizer state and step count from a checkpoint of any plan.
 
         Args:
             path: the checkpoint's folder.
             anyway: also go on from a run with another batch, seed or learning rate.
+            proven: :func:`mmlaunch.checkpoint.restore.prove` has found its files whole. Else
+                each rank hashes its share of them first.
 
         Returns:
             The differences in what that run trained, in words.
@@ -464,9 +500,11 @@ class Session:
             InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
                 run that trained otherwise.
         """
-        checkpoint = open_checkpoint(Path(path))
+        if not proven:
+            ranks, gather = self.transport.world_size, self.transport.gather_objects
+            prove(Path(path), rank=self.rank, num_ranks=ranks, gather=gather)
+        checkpoint = open_checkpoint(Path(path), proven=True)
         try:
-            checkpoint.verify()
             self.update.check_state(checkpoint)
             written = [spec[0] for spec in self._state.specs()]
             check_holds(checkpoint, written)
@@ -523,7 +561,7 @@ class StepResult:
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
-        finite: whether the loss and all summed gradients are numbers.
+        finite: whether the loss and all summed gradients are numbers; else nothing was updated.
         spans: when each instruction of this rank ran; empty unless asked for.
     """
 
@@ -538,18 +576,49 @@ class StepResult:
     spans: list[InstructionSpan]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotFiniteStep:
+    """A step whose loss or gradients are not finite; the same on all ranks.
+
+    Attributes:
+        step: its number, from 0.
+        loss: the whole step's.
+        gradients: names of the parameters whose summed gradients are not finite.
+        samples: of each rank, the dataset indices that it read, by task.
+    """
+
+    step: int
+    loss: float
+    gradients: list[str]
+    samples: list[dict[str, list[int]]]
+
+    def error(self) -> NotFiniteError:
+        """What ends a run that must not leave it out."""
+        what = f"the loss of step {self.step} is {self.loss}"
+        if math.isfinite(self.loss):
+            first, *others = self.gradients
+            more = f" and of {len(others)} other parameters" if others else ""
+            what = f"step {self.step}: the gradient of {first}{more} is not finite"
+        return NotFiniteError(
+            what, hint="lower the learning rate, or look for bad samples in that step's batch"
+        )
+
+
 @dataclass(slots=True)
 class Hooks:
     """Functions called with the session and an event's result; all ranks call them.
 
     Attributes:
         on_data: before forward, with this rank's samples by task.
-        on_step: after each update, with its :class:`StepResult`.
+        on_step: after each update, with its :class:`StepResult`; after a step that is left out too.
+        on_not_finite: before such a step is left out or ends the run, with its
+            :class:`NotFiniteStep`.
         on_loss: after backward and before the update, with the loss; gradients are whole.
         on_checkpoint: after a checkpoint is complete, with its folder.
     """
 
     on_data: list[Callable[[Session, Mapping[str, StepData]], None]] = field(default_factory=list)
     on_step: list[Callable[[Session, StepResult], None]] = field(default_factory=list)
+    on_not_finite: list[Callable[[Session, NotFiniteStep], None]] = field(default_factory=list)
     on_loss: list[Callable[[Session, float], None]] = field(default_factory=list)
     on_checkpoint: list[Callable[[Session, Path], None]] = field(default_factory=list)

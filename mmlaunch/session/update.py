@@ -122,6 +122,11 @@ class Update:
         self._reductions.gather()
         return norm
 
+    def skip(self) -> None:
+        """Let go of the gradients; parameters and the optimizer's state stay as they are."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
     def has_faults(self) -> Tensor:
         """1.0 where a summed gradient of this rank is not finite, else 0.0; on its device."""
         found = [grad for grad in self.gradients().values() if grad.numel()]

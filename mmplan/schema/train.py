@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from mmplan.schema.base import Bool, Count, Index, Int, Positive, Record, Size, Str
 
@@ -80,6 +80,20 @@ class GroupSpec(Record):
     optimizer_args: Args = Field(min_length=1)
 
 
+class LossJumpSpec(Record):
+    """When a loss is said to jump: it is above the median of the steps before by more than
+    ``times`` their spread.
+
+    The spread is the median distance from that median, at least a twentieth of it.
+
+    Attributes:
+        window: steps that are looked back at; from ten on.
+    """
+
+    window: Annotated[int, Strict(), Field(ge=10)] = 50
+    times: Positive = 20.0
+
+
 class TrainSpec(Record):
     """How parameters are updated.
 
@@ -93,6 +107,7 @@ class TrainSpec(Record):
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
         deterministic: refuse operations of torch whose results differ between two runs.
         compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
+        loss_jump: when a loss is named, in the log and in ``metrics.jsonl``; the run goes on.
         steps: of a run without ``--steps``.
     """
 
@@ -117,6 +132,17 @@ class TrainSpec(Record):
         default=True,
         description="order each batch by its samples' work, where the dataset defines work(index)",
     )
+    compare_replicas: Index = Field(
+        default=100,
+        description="after so many steps, and at each checkpoint, hold the bits of parameters "
+        "against their copies on other ranks; 0: never",
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="where the loss or a gradient is not finite nothing is updated; then stop, or "
+        "skip: go on with the next batch, at most ten times in a row",
+    )
+    loss_jump: LossJumpSpec = LossJumpSpec()
     steps: Index = 100
     tasks_from_step: TasksFromStep = Field(
         default_factory=dict,

@@ -1,0 +1,120 @@
+"""Copies of parameters are compared: a flipped bit in one of them is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmlaunch.session.replicas import digest
+from mmlaunch.session.session import Session
+from mmplan.errors import RunFailedError
+from tests.programs import loss, make_plan, unit
+from tests.test_session import BATCH, make_workload, plan_of, run_ranks, workload_with
+
+CPU = torch.device("cpu")
+# Ranks 0 to 2 hold all of t, and of v ranks 3 and 5 hold one shard, 4 and 6 the other.
+UNITS = [
+    unit("v", "a", tp=2, dp=2, blocks=2, ranks=[[[3, 4]], [[5, 6]]]),
+    unit("t", "b", dp=3, blocks=2, ranks=[[[0]], [[1]], [[2]]], frozen=((0, 1),)),
+]
+SGD: dict[str, Any] = {"optimizer": "SGD", "optimizer_args": {"lr": 0.1}}
+LOSSES = [loss("contrastive", "v", "t", sync_batch=12)]
+
+
+def flip(parameter: Tensor, bit: int) -> None:
+    """Change one bit of the last element."""
+    last = parameter.data.view(-1)[-1:].view(torch.int64)
+    last ^= 1 << bit
+
+
+@pytest.mark.parametrize(
+    ("rank", "prefix", "zero", "said"),
+    [
+        (1, "t.0.", 0, "rank 1 holds other bits of t.0."),  # frozen
+        pytest.param(2, "t.1.", 0, "rank 2 holds other bits of t.1.", marks=pytest.mark.slow),
+        # An update would overwrite this copy, or the others.
+        (2, "t.1.", 1, "rank 2 holds other bits of t.1."),
+        (6, "v.1.", 0, "ranks 4 and 6 hold different bits of v.1."),
+    ],
+)
+def test_a_flipped_bit_is_named_within_n_steps(
+    rank: int, prefix: str, zero: int, said: str
+) -> None:
+    every = 1 if zero else 2
+    train = {"compare_replicas": every, "zero": zero}
+    workload = make_workload(UNITS, LOSSES, batch=BATCH, train={**SGD, **train})
+
+    def body(session: Session) -> tuple[int, str]:
+        for _ in session.steps(2):
+            pass
+        if session.rank == rank:
+            held = session.model.named_parameters()
+            flip(next(p for n, p in held if n.startswith(prefix)), bit=3)
+        with pytest.raises(RunFailedError) as caught:
+            for _ in session.steps(99):
+                pass
+        return session.step_count, caught.value.message
+
+    plan = make_plan(*UNITS, losses=LOSSES, batch=BATCH)
+    found = run_ranks(plan, workload, body)
+    assert len({*found}) == 1  # on all ranks, in the same words
+    step, message = found[0]
+    assert step == 1 + every
+    assert message.startswith(f"step {step}: {said}")
+    assert ("than ranks" in message) == (rank < 3)
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [pytest.param("tensor parallel", marks=pytest.mark.slow), "everything at once"]
+)
+def test_copies_are_equal_under_any_plan(name: str, zero: int, tmp_path: Path) -> None:
+    """Tied parameters among them, several tensor-parallel degrees and a frozen block."""
+    workload = workload_with(
+        compare_replicas=1, zero=zero, optimizer="AdamW", optimizer_args={"lr": 0.01}
+    )
+
+    def body(session: Session) -> int:
+        for _ in session.steps(2):
+            pass
+        path = session.save(tmp_path)
+        session.load(path)
+        for _ in session.steps(3):
+            pass
+        return session.step_count
+
+    assert {*run_ranks(plan_of(name), workload, body)} == {3}
+
+
+def test_a_copy_that_differs_is_not_saved(tmp_path: Path) -> None:
+    workload = make_workload(UNITS, LOSSES, batch=BATCH, train=SGD)
+
+    def body(session: Session) -> None:
+        session.step()
+        if session.rank == 0:
+            flip(session.model.trained()[0][1], bit=62)
+        with pytest.raises(RunFailedError, match="step 1: rank 0 holds other bits of"):
+            session.save(tmp_path)
+
+    run_ranks(make_plan(*UNITS, losses=LOSSES, batch=BATCH), workload, body)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
+)
+def test_every_bit_counts(dtype: torch.dtype) -> None:
+    values = torch.randn(4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = digest([values], CPU)
+    assert torch.equal(before, digest(values.split(3), CPU))  # however it is cut
+    raw = values.view(torch.uint8)
+    for index in range(len(raw)):
+        for bit in range(8):
+            raw[index] ^= 1 << bit
+            assert not torch.equal(before, digest([values], CPU))
+            raw[index] ^= 1 << bit
+    assert not torch.equal(before, digest([values.flip(0)], CPU))
