@@ -206,7 +206,7 @@ def run(
             segment = segments[event["segment"]]
             record.write(segment, step=event["step"])
             event = {"kind": "segment", "segment": segment, "of": len(segments)}
-        elif event.get("launcher") == "restart":
+        elif event.get("launcher") == "restart" and options.node_rank == 0:
             record.restart(event["cause"])
         on_event(event)
 
