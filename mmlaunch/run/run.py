@@ -138,11 +138,13 @@ def try_out(prepared: Prepared, tasks: Collection[str]) -> list[str]:
     """
     from mmplan.schema.dry_run import dry_run
 
+    modules = prepared.profile.modules if prepared.profile else {}
     return dry_run(
         prepared.workload,
         prepared.workload_path.parent,
         tasks=tasks,
         sharded=prepared.plan.cuts_parameters,
+        sizes={name: module.parameters for name, module in modules.items()},
     )
 
 
