@@ -59,7 +59,8 @@ class FailureRecord:
         attempt: 0 for the first start, then one more for each restart.
         module: name of the unit or module that ran; may be empty.
         step: training step; -1 before the first.
-        instruction: the instruction as printed; may be empty.
+        instruction: the instruction as printed, or a phase; may be empty.
+        instruction_index: negative for a phase.
         kind: class of the exception, whose text is ``message``.
         wall_time_s: when, seconds since the epoch.
         is_network: the other side was gone or late, so somebody else is to blame.
@@ -73,6 +74,7 @@ class FailureRecord:
     module: str
     step: int
     instruction: str
+    instruction_index: int
     kind: str
     message: str
     traceback: str
@@ -141,6 +143,7 @@ def write_record(
         module=where.module,
         step=where.step,
         instruction=where.instruction,
+        instruction_index=where.instruction_index,
         kind=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
@@ -252,7 +255,12 @@ def _raised(record: FailureRecord) -> Blame:
             exit_code=record.exit_code,
         )
     said = f"{record.kind}: {first_line}" if first_line else record.kind
-    where = Where(module=record.module, step=record.step, instruction=record.instruction)
+    where = Where(
+        module=record.module,
+        step=record.step,
+        instruction_index=record.instruction_index,
+        instruction=record.instruction,
+    )
     return Blame(
         rank=record.rank,
         line=f"{_describe(record.rank, where)} died: {said}",
@@ -394,7 +402,8 @@ def _silent(base_rank: int, shot: Snapshot, what: str) -> Blame:
     return Blame(
         rank=rank,
         line=f"{_describe(rank, shot.where)} {what}",
-        hint="if a step may take that long, allow a longer timeout",
+        hint="if that may take so long, allow more: "
+        + ("--start-timeout" if shot.where.is_slow else "--timeout"),
         is_hang=True,
     )
 

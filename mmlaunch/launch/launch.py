@@ -60,6 +60,7 @@ class Launcher(Protocol):
         num_ranks: int,
         run_dir: Path,
         timeout_s: float,
+        start_timeout_s: float | None = None,
         max_restarts: int = 0,
         nnodes: int = 1,
         node_rank: int = 0,
@@ -78,6 +79,7 @@ def launch(
     num_ranks: int,
     run_dir: Path,
     timeout_s: float,
+    start_timeout_s: float | None = None,
     max_restarts: int = 0,
     nnodes: int = 1,
     node_rank: int = 0,
@@ -96,6 +98,7 @@ def launch(
         num_ranks: ranks in the whole run.
         run_dir: made if absent; one launch at a time may use it on a machine.
         timeout_s: seconds without any progress after which the run ends.
+        start_timeout_s: the same while a rank starts, loads or saves; ``timeout_s`` by default.
         max_restarts: how often all workers are started anew after a failure.
         nnodes: machines; each makes this call with the same arguments but ``node_rank``.
         node_rank: number of this machine; rank r runs on machine r div
@@ -129,6 +132,7 @@ def launch(
             run_dir=run_dir.absolute(),
             control_dir=control_dir,
             timeout_s=timeout_s,
+            start_timeout_s=timeout_s if start_timeout_s is None else start_timeout_s,
             launcher=ProcessId.of(os.getpid()),
             environment=dict(os.environ),
             num_nodes=nnodes,

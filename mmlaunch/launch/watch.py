@@ -16,7 +16,7 @@ from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame, FailureRecord
 from mmlaunch.launch.worker_main import Job
 from mmlaunch.process import process_tree
-from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
+from mmlaunch.process.heartbeat import Board, Snapshot, Where, WorkerState
 
 OnEvent = Callable[[dict[str, Any]], None]
 # How long a better explanation than "lost its peer" may take to arrive.
@@ -165,6 +165,7 @@ class Watch:
             else replace(
                 shot,
                 progress_s=self._started_s,
+                where=Where(instruction="starting"),
                 process=self._process_ids.get(shot.local_rank),
             )
             for shot in self._board.snapshots()
@@ -217,7 +218,8 @@ class Watch:
         if not active:
             return None
         stalled_s = time.monotonic() - max(shot.progress_s for shot in active)
-        if stalled_s <= self._job.timeout_s:
+        slow = any(shot.where.is_slow for shot in active)
+        if stalled_s <= (self._job.start_timeout_s if slow else self._job.timeout_s):
             return None
         verdict = failures.blame_silence(shots, base_rank=self._job.base_rank, stalled_s=stalled_s)
         return verdict and self._with_stack(verdict)

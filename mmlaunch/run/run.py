@@ -97,10 +97,11 @@ def prepare(options: RunOptions) -> Prepared:
         InvalidInputError: a file is wrong, the plan is for another workload, a setting cannot
             be made, or there are too few devices.
     """
-    if not 0 < options.timeout_s < math.inf:
-        raise InvalidInputError(
-            f"--timeout {options.timeout_s:g}: not a number of seconds", hint="300 is the default"
-        )
+    for name, value in (("timeout", options.timeout_s), ("start-timeout", options.start_timeout_s)):
+        if not 0 < value < math.inf:
+            raise InvalidInputError(
+                f"--{name} {value:g}: not a number of seconds", hint="the default is long enough"
+            )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     stated = load_workload(path)
@@ -225,6 +226,7 @@ def run(
             num_ranks=prepared.plan.devices,
             run_dir=run_dir,
             timeout_s=options.timeout_s,
+            start_timeout_s=options.start_timeout_s,
             max_restarts=options.max_restarts,
             nnodes=options.nnodes,
             node_rank=options.node_rank,
@@ -280,6 +282,7 @@ def verify(
                 num_ranks=prepared.plan.devices,
                 run_dir=Path(run_dir),
                 timeout_s=options.timeout_s,
+                start_timeout_s=options.start_timeout_s,
                 stops_in_order=False,
             )
         return judge(prepared.workload, folder, prepared.plan, records, steps)

@@ -151,6 +151,7 @@ class Session:
         if row_sha256 is not None:
             check_row(self.program, transport.rank, row_sha256)
         self._dtype = dtype_of(workload.train.precision)
+        self._heartbeat.phase("building the model")
         if profile is not None:
             parts = _parts_of(self.program, transport.rank)
             check_model(profile, workload, folder, parts=parts)
@@ -165,8 +166,10 @@ class Session:
         channels = Channels(self.program)
         # All ranks add up the loss and the norm.
         everyone = tuple(range(transport.world_size)), 0
+        self._heartbeat.phase("joining")
         transport.prepare([everyone, *communicators(self.program)], channels.links)
         tasks = resolve_tasks(workload)
+        self._heartbeat.phase("loading data")
         self._data = TaskData(
             program=self.program,
             workload=workload,
@@ -177,6 +180,7 @@ class Session:
             pin_memory=transport.device.type == "cuda",
         )
         precision = TrainingPrecision(workload.train.precision, transport.device)
+        self._heartbeat.phase("building the model")
         specs = infer_shapes(
             self.program,
             self.model,
@@ -374,6 +378,7 @@ class Session:
     def forward_backward(self, *, timed: bool = False) -> StepResult:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
+        self._heartbeat.phase("loading data", self.step_count, slow=False)
         data = self._data.step(self.step_count)
         for hook in self.hooks.on_data:
             hook(self, data)
@@ -428,6 +433,7 @@ class Session:
         Raises:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
         """
+        self._heartbeat.phase("saving", self.step_count)
         path = checkpoints.save(
             root=Path(folder),
             step=self.step_count,
@@ -464,6 +470,7 @@ class Session:
             InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
                 run that trained otherwise.
         """
+        self._heartbeat.phase(f"loading {Path(path).name}")
         checkpoint = open_checkpoint(Path(path))
         try:
             checkpoint.verify()
@@ -485,6 +492,7 @@ class Session:
 
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
+        self._heartbeat.phase("saving", self.step_count)
         holders = [self._state, *([self._inactive] if self._inactive else [])]
         return write_final_weights(Path(path), holders, self.transport)
 
