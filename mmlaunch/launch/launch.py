@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -364,8 +364,10 @@ def _start(job: Job) -> list[BaseProcess]:
     processes = [
         context.Process(target=worker_main, args=(job, rank)) for rank in range(job.num_local)
     ]
-    for process in processes:
-        process.start()
+    # An entry that is told by its name comes from a module of its own.
+    with fork_server.main_left_out() if isinstance(job.entry, str) else nullcontext():
+        for process in processes:
+            process.start()
     return list(processes)
 
 

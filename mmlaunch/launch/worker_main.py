@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -143,6 +144,8 @@ def worker_main(job: Job, local_rank: int) -> None:
     process_tree.watch_launcher(job.launcher, released=heartbeat.released)
     heartbeat.register()
     _dump_stack_on_demand(job.stack_path(local_rank))
+    # Modules live as long as the process: looking through them takes a collection's whole time.
+    gc.freeze()
     try:
         _run_entry(job, local_rank, heartbeat)
     except BaseException:
