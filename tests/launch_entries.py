@@ -109,6 +109,7 @@ def report_pid_with_child(ctx: WorkerContext) -> None:
 
         die_with_parent()
         time.sleep(600)
+    ctx.heartbeat.beat(0, 0, "0F0")
     ctx.report({"pids": [os.getpid(), child]})
     while True:
         ctx.heartbeat.beat(0, 0, "0F0")

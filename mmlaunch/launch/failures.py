@@ -279,16 +279,33 @@ def _lost_peer(record: FailureRecord) -> Blame:
     )
 
 
+def blame_fork_server(rank: int, exit_code: int) -> Blame:
+    """The process that starts a machine's workers has ended, and they with it.
+
+    Args:
+        rank: the first of the machine.
+        exit_code: negative for a signal.
+    """
+    how, hint = f"ended with exit code {exit_code}", "if it wrote to stderr, that stands above"
+    if exit_code < 0:
+        how, hint = _killed(exit_code)
+    return Blame(rank=rank, line=f"the process that starts the workers {how}", hint=hint)
+
+
+def _killed(exit_code: int) -> tuple[str, str | None]:
+    """How a signal ended a process, and a remedy."""
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = "if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks"
+    return f"was killed by {name}", hint if name == "SIGKILL" else None
+
+
 def _vanished(rank: int, exit_code: int | None, where: Where) -> Blame:
     hint = None
     if exit_code is not None and exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
-        how = f"was killed by {name}"
-        if name == "SIGKILL":
-            hint = "if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks"
+        how, hint = _killed(exit_code)
     elif exit_code is None:
         how = "vanished"
     else:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame
@@ -90,7 +90,8 @@ def launch(
     """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
 
     The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
-    everything at once. In the main thread only: elsewhere signals are the caller's.
+    everything at once, as the first does before a worker has begun a step. In the main thread only:
+    elsewhere signals are the caller's.
 
     Args:
         entry: function that a fresh process can import, or "package.module:function".
@@ -325,10 +326,9 @@ class _Agent:
         asked_s = time.monotonic()
         while True:
             time.sleep(_POLL_S)
-            if self.watch.stop_requested and not self.stops_in_order:
+            if self.watch.stop_requested and (not self.stops_in_order or self.watch.starting()):
                 # Here, not in the signal's handler: all workers are known, so none is left behind.
-                self.watch.kill()
-                raise KeyboardInterrupt
+                self._stop_now(attempt)
             verdict = self.watch.poll()
             if verdict is not None and verdict.lost_peer:
                 return verdict, self._hear(attempt)
@@ -339,6 +339,20 @@ class _Agent:
                 remote = self.rendezvous.trouble(attempt)
                 if remote is not None:
                     return None, remote
+
+    def _stop_now(self, attempt: int) -> NoReturn:
+        """End what nobody would save.
+
+        Raises:
+            KeyboardInterrupt: always.
+        """
+        line = "it was stopped before its first step"
+        self.rendezvous.announce(
+            attempt, Trouble(node=self.job.node_rank, line=line, restart=False)
+        )
+        self.watch.kill()
+        self.rendezvous.part(attempt)
+        raise KeyboardInterrupt
 
     def _hear(self, attempt: int) -> Trouble | None:
         """What another machine says where no worker of this one is to blame."""

@@ -53,16 +53,17 @@ def main_left_out() -> Generator[None]:
 
 @contextmanager
 def _sheltered() -> Generator[None]:
-    """Processes begin with SIGTERM ignored, and without the current folder among their modules.
+    """Processes begin with signals ignored, and without the current folder among their modules.
 
-    A batch system sends SIGTERM to every process: before the guard is loaded it would end the
-    fork server, and the workers with it. What lies in the current folder may have the name of
-    a module of the standard library. What killed workers leave behind is cleared away by a process
-    that would speak of it below the error.
+    A batch system sends SIGTERM to every process, a terminal SIGINT: before the guard is loaded
+    they would end the fork server, and the workers with it. What lies in the current folder may
+    have the name of a module of the standard library. What killed workers leave behind is cleared
+    away by a process that would speak of it below the error.
     """
-    before, environment = None, dict(os.environ)
-    if threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    environment = dict(os.environ)
+    in_main = threading.current_thread() is threading.main_thread()
+    ignored = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignored}
     silent = "ignore:resource_tracker"
     others = environment.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{others},{silent}" if others else silent
@@ -74,5 +75,5 @@ def _sheltered() -> Generator[None]:
             del os.environ[name]
             if name in environment:
                 os.environ[name] = environment[name]
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

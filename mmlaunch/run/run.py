@@ -233,7 +233,7 @@ def run(
             rdzv_endpoint=options.rdzv_endpoint,
             on_event=on_worker_event,
         )
-    except MMPlanError:
+    except (MMPlanError, KeyboardInterrupt):
         if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
             (run_dir / _RECORD).unlink(missing_ok=True)
