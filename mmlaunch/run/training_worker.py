@@ -145,6 +145,8 @@ class _Trainer:
             if checkpoint is not None:
                 for change in session.load(checkpoint, anyway=options.resume_anyway):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
+                # Who loads for longer than others is waited for here: a step has less time.
+                self._transport.gather_objects(None)
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
                 stopped, spans = self._steps(session, segment, memory, garbage)
