@@ -88,8 +88,8 @@ def main() -> int:
         ],
     )
     text = (
-        f"### From a rank's death to the next step\n\n{conditions(load_before)} Medians of "
-        f"{options.deaths} deaths:\n\n{shown}\n\nFrom the command line to the first step: "
+        f"`python benchmarks/bench_restart.py --deaths {options.deaths}`. "
+        f"{conditions(load_before)} Medians over the deaths:\n\n{shown}\n\nFrom the command line to the first step: "
         f"{start_s:.2f} s. From a death to the next step: {restart_s:.2f} s, "
         f"{restart_s / start_s:.2f} of it (slowest {max(row[-1] for row in rows):.2f} s).\n"
     )
