@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from page import conditions, table, write_section
 from planning import planned
@@ -45,6 +46,13 @@ PHASES = (
     "checkpoint loaded",
     "first step",
 )
+
+
+class Ends(NamedTuple):
+    """When a phase was over: seconds since the kill, and CPU seconds of the slower new rank."""
+
+    seconds: float
+    cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,21 +85,20 @@ def main() -> int:
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
         start_s, rows = _measured(_plan(Path(folder)), Path(folder) / "run", options.deaths)
-    over_s = [median(column) for column in zip(*rows, strict=True)]
-    taken = [after - before for before, after in zip([0.0, *over_s], over_s, strict=False)]
-    restart_s = median(row[-1] for row in rows)
+    over = [Ends(*map(median, zip(*column, strict=True))) for column in zip(*rows, strict=True)]
+    restart_s, slowest_s = over[-1].seconds, max(row[-1].seconds for row in rows)
     shown = table(
-        ["phase", "s", "over after s"],
+        ["phase", "over after s", "CPU s of a rank"],
         [
-            [name, f"{one:.2f}", f"{all_:.2f}"]
-            for name, one, all_ in zip(PHASES, taken, over_s, strict=True)
+            [name, f"{ends.seconds:.2f}", f"{ends.cpu_s:.2f}"]
+            for name, ends in zip(PHASES, over, strict=True)
         ],
     )
     text = (
         f"`python benchmarks/bench_restart.py --deaths {options.deaths}`. "
-        f"{conditions(load_before)} Medians over the deaths:\n\n{shown}\n\nFrom the command line to the first step: "
-        f"{start_s:.2f} s. From a death to the next step: {restart_s:.2f} s, "
-        f"{restart_s / start_s:.2f} of it (slowest {max(row[-1] for row in rows):.2f} s).\n"
+        f"{conditions(load_before)} Medians over the deaths:\n\n{shown}\n\n"
+        f"From the command line to the first step: {start_s:.2f} s. From a death to the next step: {restart_s:.2f} s, "
+        f"{restart_s / start_s:.2f} of it (slowest {slowest_s:.2f} s).\n"
     )
     print(text)
     if options.write_docs:
@@ -107,7 +114,7 @@ def _plan(folder: Path) -> Path:
     return planned(WORKLOAD, profile, devices=RANKS, solver="distmm")[0]
 
 
-def _measured(plan: Path, run_dir: Path, deaths: int) -> tuple[float, list[list[float]]]:
+def _measured(plan: Path, run_dir: Path, deaths: int) -> tuple[float, list[list[Ends]]]:
     """Seconds to the first step, and for each death when each phase was over."""
     options = {"run-dir": run_dir, "steps": 10**6, "save-every": SAVE_EVERY, "max-restarts": deaths}
     arguments = [f"--{name}={value}" for name, value in options.items()]
@@ -127,8 +134,8 @@ def _measured(plan: Path, run_dir: Path, deaths: int) -> tuple[float, list[list[
     return start_s, rows
 
 
-def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[float]:
-    """Kill a rank in the middle of a step; when each phase was over, seconds since."""
+def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[Ends]:
+    """Kill a rank in the middle of a step; when each phase was over."""
     # Far enough from the checkpoint that the next one does not come first.
     _await(process, lambda: run.saved() > 0 and run.steps() % SAVE_EVERY == SAVE_EVERY // 2)
     shots = run.shots()
@@ -138,11 +145,13 @@ def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[floa
     saved = run.saved()
     os.kill(target.pid, signal.SIGKILL)
     killed_s = time.monotonic()
-    over: list[float] = []
+    over: list[Ends] = []
 
     def wait(condition: Callable[[], bool]) -> None:
         _await(process, condition)
-        over.append(time.monotonic() - killed_s)
+        new = {shot.process for shot in run.shots()} - before
+        cpu_s = max((_cpu_s(process.pid) for process in new if process is not None), default=0.0)
+        over.append(Ends(time.monotonic() - killed_s, cpu_s))
 
     def all_ranks(condition: Callable[[Snapshot], bool]) -> Callable[[], bool]:
         return lambda: all(
@@ -158,6 +167,11 @@ def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[floa
     wait(all_ranks(lambda shot: shot.where.step >= 0))
     wait(all_ranks(lambda shot: shot.where.step > saved))
     return over
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _await(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
