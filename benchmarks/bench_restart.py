@@ -97,7 +97,8 @@ def main() -> int:
     text = (
         f"`python benchmarks/bench_restart.py --deaths {options.deaths}`. "
         f"{conditions(load_before)} Medians over the deaths:\n\n{shown}\n\n"
-        f"From the command line to the first step: {start_s:.2f} s. From a death to the next step: {restart_s:.2f} s, "
+        f"From the command line to the first step: {start_s:.2f} s. "
+        f"From a death to the next step: {restart_s:.2f} s, "
         f"{restart_s / start_s:.2f} of it (slowest {slowest_s:.2f} s).\n"
     )
     print(text)
