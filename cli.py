@@ -31,6 +31,7 @@ from mmplan.commands import looking, measuring, planning
 from mmplan.commands.options import (
     JsonOption,
     PlanPath,
+    StartTimeoutOption,
     TasksOption,
     TimeoutOption,
     WorkloadOption,
@@ -183,6 +184,7 @@ def run(
         ),
     ] = False,
     timeout: TimeoutOption = 300.0,
+    start_timeout: StartTimeoutOption = 900.0,
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
@@ -222,6 +224,7 @@ def run(
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
         timeout_s=timeout,
+        start_timeout_s=start_timeout,
         num_workers=num_workers,
         emulation=emulation,
     )
@@ -312,6 +315,7 @@ def verify(
         ),
     ] = False,
     timeout: TimeoutOption = 300.0,
+    start_timeout: StartTimeoutOption = 900.0,
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
@@ -324,7 +328,9 @@ def verify(
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
-    options: RunOptions = RunOptions(plan=plan, workload=workload, timeout_s=timeout)
+    options: RunOptions = RunOptions(
+        plan=plan, workload=workload, timeout_s=timeout, start_timeout_s=start_timeout
+    )
     prepared = prepare(options)
     for note in prepared.notes:
         out.hint(note)

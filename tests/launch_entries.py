@@ -64,6 +64,24 @@ def hang_in_compute(ctx: WorkerContext, culprit: int) -> None:
         _all_reduce(ctx)
 
 
+def hang_in_save(ctx: WorkerContext, culprit: int) -> None:
+    """One rank never comes back from saving its second step."""
+    for step in range(1000):
+        ctx.heartbeat.beat(step, 0, f"0F{step}", "vision")
+        if step == 2:
+            ctx.heartbeat.phase("saving", step)
+        if ctx.rank == culprit and step == 2:
+            _never_returns()
+        _all_reduce(ctx)
+
+
+def interrupt_in_start(ctx: WorkerContext, launcher: int) -> None:
+    """Ctrl-C for the launcher while no rank has begun a step."""
+    if ctx.rank == 0:
+        os.kill(launcher, signal.SIGINT)
+    _never_returns()
+
+
 def raise_while_others_compute(ctx: WorkerContext, culprit: int) -> None:
     """One rank raises; no other one meets it in the network."""
     ctx.heartbeat.beat(0, 0, "0F0", "vision")
@@ -116,6 +134,7 @@ def report_pid_with_child(ctx: WorkerContext) -> None:
 
         die_with_parent()
         time.sleep(600)
+    ctx.heartbeat.beat(0, 0, "0F0")
     ctx.report({"pids": [os.getpid(), child]})
     while True:
         ctx.heartbeat.beat(0, 0, "0F0")

@@ -121,15 +121,24 @@ def test_stopped_worker_is_named_within_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 3 + 5
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_hanging_worker_is_named_and_not_those_who_wait(tmp_path: Path, culprit: int) -> None:
+@pytest.mark.parametrize(
+    ("entry", "place", "option"),
+    [
+        (entries.hang_in_compute, "module vision, step 2, instruction 0F2", "--timeout"),
+        (entries.hang_in_save, "step 2, saving", "--start-timeout"),
+    ],
+)
+def test_hanging_worker_is_named_and_not_those_who_wait(
+    tmp_path: Path, entry: Any, place: str, option: str
+) -> None:
+    limits_s = {"--timeout": 2.0, "--start-timeout": 3.0}
     started_s = time.monotonic()
     with pytest.raises(failures.WorkerFailedError) as caught:
-        run(entries.hang_in_compute, tmp_path, culprit, ranks=3, timeout_s=2.0)
-    assert time.monotonic() - started_s < 2 + 5
-    assert re.match(
-        rf"rank {culprit} \(module vision, step 2, instruction 0F2\) hangs", caught.value.message
-    )
+        run(entry, tmp_path, 1, ranks=3, timeout_s=2.0, start_timeout_s=3.0)
+    assert limits_s[option] < time.monotonic() - started_s < limits_s[option] + 5
+    assert caught.value.message.startswith(f"rank 1 ({place}) hangs")
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith(f" {option}")
     assert "in _never_returns" in caught.value.detail
 
 
@@ -218,6 +227,13 @@ def test_first_signal_asks_to_stop(tmp_path: Path, signum: signal.Signals) -> No
     assert {"launcher": "stop-requested"} in lines
     first, second = lines[-1]["results"]
     assert first == second  # they agreed on the step
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(entries.interrupt_in_start, tmp_path, os.getpid())
+    assert time.monotonic() - started_s < 8  # start included
 
 
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -391,6 +407,12 @@ def test_board_shows_what_workers_say(tmp_path: Path) -> None:
     assert shot.where.instruction_index == 5
     assert shot.state is WorkerState.COMPUTING
     assert shot.process == process_tree.ProcessId.of(os.getpid())
+    heartbeat.phase("loading data", 18, slow=False)
+    where = board.snapshots()[1].where
+    assert (str(where), where.is_slow) == ("step 18, loading data", False)
+    heartbeat.phase("loading step-40")
+    where = board.snapshots()[1].where
+    assert (str(where), where.is_slow) == ("loading step-40", True)
     assert board.snapshots()[0].process is None
     board.request_stop()
     board.clear()  # a restart

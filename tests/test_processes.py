@@ -183,6 +183,22 @@ def _kill_launcher(folder: Path, plan: Path) -> None:
         run.assert_nothing_left(within_s=3)
 
 
+@pytest.mark.slow
+def test_a_killed_fork_server_is_called_that(tmp_path: Path, plan: Path) -> None:
+    """And what loading processes leave behind is not told below the error."""
+    with endless(tmp_path, plan, "--num-workers", 1) as run:
+        run.wait_for_steps()
+        servers = named("multiprocessing.forkserver")
+        # Workers are its copies, and come after it.
+        os.kill(next(pid for pid in tree(run.process.pid) if pid in servers), signal.SIGKILL)
+        _, err = run.process.communicate(timeout=30)
+    assert run.process.returncode == 1
+    assert err.splitlines()[-2:] == [
+        "error: the process that starts the workers was killed by SIGKILL",
+        "hint: if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks",
+    ]
+
+
 @pytest.mark.parametrize("node_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_launcher_that_waits_for_others_hears_sigterm(
     tmp_path: Path, plan: Path, node_rank: int

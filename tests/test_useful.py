@@ -68,6 +68,18 @@ def test_searches_and_simulations_are_heard(
     assert any(note.startswith("simulated") for *_, note in heard)
 
 
+def test_a_log_has_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal, beside one for each tenth."""
+    with Output().progress("training") as bar:
+        bar.update(1, 100)
+        bar.update(2, 100)
+        monkeypatch.setattr("mmplan.report.terminal.console._LINE_S", -1.0)
+        bar.update(3, 100)
+    assert capsys.readouterr().err == "training: 1/100\ntraining: 3/100\n"
+
+
 def test_what_ends_soon_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with Output().progress("planning", after_s=60) as bar:
         bar.update(1, 3, "searched")

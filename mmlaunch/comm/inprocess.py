@@ -191,8 +191,8 @@ class InProcessTransport:
     def where(self) -> str:
         """The rank, and the instruction at which it is."""
         where = self.heartbeat.where
-        if where.step < 0:
-            return f"rank {self.rank}"
+        if where.instruction_index < 0:
+            return ", ".join(filter(None, (f"rank {self.rank}", str(where))))
         return (
             f"rank {self.rank}, step {where.step}, instruction {where.instruction_index} "
             f"({where.instruction})"

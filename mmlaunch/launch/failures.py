@@ -59,7 +59,8 @@ class FailureRecord:
         attempt: 0 for the first start, then one more for each restart.
         module: name of the unit or module that ran; may be empty.
         step: training step; -1 before the first.
-        instruction: the instruction as printed; may be empty.
+        instruction: the instruction as printed, or a phase; may be empty.
+        instruction_index: negative for a phase.
         kind: class of the exception, whose text is ``message``.
         wall_time_s: when, seconds since the epoch.
         is_network: the other side was gone or late, so somebody else is to blame.
@@ -73,6 +74,7 @@ class FailureRecord:
     module: str
     step: int
     instruction: str
+    instruction_index: int
     kind: str
     message: str
     traceback: str
@@ -141,6 +143,7 @@ def write_record(
         module=where.module,
         step=where.step,
         instruction=where.instruction,
+        instruction_index=where.instruction_index,
         kind=type(error).__name__,
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
@@ -249,7 +252,12 @@ def _raised(record: FailureRecord) -> Blame:
             exit_code=record.exit_code,
         )
     said = f"{record.kind}: {first_line}" if first_line else record.kind
-    where = Where(module=record.module, step=record.step, instruction=record.instruction)
+    where = Where(
+        module=record.module,
+        step=record.step,
+        instruction_index=record.instruction_index,
+        instruction=record.instruction,
+    )
     return Blame(
         rank=record.rank,
         line=f"{_describe(record.rank, where)} died: {said}",
@@ -268,16 +276,33 @@ def _lost_peer(record: FailureRecord) -> Blame:
     )
 
 
+def blame_fork_server(rank: int, exit_code: int) -> Blame:
+    """The process that starts a machine's workers has ended, and they with it.
+
+    Args:
+        rank: the first of the machine.
+        exit_code: negative for a signal.
+    """
+    how, hint = f"ended with exit code {exit_code}", "if it wrote to stderr, that stands above"
+    if exit_code < 0:
+        how, hint = _killed(exit_code)
+    return Blame(rank=rank, line=f"the process that starts the workers {how}", hint=hint)
+
+
+def _killed(exit_code: int) -> tuple[str, str | None]:
+    """How a signal ended a process, and a remedy."""
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = "if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks"
+    return f"was killed by {name}", hint if name == "SIGKILL" else None
+
+
 def _vanished(rank: int, exit_code: int | None, where: Where) -> Blame:
     hint = None
     if exit_code is not None and exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
-        how = f"was killed by {name}"
-        if name == "SIGKILL":
-            hint = "if nobody killed it, memory ran out: use smaller micro-batches or fewer ranks"
+        how, hint = _killed(exit_code)
     elif exit_code is None:
         how = "vanished"
     else:
@@ -391,7 +416,8 @@ def _silent(base_rank: int, shot: Snapshot, what: str) -> Blame:
     return Blame(
         rank=rank,
         line=f"{_describe(rank, shot.where)} {what}",
-        hint="if a step may take that long, allow a longer timeout",
+        hint="if that may take so long, allow more: "
+        + ("--start-timeout" if shot.where.is_slow else "--timeout"),
         is_hang=True,
     )
 

@@ -16,11 +16,11 @@ import signal
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame
@@ -62,6 +62,7 @@ class Launcher(Protocol):
         num_ranks: int,
         run_dir: Path,
         timeout_s: float,
+        start_timeout_s: float | None = None,
         max_restarts: int = 0,
         nnodes: int = 1,
         node_rank: int = 0,
@@ -80,6 +81,7 @@ def launch(
     num_ranks: int,
     run_dir: Path,
     timeout_s: float,
+    start_timeout_s: float | None = None,
     max_restarts: int = 0,
     nnodes: int = 1,
     node_rank: int = 0,
@@ -90,7 +92,8 @@ def launch(
     """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
 
     The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
-    everything at once. In the main thread only: elsewhere signals are the caller's.
+    everything at once, as the first does before a worker has begun a step. In the main thread only:
+    elsewhere signals are the caller's.
 
     Args:
         entry: function that a fresh process can import, or "package.module:function".
@@ -98,6 +101,7 @@ def launch(
         num_ranks: ranks in the whole run.
         run_dir: made if absent; one launch at a time may use it on a machine.
         timeout_s: seconds without any progress after which the run ends.
+        start_timeout_s: the same while a rank starts, loads or saves; ``timeout_s`` by default.
         max_restarts: how often within an hour all workers are started anew after a failure.
         nnodes: machines; each makes this call with the same arguments but ``node_rank``.
         node_rank: number of this machine; rank r runs on machine r div
@@ -131,6 +135,7 @@ def launch(
             run_dir=run_dir.absolute(),
             control_dir=control_dir,
             timeout_s=timeout_s,
+            start_timeout_s=timeout_s if start_timeout_s is None else start_timeout_s,
             launcher=ProcessId.of(os.getpid()),
             environment=dict(os.environ),
             num_nodes=nnodes,
@@ -326,10 +331,9 @@ class _Agent:
         asked_s = time.monotonic()
         while True:
             time.sleep(_POLL_S)
-            if self.watch.stop_requested and not self.stops_in_order:
+            if self.watch.stop_requested and (not self.stops_in_order or self.watch.starting()):
                 # Here, not in the signal's handler: all workers are known, so none is left behind.
-                self.watch.kill()
-                raise KeyboardInterrupt
+                self._stop_now(attempt)
             verdict = self.watch.poll()
             if verdict is not None and verdict.lost_peer:
                 return verdict, self._hear(attempt)
@@ -340,6 +344,20 @@ class _Agent:
                 remote = self.rendezvous.trouble(attempt)
                 if remote is not None:
                     return None, remote
+
+    def _stop_now(self, attempt: int) -> NoReturn:
+        """End what nobody would save.
+
+        Raises:
+            KeyboardInterrupt: always.
+        """
+        line = "it was stopped before its first step"
+        self.rendezvous.announce(
+            attempt, Trouble(node=self.job.node_rank, line=line, restart=False)
+        )
+        self.watch.kill()
+        self.rendezvous.part(attempt)
+        raise KeyboardInterrupt
 
     def _hear(self, attempt: int) -> Trouble | None:
         """What another machine says where no worker of this one is to blame."""
@@ -367,8 +385,10 @@ def _start(job: Job) -> list[BaseProcess]:
     processes = [
         context.Process(target=worker_main, args=(job, rank)) for rank in range(job.num_local)
     ]
-    for process in processes:
-        process.start()
+    # An entry that is told by its name comes from a module of its own.
+    with fork_server.main_left_out() if isinstance(job.entry, str) else nullcontext():
+        for process in processes:
+            process.start()
     return list(processes)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame, FailureRecord
 from mmlaunch.launch.worker_main import Job
-from mmlaunch.process import process_tree
-from mmlaunch.process.heartbeat import Board, Snapshot, WorkerState
+from mmlaunch.process import fork_server, process_tree
+from mmlaunch.process.heartbeat import Board, Snapshot, Where, WorkerState
 
 OnEvent = Callable[[dict[str, Any]], None]
 # How long a better explanation than "lost its peer" may take to arrive.
@@ -75,6 +75,10 @@ class Watch:
             for rank, process in self._processes.items()
             if process.pid is not None
         }
+
+    def starting(self) -> bool:
+        """Whether no worker has begun a step, so that there is nothing to save."""
+        return all(shot.where.step < 0 for shot in self._board.snapshots())
 
     def request_stop(self) -> None:
         """Ask the workers to stop after their step; safe in a signal handler."""
@@ -165,6 +169,7 @@ class Watch:
             else replace(
                 shot,
                 progress_s=self._started_s,
+                where=Where(instruction="starting"),
                 process=self._process_ids.get(shot.local_rank),
             )
             for shot in self._board.snapshots()
@@ -180,6 +185,10 @@ class Watch:
             for rank, code in self._vanished.items()
             if rank not in recorded
         ]
+        ended = fork_server.exit_code()
+        if ended is not None:
+            # The kernel ends the workers with it.
+            return failures.blame_fork_server(self._job.base_rank, ended)
         verdict = failures.blame_death(records, vanished, include_network=False)
         if verdict is not None:
             return self._with_stack(verdict)
@@ -217,7 +226,8 @@ class Watch:
         if not active:
             return None
         stalled_s = time.monotonic() - max(shot.progress_s for shot in active)
-        if stalled_s <= self._job.timeout_s:
+        slow = any(shot.where.is_slow for shot in active)
+        if stalled_s <= (self._job.start_timeout_s if slow else self._job.timeout_s):
             return None
         verdict = failures.blame_silence(shots, base_rank=self._job.base_rank, stalled_s=stalled_s)
         return verdict and self._with_stack(verdict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -40,7 +41,8 @@ class Job:
         entry: function, or "module:function", called as ``entry(ctx, *args)``.
         run_dir: the run's folder; failure records go to its ``failures``.
         control_dir: the launch's own folder inside it: board, events, results.
-        timeout_s: longest silence of a peer, seconds.
+        timeout_s: longest silence of all ranks in a step, seconds.
+        start_timeout_s: and while one starts, loads or saves.
         launcher: the process without which a worker must not live.
         environment: the launcher's, which the fork server may have been started without.
         base_rank: global rank of this machine's first worker.
@@ -56,6 +58,7 @@ class Job:
     run_dir: Path
     control_dir: Path
     timeout_s: float
+    start_timeout_s: float
     launcher: process_tree.ProcessId
     environment: Mapping[str, str]
     num_nodes: int
@@ -82,6 +85,11 @@ class Job:
         """One line of JSON per report."""
         return self.control_dir / "events.jsonl"
 
+    @property
+    def peer_timeout_s(self) -> float:
+        """Longest wait for a peer: the launcher's verdict comes first, and names the culprit."""
+        return max(self.timeout_s, self.start_timeout_s) + _COLLECTIVE_GRACE_S
+
     def result_path(self, local_rank: int) -> Path:
         """File of a worker's result."""
         return self.control_dir / f"attempt-{self.attempt}-result-{local_rank}"
@@ -99,9 +107,9 @@ class WorkerContext:
         local_rank: position on this machine; ``rank`` is the global one.
         attempt: 0, then one more for each restart.
         device: the rank's device and backend.
-        heartbeat: ``beat`` at each instruction, ``waiting`` around each wait for peers; a
-            rank that is silent for longer than the timeout ends the run.
-        timeout_s: that timeout, seconds.
+        heartbeat: ``beat`` at each instruction, ``phase`` before anything else that takes time,
+            ``waiting`` around each wait for peers; ranks that are silent for too long end the run.
+        timeout_s: longest wait for a peer, seconds.
     """
 
     rank: int
@@ -136,6 +144,8 @@ def worker_main(job: Job, local_rank: int) -> None:
     process_tree.watch_launcher(job.launcher, released=heartbeat.released)
     heartbeat.register()
     _dump_stack_on_demand(job.stack_path(local_rank))
+    # Modules live as long as the process: looking through them takes a collection's whole time.
+    gc.freeze()
     try:
         _run_entry(job, local_rank, heartbeat)
     except BaseException:
@@ -168,7 +178,7 @@ def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
         attempt=job.attempt,
         device=device,
         run_dir=job.run_dir,
-        timeout_s=job.timeout_s,
+        timeout_s=job.peer_timeout_s,
         heartbeat=heartbeat,
         events_fd=os.open(job.events_path, os.O_WRONLY | os.O_APPEND),
     )
@@ -206,9 +216,11 @@ def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
                 dump=lambda: process_group.dump_flights(job.failures_dir, context.rank),
             )
         entry = job.entry
+        heartbeat.phase("importing")
         if not callable(entry):
             module, _, name = entry.partition(":")
             entry = getattr(importlib.import_module(module), name)
+        heartbeat.phase("")
         result = entry(context, *job.args)
         path = job.result_path(local_rank)
         temporary = path.with_suffix(".tmp")
@@ -228,7 +240,8 @@ def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
 
 
 def _join_process_group(job: Job, context: WorkerContext) -> None:
-    timeout = timedelta(seconds=job.timeout_s + _COLLECTIVE_GRACE_S)
+    timeout = timedelta(seconds=job.peer_timeout_s)
+    context.heartbeat.phase("joining")
     with context.heartbeat.waiting():
         # The launcher's store, bound since before any worker started: no port to race for.
         store = connect(job.store, timeout)

@@ -38,21 +38,38 @@ class WorkerState(IntEnum):
     DONE = 3
 
 
+# In the place of an instruction's index: a phase, in one of which a rank may be silent for longer.
+_SLOW_PHASE = -1
+_PHASE = -2
+
+
 @dataclass(slots=True, kw_only=True)
 class Where:
-    """Place in the program, for messages. The executor may set the fields or call ``beat``."""
+    """Place in the program, for messages. The executor may set the fields or call ``beat``.
+
+    Attributes:
+        module: name of the unit or module that runs; may be empty.
+        step: training step; -1 before the first.
+        instruction_index: negative in a phase, whose name ``instruction`` then is.
+    """
 
     module: str = ""
     step: int = -1
-    instruction_index: int = -1
+    instruction_index: int = _SLOW_PHASE
     instruction: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether this part of a run may take longer than a step: start-up, loading and saving."""
+        return self.instruction_index == _SLOW_PHASE
 
     def __str__(self) -> str:
         parts = [f"module {self.module}"] if self.module else []
         if self.step >= 0:
             parts.append(f"step {self.step}")
         if self.instruction:
-            parts.append(f"instruction {self.instruction}")
+            is_phase = self.instruction_index < 0
+            parts.append(self.instruction if is_phase else f"instruction {self.instruction}")
         return ", ".join(parts)
 
 
@@ -136,7 +153,7 @@ class Heartbeat:
     def register(self) -> None:
         """Say which process owns the slot."""
         me = ProcessId.of(os.getpid())
-        self.beat(-1, -1, "")
+        self.phase("importing")
         _IDENTITY.pack_into(self._buffer, self._slot, me.pid, me.start_ticks)
 
     def beat(
@@ -153,6 +170,16 @@ class Heartbeat:
             self._write(_COMPUTING, step, instruction_index, instruction, where.module)
         else:
             self._enter(_COMPUTING)
+
+    def phase(self, name: str, step: int = -1, *, slow: bool = True) -> None:
+        """Say that this rank begins something that is no instruction.
+
+        Args:
+            name: at most 40 bytes, as in "building the model".
+            step: to which it belongs; -1 before the first.
+            slow: whether it may take longer than a step.
+        """
+        Heartbeat.beat(self, step, _SLOW_PHASE if slow else _PHASE, name, "")
 
     def waiting(self, peers: tuple[int, ...] = ()) -> _Waiting:
         """Context in which this rank waits for a message or a collective of ``peers``.
@@ -315,7 +342,8 @@ class _DeviceProgress:
         while behind and behind[0][0].query():
             _, over = behind.popleft()
             following = behind[0][1] if behind else self._host
-            if (over.step, over.position) != (following.step, following.position):
+            over_yet = (over.step, over.position) != (following.step, following.position)
+            if over_yet and over.position >= 0:
                 self.completed = over
         now = behind[0][1] if behind else self._host
         if now is not self._shown:

@@ -32,5 +32,6 @@ class RunOptions:
     node_rank: int = 0
     rdzv_endpoint: str | None = None
     timeout_s: float = 300.0
+    start_timeout_s: float = 900.0
     num_workers: int = 0
     emulation: Timings | None = None

@@ -97,10 +97,11 @@ def prepare(options: RunOptions) -> Prepared:
         InvalidInputError: a file is wrong, the plan is for another workload, a setting cannot
             be made, or there are too few devices.
     """
-    if not 0 < options.timeout_s < math.inf:
-        raise InvalidInputError(
-            f"--timeout {options.timeout_s:g}: not a number of seconds", hint="300 is the default"
-        )
+    for name, value in (("timeout", options.timeout_s), ("start-timeout", options.start_timeout_s)):
+        if not 0 < value < math.inf:
+            raise InvalidInputError(
+                f"--{name} {value:g}: not a number of seconds", hint="the default is long enough"
+            )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     stated = load_workload(path)
@@ -138,11 +139,13 @@ def try_out(prepared: Prepared, tasks: Collection[str]) -> list[str]:
     """
     from mmplan.schema.dry_run import dry_run
 
+    modules = prepared.profile.modules if prepared.profile else {}
     return dry_run(
         prepared.workload,
         prepared.workload_path.parent,
         tasks=tasks,
         sharded=prepared.plan.cuts_parameters,
+        sizes={name: module.parameters for name, module in modules.items()},
     )
 
 
@@ -225,13 +228,14 @@ def run(
             num_ranks=prepared.plan.devices,
             run_dir=run_dir,
             timeout_s=options.timeout_s,
+            start_timeout_s=options.start_timeout_s,
             max_restarts=options.max_restarts,
             nnodes=options.nnodes,
             node_rank=options.node_rank,
             rdzv_endpoint=options.rdzv_endpoint,
             on_event=on_worker_event,
         )
-    except MMPlanError:
+    except (MMPlanError, KeyboardInterrupt):
         if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
             (run_dir / _RECORD).unlink(missing_ok=True)
@@ -280,6 +284,7 @@ def verify(
                 num_ranks=prepared.plan.devices,
                 run_dir=Path(run_dir),
                 timeout_s=options.timeout_s,
+                start_timeout_s=options.start_timeout_s,
                 stops_in_order=False,
             )
         return judge(prepared.workload, folder, prepared.plan, records, steps)

@@ -92,6 +92,10 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     newest = _newest(ctx, transport, folder) if going_on else None
     if going_on and newest is None:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
+    if ctx.attempt:
+        attempt = f"attempt {ctx.attempt + 1} of {job.options.max_restarts + 1}"
+        from_ = "step 0" if newest is None else newest.name
+        _report(ctx, {"kind": "note", "message": f"{attempt}, from {from_}"})
     trainer = _Trainer(ctx, job, transport)
     index = _segment_at(job, newest)
     result = trainer.train(index, newest, proven=True)
@@ -154,6 +158,8 @@ class _Trainer:
                 anyway = options.resume_anyway
                 for change in session.load(checkpoint, anyway=anyway, proven=proven):
                     _report(ctx, {"kind": "note", "message": f"resuming anyway: {change}"})
+                # Who loads for longer than others is waited for here: a step has less time.
+                self._transport.gather_objects(None)
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
                 stopped, spans = self._steps(session, segment, memory, garbage)

@@ -158,6 +158,7 @@ class Session:
         if row_sha256 is not None:
             check_row(self.program, transport.rank, row_sha256)
         self._dtype = dtype_of(workload.train.precision)
+        self._heartbeat.phase("building the model")
         if profile is not None:
             parts = _parts_of(self.program, transport.rank)
             check_model(profile, workload, folder, parts=parts)
@@ -172,8 +173,10 @@ class Session:
         channels = Channels(self.program)
         # All ranks add up the loss and the norm.
         everyone = tuple(range(transport.world_size)), 0
+        self._heartbeat.phase("joining")
         transport.prepare([everyone, *communicators(self.program)], channels.links)
         tasks = resolve_tasks(workload)
+        self._heartbeat.phase("loading data")
         self._data = TaskData(
             program=self.program,
             workload=workload,
@@ -184,6 +187,7 @@ class Session:
             pin_memory=transport.device.type == "cuda",
         )
         precision = TrainingPrecision(workload.train.precision, transport.device)
+        self._heartbeat.phase("building the model")
         specs = infer_shapes(
             self.program,
             self.model,
@@ -389,6 +393,7 @@ class Session:
     def forward_backward(self, *, timed: bool = False) -> StepResult:
         """A step without its update; the gradients are left in ``.grad``."""
         asked = time.perf_counter()
+        self._heartbeat.phase("loading data", self.step_count, slow=False)
         data = self._data.step(self.step_count)
         self._samples = {task: [*part.indices] for task, part in data.items()}
         for hook in self.hooks.on_data:
@@ -459,6 +464,7 @@ class Session:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
             RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
+        self._heartbeat.phase("saving", self.step_count)
         # One copy is written: it must be that of all.
         if self._replicas:
             self._replicas.compare(self.step_count)
@@ -500,6 +506,7 @@ class Session:
             InvalidInputError: it is damaged, of another workload's shapes or optimizer, or of a
                 run that trained otherwise.
         """
+        self._heartbeat.phase(f"loading {Path(path).name}")
         if not proven:
             ranks, gather = self.transport.world_size, self.transport.gather_objects
             prove(Path(path), rank=self.rank, num_ranks=ranks, gather=gather)
@@ -523,6 +530,7 @@ class Session:
 
     def write_weights(self, path: str | Path) -> list[Path]:
         """Write ``final.safetensors`` (rank 0): every weight, unsharded, by full name."""
+        self._heartbeat.phase("saving", self.step_count)
         holders = [self._state, *([self._inactive] if self._inactive else [])]
         return write_final_weights(Path(path), holders, self.transport)
 

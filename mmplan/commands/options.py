@@ -88,7 +88,12 @@ WorkloadOption = Annotated[
     typer.Option("--workload", metavar="FILE", help="default: the one the plan names"),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="longest silence of a rank")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="longest silence of all ranks in a step"),
+]
+StartTimeoutOption = Annotated[
+    float,
+    typer.Option("--start-timeout", metavar="SECONDS", help="while a rank starts, loads or saves"),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="one JSON document on stdout, nothing else")

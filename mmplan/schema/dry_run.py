@@ -61,6 +61,7 @@ def dry_run(
     tasks: Collection[str] | None = None,
     sharded: bool = False,
     on_meta: bool = False,
+    sizes: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Try a workload; it imports the workload's code, whose output goes to stderr.
 
@@ -70,6 +71,7 @@ def dry_run(
         tasks: only these.
         sharded: whether a rank may hold a part of a parameter.
         on_meta: whether all factories must build on the meta device, as analytic profiles do.
+        sizes: numbers of parameters, by module; of the others they are counted.
 
     Returns:
         What could not be tried, in words.
@@ -84,11 +86,24 @@ def dry_run(
     views = [v for n, v in resolve_tasks(workload).items() if tasks is None or n in tasks]
     # Torch logs failures of fake tensors with a traceback; they are told here.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-    with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]):
+    with redirect_stdout(sys.stderr), torch.random.fork_rng(devices=[]), _one_thread():
         if on_meta:
             _check_meta(workload, folder, views)
-        model = _Model(workload, folder, views)
+        model = _Model(workload, folder, views, sizes or {})
         return [note for view in views for note in _Trial(workload, folder, view, model).notes()]
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Two samples need no more, and threads that find no core spin instead of computing."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_meta(workload: Workload, folder: Path, views: Sequence[TaskView]) -> None:
@@ -129,6 +144,7 @@ class _Model:
         workload: gives the factories.
         folder: the workload file's folder.
         views: the tasks.
+        sizes: numbers of parameters, by module.
 
     Attributes:
         modules: by name; those that share parameters are one object.
@@ -136,27 +152,44 @@ class _Model:
         mode: of tensors without values; None where all have some.
     """
 
-    def __init__(self, workload: Workload, folder: Path, views: Sequence[TaskView]) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
+    def __init__(
+        self,
+        workload: Workload,
+        folder: Path,
+        views: Sequence[TaskView],
+        sizes: Mapping[str, float],
+    ) -> None:
         self._folder, self._seed = folder, workload.train.seed
         self._batches: list[tuple[DataSpec, Mapping[str, Any]]] = []
         names = dict.fromkeys(name for view in views for name in view.modules)
         owner = {name: workload.modules[name].share or name for name in names}
         losses = dict.fromkeys(name for view in views for name in view.loss_inputs)
-        mode = FakeTensorMode()
-        build = {n: partial(build_module, workload, n, folder) for n in owner.values()}
-        build_term = {n: partial(build_loss, workload, n, folder) for n in losses}
-        made = {name: _without_values(mode, make) for name, make in build.items()}
-        terms = {name: _without_values(mode, make) for name, make in build_term.items()}
-        parameters = (p for part in (*made.values(), *terms.values()) for p in part.parameters())
-        self.mode: FakeTensorMode | None = mode
-        if sum(parameter.numel() for parameter in parameters) <= _MOST_REAL:
-            self.mode = None
-            made = {name: make() for name, make in build.items()}
-            terms = {name: make() for name, make in build_term.items()}
+        modules = {
+            n: partial(build_module, workload, n, folder) for n in dict.fromkeys(owner.values())
+        }
+        terms = {n: partial(build_loss, workload, n, folder) for n in losses}
+        self.mode: FakeTensorMode | None = None
+        # Only what nobody knows is built to be counted: on the meta device too torch may load its
+        # compiler, which takes a second.
+        empty = {n: _on_meta(make) for n, make in modules.items() if n not in sizes}
+        empty_terms = {n: _on_meta(make) for n, make in terms.items()}
+        counted = [
+            p.numel()
+            for part in (*empty.values(), *empty_terms.values())
+            for p in part.parameters()
+        ]
+        if sum(counted) + sum(sizes.get(name, 0) for name in modules) <= _MOST_REAL:
+            made = {name: make() for name, make in modules.items()}
+            self.losses = {name: make() for name, make in terms.items()}
+        else:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            self.mode = FakeTensorMode()
+            made = {n: empty[n] if n in empty else _on_meta(modules[n]) for n in modules}
+            self.losses = empty_terms
+            for part in (*made.values(), *empty_terms.values()):
+                _without_values(part, self.mode)
         self.modules = {name: made[owner[name]] for name in names}
-        self.losses = terms
 
     def batch(self, data: DataSpec, field: str) -> Mapping[str, Any]:
         """A few samples of a data set; tasks with the same data have the same ones.
@@ -194,15 +227,19 @@ class _Model:
         return pytree.tree_map_only(Tensor, self.mode.from_tensor, tree)
 
 
-def _without_values(mode: FakeTensorMode, build: Callable[..., PartT]) -> PartT:
-    """A part of the model without memory; a factory that needs values has them while it runs."""
+def _on_meta(build: Callable[..., PartT]) -> PartT:
+    """A part of the model without memory; with values where its factory needs some."""
+    try:
+        return build(device="meta")
+    except InvalidInputError:
+        return build()
+
+
+def _without_values(part: nn.Module, mode: FakeTensorMode) -> None:
+    """Put fake tensors in the place of a part's own."""
     import torch
     from torch import Tensor, nn
 
-    try:
-        part = build(device="meta")
-    except InvalidInputError:
-        part = build()
     empty: dict[Tensor, Tensor] = {}
     for child in part.modules():
         for held in (child._parameters, child._buffers, vars(child)):
@@ -215,7 +252,6 @@ def _without_values(mode: FakeTensorMode, build: Callable[..., PartT]) -> PartT:
                         is_parameter = isinstance(tensor, nn.Parameter)
                         empty[tensor] = nn.Parameter(made) if is_parameter else made
                 held[key] = empty[tensor]  # pyright: ignore[reportArgumentType]
-    return part
 
 
 class _Trial:

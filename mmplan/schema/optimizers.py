@@ -66,8 +66,12 @@ def _try_arguments(
                 f"{field}: {kind.__name__} takes no {name!r}",
                 hint=_meant(name, taken) or f"{kind.__name__} takes {', '.join(taken)}",
             )
+    # Torch hides this method from its compiler, which it loads for that: a second of imports.
+    plain = {"add_param_group": inspect.unwrap(torch.optim.Optimizer.add_param_group)}
     try:
-        kind([nn.Parameter(torch.zeros(1))], **{**(others or {}), **arguments})
+        type(kind.__name__, (kind,), plain)(
+            [nn.Parameter(torch.zeros(1))], **{**(others or {}), **arguments}
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
             f"{field}: {kind.__name__}: {error}",

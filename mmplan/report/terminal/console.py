@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from threading import Lock, Timer
 from typing import IO, Any
 
 from mmplan.errors import MMPlanError, UnfitEnvironmentError
+
+# Longest silence of a progress without a terminal.
+_LINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ class Output:
 
 
 class Progress:
-    """A bar on a terminal; a line now and then elsewhere.
+    """A bar on a terminal; elsewhere a line for each tenth, and for each half minute.
 
     Args:
         title: stands before the bar.
@@ -114,7 +118,7 @@ class Progress:
         self._title = title
         self._live: Any = None
         self._task: Any = None
-        self._last = 0, -1
+        self._last, self._said_s = (0, -1), 0.0
         self._state: tuple[int, int | None, str] = 0, None, ""
         self._lock, self._timer = Lock(), Timer(after_s, self._show)
         self._shown = self._closed = False
@@ -171,9 +175,10 @@ class Progress:
             self._live.update(self._task, completed=done, total=total, note=note)
         elif total is not None:
             tenth = 10 * done // max(total, 1)
+            late = time.monotonic() - self._said_s > _LINE_S
             # What is counted anew, of another total, is told from its start.
-            if self._last != (total, tenth):
-                self._last = total, tenth
+            if late or self._last != (total, tenth):
+                self._last, self._said_s = (total, tenth), time.monotonic()
                 _write(sys.stderr, f"{self._title}: {done}/{total} {note}".rstrip() + "\n")
 
 
