@@ -172,6 +172,28 @@ def run(
     rdzv_endpoint: Annotated[
         str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="of machine 0")
     ] = None,
+    local_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--local-addr",
+            metavar="ADDRESS",
+            help="by which the other machines reach this one; default: its interface to machine 0",
+        ),
+    ] = None,
+    join_timeout: Annotated[
+        float,
+        typer.Option(
+            "--join-timeout", metavar="S", min=1, help="seconds for all machines to come together"
+        ),
+    ] = 900.0,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file",
+            metavar="FILE",
+            help="the secret of several machines; default: MMLAUNCH_SECRET, else in the run folder",
+        ),
+    ] = None,
     num_workers: Annotated[
         int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
     ] = 0,
@@ -185,6 +207,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
+    from mmlaunch.launch.hosts import Meeting
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
@@ -213,9 +236,14 @@ def run(
         workload=workload,
         settings=parse_settings(settings or ()),
         tasks=chosen,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
+        meeting=Meeting(
+            num_nodes=nnodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint,
+            local_addr=local_addr,
+            secret_file=secret_file,
+            join_s=join_timeout,
+        ),
         timeout_s=timeout,
         num_workers=num_workers,
         emulation=emulation,
@@ -233,7 +261,9 @@ def run(
         show = follow(out, bar, prepared.plan, total, emulated=emulate)
         summary = start(options, prepared, show, _planner(out, options, prepared))
     segment = summary.segment
-    write_run_trace(out, segment.plan, segment.path, summary.spans, summary.run_dir / "trace.json")
+    if node_rank == 0:
+        trace = summary.run_dir / "trace.json"
+        write_run_trace(out, segment.plan, segment.path, summary.spans, trace)
     out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
     if summary.stopped:
         raise StoppedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -124,9 +123,9 @@ class Watch:
             process.join(max(0.0, deadline_s - time.monotonic()))
 
     def results(self) -> list[Any]:
-        """Results of the entries, by local rank."""
+        """Results of the entries, JSON, by local rank."""
         paths = [self._job.result_path(rank) for rank in range(self._job.num_local)]
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        return [json.loads(path.read_bytes()) for path in paths]
 
     def kill(self) -> None:
         """End every worker, and its children, now.
