@@ -98,7 +98,10 @@ class Watch:
             if process.exitcode is not None
         }
         shots = self._snapshots()
-        records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
+        # Those of other machines lie in the same folder: their launchers judge them.
+        own = range(self._job.base_rank, self._job.base_rank + self._job.num_local)
+        found = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
+        records = [record for record in found if record.rank in own]
         recorded = {record.rank - self._job.base_rank for record in records}
         for local_rank, exit_code in exits.items():
             finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
