@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,20 +309,11 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         run("nowhere", tmp_path)
     with pytest.raises(InvalidInputError, match="no rendezvous endpoint"):
         run(entries.rank_and_sum, tmp_path, 1, meeting=Meeting(num_nodes=2))
+    third = Meeting(num_nodes=2, node_rank=2, endpoint="h:1")
     with pytest.raises(InvalidInputError, match="node rank 2 of 2"):
-        run(
-            entries.rank_and_sum,
-            tmp_path,
-            1,
-            meeting=Meeting(num_nodes=2, node_rank=2, endpoint="h:1"),
-        )
+        run(entries.rank_and_sum, tmp_path, 1, meeting=third)
     with pytest.raises(InvalidInputError, match="do not fill 3 nodes"):
-        run(
-            entries.rank_and_sum,
-            tmp_path,
-            1,
-            meeting=Meeting(num_nodes=3, node_rank=2, endpoint="h:1"),
-        )
+        run(entries.rank_and_sum, tmp_path, 1, meeting=replace(third, num_nodes=3))
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="cannot write to run directory"):
         launch(

@@ -155,11 +155,10 @@ class Rendezvous:
             faults = self._exchange("met", {"fault": fault and str(fault)})
         finally:
             server.close()
-        if fault is not None:
-            raise fault
         told = next((one["fault"] for one in faults if one["fault"]), None)
         if told is not None:
-            raise UnfitEnvironmentError(told, hint="look at the launcher there")
+            self._part_after("met")
+            raise fault or UnfitEnvironmentError(told, hint="look at the launcher there")
 
     def join(self, attempt: int) -> str:
         """Wait until every machine has come to an attempt.
@@ -222,8 +221,7 @@ class Rendezvous:
 
     def part(self, attempt: int) -> None:
         """End the run after a failure; machine 0 waits until all have read why, as it serves it."""
-        with contextlib.suppress(dist.DistError):
-            self._part(f"attempt-{attempt}/parted", _PART_S)
+        self._part_after(f"attempt-{attempt}")
 
     def close(self) -> None:
         """Close the connections; on machine 0 the store ends."""
@@ -250,6 +248,10 @@ class Rendezvous:
     def store_for_looks(self) -> Store:
         """The store, on a connection that is silent for as long as a machine may be."""
         return self._connect(self.silent_s)
+
+    def _part_after(self, what: str) -> None:
+        with contextlib.suppress(dist.DistError):
+            self._part(f"{what}/parted", _PART_S)
 
     def _part(self, key: str, patience_s: float) -> None:
         deadline_s = time.monotonic() + patience_s
