@@ -166,6 +166,16 @@ def run(
     ] = None,
     tasks: TasksOption = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile", metavar="FILE", help="start on these hosts over ssh: HOST slots=N a line"
+        ),
+    ] = None,
+    ssh: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help="with --hostfile")
+    ] = "ssh -o BatchMode=yes",
+    host_names: Annotated[str, typer.Option("--host-names", hidden=True)] = "",
     node_rank: Annotated[
         int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
     ] = 0,
@@ -191,7 +201,7 @@ def run(
         typer.Option(
             "--secret-file",
             metavar="FILE",
-            help="the secret of several machines; default: MMLAUNCH_SECRET, else in the run folder",
+            help="secret of several machines, - from stdin; default: MMLAUNCH_SECRET, else made",
         ),
     ] = None,
     num_workers: Annotated[
@@ -207,7 +217,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
-    from mmlaunch.launch.hosts import Meeting
+    from mmlaunch.launch.hosts import Meeting, given_secret
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
@@ -216,6 +226,9 @@ def run(
     from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
+    secret = given_secret(secret_file)
+    if hostfile is not None:
+        raise typer.Exit(_on_hosts(out, plan, hostfile, ssh, rdzv_endpoint, secret))
     if emulate and (resume or resume_anyway or save_every or tasks):
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
@@ -241,8 +254,9 @@ def run(
             node_rank=node_rank,
             endpoint=rdzv_endpoint,
             local_addr=local_addr,
-            secret_file=secret_file,
+            secret=secret,
             join_s=join_timeout,
+            names=tuple(host_names.split(",")) if host_names else (),
         ),
         timeout_s=timeout,
         num_workers=num_workers,
@@ -273,6 +287,32 @@ def run(
     done = "emulated, nothing was trained" if emulate else "done"
     out.text(f"{counted(summary.steps, 'step')} {done}; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+def _on_hosts(
+    out: Output, plan: Path, hostfile: Path, ssh: str, endpoint: str | None, secret: bytes | None
+) -> int:
+    """This very command on every host, its own options apart."""
+    from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
+    from mmlaunch.launch.ssh import run_on_hosts
+    from mmplan.schema.load import load_plan
+
+    hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
+    arguments, own = list[str](), ("--hostfile", "--ssh", "--secret-file", "--rdzv-endpoint")
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word in own:
+            next(words)
+        elif not word.startswith(tuple(f"{name}=" for name in own)):
+            arguments.append(word)
+    return run_on_hosts(
+        hosts,
+        arguments,
+        ssh=ssh,
+        endpoint=endpoint,
+        secret=secret,
+        on_line=lambda line, as_result: out.relay(line, as_result=as_result),
+    )
 
 
 def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:

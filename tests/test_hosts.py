@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests import commands
 from tests.birds import copy_workload, two_rank_plan
 from tests.hosts import Host, network
-from tests.processes import tree
+from tests.processes import named, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -63,8 +63,8 @@ def start(plan: Path, tmp_path: Path) -> Generator[Started]:
     """Starts a machine's launcher, in one shared folder; all are ended after the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def on(host: Host, first: Host, node: int, *more: object, nodes: int = 2) -> Any:
-        where = ["--nnodes", nodes, "--node-rank", node, "--rdzv-endpoint", f"{first.name}:{PORT}"]
+    def on(host: Host, first: Host, node: int, *more: object) -> Any:
+        where = ["--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", f"{first.name}:{PORT}"]
         arguments = ["run", plan, "--run-dir", tmp_path / "run", *where, *more]
         process = host.start("mmlaunch", *arguments, cwd=tmp_path)
         started.append(process)
@@ -223,3 +223,58 @@ def test_a_link_that_stays_cut_is_named_with_both_ends(
         in errors(said[0])
     )
     assert f"machine 1 ({b.name}) has heard nothing of machine 0 ({a.name})" in errors(said[1])
+
+
+@pytest.fixture
+def over_ssh(hosts: list[Host], plan: Path, tmp_path: Path) -> list[object]:
+    """A command for both machines; what stands for ssh enters their namespaces."""
+    (tmp_path / "hostfile").write_text("".join(f"{host.name} slots=1\n" for host in hosts))
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec ip netns exec $1 unshare --uts sh -c "hostname $1; $2"\n')
+    ssh.chmod(0o755)
+    more = ["--run-dir", tmp_path / "run", "--hostfile", tmp_path / "hostfile", "--ssh", ssh]
+    return ["run", plan, *more]
+
+
+def test_a_hostfile_starts_all_from_one_machine(
+    over_ssh: list[object], tmp_path: Path, one_machine: dict[str, torch.Tensor]
+) -> None:
+    done = commands.run("mmlaunch", *over_ssh, "--json", cwd=tmp_path, timeout_s=200)
+    assert done.code == 0, done.err
+    assert done.document["steps"] == 8
+    weights = load_file(tmp_path / "run" / "final.safetensors")
+    assert all(torch.equal(weights[name], one_machine[name]) for name in weights)
+
+
+def test_a_host_of_the_file_that_does_not_come_is_named(
+    over_ssh: list[object], hosts: list[Host], tmp_path: Path
+) -> None:
+    wrong = (tmp_path / "hostfile").read_text().replace(hosts[1].name, "nowhere")
+    (tmp_path / "hostfile").write_text(wrong)
+    limit = ("--join-timeout", 8)
+    done = commands.run("mmlaunch", *over_ssh, *limit, cwd=tmp_path, timeout_s=200)
+    assert done.code != 0
+    assert "machine 1 (nowhere) of 2 did not come within 8 s" in done.err
+    assert "nowhere: " in done.err  # what ssh said
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_all_machines_end_with_who_started_them(
+    over_ssh: list[object], tmp_path: Path, signum: signal.Signals
+) -> None:
+    started = commands.start(
+        "mmlaunch", *over_ssh, "--steps", 100_000, cwd=tmp_path, MARK=str(tmp_path)
+    )
+    deadline_s = time.monotonic() + 150
+    while _steps(tmp_path) < 3:
+        assert started.poll() is None, started.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    started.send_signal(signum)
+    _, said = started.communicate(timeout=90)
+    assert started.returncode == (75 if signum == signal.SIGTERM else -signum), said
+    deadline_s = time.monotonic() + 60
+    while named(f"MARK={tmp_path}"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1

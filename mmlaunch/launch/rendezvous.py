@@ -110,7 +110,7 @@ class Rendezvous:
             endpoint = addresses.parse_endpoint(meeting.endpoint)
         if self.node == 0:
             self._local = addresses.of_first_machine(endpoint, meeting.local_addr)
-            self.secret = self._given_secret() or self._new_secret()
+            self.secret = meeting.secret or self._new_secret()
             self._server = _serve((self._local, endpoint[1]), self.secret)
             self.address = self._server.address
             self._store = self._connect(_ANSWER_S)
@@ -342,16 +342,6 @@ class Rendezvous:
     def _first_folder(self) -> Path:
         return self._folder / "launch-node0"
 
-    def _given_secret(self) -> bytes | None:
-        """From a file that the user names, or the environment."""
-        path = self._meeting.secret_file
-        if path is None:
-            return os.environ.get(SECRET, "").encode() or None
-        text = _read(path)
-        if not text:
-            raise InvalidInputError(f"--secret-file {path}: nothing to read", hint="write one")
-        return text.encode()
-
     def _new_secret(self) -> bytes:
         """Of this run; with several machines it lies where only the user can read it."""
         secret = secrets.token_hex(32)
@@ -371,7 +361,7 @@ class Rendezvous:
     def _find(self) -> Store:
         """Machine 0's store; it may be started after this machine."""
         host, port = self.address
-        given = self._given_secret()
+        given = self._meeting.secret
         deadline_s = time.monotonic() + self._meeting.join_s
         answered_s: float | None = None
         while True:
