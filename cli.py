@@ -175,7 +175,10 @@ def run(
     ssh: Annotated[
         str, typer.Option("--ssh", metavar="COMMAND", help="with --hostfile")
     ] = "ssh -o BatchMode=yes",
-    host_names: Annotated[str, typer.Option("--host-names", hidden=True)] = "",
+    host_names: Annotated[
+        str | None,
+        typer.Option("--host-names", metavar="A,B,...", help="of all machines, for messages"),
+    ] = None,
     node_rank: Annotated[
         int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
     ] = 0,

@@ -9,7 +9,7 @@ import pytest
 from mmlaunch.launch import addresses
 from mmlaunch.launch.hosts import SECRET, Host, given_secret, hosts_of_plan, read_hostfile
 from mmplan.errors import InvalidInputError
-from tests.programs import make_plan, unit
+from tests.programs import loss, make_plan, unit
 
 
 def hostfile(folder: Path, text: str) -> Path:
@@ -44,7 +44,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> N
 
 
 def test_a_plan_takes_as_many_hosts_as_it_has_nodes() -> None:
-    made = make_plan(unit("m", dp=2, ranks=[[[0]], [[1]]]))
+    made = make_plan(unit("a", dp=2), unit("b", dp=2), losses=[loss("l", "a", "b")], devices=2)
     boxes = {"nodes": 2, "devices_per_node": 1}
     two = made.model_copy(update={"cluster": made.cluster.model_copy(update=boxes)})
     whole = {"nodes": 1, "devices_per_node": 2}
