@@ -47,7 +47,7 @@ class RefusedError(ConnectionError):
 
 
 @dataclass(slots=True)
-class _Channel:
+class _Conversation:
     """Frames of one conversation, as one side writes and reads them.
 
     Attributes:
@@ -77,9 +77,9 @@ class _Channel:
         return hmac.digest(self.key, head + body, hashlib.sha256)
 
 
-def _channel(secret: bytes, server: bytes, client: bytes, *, serves: bool) -> _Channel:
+def _conversation(secret: bytes, server: bytes, client: bytes, *, serves: bool) -> _Conversation:
     key = hmac.digest(secret, b"mmlaunch store" + server + client, hashlib.sha256)
-    return _Channel(key=key, serves=serves)
+    return _Conversation(key=key, serves=serves)
 
 
 def _length(head: bytes) -> int:
@@ -260,7 +260,7 @@ class _Client:
     socket: socket.socket
     proof_until_s: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
-    channel: _Channel | None = None
+    channel: _Conversation | None = None
     request: Mapping[str, Any] | None = None
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)
@@ -284,7 +284,7 @@ class _Client:
         if len(self.inbox) < _NONCE_BYTES + _TAG_BYTES:
             return
         nonce, tag = bytes(self.inbox[:_NONCE_BYTES]), bytes(self.inbox[_NONCE_BYTES:])
-        channel = _channel(secret, self.nonce, nonce, serves=True)
+        channel = _conversation(secret, self.nonce, nonce, serves=True)
         channel.check(tag, b"")
         self.channel = channel
         self.inbox.clear()
@@ -324,7 +324,7 @@ class _Connection:
             _set_options(self._socket)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             server = self._read(_NONCE_BYTES)
-            self._channel = _channel(secret, server, nonce, serves=False)
+            self._channel = _conversation(secret, server, nonce, serves=False)
             # Without the length: the proof is of one size.
             self._socket.sendall(nonce + self._channel.frame(b"")[_LENGTH_BYTES:])
             self._message()
