@@ -20,7 +20,8 @@ from mmlaunch.launch.hosts import Host
 from mmplan.errors import UnfitEnvironmentError
 
 # Below the ports that systems give to clients.
-_FIRST_PORT, _PORTS = 20_000, 10_000
+_FIRST_PORT = 20_000
+_PORTS = 10_000
 _POLL_S = 0.1
 # For the other launchers to end after one has: they tell each other why; chosen by hand.
 _GRACE_S = 60.0

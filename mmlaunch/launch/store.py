@@ -36,7 +36,8 @@ _STRANGERS = 256
 _PROOF_S = 5.0
 # A message's body: gloo's addresses and results of ranks are far smaller.
 _MOST_BYTES = 16 << 20
-_NONCE_BYTES = _TAG_BYTES = 32
+_NONCE_BYTES = 32
+_TAG_BYTES = 32
 _LENGTH_BYTES = 4
 _SWEEP_S = 1.0
 _CHUNK = 1 << 16
