@@ -168,11 +168,46 @@ def run(
     ] = None,
     tasks: TasksOption = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(
+            "--hostfile", metavar="FILE", help="start on these hosts over ssh: HOST slots=N a line"
+        ),
+    ] = None,
+    ssh: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help="with --hostfile")
+    ] = "ssh -o BatchMode=yes",
+    host_names: Annotated[
+        str | None,
+        typer.Option("--host-names", metavar="A,B,...", help="of all machines, for messages"),
+    ] = None,
     node_rank: Annotated[
         int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
     ] = 0,
     rdzv_endpoint: Annotated[
         str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="of machine 0")
+    ] = None,
+    local_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--local-addr",
+            metavar="ADDRESS",
+            help="by which the other machines reach this one; default: its interface to machine 0",
+        ),
+    ] = None,
+    join_timeout: Annotated[
+        float,
+        typer.Option(
+            "--join-timeout", metavar="S", min=1, help="seconds for all machines to come together"
+        ),
+    ] = 900.0,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file",
+            metavar="FILE",
+            help="secret of several machines, - from stdin; default: MMLAUNCH_SECRET, else made",
+        ),
     ] = None,
     num_workers: Annotated[
         int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
@@ -188,6 +223,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
+    from mmlaunch.launch.hosts import Meeting, given_secret
     from mmlaunch.process import fork_server
 
     # What workers need is imported beside what this process does until they start.
@@ -200,6 +236,9 @@ def run(
     from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
+    secret = given_secret(secret_file)
+    if hostfile is not None:
+        raise typer.Exit(_on_hosts(out, plan, hostfile, ssh, rdzv_endpoint, secret))
     if emulate and (resume or resume_anyway or save_every or tasks):
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
@@ -220,9 +259,15 @@ def run(
         workload=workload,
         settings=parse_settings(settings or ()),
         tasks=chosen,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv_endpoint=rdzv_endpoint,
+        meeting=Meeting(
+            num_nodes=nnodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint,
+            local_addr=local_addr,
+            secret=secret,
+            join_s=join_timeout,
+            names=tuple(host_names.split(",")) if host_names else (),
+        ),
         timeout_s=timeout,
         start_timeout_s=start_timeout,
         num_workers=num_workers,
@@ -241,7 +286,9 @@ def run(
         show = follow(out, bar, prepared.plan, total, emulated=emulate)
         summary = start(options, prepared, show, _planner(out, options, prepared))
     segment = summary.segment
-    write_run_trace(out, segment.plan, segment.path, summary.spans, summary.run_dir / "trace.json")
+    if node_rank == 0:
+        trace = summary.run_dir / "trace.json"
+        write_run_trace(out, segment.plan, segment.path, summary.spans, trace)
     out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
     if summary.stopped:
         raise StoppedError(
@@ -251,6 +298,32 @@ def run(
     done = "emulated, nothing was trained" if emulate else "done"
     out.text(f"{counted(summary.steps, 'step')} {done}; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+def _on_hosts(
+    out: Output, plan: Path, hostfile: Path, ssh: str, endpoint: str | None, secret: bytes | None
+) -> int:
+    """This very command on every host, its own options apart."""
+    from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
+    from mmlaunch.launch.ssh import run_on_hosts
+    from mmplan.schema.load import load_plan
+
+    hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
+    arguments, own = list[str](), ("--hostfile", "--ssh", "--secret-file", "--rdzv-endpoint")
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word in own:
+            next(words)
+        elif not word.startswith(tuple(f"{name}=" for name in own)):
+            arguments.append(word)
+    return run_on_hosts(
+        hosts,
+        arguments,
+        ssh=ssh,
+        endpoint=endpoint,
+        secret=secret,
+        on_line=lambda line, as_result: out.relay(line, as_result=as_result),
+    )
 
 
 def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:

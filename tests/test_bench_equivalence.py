@@ -11,12 +11,12 @@ from ruamel.yaml import YAML
 
 from benchmarks import page, peers
 from benchmarks.peers import Race, RaceResult
-from mmlaunch.launch.launch import launch
 from mmlaunch.launch.worker_main import WorkerContext
 from mmplan.errors import InvalidInputError, RunFailedError
 from mmplan.schema.base import file_sha256, save_document
 from mmplan.schema.plan import FileReference, Plan
 from mmplan.schema.workload import load_workload
+from tests.launching import launched
 from tests.programs import loss, make_plan, trained_as, unit
 
 BATCH = 12
@@ -90,9 +90,9 @@ def run_race(entry: Any, workload: Path, plan: Plan) -> list[RaceResult]:
     job = Race(
         workload=str(workload), plans={"planned": plan_file(workload, plan)}, pairs=1, steps=1
     )
-    return launch(
-        entry=entry,
-        args=(job,),
+    return launched(
+        entry,
+        (job,),
         num_ranks=plan.devices,
         run_dir=workload.parent / "run",
         timeout_s=60.0,

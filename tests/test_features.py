@@ -10,7 +10,7 @@ import pytest
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.comm.transport import DistTransport, Transport
-from mmlaunch.launch.launch import WorkerContext, launch
+from mmlaunch.launch.launch import WorkerContext
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import LocalGradients, compare, planned_step
 from mmplan.costs.cost_model import CostModel
@@ -18,6 +18,7 @@ from mmplan.costs.program_costs import ProgramCosts
 from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import LossPoint, LossProfile
+from tests.launching import launched
 from tests.matrix_models import WIDTH
 from tests.programs import UnitSpec, loss, make_plan, trained_as, unit
 from tests.solving import module_profile, profile
@@ -110,9 +111,7 @@ def test_a_tower_on_its_own_devices_holds_half_of_the_features() -> None:
 @pytest.mark.slow
 def test_the_other_towers_rows_alone_over_gloo(tmp_path: Path) -> None:
     plan, workload = made(CASES["apart"][0])
-    found = launch(
-        entry=over_gloo, args=(plan, workload), num_ranks=4, run_dir=tmp_path, timeout_s=90.0
-    )
+    found = launched(over_gloo, (plan, workload), num_ranks=4, run_dir=tmp_path, timeout_s=90.0)
     assert check(plan, workload, found) == [SAMPLES * SYNCS * ROW_BYTES] * 4
 
 

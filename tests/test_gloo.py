@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import LocalGradients, compare
 from mmplan.program.compile import compile_plan
 from tests.gloo_entries import run_cases, train_and_resume
+from tests.launching import launched
 from tests.matrix_cases import FEATURES, Case
 from tests.pairwise import Row, pairwise_rows
 from tests.verification import HERE
@@ -50,9 +50,9 @@ def selected() -> list[Case]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[LocalGradients]]:
     """``[rank][case]``: all cases in one launch, because starting workers costs most."""
-    return launch(
-        entry=run_cases,
-        args=(selected(),),
+    return launched(
+        run_cases,
+        (selected(),),
         num_ranks=RANKS,
         run_dir=tmp_path_factory.mktemp("gloo"),
         timeout_s=TIMEOUT_S,
@@ -80,9 +80,9 @@ def test_the_selection_uses_every_feature_and_every_degree() -> None:
 
 def test_a_resumed_run_over_gloo_goes_on_bit_for_bit(tmp_path: Path) -> None:
     case = Case(pp=2, dp=1, tp=2, k=2, syncs=2, others="single", feature="dropout")
-    reports = launch(
-        entry=train_and_resume,
-        args=(case, tmp_path / "checkpoints"),
+    reports = launched(
+        train_and_resume,
+        (case, tmp_path / "checkpoints"),
         num_ranks=case.plan().devices,
         run_dir=tmp_path / "run",
         timeout_s=TIMEOUT_S,

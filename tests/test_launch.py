@@ -7,10 +7,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from mmlaunch.launch import failures
+from mmlaunch.launch.hosts import Meeting
 from mmlaunch.launch.launch import launch
 from mmlaunch.process import process_tree
 from mmlaunch.process.device import pick
@@ -69,7 +72,7 @@ def assert_gone(pids: list[int], within_s: float) -> None:
 
 def test_results_come_back_in_rank_order(tmp_path: Path) -> None:
     got = run(entries.rank_and_sum, tmp_path, 2, ranks=3)
-    assert got == [(rank, 6.0, 1) for rank in range(3)]
+    assert got == [[rank, 6.0, 1] for rank in range(3)]
     assert list((tmp_path / "run").iterdir()) == []  # the launch's own files are gone
 
 
@@ -78,7 +81,7 @@ def test_entry_by_name_and_threads_from_the_environment(
 ) -> None:
     # The fork server of this test process started before the variable was set.
     monkeypatch.setenv("MMLAUNCH_THREADS", "2")
-    assert run("tests.launch_entries:rank_and_sum", tmp_path, 1) == [(0, 1.0, 2), (1, 1.0, 2)]
+    assert run("tests.launch_entries:rank_and_sum", tmp_path, 1) == [[0, 1.0, 2], [1, 1.0, 2]]
 
 
 def test_raising_worker_is_named_with_its_traceback(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ def test_raising_worker_is_named_with_its_traceback(tmp_path: Path) -> None:
 def test_records_of_an_earlier_run_blame_nobody(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "failures"
     failures.write_record(folder, rank=1, attempt=0, where=Where(), error=ValueError("old"))
-    assert run(entries.rank_and_sum, tmp_path, 1) == [(0, 1.0, 1), (1, 1.0, 1)]
+    assert run(entries.rank_and_sum, tmp_path, 1) == [[0, 1.0, 1], [1, 1.0, 1]]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
@@ -211,7 +214,7 @@ def test_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
     assert_gone(pids, within_s=3)
     launcher.communicate()
     # What it left in the run directory stops nobody.
-    assert run(entries.rank_and_sum, tmp_path, 1) == [(0, 1.0, 1), (1, 1.0, 1)]
+    assert run(entries.rank_and_sum, tmp_path, 1) == [[0, 1.0, 1], [1, 1.0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -257,20 +260,19 @@ def test_run_directory_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def start_nodes(
-    entry: str, folders: Sequence[Path], number: int, *, ranks: int, timeout_s: float
+    entry: str, folder: Path, number: int, *, ranks: int, timeout_s: float
 ) -> list[subprocess.Popen[str]]:
-    """The launchers of two machines with their run folders, each with half of the ranks."""
-    import socket
-
+    """The launchers of two machines with their run folder, each with half of the ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = (
         "import sys\nfrom pathlib import Path\nfrom mmlaunch.launch.launch import launch\n"
+        "from mmlaunch.launch.hosts import Meeting\n"
         "node = int(sys.argv[1])\n"
         f"print(launch(entry='tests.launch_entries:{entry}', args=({number},), num_ranks={ranks},"
-        f" run_dir=Path(sys.argv[2]), timeout_s={timeout_s}, nnodes=2, node_rank=node,"
-        f" rdzv_endpoint='127.0.0.1:{port}'))\n"
+        f" run_dir=Path(sys.argv[2]), timeout_s={timeout_s}, meeting=Meeting(num_nodes=2,"
+        f" node_rank=node, endpoint='127.0.0.1:{port}')))\n"
     )
     return [
         subprocess.Popen(
@@ -280,42 +282,42 @@ def start_nodes(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node, folder in enumerate(folders)
+        for node in range(2)
     ]
 
 
 @pytest.mark.slow
 def test_two_nodes_number_their_ranks_as_told(tmp_path: Path) -> None:
-    nodes = start_nodes("rank_and_sum", [tmp_path] * 2, 1, ranks=3, timeout_s=30)
+    nodes = start_nodes("rank_and_sum", tmp_path, 1, ranks=3, timeout_s=30)
     (out_0, err_0), (out_1, err_1) = (node.communicate(timeout=60) for node in nodes)
-    assert out_0 == "[(0, 3.0, 1), (1, 3.0, 1)]\n", err_0
-    assert out_1 == "[(2, 3.0, 1)]\n", err_1
+    assert out_0 == "[[0, 3.0, 1], [1, 3.0, 1], [2, 3.0, 1]]\n", err_0
+    assert out_1 == "[[2, 3.0, 1]]\n", err_1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_failure_is_heard_on_the_other_node(tmp_path: Path, culprit: int) -> None:
     """There the only rank computes, so neither the network nor the timeout could tell it."""
-    folders = [tmp_path / "0", tmp_path / "1"]  # they share no disk
-    nodes = start_nodes("raise_while_others_compute", folders, culprit, ranks=2, timeout_s=300)
+    nodes = start_nodes("raise_while_others_compute", tmp_path, culprit, ranks=2, timeout_s=300)
     _, own = nodes[culprit].communicate(timeout=60)
     ended_s = time.monotonic()
     _, other = nodes[1 - culprit].communicate(timeout=60)
     assert time.monotonic() - ended_s < 5
     line = f"rank {culprit} (module vision, step 0, instruction 0F0) died: ValueError"
     assert f"WorkerFailedError: {line}" in own
-    assert f"RunFailedError: machine {culprit}: {line}" in other
+    assert f"RunFailedError: machine {culprit} ({socket.gethostname()}): {line}" in other
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_hang_is_blamed_by_the_node_on_which_it_is(tmp_path: Path, culprit: int) -> None:
-    folders = [tmp_path / "0", tmp_path / "1"]
-    nodes = start_nodes("hang_in_compute", folders, culprit, ranks=2, timeout_s=4)
+    nodes = start_nodes("hang_in_compute", tmp_path, culprit, ranks=2, timeout_s=4)
     said = [node.communicate(timeout=60)[1] for node in nodes]
     line = f"rank {culprit} (module vision, step 2, instruction 0F2) hangs"
     assert f"WorkerFailedError: {line}" in said[culprit]
-    assert f"RunFailedError: machine {culprit}: {line}" in said[1 - culprit]
+    assert (
+        f"RunFailedError: machine {culprit} ({socket.gethostname()}): {line}" in said[1 - culprit]
+    )
 
 
 @pytest.mark.slow
@@ -325,18 +327,19 @@ def test_twenty_launches_at_once_do_not_fight_over_ports(tmp_path: Path) -> None
     for launcher in launchers:
         out, err = launcher.communicate(timeout=240)
         assert launcher.returncode == 0, err
-        assert ast.literal_eval(out) == {"results": [(0, 1.0, 1), (1, 1.0, 1)]}
+        assert ast.literal_eval(out) == {"results": [[0, 1.0, 1], [1, 1.0, 1]]}
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="entry is 'nowhere'"):
         run("nowhere", tmp_path)
     with pytest.raises(InvalidInputError, match="no rendezvous endpoint"):
-        run(entries.rank_and_sum, tmp_path, 1, nnodes=2)
+        run(entries.rank_and_sum, tmp_path, 1, meeting=Meeting(num_nodes=2))
+    third = Meeting(num_nodes=2, node_rank=2, endpoint="h:1")
     with pytest.raises(InvalidInputError, match="node rank 2 of 2"):
-        run(entries.rank_and_sum, tmp_path, 1, nnodes=2, node_rank=2, rdzv_endpoint="h:1")
+        run(entries.rank_and_sum, tmp_path, 1, meeting=third)
     with pytest.raises(InvalidInputError, match="do not fill 3 nodes"):
-        run(entries.rank_and_sum, tmp_path, 1, nnodes=3, node_rank=2, rdzv_endpoint="h:1")
+        run(entries.rank_and_sum, tmp_path, 1, meeting=replace(third, num_nodes=3))
     (tmp_path / "file").touch()
     with pytest.raises(InvalidInputError, match="cannot write to run directory"):
         launch(

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from mmlaunch.execute.executor import ExecutionError
-from mmlaunch.launch.launch import launch
 from mmlaunch.measure.inputs import Inputs
 from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.session.session import Session
@@ -28,6 +27,7 @@ from mmplan.schema.base import document_text
 from mmplan.schema.workload import Workload
 from tests.commands import ROOT, call
 from tests.gloo_entries import train
+from tests.launching import launched
 from tests.missing_cases import BATCH, GRID, PLACES, STEPS, MissingCase, train_plainly
 from tests.mllm_cases import MllmCase
 from tests.pairwise import Row, pairwise_rows
@@ -220,9 +220,9 @@ def test_the_zoo_s_modules_take_a_step_of_text_alone(case: MllmCase) -> None:
 def test_over_gloo(tmp_path: Path) -> None:
     """Real processes: nobody waits for a message or a collective that does not come."""
     cases: Sequence[MissingCase] = _cases(2, ranks=RANKS, most=6)
-    found = launch(
-        entry=train,
-        args=([(case.plan(devices=RANKS), case.workload()) for case in cases], STEPS),
+    found = launched(
+        train,
+        ([(case.plan(devices=RANKS), case.workload()) for case in cases], STEPS),
         num_ranks=RANKS,
         run_dir=tmp_path,
         timeout_s=180.0,

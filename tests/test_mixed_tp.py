@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmlaunch.checkpoint.restore import open_checkpoint
-from mmlaunch.launch.launch import launch
 from mmlaunch.model.tensor_parallel import TPGroups
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
@@ -29,6 +28,7 @@ from mmplan.program.model import BlockReduction, LossReduction, Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients, gradients_and_resume
+from tests.launching import launched
 from tests.mixed_tp_cases import MIXED, random_case
 from tests.plants import without
 from tests.programs import loss, unit
@@ -313,9 +313,7 @@ def test_blocks_that_kept_their_first_partners_would_hang(monkeypatch: pytest.Mo
 def test_three_processes_over_gloo_equal_one(tmp_path: Path) -> None:
     names = [(TP_2_AND_1, 0), ("a modality that another task lacks", 1), (DP_ON_TP, 1)]
     cases = [(MIXED[name].plan(3), MIXED[name].workload(zero=zero)) for name, zero in names]
-    found = launch(
-        entry=gradients, args=(cases,), num_ranks=3, run_dir=tmp_path / "run", timeout_s=90.0
-    )
+    found = launched(gradients, (cases,), num_ranks=3, run_dir=tmp_path / "run", timeout_s=90.0)
     for index, (plan, workload) in enumerate(cases):
         verdict = compare(workload, HERE, compile_plan(plan), [rank[index] for rank in found])
         assert not verdict.differences, verdict.differences[:5]
@@ -336,9 +334,9 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list
     """``[rank][case]`` gradients, and a run that is saved and resumed, on four processes."""
     folder = tmp_path_factory.mktemp("gloo")
     cases = [(MIXED[name].plan(4), MIXED[name].workload(**train)) for name, train in GLOO]
-    found = launch(
-        entry=gradients_and_resume,
-        args=(cases, folder / "checkpoints"),
+    found = launched(
+        gradients_and_resume,
+        (cases, folder / "checkpoints"),
         num_ranks=4,
         run_dir=folder / "run",
         timeout_s=120.0,

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import LocalGradients, Verdict, compare
 from mmplan.program.compile import compile_plan
 from tests.gloo_entries import gradients
+from tests.launching import launched
 from tests.mllm_cases import FREEZES, MllmCase
 from tests.pairwise import Row, pairwise_rows
 from tests.verification import HERE, TOLERANCE, verify_in_process
@@ -89,9 +89,9 @@ def _over_gloo() -> list[MllmCase]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[LocalGradients]]:
     """``[rank][case]``."""
-    return launch(
-        entry=gradients,
-        args=([(case.plan(devices=RANKS), case.workload()) for case in _over_gloo()],),
+    return launched(
+        gradients,
+        ([(case.plan(devices=RANKS), case.workload()) for case in _over_gloo()],),
         num_ranks=RANKS,
         run_dir=tmp_path_factory.mktemp("mllm"),
         timeout_s=180.0,

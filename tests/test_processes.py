@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ipaddress
+import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -14,16 +13,14 @@ import sys
 import time
 import uuid
 from collections.abc import Generator
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import environment
 from tests.processes import listening, named, tree
+from tests.test_store import pester
 
 STEPS = 100_000  # more than any test waits for
 
@@ -100,35 +97,42 @@ def endless(folder: Path, plan: Path, *more: object) -> Generator[Endless]:
         run.end()
 
 
-class _Touch:
-    """Unpickling it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._path,)
-
-
 def test_strangers_reach_nothing_and_run_nothing(tmp_path: Path, plan: Path) -> None:
-    """No socket is bound to more than loopback; pickles under every key of the store stay data."""
-    touched = tmp_path / "touched"
-    poison = base64.b64encode(pickle.dumps(_Touch(touched)))
+    """No socket is bound to more than loopback; the one that is ours takes nothing from them."""
     with endless(tmp_path, plan, "--num-workers", 1) as run:
-        run.wait_for_steps()
-        sockets = listening(tree(run.process.pid))
-        assert sockets  # the launcher's store at least
-        assert all(address.is_loopback for address, _ in sockets), sockets
-        for address, port in listening([run.process.pid]):
-            store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-                str(address), port, is_master=False, timeout=timedelta(seconds=5)
-            )
-            for key in [*store.list_keys(), "torch.rendezvous.mmlaunch"]:
-                store.set(key, poison)
-        time.sleep(1.0)
+        _pestered(run, messages=200)
         run.process.send_signal(signal.SIGTERM)
-        run.process.communicate(timeout=60)
-    assert not touched.exists()
+        _, err = run.process.communicate(timeout=60)
+        assert run.process.returncode == 75, err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_messages_change_no_loss(tmp_path: Path, plan: Path) -> None:
+    losses: list[list[float]] = []
+    for messages in (0, 10_000):
+        folder = tmp_path / str(messages)
+        folder.mkdir()
+        with endless(folder, plan) as run:
+            _pestered(run, messages)
+            run.wait_for_steps(50)
+            run.process.send_signal(signal.SIGTERM)
+            run.process.communicate(timeout=60)
+            assert run.process.returncode == 75
+        lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines[:50]])
+    assert losses[0] == losses[1]
+
+
+def _pestered(run: Endless, messages: int) -> None:
+    run.wait_for_steps()
+    sockets = listening(tree(run.process.pid))
+    assert all(address.is_loopback for address, _ in sockets), sockets
+    own = listening([run.process.pid])
+    assert len(own) == 1  # the store
+    for address, port in own:
+        pester((str(address), port), messages)
+    assert run.process.poll() is None
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -203,6 +207,10 @@ def test_a_killed_fork_server_is_called_that(tmp_path: Path, plan: Path) -> None
 def test_a_launcher_that_waits_for_others_hears_sigterm(
     tmp_path: Path, plan: Path, node_rank: int
 ) -> None:
+    document = json.loads(plan.read_text())
+    document["cluster"] |= {"nodes": 2, "devices_per_node": 1}
+    plan = plan.with_name("two.json")
+    plan.write_text(json.dumps(document))
     where = ["--nnodes", 2, "--node-rank", node_rank, "--rdzv-endpoint", _free_endpoint()]
     with endless(tmp_path, plan, *where) as run:
         deadline_s = time.monotonic() + 60

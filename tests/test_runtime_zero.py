@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.execute import gradient_buckets
-from mmlaunch.launch.launch import launch
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare
 from mmplan.errors import InvalidInputError
@@ -18,6 +17,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.gloo_entries import gradients_and_resume
+from tests.launching import launched
 from tests.matrix_cases import Case, small_case
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.training import plain, train_alone, train_planned, worst_difference
@@ -198,9 +198,9 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused() -> None:
 def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any], Path]:
     """``[rank][case]`` gradients, and a run that is saved and resumed, on two processes."""
     folder = tmp_path_factory.mktemp("gloo")
-    found = launch(
-        entry=gradients_and_resume,
-        args=(GLOO, folder / "checkpoints"),
+    found = launched(
+        gradients_and_resume,
+        (GLOO, folder / "checkpoints"),
         num_ranks=2,
         run_dir=folder / "run",
         timeout_s=120.0,

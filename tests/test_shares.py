@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mmlaunch.comm.messages import Mailbox
 from mmlaunch.comm.scatter_gather import PaddedShare, TensorShare, gather_shares
-from mmlaunch.launch.launch import launch
 from mmlaunch.session.verify import Verdict, compare
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
@@ -32,6 +31,7 @@ from mmplan.simulation.predict import compute_timings, plan_costs
 from mmplan.simulation.step import simulate
 from mmplan.solvers.mpsp.placement import transfer_s
 from tests.gloo_entries import gradients
+from tests.launching import launched
 from tests.plants import with_rows
 from tests.programs import LossSpec, UnitSpec, loss, make_plan, unit
 from tests.solving import cluster, module_profile, profile, run_solve, workload
@@ -194,9 +194,7 @@ def test_gradients_equal_one_process(name: str) -> None:
 def test_gradients_equal_one_process_over_gloo(tmp_path: Path) -> None:
     """All cases on twelve processes: groups of other sizes, and ranks that idle."""
     cases = [(case.plan(devices=12), case.workload()) for case in CASES.values()]
-    found = launch(
-        entry=gradients, args=(cases,), num_ranks=12, run_dir=tmp_path / "run", timeout_s=200.0
-    )
+    found = launched(gradients, (cases,), num_ranks=12, run_dir=tmp_path / "run", timeout_s=200.0)
     for index, case in enumerate(CASES.values()):
         program = compile_plan(case.plan(devices=12))
         case.check(compare(case.workload(), HERE, program, [rank[index] for rank in found]))

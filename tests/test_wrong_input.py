@@ -370,7 +370,7 @@ def test_more_ranks_than_devices(files: Folder, monkeypatch: pytest.MonkeyPatch)
     ("args", "parts"),
     [
         (("--steps", "-1"), ("--steps",)),
-        (("--nnodes", "2"), ("2 nodes", "rendezvous")),
+        (("--nnodes", "2"), ("--nnodes 2", "1 node with")),
         (("--node-rank", "1"), ("node rank 1 of 1",)),
         (("--tasks", "other"), ("--tasks other", "default")),
         (("--tasks", ","), ("names nothing",)),

@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame
+from mmlaunch.launch.hosts import SECRET, Meeting
 from mmlaunch.launch.rendezvous import Rendezvous, Trouble
 from mmlaunch.launch.watch import OnEvent, Watch
 from mmlaunch.launch.worker_main import Job, WorkerContext, WorkerEntry, worker_main
@@ -34,16 +35,15 @@ from mmplan.wording import counted
 
 __all__ = ["WorkerContext", "launch"]
 
-# Time for the machines of a run to come together: a batch system may start them minutes apart.
-_JOIN_S = 900.0
 # Restarts are counted within so long: what fails once a day is no reason to end a run of weeks.
 _COUNTED_S = 3600.0
 # Between two looks at the workers: events are to arrive within 0.2 s.
 _POLL_S = 0.05
-# Between two looks at the other machines, which go over the network; chosen by hand.
-_PEERS_POLL_S = 0.5
 # For the machine whose worker is to blame to say so: it may have been silent since a step less.
 _HEAR_S = 10.0
+
+
+_ALONE = Meeting()
 
 
 class Launcher(Protocol):
@@ -64,9 +64,8 @@ class Launcher(Protocol):
         timeout_s: float,
         start_timeout_s: float | None = None,
         max_restarts: int = 0,
-        nnodes: int = 1,
-        node_rank: int = 0,
-        rdzv_endpoint: str | None = None,
+        meeting: Meeting = _ALONE,
+        per_node: int | None = None,
         on_event: OnEvent | None = None,
         stops_in_order: bool = True,
     ) -> list[Any]:
@@ -83,9 +82,8 @@ def launch(
     timeout_s: float,
     start_timeout_s: float | None = None,
     max_restarts: int = 0,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    rdzv_endpoint: str | None = None,
+    meeting: Meeting = _ALONE,
+    per_node: int | None = None,
     on_event: OnEvent | None = None,
     stops_in_order: bool = True,
 ) -> list[Any]:
@@ -103,17 +101,16 @@ def launch(
         timeout_s: seconds without any progress after which the run ends.
         start_timeout_s: the same while a rank starts, loads or saves; ``timeout_s`` by default.
         max_restarts: how often within an hour all workers are started anew after a failure.
-        nnodes: machines; each makes this call with the same arguments but ``node_rank``.
-        node_rank: number of this machine; rank r runs on machine r div
-            (``num_ranks`` / ``nnodes``, rounded up).
-        rdzv_endpoint: HOST:PORT of machine 0, with several machines.
+        meeting: the machines; each makes this call with the same arguments but its own number.
+        per_node: rank r runs on machine r div ``per_node``; None: as many on each as can be.
         on_event: gets the events of ``ctx.report``, within 0.2 s, and the launcher's own:
             ``{"launcher": "stop-requested"}`` and ``{"launcher": "restart", "cause": line}``.
         stops_in_order: whether the entry asks ``ctx.should_stop()``; where it does not, the
             first signal ends everything.
 
     Returns:
-        Results of the entries of this machine, in rank order.
+        Results of the entries in rank order, as JSON has them (a dataclass is a dict): of all
+        ranks on machine 0, on the others of their own.
 
     Raises:
         WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
@@ -124,11 +121,11 @@ def launch(
         raise InvalidInputError(
             f"entry is {entry!r}", hint='give a function or "package.module:function"'
         )
-    per_node = -(-num_ranks // nnodes)
-    base_rank = node_rank * per_node
+    per_node = per_node or -(-num_ranks // meeting.num_nodes)
+    base_rank = meeting.node_rank * per_node
     num_local = min(per_node, num_ranks - base_rank)
-    _check_nodes(num_local, per_node, num_ranks, nnodes, node_rank, rdzv_endpoint)
-    with _control_dir(run_dir, node_rank) as control_dir:
+    _check_nodes(num_local, per_node, num_ranks, meeting)
+    with _control_dir(run_dir, meeting.node_rank) as control_dir:
         job = Job(
             entry=entry,
             args=args,
@@ -137,11 +134,11 @@ def launch(
             timeout_s=timeout_s,
             start_timeout_s=timeout_s if start_timeout_s is None else start_timeout_s,
             launcher=ProcessId.of(os.getpid()),
-            environment=dict(os.environ),
-            num_nodes=nnodes,
+            environment={name: os.environ[name] for name in os.environ if name != SECRET},
+            num_nodes=meeting.num_nodes,
             base_rank=base_rank,
             num_local=num_local,
-            node_rank=node_rank,
+            node_rank=meeting.node_rank,
             num_ranks=num_ranks,
         )
         failures.remove_records(job.failures_dir, range(base_rank, base_rank + num_local))
@@ -153,10 +150,8 @@ def launch(
                 hint="make room, or choose another folder with --run-dir",
             ) from error
         try:
-            endpoint = rdzv_endpoint if nnodes > 1 else None
             with _signals(watch):
-                _run_attempts(job, watch, endpoint, max_restarts, stops_in_order)
-            return watch.results()
+                return _run_attempts(job, watch, meeting, max_restarts, stops_in_order)
         finally:
             watch.kill()
             watch.close()
@@ -188,29 +183,23 @@ def _lock(lock: IO[str], run_dir: Path) -> None:
         ) from error
 
 
-def _check_nodes(
-    num_local: int,
-    per_node: int,
-    num_ranks: int,
-    nnodes: int,
-    node_rank: int,
-    endpoint: str | None,
-) -> None:
+def _check_nodes(num_local: int, per_node: int, num_ranks: int, meeting: Meeting) -> None:
+    nodes, node_rank = meeting.num_nodes, meeting.node_rank
     if num_ranks < 1:
         raise InvalidInputError(f"{num_ranks} ranks to start", hint="start at least one")
-    if nnodes > 1 and not endpoint:
+    if nodes > 1 and not meeting.endpoint:
         raise InvalidInputError(
-            f"{nnodes} nodes and no rendezvous endpoint",
+            f"{nodes} nodes and no rendezvous endpoint",
             hint="give --rdzv-endpoint HOST:PORT of node 0 on every node",
         )
-    if not 0 <= node_rank < nnodes:
+    if not 0 <= node_rank < nodes:
         raise InvalidInputError(
-            f"node rank {node_rank} of {counted(nnodes, 'node')}",
-            hint=f"count nodes from 0 to {nnodes - 1}",
+            f"node rank {node_rank} of {counted(nodes, 'node')}",
+            hint=f"count nodes from 0 to {nodes - 1}",
         )
-    if per_node * nnodes < num_ranks or num_local < 1:
+    if per_node * nodes < num_ranks or num_local < 1:
         raise InvalidInputError(
-            f"{counted(num_ranks, 'rank')} do not fill {counted(nnodes, 'node')} with "
+            f"{counted(num_ranks, 'rank')} do not fill {counted(nodes, 'node')} with "
             f"{counted(per_node, 'rank')} each",
             hint="change --nnodes to the number of machines that the plan uses",
         )
@@ -240,22 +229,20 @@ def _control_dir(run_dir: Path, node_rank: int) -> Generator[Path]:
 
 
 def _run_attempts(
-    job: Job, watch: Watch, endpoint: str | None, max_restarts: int, stops_in_order: bool
-) -> None:
+    job: Job, watch: Watch, meeting: Meeting, max_restarts: int, stops_in_order: bool
+) -> list[Any]:
     def check_stop() -> None:
         # Nothing has been trained by then that could be saved.
         if watch.stop_requested:
             raise KeyboardInterrupt
 
+    rendezvous = Rendezvous(
+        meeting, folder=job.run_dir, silent_s=job.timeout_s, check_stop=check_stop
+    )
     try:
-        rendezvous = Rendezvous(
-            num_nodes=job.num_nodes,
-            node_rank=job.node_rank,
-            endpoint=endpoint,
-            join_s=_JOIN_S,
-            check_stop=check_stop,
-        )
+        rendezvous.meet(job.num_local)
         _Agent(job, watch, rendezvous, max_restarts, stops_in_order).run()
+        return rendezvous.results
     except (EOFError, ConnectionError) as error:
         # The fork server is gone. Until it has left our group Ctrl-C reaches it too.
         check_stop()
@@ -263,6 +250,8 @@ def _run_attempts(
             "the process that starts the workers has ended",
             hint="look for a lack of memory: mmplan doctor",
         ) from error
+    finally:
+        rendezvous.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +287,21 @@ class _Agent:
             attempt += 1
 
     def _succeeds(self, attempt: int) -> bool:
-        prefix = self.rendezvous.join(attempt, self.job.num_local)
-        job = replace(self.job, attempt=attempt, store=self.rendezvous.address, store_prefix=prefix)
+        prefix, rendezvous = self.rendezvous.join(attempt), self.rendezvous
+        job = replace(
+            self.job,
+            attempt=attempt,
+            store=rendezvous.address,
+            store_prefix=prefix,
+            secret=rendezvous.secret,
+            interface=rendezvous.interface,
+        )
         self.watch.begin(job)
         self.watch.adopt(_start(job))
         verdict, remote = self._wait(attempt)
         if verdict is None and remote is None:
             self.watch.release()
-            remote = self.rendezvous.leave(attempt)
+            remote = self.rendezvous.leave(attempt, self.watch.results())
             if remote is None:
                 self.watch.join()
                 return True
@@ -320,7 +316,7 @@ class _Agent:
             if verdict is not None and (said.node == self.job.node_rank or not verdict.lost_peer):
                 raise verdict.error()
             raise RunFailedError(
-                f"machine {said.node}: {said.line}", hint="look at the launcher there"
+                f"{self.rendezvous.who(said.node)}: {said.line}", hint="look at the launcher there"
             )
         self.restarted_s.append(time.monotonic())
         self.watch.announce({"launcher": "restart", "cause": said.line})
@@ -328,7 +324,6 @@ class _Agent:
 
     def _wait(self, attempt: int) -> tuple[Blame | None, Trouble | None]:
         """Until all workers of this machine have finished, or there is trouble somewhere."""
-        asked_s = time.monotonic()
         while True:
             time.sleep(_POLL_S)
             if self.watch.stop_requested and (not self.stops_in_order or self.watch.starting()):
@@ -336,14 +331,12 @@ class _Agent:
                 self._stop_now(attempt)
             verdict = self.watch.poll()
             if verdict is not None and verdict.lost_peer:
-                return verdict, self._hear(attempt)
+                return verdict, self._hear()
             if verdict is not None or self.watch.all_done():
                 return verdict, None
-            if time.monotonic() - asked_s > _PEERS_POLL_S:
-                asked_s = time.monotonic()
-                remote = self.rendezvous.trouble(attempt)
-                if remote is not None:
-                    return None, remote
+            remote = self.rendezvous.trouble()
+            if remote is not None:
+                return None, remote
 
     def _stop_now(self, attempt: int) -> NoReturn:
         """End what nobody would save.
@@ -352,18 +345,17 @@ class _Agent:
             KeyboardInterrupt: always.
         """
         line = "it was stopped before its first step"
-        self.rendezvous.announce(
-            attempt, Trouble(node=self.job.node_rank, line=line, restart=False)
-        )
+        trouble = Trouble(node=self.job.node_rank, line=line, restart=False)
+        self.rendezvous.announce(attempt, trouble)
         self.watch.kill()
         self.rendezvous.part(attempt)
         raise KeyboardInterrupt
 
-    def _hear(self, attempt: int) -> Trouble | None:
+    def _hear(self) -> Trouble | None:
         """What another machine says where no worker of this one is to blame."""
         deadline_s = time.monotonic() + _HEAR_S
         while self.job.num_nodes > 1 and time.monotonic() < deadline_s:
-            remote = self.rendezvous.trouble(attempt)
+            remote = self.rendezvous.trouble()
             if remote is not None:
                 return remote
             time.sleep(_POLL_S)

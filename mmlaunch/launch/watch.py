@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +102,10 @@ class Watch:
             if process.exitcode is not None
         }
         shots = self._snapshots()
-        records = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
+        # Those of other machines lie in the same folder: their launchers judge them.
+        own = range(self._job.base_rank, self._job.base_rank + self._job.num_local)
+        found = failures.read_records(self._job.failures_dir, attempt=self._job.attempt)
+        records = [record for record in found if record.rank in own]
         recorded = {record.rank - self._job.base_rank for record in records}
         for local_rank, exit_code in exits.items():
             finished = shots[local_rank].state is WorkerState.DONE and exit_code == 0
@@ -128,9 +130,9 @@ class Watch:
             process.join(max(0.0, deadline_s - time.monotonic()))
 
     def results(self) -> list[Any]:
-        """Results of the entries, by local rank."""
+        """Results of the entries, JSON, by local rank."""
         paths = [self._job.result_path(rank) for rank in range(self._job.num_local)]
-        return [pickle.loads(path.read_bytes()) for path in paths]
+        return [json.loads(path.read_bytes()) for path in paths]
 
     def kill(self) -> None:
         """End every worker, and its children, now.

@@ -7,11 +7,10 @@ import gc
 import importlib
 import json
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mmlaunch.launch import failures
-from mmlaunch.launch.rendezvous import Address, connect
+from mmlaunch.launch.store import Address, Store
 from mmlaunch.process import process_group, process_tree
 from mmlaunch.process.device import RankDevice, pick
 from mmlaunch.process.heartbeat import Board, Heartbeat
@@ -51,6 +50,8 @@ class Job:
         attempt: 0, then one more for each restart.
         store: address of the run's store.
         store_prefix: keeps the attempts' keys in the one store apart.
+        secret: of the store.
+        interface: of this machine, to which torch's and NCCL's sockets are bound.
     """
 
     entry: WorkerEntry | str
@@ -69,6 +70,8 @@ class Job:
     attempt: int = 0
     store: Address = ("127.0.0.1", 0)
     store_prefix: str = ""
+    secret: bytes = field(default=b"", repr=False)
+    interface: str = "lo"
 
     @property
     def failures_dir(self) -> Path:
@@ -170,7 +173,7 @@ _kept_open: list[Any] = []  # faulthandler keeps the descriptor only
 def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
     _take_environment(job, local_rank)
     device = pick(local_rank, local_world_size=job.num_local)
-    device.apply(single_node=job.num_nodes == 1)
+    device.apply(interface=job.interface)
     return WorkerContext(
         rank=job.base_rank + local_rank,
         local_rank=local_rank,
@@ -224,7 +227,7 @@ def _run_entry(job: Job, local_rank: int, heartbeat: Heartbeat) -> None:
         result = entry(context, *job.args)
         path = job.result_path(local_rank)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(pickle.dumps(result))
+        temporary.write_text(json.dumps(result, default=asdict), encoding="utf-8")
         temporary.replace(path)
         process_group.leave(failed=False)
     except BaseException as error:
@@ -244,7 +247,8 @@ def _join_process_group(job: Job, context: WorkerContext) -> None:
     context.heartbeat.phase("joining")
     with context.heartbeat.waiting():
         # The launcher's store, bound since before any worker started: no port to race for.
-        store = connect(job.store, timeout)
+        store = Store(job.store, job.secret, timeout)
+        _kept_open.append(store)  # torch keeps its own half of it only
         process_group.join(
             context.device,
             store=dist.PrefixStore(job.store_prefix, store),  # pyright: ignore[reportPrivateImportUsage]

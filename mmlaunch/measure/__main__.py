@@ -125,7 +125,7 @@ def _measure(job: dict[str, Any], *, rank: int, rendezvous: str, out: IO[str]) -
 
     num_ranks = _num_ranks(job)
     device = pick(rank, local_world_size=num_ranks)
-    device.apply(single_node=True)
+    device.apply(interface="lo")
     if num_ranks > 1:
         dist.init_process_group(
             device.backend,

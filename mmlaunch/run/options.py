@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmlaunch.launch.hosts import Meeting
 from mmplan.program.model import Timings
 
 
@@ -16,6 +17,7 @@ class RunOptions:
 
     Attributes:
         settings: fields of the workload that ``--set`` gives other values, dotted.
+        meeting: the machines of the run.
     """
 
     plan: Path
@@ -28,9 +30,7 @@ class RunOptions:
     workload: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv_endpoint: str | None = None
+    meeting: Meeting = field(default_factory=Meeting)
     timeout_s: float = 300.0
     start_timeout_s: float = 900.0
     num_workers: int = 0

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import TypeAdapter
+
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Planner, Segment, first_step, make_segments, sets_of_run
 from mmlaunch.session.identity import find_profile, find_workload
@@ -24,7 +26,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.settings import check_settings, with_settings
 from mmplan.schema.workload import Workload, load_workload
-from mmplan.wording import size
+from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
@@ -106,6 +108,7 @@ def prepare(options: RunOptions) -> Prepared:
     path = find_workload(plan, options.plan, options.workload)
     stated = load_workload(path)
     check_agrees(plan, stated)
+    _check_machines(plan, options)
     recorded = _recorded(_run_dir(options, plan), "set", {}) if options.resume else {}
     settings = {**recorded, **options.settings}
     workload = with_settings(stated, settings)
@@ -170,12 +173,14 @@ def run(
         RunFailedError: a plan without a certificate cannot be proven.
     """
     from mmlaunch.launch.launch import check_free
-    from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob
+    from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob, TrainResult
 
     sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
     run_dir = _run_dir(options, prepared.plan)
     # A run that is under way goes on with the plans that lie there.
-    check_free(run_dir, options.node_rank)
+    check_free(run_dir, options.meeting.node_rank)
+    # One machine writes what belongs to the run; the folder is everybody's.
+    writes = options.meeting.node_rank == 0
     steps = prepared.workload.train.steps if options.steps is None else options.steps
     segments = make_segments(
         sets,
@@ -186,7 +191,7 @@ def run(
         path=options.plan.absolute(),
         run_dir=run_dir,
         planner=planner,
-        is_first_node=options.node_rank == 0,
+        is_first_node=writes,
     )
     row_hashes = [
         rank_hashes(s.path, prepared.workload_path, is_own=s.plan is not prepared.plan)
@@ -198,18 +203,20 @@ def run(
         settings=prepared.settings,
         emulated=options.emulation is not None,
     )
-    record.write(segments[0])
+    if writes:
+        record.write(segments[0])
     on_event({"kind": "start", "run_dir": str(run_dir)})
-    if options.resume and options.node_rank == 0 and not any((run_dir / CHECKPOINTS).glob("*")):
+    if options.resume and writes and not any((run_dir / CHECKPOINTS).glob("*")):
         note = f"--resume: {run_dir} holds no checkpoint, so the run begins at step 0"
         on_event({"kind": "note", "message": note})
 
     def on_worker_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "segment":
             segment = segments[event["segment"]]
-            record.write(segment, step=event["step"])
+            if writes:
+                record.write(segment, step=event["step"])
             event = {"kind": "segment", "segment": segment, "of": len(segments)}
-        elif event.get("launcher") == "restart" and options.node_rank == 0:
+        elif event.get("launcher") == "restart" and writes:
             record.restart(event["cause"])
         on_event(event)
 
@@ -222,7 +229,7 @@ def run(
         options=options,
     )
     try:
-        results = _launcher()(
+        told = _launcher()(
             entry="mmlaunch.run.training_worker:train",
             args=(job,),
             num_ranks=prepared.plan.devices,
@@ -230,18 +237,18 @@ def run(
             timeout_s=options.timeout_s,
             start_timeout_s=options.start_timeout_s,
             max_restarts=options.max_restarts,
-            nnodes=options.nnodes,
-            node_rank=options.node_rank,
-            rdzv_endpoint=options.rdzv_endpoint,
+            meeting=options.meeting,
+            per_node=_per_node(prepared.plan, options),
             on_event=on_worker_event,
         )
     except (MMPlanError, KeyboardInterrupt):
-        if not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
+        if writes and not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
             (run_dir / _RECORD).unlink(missing_ok=True)
         raise
+    results = TypeAdapter(list[TrainResult]).validate_python(told)
     held = {r.rank: r.memory_bytes for r in results if r.memory_bytes is not None}
-    if options.emulation is None:
+    if writes and options.emulation is None:
         record.finish(held)
     return RunSummary(
         run_dir=run_dir,
@@ -476,7 +483,7 @@ def _check_devices(plan: Plan, options: RunOptions) -> None:
         return
     import torch
 
-    needed = -(-plan.devices // options.nnodes)
+    needed = _per_node(plan, options)
     available = torch.cuda.device_count()
     if available < needed:
         raise InvalidInputError(
@@ -487,8 +494,34 @@ def _check_devices(plan: Plan, options: RunOptions) -> None:
         )
 
 
+def _per_node(plan: Plan, options: RunOptions) -> int:
+    """Ranks of a machine: the cluster's, or all of them on one."""
+    return plan.devices if options.meeting.num_nodes == 1 else plan.cluster.devices_per_node
+
+
+def _check_machines(plan: Plan, options: RunOptions) -> None:
+    asked = options.meeting.num_nodes
+    if asked == 1:
+        return
+    planned = -(-plan.devices // plan.cluster.devices_per_node)
+    if asked != planned:
+        raise InvalidInputError(
+            f"--nnodes {asked}: {options.plan} is for {counted(planned, 'node')} with "
+            f"{counted(plan.cluster.devices_per_node, 'device')} each",
+            hint=f"give --nnodes {planned}, or solve for a --cluster of {asked} nodes",
+        )
+    if options.run_dir is None:
+        raise InvalidInputError(
+            f"{counted(asked, 'node')} and no run folder",
+            hint="give --run-dir, a folder that all of them share",
+        )
+
+
 def _run_dir(options: RunOptions, plan: Plan) -> Path:
     if options.run_dir is not None:
+        if options.meeting.node_rank > 0:
+            # Machine 0 has claimed it, or will.
+            return options.run_dir
         return _claimed(options.run_dir, options)
     base = Path("runs") / plan.name
     taken = [base, *(base.with_name(f"{base.name}-{n}") for n in range(2, 1000))]

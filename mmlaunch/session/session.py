@@ -292,7 +292,8 @@ class Session:
             process_group.check_planned(device, loaded.cluster.device.name)
         owns = not dist.is_initialized()
         if owns:
-            device.apply(single_node=os.environ.get("GROUP_WORLD_SIZE", "1") == "1")
+            alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+            device.apply(interface="lo" if alone else None)
             process_group.join_from_environment(device, timedelta(seconds=timeout_s))
         watch = heartbeat or Heartbeat.detached()
         trained = with_settings(load_workload(workload_path), settings or {})

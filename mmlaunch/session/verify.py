@@ -641,9 +641,21 @@ def _file(folder: Path, rank: int, step: int) -> Path:
     return folder / f"rank-{rank}.step-{step}.pt"
 
 
+_RECORDED: list[Any] = [
+    LocalStep,
+    LocalGradients,
+    LocalUpdate,
+    LoadedSamples,
+    ReportedElements,
+    ShardLayout,
+    Box,
+]
+
+
 def _records(folder: Path, ranks: int, step: int) -> Iterator[LocalStep]:
     for rank in range(ranks):
         path = _file(folder, rank, step)
         if path.exists():
-            # Written by this very verification; mapped, so that only what is compared is read.
-            yield torch.load(path, weights_only=False, mmap=True)
+            # Mapped, so that only what is compared is read; no other class than these is made.
+            with torch.serialization.safe_globals(_RECORDED):
+                yield torch.load(path, weights_only=True, mmap=True)

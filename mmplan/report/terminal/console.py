@@ -52,6 +52,10 @@ class Output:
         """A line for people."""
         _write(self._people, f"{_visible(line)}\n")
 
+    def relay(self, line: str, *, as_result: bool) -> None:
+        """A line that the same command has written elsewhere, to stdout or stderr."""
+        _write(sys.stdout if as_result else sys.stderr, f"{_visible(line)}\n")
+
     def hint(self, line: str) -> None:
         """A line on stderr."""
         _write(sys.stderr, f"hint: {_visible(line)}\n")

@@ -1,0 +1,94 @@
+"""Machines of one network as namespaces of this one: own names, addresses and hosts files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.commands import Program, command, environment
+
+_NETWORK = "10.213.77"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One machine; its name is also that of its namespace.
+
+    Attributes:
+        link: this end of its cable, outside the namespace.
+    """
+
+    name: str
+    address: str
+    link: str
+
+    def start(
+        self, program: Program, *args: object, cwd: Path, **env: str
+    ) -> subprocess.Popen[str]:
+        """Start a command there; killing the process kills the command."""
+        named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "-", *command(program, *args)]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.name, "unshare", "--uts", *named],
+            cwd=cwd,
+            env=environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def cut(self) -> None:
+        """Take its cable out."""
+        _ip("link", "set", self.link, "down")
+
+    def mend(self) -> None:
+        """Put its cable in again."""
+        _ip("link", "set", self.link, "up")
+
+
+@contextlib.contextmanager
+def network(count: int) -> Generator[list[Host]]:
+    """Some machines that reach each other; each maps its own name to 127.0.1.1, as Debian does.
+
+    Needs root and Debian's iproute2 and bridges in the kernel.
+    """
+    mark = f"{os.getpid() % 100_000}"
+    bridge = f"br{mark}"
+    hosts = [
+        Host(name=f"{letter}{mark}", address=f"{_NETWORK}.{i + 1}", link=f"v{letter}{mark}")
+        for i, letter in enumerate("abc"[:count])
+    ]
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for host in hosts:
+            folder = Path("/etc/netns") / host.name
+            folder.mkdir(parents=True)
+            lines = [f"{one.address} {one.name}" for one in hosts if one is not host]
+            own = ["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *lines]
+            (folder / "hosts").write_text("\n".join(own) + "\n")
+            _ip("netns", "add", host.name)
+            inside = f"i{host.name}"
+            _ip("link", "add", host.link, "type", "veth", "peer", "name", inside)
+            _ip("link", "set", inside, "netns", host.name)
+            _ip("link", "set", host.link, "master", bridge, "up")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", inside)
+            _ip("-n", host.name, "link", "set", inside, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            for words in (("netns", "del", host.name), ("link", "del", host.link)):
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _ip(*words)
+            shutil.rmtree(Path("/etc/netns") / host.name, ignore_errors=True)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", bridge)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
