@@ -221,6 +221,13 @@ def run(
 ) -> None:
     """Train in one process per rank, following the plan's program."""
     from mmlaunch.launch.hosts import Meeting, given_secret
+    from mmlaunch.process import fork_server
+
+    secret = given_secret(secret_file)
+    if hostfile is not None:
+        raise typer.Exit(_on_hosts(plan, hostfile, ssh, rdzv_endpoint, secret, as_json))
+    # What workers need is imported beside what this process does until they start.
+    fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import prepare, try_out
     from mmlaunch.run.run import run as start
@@ -229,9 +236,6 @@ def run(
     from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
-    secret = given_secret(secret_file)
-    if hostfile is not None:
-        raise typer.Exit(_on_hosts(out, plan, hostfile, ssh, rdzv_endpoint, secret))
     if emulate and (resume or resume_anyway or save_every or tasks):
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
@@ -293,13 +297,19 @@ def run(
 
 
 def _on_hosts(
-    out: Output, plan: Path, hostfile: Path, ssh: str, endpoint: str | None, secret: bytes | None
+    plan: Path,
+    hostfile: Path,
+    ssh: str,
+    endpoint: str | None,
+    secret: bytes | None,
+    as_json: bool,
 ) -> int:
     """This very command on every host, its own options apart."""
     from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
     from mmlaunch.launch.ssh import run_on_hosts
     from mmplan.schema.load import load_plan
 
+    out = Output(as_json=as_json)
     hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
     arguments, own = list[str](), ("--hostfile", "--ssh", "--secret-file", "--rdzv-endpoint")
     words = iter(sys.argv[1:])
@@ -383,6 +393,10 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
+    from mmlaunch.process import fork_server
+
+    if not (in_process or shrink or strict):
+        fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import check_device, prepare, shrunk, try_out, verify_original
     from mmlaunch.run.run import verify as start
@@ -491,12 +505,11 @@ def verify(
 
 
 def _device_faults(found: AcceleratorVerdict) -> list[str]:
-    """What ended a step on an accelerator; a host that waits for it is slow, not wrong."""
+    """What a step on an accelerator fails at, and where its host waits between computes."""
     faults = [
         f"device: rank {fault.rank}, {fault.instruction or 'before the step'}, {fault.place}: "
         f"{fault.kind}: {fault.detail}"
         for fault in found.faults
-        if fault.kind != "host synchronisation"
     ]
     return faults or ([] if found.failure is None else [f"device: {found.failure}"])
 

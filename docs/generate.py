@@ -21,11 +21,19 @@ import mmplan.zoo
 from mmlaunch.session.session import Hooks, Session, StepResult
 from mmplan import errors
 from mmplan.planning.planner import BASELINES, SOLVERS
-from mmplan.schema.base import Document, docstring_parts
+from mmplan.schema.base import (
+    MOST_BYTES,
+    MOST_ENTRIES,
+    MOST_YAML_BYTES,
+    OBJECT,
+    Document,
+    docstring_parts,
+)
 from mmplan.schema.cluster import Cluster, load_cluster, shipped_clusters
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload
+from mmplan.wording import size
 
 DOCS = Path(__file__).parent
 SCHEMAS = DOCS / "schemas"
@@ -55,6 +63,7 @@ def reference_text() -> str:
         contents(),
         *commands(),
         exit_codes(),
+        limits(),
         *solvers(),
         *files(),
         clusters(),
@@ -66,7 +75,16 @@ def reference_text() -> str:
 
 def contents() -> str:
     """Links to the sections."""
-    titles = ["Commands", "Exit codes", "Solvers", *FILES, "Shipped clusters", "The zoo", "Python"]
+    titles = [
+        "Commands",
+        "Exit codes",
+        "Limits",
+        "Solvers",
+        *FILES,
+        "Shipped clusters",
+        "The zoo",
+        "Python",
+    ]
     return "\n".join(f"- [{title}](#{anchor(title)})" for title in titles)
 
 
@@ -108,10 +126,30 @@ def exit_codes() -> str:
     said = {
         e.exit_code: first_paragraph(e)
         for e in classes
-        if issubclass(e, errors.MMPlanError) and e is not errors.MMPlanError
+        if issubclass(e, errors.MMPlanError)
+        and "exit_code" in vars(e)
+        and e.__base__ is not Exception
     } | OTHER_CODES
     rows = [(f"`{code}`", said[code]) for code in sorted(said)]
     return "## Exit codes\n\n" + table(("code", "what it means"), rows)
+
+
+def limits() -> str:
+    """What is read of files that may come from elsewhere, and what becomes of odd text."""
+    return f"""## Limits
+
+What is larger is refused in one line with exit code 2, before it is parsed:
+
+- A document is a regular file (no pipe, no device) of at most {size(MOST_BYTES)}.
+- YAML has at most {size(MOST_YAML_BYTES)}, since its parser is slow; the same document may be
+  written as JSON. Its aliases, written out, have at most {MOST_ENTRIES // OBJECT:,} entries.
+- JSON has at most {MOST_ENTRIES:,} commas and brackets; an object counts for {OBJECT}.
+- A workload has at most 1,000 modules, losses and tasks each.
+- Of a run folder `mmplan report` reads the last 200,000 steps, and names files that it cannot read.
+
+A plan's or workload's name names a folder: `/`, `\\`, `.` and `..` alone and characters that
+cannot be printed are refused. Control characters of any other text reach the terminal as `\\x1b`,
+and an error is one line. Files that are written keep the user's umask."""
 
 
 # --- solvers ---

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
+
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.programs import Kind, LossSpec, UnitSpec, loss, make_plan, unit
@@ -280,6 +282,13 @@ FEATURES: dict[str, Callable[[Case], Built]] = {
     "null-input": _null_input,
     "two-syncs": _two_syncs,
 }
+
+
+# Some of the features quickly; the rest come with `make test-all`, and in the pairwise cases.
+_QUICK = ("plain", "ragged", "tied", "counted", "unused-module")
+SOME_FEATURES = [
+    name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FEATURES
+]
 
 
 def small_case(**changes: Any) -> Case:

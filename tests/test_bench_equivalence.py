@@ -103,7 +103,7 @@ def run_race(entry: Any, workload: Path, plan: Plan) -> list[RaceResult]:
     ("plan", "frozen"),
     [
         (separate(), False),
-        (separate(frozen=True), True),
+        pytest.param(separate(frozen=True), True, marks=pytest.mark.slow),
         pytest.param(uneven(), False, marks=pytest.mark.slow),  # four processes
     ],
 )
@@ -138,7 +138,10 @@ def race_with_doubled_loss(ctx: WorkerContext, job: Race) -> RaceResult:
     return peers.race(ctx, job)
 
 
-@pytest.mark.parametrize("entry", [race_with_local_gradients, race_with_doubled_loss])
+@pytest.mark.parametrize(
+    "entry",
+    [race_with_local_gradients, pytest.param(race_with_doubled_loss, marks=pytest.mark.slow)],
+)
 def test_a_peer_that_trains_something_else_is_not_timed(tmp_path: Path, entry: Any) -> None:
     with pytest.raises(RunFailedError, match="ddp has loss"):
         run_race(entry, workload_file(tmp_path), separate())

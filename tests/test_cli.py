@@ -16,6 +16,7 @@ import pytest
 import typer
 import typer.main
 from safetensors import safe_open
+from torch import Tensor, nn
 
 import cli
 import mmplan
@@ -138,9 +139,17 @@ def test_json_of_runs(files: Files) -> None:
 
 
 def test_what_breaks_on_gpus_is_named(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Linear.forward
+
+    def forward(self: nn.Linear, x: Tensor) -> Tensor:
+        return plain(self, x) + 0 * x.detach().sum().item()
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
     monkeypatch.setattr(StrictTransport, "prepare", lambda *_: None)
     done = call("mmlaunch", "verify", files.plan, "--strict", "--steps", "1")
     assert done.code == 1
+    line = forward.__code__.co_firstlineno + 1
+    assert f"device: rank 0, 0F0, {__file__}:{line}: host synchronisation: reads" in done.out
     assert "NCCL: rank 0, step 0, instruction " in done.out + done.err
     assert "which was not made before the steps" in done.out + done.err
     assert "faults on GPUs" in done.err

@@ -452,12 +452,12 @@ def test_flops_count_what_gradients_need(frozen: Any, expected: float) -> None:
     assert _program_costs(plan).flops() == pytest.approx(expected + text)
 
 
-def test_communicators_are_counted_by_group_and_direction() -> None:
+def test_communicators_are_those_of_the_program() -> None:
     got = _program_costs(_two_towers())
     # Rank 0: everyone, vision's first reduction; activations up, gradients down.
     assert got.communicators(0) == 2 + 2
-    # Rank 4: everyone, its tp group, the reduction of its shard, the sync and its gather; no
-    # messages.
-    assert got.communicators(4) == 5
+    # Rank 4: everyone, its tp group, the reduction of its shard, the sync, its readers of the other
+    # tower, and a gather of both; no messages.
+    assert got.communicators(4) == 7
     alone = make_plan(unit("vision", blocks=4), losses=[loss("clip", "vision")], batch=8)
     assert _program_costs(alone).communicators(0) == 0

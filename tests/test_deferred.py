@@ -151,7 +151,7 @@ def cut_like(tensor: Tensor, model: LocalModel, name: str, program: Program, ran
     return torch.cat([tensor.detach()[box.slices] for box in boxes])
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_rank_has_the_values_of_an_ordinary_build(name: str, precision: str) -> None:
     factory, args, blocks = FACTORIES[name]

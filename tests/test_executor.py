@@ -19,7 +19,7 @@ from mmplan.program.instructions import Compute, Message, MessageKey, Op, Step
 from mmplan.program.model import Stage
 from mmplan.program.sent_messages import last_positions
 from mmplan.schema.plan import Plan
-from tests.matrix_cases import FEATURES, Case
+from tests.matrix_cases import SOME_FEATURES, Case
 from tests.programs import in_flight, loss, make_plan, plans, trained_as, unit
 from tests.verification import HERE, make_workload, verify_in_process
 
@@ -104,7 +104,7 @@ def test_a_send_that_is_let_go_has_come(plan: Plan) -> None:
                 assert comes_before(takes[item.key(rank)], (rank, shown))
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", SOME_FEATURES)
 def test_no_activation_is_held_after_a_step(feature: str) -> None:
     case = Case(feature=feature, pp=2, dp=3, tp=2, k=2, syncs=2, samples=12, lead=2, sync_lead=1)
 

@@ -309,6 +309,7 @@ def test_blocks_that_kept_their_first_partners_would_hang(monkeypatch: pytest.Mo
         verify_in_process(case.plan(), case.workload())
 
 
+@pytest.mark.slow
 def test_three_processes_over_gloo_equal_one(tmp_path: Path) -> None:
     names = [(TP_2_AND_1, 0), ("a modality that another task lacks", 1), (DP_ON_TP, 1)]
     cases = [(MIXED[name].plan(3), MIXED[name].workload(zero=zero)) for name, zero in names]

@@ -22,7 +22,7 @@ from tests.commands import call, run
 from tests.test_schema_mutations import VALUES, parent_of, places
 
 # A reader that does not end would take for ever, one that expands everything all the memory.
-SOON_S = 10.0
+SOON_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,16 @@ DOCUMENTS: dict[str, tuple[str, str, str]] = {
         "aliases",
     ),
     "a list that holds itself": ("x.yaml", "a: &a [*a]", "unknown field"),
-    "many keys": ("x.json", "{" + ", ".join(f'"k{i}": 1' for i in range(300_000)) + "}", "fields"),
+    "many keys": (
+        "x.json",
+        "{" + ", ".join(f'"k{i}": 1' for i in range(1_000_000)) + "}",
+        "fields and entries are more than such a file can have",
+    ),
+    "many empty lists": (
+        "x.json",
+        '{"version": 1, "units": [' + "[]," * 20_000_000 + "[]]}",
+        "fields and entries are more than such a file can have",
+    ),
     "many wrong modules": (
         "x.json",
         '{"version": 1, "name": "x", "batch": 1, "losses": {}, "modules": {'
@@ -96,7 +105,7 @@ DOCUMENTS: dict[str, tuple[str, str, str]] = {
     ),
     "many wrong points": (
         "x.json",
-        '{"version": 1, "units": [' + ", ".join(["1"] * 1_000_000) + '], "solver": {}}',
+        '{"version": 1, "units": [' + ", ".join(["1"] * 900_000) + '], "solver": {}}',
         "more faults",
     ),
     "deep brackets": ("x.yaml", "[" * 100_000, "YAML"),
@@ -111,9 +120,9 @@ def test_a_document_without_end_is_refused_in_time(tmp_path: Path, name: str) ->
     file, text, said = DOCUMENTS[name]
     path = tmp_path / file
     path.write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     done = call("mmplan", "show", path)
-    assert time.monotonic() - began < SOON_S
+    assert time.process_time() - began < SOON_S
     assert done.code == 2
     assert said in done.message
     assert len(done.message) < 500 + len(str(path))
@@ -174,7 +183,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
                 document = draw.choice(changed)
                 place = draw.choice(list(places(document)))
                 parent_of(document, place)[place[-1]] = copy.deepcopy(draw.choice(ODD))
-            (odd / name).write_text("\n".join(map(_dumped, changed)) + "\n")
+            (odd / name).write_text("\n".join(map(dumped, changed)) + "\n")
         try:
             write_report(odd, tmp_path / "report.html")
             drawn += 1
@@ -184,7 +193,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
     assert drawn > 10
 
 
-def _dumped(document: Any) -> str:
+def dumped(document: Any) -> str:
     """JSON, whatever the length of its numbers."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)

@@ -142,6 +142,7 @@ def test_a_request_to_stop_saves_and_exits_75(bird: Bird, signum: signal.Signals
     bird.assert_resumes(name)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_once_is_started_again(tmp_path: Path, bird: Bird) -> None:
     workload = edited(copy_workload(tmp_path), "steps: 8", f"steps: {STEPS}")
     # Whichever rank is first to load its 60th sample dies, once.

@@ -23,7 +23,6 @@ from tests.matrix_cases import FEATURES, Case
 from tests.matrix_models import WIDTH
 from tests.missing_cases import MissingCase
 from tests.pairwise import pairwise_rows
-from tests.programs import Kind
 from tests.solving import module_profile, profile
 from tests.test_matrix import PAIRWISE
 from tests.verification import TOLERANCE, verify_in_process
@@ -103,10 +102,23 @@ def test_a_seed_is_one_order_of_ranks() -> None:
     assert len(set(map(tuple, orders))) > 3
 
 
-@pytest.mark.parametrize("others", ["single", "rotated"])
-@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
-def test_messages_under_way_are_what_memory_is_expected_for(kind: Kind, others: Any) -> None:
-    case = Case(pp=3, k=4, samples=24, others=others, feature="regression", kind=kind)
+UNDER_WAY = [
+    *(
+        Case(pp=3, k=4, samples=24, others=others, feature="regression", kind=kind)
+        for others in ("single", "rotated")
+        for kind in ("1f1b", "gpipe")
+    ),
+    # Replicas of 9, 8 and 8 samples, and micro-batches of 3 and 2.
+    Case(pp=2, dp=3, k=4, samples=25, others="single", feature="regression", kind="1f1b"),
+    pytest.param(
+        Case(pp=3, k=60, samples=60, others="single", feature="regression", kind="1f1b"),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", UNDER_WAY, ids=str)
+def test_messages_under_way_are_what_memory_is_expected_for(case: Case) -> None:
     plan = case.plan()
     world = StrictWorld(plan.devices)
     verify_in_process(plan, case.workload(), world=world)
@@ -311,6 +323,27 @@ def test_a_buffer_that_is_read_before_its_wait_is_changed() -> None:
         work.wait()
 
     assert run_two(entry)[0].faults == ["rank 1: tensor 0 changes while it is received"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_of_its_own_that_nothing_waits_for(waits: bool) -> None:
+    def entry(transport: StrictTransport) -> float:
+        total = torch.ones(1)
+        gathered, parts = transport.all_gather(torch.ones(1), (0, 1), 1)
+
+        def then() -> Done:
+            total.copy_(torch.stack(parts).sum(0))
+            return Done()
+
+        work = transport.after(gathered, then)
+        if waits:
+            work.wait()
+        return float(total)
+
+    world, values = run_two(entry)
+    text = "nothing waits for what goes on in a stream of its own"
+    assert sorted(world.faults) == ([] if waits else [f"rank {n}: {text}" for n in (0, 1)])
+    assert values == [1.0 + waits] * 2
 
 
 def test_collectives_of_two_sizes() -> None:

@@ -38,6 +38,7 @@ def plan_and_train(root: Path, *profiling: object) -> dict[str, Any]:
     return json.loads((here / "plan.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_counted_profile_to_training(tmp_path: Path) -> None:
     plan = plan_and_train(tmp_path, "--analytic", "--cluster", "cpu-2")

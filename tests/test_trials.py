@@ -77,6 +77,7 @@ def test_a_plan_that_fails_drops_out(tmp_path: Path) -> None:
         solved(tmp_path, Clock(math.nan, math.nan), count=2)
 
 
+@pytest.mark.slow
 def test_the_command_runs_real_steps_and_leaves_nothing_else(tmp_path: Path) -> None:
     workload_file, here = copy_workload(tmp_path), tmp_path / "elsewhere"
     here.mkdir()

@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
-from mmlaunch.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredTensor, decode, step_folders
+from mmlaunch.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredBox,
+    StoredTensor,
+    decode,
+    step_folders,
+)
 from mmlaunch.checkpoint.tensorfile import dtype_of
 from mmplan.errors import InvalidInputError, MMPlanError
 
@@ -55,6 +62,10 @@ class Checkpoint:
         for tensor in manifest.tensors:
             self._kinds.setdefault(tensor.name, []).append(tensor.kind)
         self._files: dict[str, Any] = {}
+        self._boxes: dict[str, list[tuple[StoredTensor, StoredBox]]] = {}
+        for tensor in manifest.tensors:
+            for box in tensor.boxes:
+                self._boxes.setdefault(box.file, []).append((tensor, box))
 
     def names(self, kind: str = "param") -> list[str]:
         """Full names of the tensors of one kind."""
@@ -150,8 +161,23 @@ class Checkpoint:
                 raise InvalidInputError(
                     f"{path} is damaged: its SHA-256 does not match", hint=_mend(self.path)
                 )
-            self._files[name] = safe_open(path, framework="pt")
+            self._files[name] = self._reader(path)
         return self._files[name]
+
+    def _reader(self, path: Path) -> Any:
+        """A reader of a file that holds what the manifest says."""
+        try:
+            reader = safe_open(path, framework="pt")
+            for tensor, box in self._boxes.get(path.name, ()):
+                found = reader.get_slice(box.key)
+                if (found.get_dtype(), tuple(found.get_shape())) != (tensor.dtype, box.sizes):
+                    raise InvalidInputError(
+                        f"{path}: {box.key} is not the {tensor.dtype} {box.sizes} of the manifest",
+                        hint=_mend(self.path),
+                    )
+        except SafetensorError as error:
+            raise InvalidInputError(f"{path}: {error}", hint=_mend(self.path)) from None
+        return reader
 
 
 def _mend(path: Path) -> str:

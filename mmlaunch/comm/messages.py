@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
@@ -410,7 +411,7 @@ class Mailbox:
         key = message.stage, message.mb
         way = self._way(message)
         if message.op == Op.RECV_B:
-            backward = BackwardReceive(way, lambda: self._sent_output(message))
+            backward = BackwardReceive(way, partial(self._sent_output, message, way))
             self._backward[key].append((message, backward))
             receive = backward
         else:
@@ -422,14 +423,14 @@ class Mailbox:
         while waiting and waiting[0].can_post():
             waiting.popleft().post()
 
-    def _sent_output(self, message: Message) -> Tree:
+    def _sent_output(self, message: Message, way: _Way) -> Tree:
         """The part of this rank's output whose gradient a message brings."""
         stage = self._program.stages[message.stage]
         output = self._output_of(message.stage, message.mb)
         if output is None:
             return None
         element = self._program.edges[message.edge].element
-        return slice_samples(element_of(output, element, stage.module), *self._way(message).samples)
+        return slice_samples(element_of(output, element, stage.module), *way.samples)
 
     def post_send(self, message: Message, tree: Tree, position: int) -> None:
         """Post the send of a message's samples.
@@ -471,13 +472,12 @@ class Mailbox:
                 beside = torch.tensor(flags)
         if len(tensors) >= MOST_TENSORS:
             raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
-        self._send(message, position, tensors, beside)
+        self._send(way, position, tensors, beside)
 
     def _send(
-        self, message: Message, position: int, tensors: Sequence[Tensor], beside: Tensor | None
+        self, way: _Way, position: int, tensors: Sequence[Tensor], beside: Tensor | None
     ) -> None:
         """Post tensors in the order of their channel; nothing is sent of an empty one."""
-        way = self._way(message)
         sent = self._sent.setdefault(position, [])
         if beside is not None:
             sent.append((way.carrier.send_on_host(beside, way.peer, way.tag), beside))

@@ -130,6 +130,8 @@ class StrictWorld(InProcessWorld):
         self._open: list[dict[_End, None]] = [{} for _ in range(size)]
         self._orders: list[list[tuple[CommGroup, int]]] = [[] for _ in range(size)]
         self._named: dict[tuple[CommGroup, int], str] = {}
+        # By work that goes on in a stream of its own: where its rank began it.
+        self.beside: dict[Work, str] = {}
 
     def transport(self, rank: int) -> StrictTransport:
         """See :class:`InProcessWorld`."""
@@ -140,6 +142,8 @@ class StrictWorld(InProcessWorld):
         results = super().run(entry)
         for end in (end for ends in self._open for end in ends):
             self.add_fault(f"{end.where}: nothing waits for {end.name} of this message")
+        for where in self.beside.values():
+            self.add_fault(f"{where}: nothing waits for what goes on in a stream of its own")
         self._see_circles()
         return results
 
@@ -331,6 +335,18 @@ class StrictTransport(InProcessTransport):
         work = super().exchange(received, sent, ranks, channel)
         _poison(received[0])
         return work
+
+    def after(self, work: Work, then: Callable[[], Work]) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`; without its wait nothing has a value."""
+        both = super().after(work, then)
+
+        def wait() -> None:
+            self._strict.beside.pop(waited, None)
+            both.wait()
+
+        waited = Deferred(wait)
+        self._strict.beside[waited] = self.where()
+        return waited
 
     def synchronize(self) -> None:
         """Wait for all that this rank has begun."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import cast
 
@@ -235,8 +235,9 @@ class Reductions:
         """Let the sums of one reduction begin inside the next compute."""
         self._starting += self._sums[index]
 
-    @contextmanager
-    def starting_inside(self, pending: Collection[Tensor] | None = None) -> Generator[None]:
+    def starting_inside(
+        self, pending: Collection[Tensor] | None = None
+    ) -> AbstractContextManager[None]:
         """Around a compute: sums that start in it begin as soon as their gradients are complete.
 
         All ranks begin them in one order, the one in which they were cut. A sum with a parameter
@@ -245,6 +246,10 @@ class Reductions:
         Args:
             pending: the parameters that get a gradient in the compute; None for any.
         """
+        return self._beginning(pending) if self._starting else nullcontext()
+
+    @contextmanager
+    def _beginning(self, pending: Collection[Tensor] | None) -> Generator[None]:
         waiting = deque(
             (item, {p.parameter for p in item.slices if pending is None or p.parameter in pending})
             for item in self._starting

@@ -356,7 +356,7 @@ class _Agent:
 
 def _start(job: Job) -> list[BaseProcess]:
     context = multiprocessing.get_context("forkserver")
-    fork_server.start(preload=["mmlaunch.launch.launch"])
+    fork_server.start(fork_server.RANK_MODULES)
     processes = [
         context.Process(target=worker_main, args=(job, rank)) for rank in range(job.num_local)
     ]

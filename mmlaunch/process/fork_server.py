@@ -1,4 +1,4 @@
-"""The process that workers are forked from: torch imported once, and tied to who started it."""
+"""The process that workers are forked from: it imports once, and is tied to who started it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from contextlib import contextmanager
 
 # The guard first: it ties the fork server to its parent before anything that takes time loads.
 _PRELOAD = ["mmlaunch.process.forkserver_guard", "torch"]
+# Tensors without storage import torch._dynamo at their first use, in every rank and every attempt.
+RANK_MODULES = ("mmlaunch.launch.launch", "mmlaunch.run.training_worker", "torch._dynamo")
 
 
-def start(preload: Sequence[str] = ()) -> None:
-    """Start this process's fork server, where it has none yet.
+def start(modules: Sequence[str] = ()) -> None:
+    """Start this process's fork server, where it has none yet; returns while it still imports.
 
     Args:
-        preload: modules that its processes need, beside torch.
+        modules: that its processes need, beside torch.
     """
     with _sheltered():
-        multiprocessing.forkserver.set_forkserver_preload([*_PRELOAD, *preload])
+        multiprocessing.forkserver.set_forkserver_preload([*_PRELOAD, *modules])
         multiprocessing.forkserver.ensure_running()
 
 

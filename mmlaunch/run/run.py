@@ -20,7 +20,7 @@ from mmlaunch.session.identity import find_profile, find_workload
 from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
 from mmplan.proof.certificate import rank_hashes
 from mmplan.schema.agreement import check_agrees, check_profiled
-from mmplan.schema.base import file_sha256, write_text
+from mmplan.schema.base import file_sha256, parse_json, read_text, write_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -446,10 +446,12 @@ class RunRecord:
 
 def _recorded(run_dir: Path, field: str, default: Any) -> Any:
     """A field of a run folder's record; the default where it has none of that type."""
+    path = run_dir / _RECORD
     try:
-        found = json.loads((run_dir / _RECORD).read_text(encoding="utf-8"))[field]
-    except (OSError, ValueError, KeyError, TypeError):
+        record = parse_json(read_text(path), path)
+    except InvalidInputError:
         return default
+    found = cast("dict[str, Any]", record).get(field) if isinstance(record, dict) else None
     return found if isinstance(found, type(default)) else default
 
 

@@ -286,10 +286,10 @@ def _lines_before(path: Path, step: int) -> list[str]:
     if not path.exists() or step == 0:
         return []
     kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             if line.endswith("\n") and json.loads(line)["step"] < step:
                 kept.append(line)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # the last line of a killed run may be cut off
     return kept

@@ -480,7 +480,7 @@ class Session:
             others = check_same_run(checkpoint.path, saved, self.workload, anyway=anyway)
         finally:
             checkpoint.close()
-        self.step_count = int(checkpoint.manifest.state["step"])
+        self.step_count = checkpoint.manifest.step
         self._data.close()
         return others
 

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -81,6 +82,18 @@ def fit_curve(
         InvalidInputError: no points, or sizes and values that are not what they must be.
     """
     size_K, value_K, spread_K = _checked(sizes, values, spreads)
+    return _fitted(tuple(size_K.tolist()), tuple(value_K.tolist()), tuple(spread_K), knots_max)
+
+
+# What-if simulations, reports and trials ask for the same curves again and again.
+@lru_cache(maxsize=4096)
+def _fitted(
+    sizes: tuple[float, ...],
+    values: tuple[float, ...],
+    spread_K: tuple[float | None, ...],
+    knots_max: int,
+) -> Curve:
+    size_K, value_K = np.array(sizes), np.array(values)
     lowest, highest = float(size_K.min()), float(size_K.max())
     if lowest == highest:
         level = float(np.median(value_K))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -13,8 +14,9 @@ from mmplan.costs.block_ranges import gradient_blocks
 from mmplan.costs.cost_model import CostModel
 from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
+from mmplan.program.communicators import CommunicatorCount, communicator_counts
 from mmplan.program.features import are_apart, holders_of, readers
-from mmplan.program.instructions import Message, Op
+from mmplan.program.instructions import Op
 from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
 from mmplan.program.shards import BUCKET_BYTES, Ranks
@@ -69,11 +71,6 @@ class ProgramCosts:
                     part = (*item.shards, item.tp, len(item.ranks))
                     self._state_parts[item.owner, block].append(part)
         self._shard_sizes: dict[Shard, float] = {}
-        # The ranks of every collective.
-        self._groups = {
-            *(frozenset(group) for stage in program.stages for group in stage.ranks),
-            *(frozenset(item.ranks) for item in (*program.reductions, *program.losses)),
-        }
         # (stage, whether its backward) to the edges whose messages its groups gather.
         self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
         for edge in program.edges:
@@ -385,26 +382,12 @@ class ProgramCosts:
         return each * self.communicators(rank) if each else 0.0
 
     def communicators(self, rank: int) -> int:
-        """Communicators of a rank, as the launcher creates them on devices that have any.
+        """Communicators of a rank, as the launcher creates them on devices that have any."""
+        return self._communicators[rank].total
 
-        One is of all ranks. One is of each other group in which the rank reduces, gathers or
-        splits a module. Each cross-sample loss has one more for its gathers, which start between
-        other collectives. Each direction of messages has one: activations and gradients, to
-        higher and to lower ranks.
-        """
-        everyone = frozenset(range(self.program.num_ranks))
-        groups = {everyone, *(group for group in self._groups if rank in group)}
-        directions = {
-            (item.op in (Op.SEND_B, Op.RECV_B), (rank < item.peer) == item.is_send)
-            for item in self.program.instructions[rank]
-            if isinstance(item, Message) and item.peer != rank
-        }
-        gathers = [
-            loss
-            for loss in self.program.cross_sample_losses
-            if rank in loss.ranks and len(loss.ranks) > 1
-        ]
-        return sum(len(group) > 1 for group in groups) + len(gathers) + len(directions)
+    @cached_property
+    def _communicators(self) -> list[CommunicatorCount]:
+        return communicator_counts(self.program)
 
     # --- work ------------------------------------------------------------------------
 

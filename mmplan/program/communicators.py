@@ -135,25 +135,35 @@ class CommunicatorCount:
         return self.collectives * COLLECTIVE_CTAS + self.channels * CHANNEL_CTAS
 
 
-def most_communicators(program: Program) -> CommunicatorCount:
-    """The rank with the most communicators, of those that have a row.
+def communicator_counts(program: Program) -> list[CommunicatorCount]:
+    """The communicators of every rank; of one without a row, its collectives' alone.
 
     Args:
         program: with the whole plan's stages, losses and reductions.
     """
     everyone = tuple(range(program.num_ranks))
-    groups = {group for group in communicators(program) if group != (everyone, 0)}
+    groups = {*communicators(program)} | ({(everyone, 0)} if len(everyone) > 1 else set())
     collectives = Counter(rank for ranks, _ in groups for rank in ranks)
-    found = [CommunicatorCount(0, 0, 0)]
-    for rank, row in enumerate(program.instructions):
-        streams = {
-            program.edges[item.edge].streams[item.op in (Op.SEND_B, Op.RECV_B)]
-            for item in row
-            if isinstance(item, Message) and item.peer != rank
-        }
-        if row:
-            found.append(CommunicatorCount(rank, 1 + collectives[rank], len(streams)))
-    return max(found, key=lambda count: count.total)
+    return [
+        CommunicatorCount(rank, collectives[rank], len(_streams(program, rank)))
+        for rank in everyone
+    ]
+
+
+def _streams(program: Program, rank: int) -> set[int]:
+    """The streams of a rank's messages, which have a channel each."""
+    ends = {
+        (item.edge, item.op in (Op.SEND_B, Op.RECV_B))
+        for item in program.instructions[rank]
+        if isinstance(item, Message) and item.peer != rank
+    }
+    return {program.edges[edge].streams[backward] for edge, backward in ends}
+
+
+def most_communicators(program: Program) -> CommunicatorCount:
+    """The rank with the most communicators; see :func:`communicator_counts`."""
+    none = CommunicatorCount(0, 0, 0)
+    return max(communicator_counts(program), key=lambda count: count.total, default=none)
 
 
 def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup | None:

@@ -12,7 +12,7 @@ from mmplan.costs.program_costs import check_cluster
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.planning.what_if import Effect, Replan, part_effects
 from mmplan.program.trace import trace_events
-from mmplan.schema.base import file_sha256, read_text
+from mmplan.schema.base import file_sha256, parse_json, read_text
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile, load_profile
@@ -22,8 +22,11 @@ from mmplan.simulation.step import Simulation, simulate
 
 TraceEvent = dict[str, Any]
 
-# The trace of a thousand devices has about as much.
-_MOST_BYTES = 1 << 30
+# A trace of a hundred thousand instructions has about as many.
+_MOST_ENTRIES = 5_000_000
+# Of ``metrics.jsonl`` the end is read; a step has some 200 bytes.
+_MOST_METRICS_BYTES = 64 << 20
+_MOST_STEPS = 200_000
 # No step, second or loss is larger; sums of numbers below it stay finite.
 _LARGEST = 1e150
 # Steps left out of the median: allocators, caches and connections warm up in them.
@@ -239,9 +242,9 @@ def _json_file(path: Path, faults: list[str]) -> Any:
         faults.append(f"{path.name} is missing")
         return None
     try:
-        return json.loads(read_text(path, most_bytes=_MOST_BYTES))
-    except (MMPlanError, ValueError, RecursionError):
-        faults.append(f"{path.name} cannot be read")
+        return parse_json(read_text(path), path, most_entries=_MOST_ENTRIES)
+    except InvalidInputError as error:
+        faults.append(f"{path.name} cannot be read: {error.message.removeprefix(f'{path}: ')}")
         return None
 
 
@@ -250,11 +253,17 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
         faults.append("metrics.jsonl is missing: no step was finished")
         return ()
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open("rb") as file:
+            skipped = max(0, path.stat().st_size - _MOST_METRICS_BYTES)
+            file.seek(skipped)
+            lines = file.read(_MOST_METRICS_BYTES).rsplit(b"\n", _MOST_STEPS + 1)
     except OSError as error:
         faults.append(f"metrics.jsonl cannot be read: {error.strerror}")
         return ()
-    steps = [_step(line) for line in text.splitlines() if line.strip()]
+    if skipped or len(lines) > _MOST_STEPS + 1:
+        faults.append(f"metrics.jsonl: only its last {len(lines) - 2:,} lines are read")
+        del lines[0]
+    steps = [_step(line) for line in lines if line.strip()]
     broken = steps.count(None)
     if broken:
         # A killed run may leave its last line cut off.
@@ -264,7 +273,7 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
     return tuple(step for step in steps if step is not None)
 
 
-def _step(line: str) -> StepMetrics | None:
+def _step(line: bytes) -> StepMetrics | None:
     try:
         entry = json.loads(line)
         names = ("loss", "iteration_s", "update_s", "data_s", "samples_per_s")

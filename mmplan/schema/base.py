@@ -54,11 +54,14 @@ def _is_a_file_name(name: str) -> str:
 Name = Annotated[str, Strict(), AfterValidator(_is_a_file_name)]
 
 # More than any file of ours has; what is read whole must end.
-_MOST_BYTES = 64 << 20
-# The parser is slow: about five seconds.
-_MOST_YAML_BYTES = 1 << 20
-# Of one object, or of all aliases of a YAML file written out.
-_MOST_ENTRIES = 200_000
+MOST_BYTES = 64 << 20
+# The parser takes up to 35 microseconds a byte: with this much some four seconds.
+MOST_YAML_BYTES = 128 << 10
+# Of a JSON text: hundreds of megabytes at most, its faults included.
+MOST_ENTRIES = 1_000_000
+# An object counts for so many entries: each of its fields may be wrong or missing. So does an
+# entry that a YAML file's aliases stand for.
+OBJECT = 10
 # Beyond this many faults the first ones are looked for in an excerpt.
 _MANY_FAULTS = 10_000
 _EXCERPT = 20
@@ -146,31 +149,40 @@ def _excerpt(data: Any) -> Any:
     return [_excerpt(item) for item in data[:_EXCERPT]] if isinstance(data, list) else data
 
 
-def read_text(path: Path, *, most_bytes: int = _MOST_BYTES) -> str:
+def read_text(path: Path) -> str:
     """The file's text.
 
-    Args:
-        path: of a file; a pipe or a device may never end.
-        most_bytes: a larger one is none of ours.
+    Raises:
+        InvalidInputError: see :func:`read_bytes`, or it is not UTF-8 text.
+    """
+    try:
+        return read_bytes(path).decode()
+    except UnicodeDecodeError:
+        raise InvalidInputError(
+            f"{path}: cannot be read: it is not UTF-8 text", hint="check the path"
+        ) from None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file.
 
     Raises:
-        InvalidInputError: there is no such file, it is too large, or it is not UTF-8 text.
+        InvalidInputError: there is no such file, it is a pipe or a device, which may never end,
+            or larger than any of ours.
     """
     try:
         found = path.stat()
         if not S_ISREG(found.st_mode):
             what = "a folder" if S_ISDIR(found.st_mode) else "no file"
             raise InvalidInputError(f"{path}: is {what}", hint="name a file")
-        if found.st_size > most_bytes:
+        if found.st_size > MOST_BYTES:
             raise InvalidInputError(
                 f"{path}: {size(found.st_size)} is more than such a file can have",
-                hint=f"at most {size(most_bytes)} are read",
+                hint=f"at most {size(MOST_BYTES)} are read",
             )
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes()
     except OSError as error:
         reason = error.strerror
-    except UnicodeDecodeError:
-        reason = "it is not UTF-8 text"
     except ValueError as error:
         reason = str(error)  # a path with a null byte
     raise InvalidInputError(f"{path}: cannot be read: {reason}", hint="check the path")
@@ -179,17 +191,30 @@ def read_text(path: Path, *, most_bytes: int = _MOST_BYTES) -> str:
 def parse_text(text: str, path: Path) -> object:
     """Parse JSON (a text that starts with a brace, or a .json file), else YAML 1.2."""
     if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return _parse_json(text, path)
+        return parse_json(text, path)
     return parse_yaml(text, path)
 
 
-def _parse_json(text: str, path: Path) -> object:
+def parse_json(text: str, path: Path, *, most_entries: int = MOST_ENTRIES) -> object:
+    """Parse JSON.
+
+    Args:
+        text: of a document.
+        path: for errors.
+        most_entries: a text with more is none of ours; commas and brackets are counted, before
+            anything is made of them.
+
+    Raises:
+        InvalidInputError: it is no JSON, or larger than any file of ours.
+    """
+    entries = text.count(",") + text.count("[") + OBJECT * text.count("{")
+    if entries > most_entries:
+        raise InvalidInputError(
+            f"{path}: {entries:,} fields and entries are more than such a file can have",
+            hint=f"at most {most_entries:,} are read, an object counts for {OBJECT}",
+        )
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(pairs) > _MOST_ENTRIES:
-            raise InvalidInputError(
-                f"{path}: an object of {len(pairs):,} fields is none of our files",
-                hint="write the file again",
-            )
         seen: dict[str, Any] = {}
         for key, value in pairs:
             if key in seen:
@@ -231,10 +256,10 @@ def parse_yaml(text: str, path: Path) -> object:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-    if len(text) > _MOST_YAML_BYTES:
+    if len(text) > MOST_YAML_BYTES:
         raise InvalidInputError(
             f"{path}: {size(len(text))} of YAML",
-            hint=f"at most {size(_MOST_YAML_BYTES)} are read; write it as JSON",
+            hint=f"at most {size(MOST_YAML_BYTES)} are read; write it as JSON",
         )
     try:
         data: object = YAML(typ="safe", pure=True).load(text)
@@ -249,9 +274,9 @@ def parse_yaml(text: str, path: Path) -> object:
         raise InvalidInputError(
             f"{path}: not valid YAML: {' '.join(str(error).split()):.200}", hint="mend the file"
         ) from None
-    if _entries(data, {}) > _MOST_ENTRIES:
+    if _entries(data, {}) > MOST_ENTRIES // OBJECT:
         raise InvalidInputError(
-            f"{path}: its aliases stand for more than {_MOST_ENTRIES:,} entries",
+            f"{path}: its aliases stand for more than {MOST_ENTRIES // OBJECT:,} entries",
             hint="write out what is meant",
         )
     return data
@@ -353,8 +378,10 @@ _WORDINGS = {
     "finite_number": "must be a finite number",
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
     "literal_error": "must be {expected}",
     "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must look like {pattern}",
 }
@@ -416,4 +443,5 @@ def write_text(path: Path, text: str) -> None:
 
 def file_sha256(path: str | Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -256,7 +256,7 @@ class PlannedModule(Record):
     """
 
     inputs: tuple[Str | None, ...]
-    blocks: Count
+    blocks: Count = Field(le=100_000)
     frozen: Bool | tuple[Range, ...] = False
     share: Str | None = None
     recompute: Literal["none", "full"] = "none"

@@ -166,7 +166,7 @@ class ModuleProfile(Record):
     """
 
     fingerprint: Fingerprint | None = None
-    blocks: Count
+    blocks: Count = Field(le=100_000)
     block_work: tuple[Size, ...] | None = None
     block_parameters: tuple[Size, ...] | None = None
     block_activation_bytes: tuple[Size, ...] | None = None

@@ -148,9 +148,9 @@ class Workload(Document):
 
     name: Name
     batch: Count = Field(description="samples per optimizer step")
-    modules: dict[Str, ModuleSpec] = Field(min_length=1)
-    losses: dict[Str, LossSpec] = Field(min_length=1)
-    tasks: dict[Str, TaskSpec] = Field(default_factory=dict)
+    modules: dict[Str, ModuleSpec] = Field(min_length=1, max_length=1000)
+    losses: dict[Str, LossSpec] = Field(min_length=1, max_length=1000)
+    tasks: dict[Str, TaskSpec] = Field(default_factory=dict, max_length=1000)
     data: DataSpec | None = None
     train: TrainSpec = TrainSpec()
 
@@ -302,20 +302,24 @@ def producers_first(
     """
     ordered: dict[str, tuple[InputSource, ...]] = {}
     while len(ordered) < len(inputs):
-        ready = [
-            name
-            for name, sources in inputs.items()
-            if name not in ordered
-            and all(
-                s.module is None or s.module in ordered or s.module not in inputs for s in sources
-            )
-        ]
-        if not ready:
+        ready = next(
+            (
+                name
+                for name, sources in inputs.items()
+                if name not in ordered
+                and all(
+                    s.module is None or s.module in ordered or s.module not in inputs
+                    for s in sources
+                )
+            ),
+            None,
+        )
+        if ready is None:
             stuck = ", ".join(name for name in inputs if name not in ordered)
             raise ValueError(
                 f"task {task}: the modules {stuck} take each other's output in a circle"
             )
-        ordered[ready[0]] = inputs[ready[0]]
+        ordered[ready] = inputs[ready]
     return ordered
 
 

@@ -182,13 +182,13 @@ class Problem:
 
     def producers(self, module: str) -> tuple[str, ...]:
         """Modules whose outputs a module, or a loss computed with it, takes."""
-        return tuple(dict.fromkeys((*self._into_first(module), *self._into_last(module))))
+        return tuple(dict.fromkeys((*self.into_first(module), *self.into_last(module))))
 
-    def _into_first(self, module: str) -> list[str]:
+    def into_first(self, module: str) -> list[str]:
         """Modules whose outputs the first block takes."""
         return [s.module for s in self.task.inputs[module] if s.module]
 
-    def _into_last(self, module: str) -> list[str]:
+    def into_last(self, module: str) -> list[str]:
         """Other modules whose outputs the losses of the last stage take."""
         return [
             s.module
@@ -253,9 +253,9 @@ class Problem:
     def _takes_gradient(self, module: str, blocks: Blocks) -> bool:
         if blocks[0] > 0 and self.trainable(module, (0, blocks[0])):
             return True
-        sources = self._into_first(module)
+        sources = self.into_first(module)
         if blocks[1] == self.blocks(module):
-            sources += self._into_last(module)
+            sources += self.into_last(module)
         return any(self.makes_gradient(source) for source in sources)
 
     def has_backward(self, module: str, blocks: Blocks) -> bool:

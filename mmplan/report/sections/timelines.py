@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from mmplan.report import numbers as fmt
@@ -142,7 +143,12 @@ def timeline(
     rows = tuple(
         Row(
             rank=rank,
-            bars=tuple(sorted(b for b in by_rank.get(rank, []) if b.end_s - b.start_s > least_s)),
+            bars=tuple(
+                sorted(
+                    (b for b in by_rank.get(rank, []) if b.end_s - b.start_s > least_s),
+                    key=attrgetter("start_s", "end_s", "kind", "name", "what"),
+                )
+            ),
         )
         for rank in ranks
     )

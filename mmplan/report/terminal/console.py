@@ -94,7 +94,8 @@ class Output:
     def error(self, error: MMPlanError) -> None:
         """An error line and its hint on stderr; with ``--json`` a document on stdout too."""
         detail = getattr(error, "detail", "").rstrip()
-        lines = [f"error: {error.message}", detail, f"hint: {error.hint}" if error.hint else ""]
+        said = _one_line(error.message)
+        lines = [f"error: {said}", detail, f"hint: {error.hint}" if error.hint else ""]
         _write(sys.stderr, "".join(f"{_visible(line)}\n" for line in lines if line))
         if error.documented:
             return
@@ -184,8 +185,17 @@ class Progress:
 _CONTROLS = {c: repr(chr(c))[1:-1] for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
+# A value from a file that a message quotes may be longer.
+_MOST_CHARACTERS = 1000
+
+
 def _visible(text: str) -> str:
     return text.translate(_CONTROLS)
+
+
+def _one_line(text: str) -> str:
+    line = text.replace("\n", "\\n")
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
 
 
 def _write(stream: IO[str] | None, text: str) -> None:

@@ -21,12 +21,12 @@ from mmplan.schema.plan import Unit
 from mmplan.solvers.baselines.sequential_tasks import (
     Combination,
     CombinationSearch,
-    Communicators,
     Ledger,
     TaskOption,
     by_owner,
     named,
 )
+from mmplan.solvers.communicators import PlacedModule, communicators
 from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.distmm.solver import solve_distmm
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
@@ -147,7 +147,7 @@ def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOptio
         held_bytes=sum(
             (_held(problem, unit) for unit in candidate.units), np.zeros(problem.devices)
         ),
-        communicators=_communicators(problem, candidate.units),
+        communicators={0: _communicators(problem, candidate.units)},
         holdings=by_owner(problem, ledger, ((u.module, u.blocks, u.grid) for u in candidate.units)),
         shape=(0, 0, 0),
         make=lambda: candidate.units,
@@ -165,12 +165,17 @@ def _held(problem: Problem, unit: Unit) -> Floats:
     return held_D
 
 
-def _communicators(problem: Problem, units: Sequence[Unit]) -> Communicators:
-    """As of a device that would run all of the task's modules."""
-    groups: set[Hashable] = {"all"} if problem.devices > 1 else set()
-    groups |= {("tp", unit.tp) for unit in units if unit.tp > 1}
-    groups |= {("sum", unit.ranks) for unit in units if unit.dp > 1}
-    syncs = len(problem.task.sync_batches) if problem.devices > 1 else 0
-    groups |= {("loss", problem.task.name)} if syncs else set()
-    messages = problem.chained() or any(unit.pp > 1 for unit in units)
-    return Communicators(groups=frozenset(groups), gathers=syncs, directions=4 * messages)
+def _communicators(problem: Problem, units: Sequence[Unit]) -> frozenset[Hashable]:
+    """As many as the device with the most; none is another task's but that of all devices."""
+    placed = {
+        unit.module: PlacedModule(
+            stages=tuple(((unit.module, p), blocks) for p, blocks in enumerate(unit.blocks)),
+            tp=unit.tp,
+            dp=unit.dp,
+        )
+        for unit in units
+    }
+    most = max(communicators(problem, placed).values(), key=len)
+    return frozenset(
+        name if name == "all" else (problem.task.name, i) for i, name in enumerate(most)
+    )

@@ -13,13 +13,14 @@ reduce is the position with the longest reductions. With Q = 1 this is the formu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mmplan.errors import InfeasibleError
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
+from mmplan.solvers.communicators import PlacedModule, communicators
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
@@ -325,7 +326,8 @@ class OneGrid:
         key = (dp if self.problem.costs.training.zero else min(dp, 2)), inner_dp
         if key not in self._fixed:
             each = self.problem.request.cluster.device.communicator_bytes
-            fixed = [each * self._communicators(dp * inner_dp)] * self.layout.positions
+            names = self.communicators(dp, inner_dp) if each else {}
+            fixed = [each * len(names.get(p, ())) for p in range(self.layout.positions)]
             for module, place in self.layout.places.items():
                 for i, blocks in enumerate(place.cuts):
                     fixed[place.first + i] += self.problem.fixed_bytes(
@@ -334,22 +336,17 @@ class OneGrid:
             self._fixed[key] = fixed
         return self._fixed[key]
 
-    def _communicators(self, replicas: int) -> int:
-        """All ranks, the TP group, the reduction, gathers, two for each direction of messages."""
-        several = self.problem.devices > 1
-        shared = len(self.layout.places) > 1 and self._wraps()
-        directions = (1 + shared) * 2 if self.layout.positions > 1 else 0
-        gathers = len(self.problem.task.sync_batches) if several else 0
-        return several + (self.layout.tp > 1) + (replicas > 1) + gathers + directions
-
-    def _wraps(self) -> bool:
-        """Whether some module hands its output to an earlier position."""
-        places = self.layout.places
-        return any(
-            places[p].first + len(places[p].cuts) - 1 > places[m].first
-            for m in places
-            for p in self.problem.producers(m)
-        )
+    def communicators(self, dp: int, inner_dp: int) -> dict[Hashable, frozenset[Hashable]]:
+        """By position; see :func:`mmplan.solvers.communicators.communicators`."""
+        placed = {
+            module: PlacedModule(
+                stages=tuple(enumerate(place.cuts, place.first)),
+                tp=self._tp(place),
+                dp=dp * _inner_dp(place, inner_dp),
+            )
+            for module, place in self.layout.places.items()
+        }
+        return communicators(self.problem, placed)
 
     # --- units -------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ Shape suffixes used in this file: D = devices, L = blocks of a module.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -135,21 +136,6 @@ class Ledger:
         return self._reduce[number]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Communicators:
-    """What a device makes for one task; tasks that run in turn share groups of one name.
-
-    Attributes:
-        groups: for collectives, by what tells them apart.
-        gathers: one more for each cross-sample loss.
-        directions: of messages.
-    """
-
-    groups: frozenset[Hashable]
-    gathers: int
-    directions: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskOption:
     """One way to run a task.
@@ -158,7 +144,7 @@ class TaskOption:
         time_s: a step's forwards, backwards, messages and syncs.
         reduce_s: its reductions alone; None where ``time_s`` has them.
         held_bytes: [D] activations of each device.
-        communicators: that its devices make.
+        communicators: names of those that its devices make, by place.
         holdings: numbers in the ledger, by the owner of the parameters.
         shape: (tp, pipeline positions, dp).
         make: its units.
@@ -168,7 +154,7 @@ class TaskOption:
     time_s: float
     reduce_s: float | None
     held_bytes: Floats
-    communicators: Communicators
+    communicators: Mapping[Hashable, frozenset[Hashable]]
     holdings: dict[str, frozenset[int]]
     shape: tuple[int, int, int]
     make: Callable[[], tuple[Unit, ...]] = field(repr=False)
@@ -222,7 +208,7 @@ def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) ->
         time_s=grid.compute_s(split) + problem.rounds * grid.sync_s(split),
         reduce_s=grid.reduce_s(split.dp, split.inner_dp),
         held_bytes=_by_device(grid, split, problem.devices),
-        communicators=_communicators(problem, grid.layout, split.dp),
+        communicators=grid.communicators(split.dp, split.inner_dp),
         holdings=holdings,
         shape=(grid.layout.tp, grid.layout.positions, split.dp),
         make=lambda: grid.units(split),
@@ -245,19 +231,6 @@ def by_owner(
         number = ledger.number(Holding(problem.task.name, module, blocks, grid))
         found.setdefault(owner, set()).add(number)
     return {owner: frozenset(own) for owner, own in found.items()}
-
-
-def _communicators(problem: Problem, layout: Layout, dp: int) -> Communicators:
-    """A group of all devices, TP groups, reductions, and the ranks of the losses."""
-    shape, several = (layout.tp, layout.positions, dp), problem.devices > 1
-    names = {"all": several, ("tp", layout.tp): layout.tp > 1, ("sum", shape): dp > 1}
-    syncs = several * len(problem.task.sync_batches)
-    names["loss", shape] = syncs > 0 and layout.tp * dp < problem.devices
-    return Communicators(
-        groups=frozenset(name for name, needed in names.items() if needed),
-        gathers=syncs,
-        directions=4 * (layout.positions > 1),
-    )
 
 
 def _by_device(grid: OneGrid, split: Split, devices: int) -> Floats:
@@ -415,7 +388,7 @@ class CombinationSearch:
 
     def _fullest_bytes(self, i: int, chosen: Sequence[TaskOption], held: Held) -> float:
         """Of the fullest device: what is chosen, and the least that the others add."""
-        total = self._each * communicators(chosen) + np.zeros(self._ledger.devices)
+        total = self._each * most_communicators(chosen) + np.zeros(self._ledger.devices)
         for numbers in held.values():
             total += self._ledger.parameters_bytes(numbers)
         for owner, least in self._rest_owned[i].items():
@@ -466,11 +439,24 @@ def joined(held: Held, option: TaskOption) -> Held:
     return {**held, **{o: held.get(o, frozenset()) | own for o, own in option.holdings.items()}}
 
 
-def communicators(chosen: Sequence[TaskOption]) -> int:
-    """Of a device that runs all of the tasks."""
-    groups = frozenset().union(*(o.communicators.groups for o in chosen))
-    gathers = sum(o.communicators.gathers for o in chosen)
-    return len(groups) + gathers + max((o.communicators.directions for o in chosen), default=0)
+def most_communicators(chosen: Sequence[TaskOption]) -> int:
+    """Most of a device that runs all of the tasks.
+
+    Tasks of one shape have the same ranks at one place, and share communicators. An owner of
+    several shapes is summed over the ranks of all.
+    """
+    named: defaultdict[Hashable, defaultdict[Hashable, set[Hashable]]]
+    named = defaultdict(lambda: defaultdict(set))
+    shapes: defaultdict[str, set[Hashable]] = defaultdict(set)
+    for option in chosen:
+        for place, names in option.communicators.items():
+            named[option.shape][place] |= names
+        for owner in option.holdings:
+            shapes[owner].add(option.shape)
+    own = [max(map(len, places.values())) for places in named.values()]
+    # One is of all ranks.
+    shared = sum(len(several) > 1 for several in shapes.values())
+    return sum(own) - len(own) + 1 + shared if any(own) else 0
 
 
 TaskOptions = list[list[TaskOption]]

@@ -20,6 +20,7 @@ from mmplan.costs.fit import curve_values
 from mmplan.costs.links import all_reduce_s, between_nodes
 from mmplan.program.schedules.alternating import Alternating
 from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
+from mmplan.solvers.communicators import PlacedModule, communicators
 from mmplan.solvers.convex.branch_and_bound import Options
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
 from mmplan.solvers.problem import Problem
@@ -30,8 +31,8 @@ from mmplan.solvers.sample_split import smallest_divisors
 FORWARD, INPUT, WEIGHT, LOSS, INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(8)
 # Columns of its bytes: weights and gradients, state, share of the activations held, block
 # inputs held (recomputation), both again times the stages after it; communicators: always,
-# for the reduction, for the losses of a last stage with dp and tp.
-FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, GROUPS, REDUCED, HOSTED = range(9)
+# with tp, with dp, and with both.
+FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, GROUPS, OF_TP, OF_DP, OF_BOTH = range(10)
 # The schedules it plans.
 ONE_F_ONE_B = Alternating(whole_round=False)
 INTERLEAVED = Interleaved1F1B(whole_round=False)
@@ -121,7 +122,7 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
 
 
 class _Tables:
-    """One shape's stages: [pp, 8] seconds and [pp, 9] bytes; a rank's chunks are added up."""
+    """One shape's stages: [pp, 8] seconds and [pp, 10] bytes; a rank's chunks are added up."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class _Tables:
             chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, self.slack) for p in range(pp)]
             for column, each in ((HELD_AHEAD, held), (INPUTS_AHEAD, inputs)):
                 bytes_held[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
-        self.bytes = np.hstack([bytes_held, self._communicators(cuts, chunk, pp, vpp)])
+        self.bytes = np.hstack([bytes_held, self._communicators(cuts, pp)])
         trained = _by_rank(self._summed(blocks.parameters * blocks.trains)[:, None], chunk, pp)
         self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
@@ -197,19 +198,17 @@ class _Tables:
             np.where(outer, size, 0.0),
         ]
 
-    def _communicators(
-        self, cuts: tuple[tuple[int, int], ...], chunk: Ints, pp: int, vpp: int
-    ) -> Floats:
-        """[pp, 3]: communicators whatever dp is, of the reduction, of hosted losses."""
-        problem, module = self._problem, self._module
-        edges = bool(problem.producers(module) or problem.consumers(module))
-        several = problem.devices > 1
-        # All ranks, and messages forward and back.
-        fixed = np.full(pp, float(several) + 2.0 * (pp * vpp > 1 or edges))
-        trained = self._summed(self._blocks.parameters * self._blocks.trains) > 0
-        reduced = _by_rank(trained[:, None].astype(np.float64), chunk, pp)
-        hosts = (np.arange(pp) == pp - 1) & bool(problem.hosted_losses(module))
-        return np.stack([fixed, np.minimum(reduced[:, 0], 1.0), hosts.astype(np.float64)], axis=1)
+    def _communicators(self, cuts: tuple[tuple[int, int], ...], pp: int) -> Floats:
+        """[pp, 4]: communicators at tp 1 and dp 1, and what tp, dp, and both together add."""
+
+        def count(tp: int, dp: int) -> Floats:
+            stages = tuple((c % pp, blocks) for c, blocks in enumerate(cuts))
+            placed = {self._module: PlacedModule(stages=stages, tp=tp, dp=dp)}
+            names = communicators(self._problem, placed)
+            return np.array([len(names[p]) for p in range(pp)], dtype=np.float64)
+
+        one, tp, dp, both = count(1, 1), count(2, 1), count(1, 2), count(2, 2)
+        return np.stack([one, tp - one, dp - one, both - tp - dp + one], axis=1)
 
 
 def _by_rank(per_chunk: Floats, rank: NDArray[np.int64], pp: int) -> Floats:
@@ -484,9 +483,9 @@ class ModuleTables:
         tp = self._tp[..., None]
         groups = (
             table[:, :, GROUPS]
-            + (tp > 1)
-            + table[:, :, REDUCED] * (dp_B > 1)
-            + table[:, :, HOSTED] * ((dp_B > 1) & (tp > 1))
+            + table[:, :, OF_TP] * (tp > 1)
+            + table[:, :, OF_DP] * (dp_B > 1)
+            + table[:, :, OF_BOTH] * ((dp_B > 1) & (tp > 1))
         )
         fixed = table[:, :, FIXED] / tp
         if problem.costs.training.zero:

@@ -17,6 +17,7 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import ScheduleKind, Unit
+from mmplan.solvers.communicators import PlacedModule, communicators
 from mmplan.solvers.pareto import pareto_rows
 from mmplan.solvers.partitioner import degree_candidates, module_stages
 from mmplan.solvers.problem import Blocks, Problem, Request
@@ -152,23 +153,15 @@ class Stages:
         key = dp if self.problem.costs.training.zero or dp == 1 else 2
         if key not in self._fixed:
             each = self.problem.request.cluster.device.communicator_bytes
+            stages = tuple(enumerate(self.blocks))
+            placed = {self.module: PlacedModule(stages=stages, tp=self.tp, dp=key)}
+            names = communicators(self.problem, placed) if each else {}
             self._fixed[key] = tuple(
                 self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
-                + (each * self._communicators(blocks, dp) if each else 0.0)
-                for blocks in self.blocks
+                + each * len(names.get(p, ()))
+                for p, blocks in stages
             )
         return self._fixed[key]
-
-    def _communicators(self, blocks: Blocks, dp: int) -> int:
-        """One each for TP group, reduction and messages; one for losses, and each one's gather."""
-        problem, module = self.problem, self.module
-        edges = bool(problem.producers(module) or problem.consumers(module))
-        syncs = sum(module in problem.synced_modules(x) for x in problem.task.sync_batches)
-        last = blocks[1] == problem.blocks(module)
-        reduced = dp > 1 and bool(problem.trainable(module, blocks))
-        several = problem.devices > 1
-        losses = (syncs > 0) + syncs if last and several else 0
-        return (self.tp > 1) + reduced + losses + (self.pp > 1 or edges)
 
     def in_flight(self, kind: ScheduleKind, count: int, lead: int = 1) -> list[int]:
         """Most micro-batches that each stage holds of the G K of a step.
