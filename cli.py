@@ -226,6 +226,9 @@ def run(
     from mmlaunch.launch.hosts import Meeting, given_secret
     from mmlaunch.process import fork_server
 
+    secret = given_secret(secret_file)
+    if hostfile is not None:
+        raise typer.Exit(_on_hosts(plan, hostfile, ssh, rdzv_endpoint, secret, as_json))
     # What workers need is imported beside what this process does until they start.
     fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
@@ -236,9 +239,6 @@ def run(
     from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
-    secret = given_secret(secret_file)
-    if hostfile is not None:
-        raise typer.Exit(_on_hosts(out, plan, hostfile, ssh, rdzv_endpoint, secret))
     if emulate and (resume or resume_anyway or save_every or tasks):
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
@@ -301,13 +301,19 @@ def run(
 
 
 def _on_hosts(
-    out: Output, plan: Path, hostfile: Path, ssh: str, endpoint: str | None, secret: bytes | None
+    plan: Path,
+    hostfile: Path,
+    ssh: str,
+    endpoint: str | None,
+    secret: bytes | None,
+    as_json: bool,
 ) -> int:
     """This very command on every host, its own options apart."""
     from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
     from mmlaunch.launch.ssh import run_on_hosts
     from mmplan.schema.load import load_plan
 
+    out = Output(as_json=as_json)
     hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
     arguments, own = list[str](), ("--hostfile", "--ssh", "--secret-file", "--rdzv-endpoint")
     words = iter(sys.argv[1:])

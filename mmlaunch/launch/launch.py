@@ -283,8 +283,15 @@ class _Agent:
             KeyboardInterrupt: a stop was asked for that nobody would have heeded.
         """
         attempt = 0
-        while not self._succeeds(attempt):
-            attempt += 1
+        try:
+            while not self._succeeds(attempt):
+                attempt += 1
+        except BaseException as error:
+            # Whatever it was: where the others have not heard of it they would wait.
+            line = f"its launcher has ended: {error or type(error).__name__}"
+            trouble = Trouble(node=self.job.node_rank, line=line, restart=False)
+            self.rendezvous.announce(attempt, trouble)
+            raise
 
     def _succeeds(self, attempt: int) -> bool:
         prefix, rendezvous = self.rendezvous.join(attempt), self.rendezvous

@@ -216,7 +216,7 @@ class Rendezvous:
             if self.node == 0:
                 said = self._store.multi_get(keys)
                 self.results = [one for text in said for one in json.loads(text)]
-            self._part(f"attempt-{attempt}/left", _LEAVE_S)
+            self._part(f"attempt-{attempt}/left", _PART_S)
         return None
 
     def part(self, attempt: int) -> None:
