@@ -143,7 +143,8 @@ class Rendezvous:
                 found = self.trouble(attempt)
                 if found is not None or time.monotonic() > deadline_s:
                     return found
-                self._pause()
+                # Not a pause that a stop ends: the stop has been heeded, this is its last part.
+                time.sleep(_POLL_S)
         return None
 
     def part(self, attempt: int) -> None:

@@ -13,8 +13,8 @@ from mmplan.schema.plan import Plan
 # Options of ``mmlaunch run`` that a job's script gives itself.
 _PLACE = ("--run-dir", "--resume")
 _NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint")
-# Others that have no place beside these: no folder is resumed, or nodes are found in another way.
-_EXCLUDED = ("--emulate", "--hostfile")
+# Others that cannot stand beside these: nothing is resumed, or each node has another value.
+_EXCLUDED = ("--emulate", "--hostfile", "--local-addr")
 
 # The environment of ``mmlaunch run`` has the secret of the rendezvous here.
 SECRET = "MMLAUNCH_SECRET"

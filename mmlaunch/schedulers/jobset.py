@@ -57,7 +57,7 @@ def jobset_manifest(
     key = {"name": secret or f"{name}-secret", "key": "secret"}
     rendezvous = {
         "env": [{"name": SECRET, "valueFrom": {"secretKeyRef": key}}],
-        "ports": [{"containerPort": _PORT}],
+        "ports": [{"containerPort": _PORT, "protocol": "TCP"}],
     }
     container = {
         "name": _CONTAINER,
