@@ -457,8 +457,12 @@ def slurm(
     run_options: RunArguments = None,
     output: ScriptOption = None,
     run_dir: RunDirOption = None,
-    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME")] = None,
-    account: Annotated[str | None, typer.Option("--account", metavar="NAME")] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", metavar="NAME", help="default: the cluster's")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", metavar="NAME", help="that pays")
+    ] = None,
     time: Annotated[
         str | None, typer.Option("--time", metavar="D-HH:MM:SS", help="limit of the job")
     ] = None,

@@ -40,8 +40,13 @@ def batch_script(job: SchedulerJob = JOB, **more: Any) -> str:
 
 
 def full_batch_script() -> str:
-    asked = {"partition": "gpu", "account": "birds", "time": "1-00:00:00"}
-    return batch_script(**asked, image="registry/birds:1", more=["--qos=high", "--reservation=a b"])
+    return batch_script(
+        partition="gpu",
+        account="birds",
+        time="1-00:00:00",
+        image="registry/birds:1",
+        more=["--qos=high", "--reservation=a b"],
+    )
 
 
 def manifest(job: SchedulerJob = JOB, **more: Any) -> str:
@@ -71,7 +76,7 @@ def shellcheck(script: str) -> str:
     beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     program = shutil.which("shellcheck", path=beside)
     assert program, "shellcheck is not installed: make install (extra: dev)"
-    # A sourced file is the user's (SC1091), and a $ in a folder's name stands there as it is (SC2016).
+    # A sourced file is the user's; a $ in a folder's name stands there as it is.
     command = [
         program,
         "--shell=bash",
@@ -133,7 +138,8 @@ def test_kubernetes_knows_every_field() -> None:
 
     def unknown(document: Any) -> bool:
         """Wrong values raise; names that the models lack are left out."""
-        return JobSet.from_dict(document).to_dict() != document
+        found = JobSet.from_dict(document)
+        return found is None or found.to_dict() != document
 
     for text in (manifest(), manifest(SMALL, secret="mine")):
         document = YAML(typ="safe").load(text)
