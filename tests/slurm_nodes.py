@@ -90,7 +90,7 @@ def two_nodes() -> Generator[Slurm]:
     host = socket.gethostname()
     text = _CONFIGURATION.format(folder=folder, host=host, ports=_free_ports(3))
     configuration.write_text(text)
-    hosts.write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 n1 n2\n")
+    hosts.write_text(f"{Path('/etc/hosts').read_text()}\n{_own_address()} n1 n2\n")
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     slurm = Slurm({**os.environ, "SLURM_CONF": str(configuration)})
@@ -127,6 +127,16 @@ def _idle(slurm: Slurm) -> int:
 
 def _logs(folder: Path) -> str:
     return "\n".join(f"{path.name}: {path.read_text()}" for path in folder.glob("*.log"))
+
+
+def _own_address() -> str:
+    """By which other machines would reach this one, as the routing table has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
 
 
 def _free_ports(count: int) -> list[int]:
