@@ -194,12 +194,18 @@ def test_one_node_needs_no_rendezvous() -> None:
 # ---- the commands ----
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "plans").mkdir()
+    two_rank_plan(copy_workload(folder), folder / "plans" / "plan.json")
+    return folder
+
+
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "plans").mkdir()
-    two_rank_plan(copy_workload(tmp_path), tmp_path / "plans" / "plan.json")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def here(planned: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(planned)
+    return planned
 
 
 PODS = ("k8s", "plans/plan.json", "--image", "birds:1", "--claim", "data")
@@ -210,10 +216,11 @@ def mmlaunch(*args: object) -> Done:
     return call(program, *args)
 
 
-def test_commands_write_what_the_plan_needs(here: Path) -> None:
-    done = mmlaunch("slurm", "plans/plan.json", "-o", "job.sh", "--", "--steps", "5", "--json")
+def test_commands_write_what_the_plan_needs(here: Path, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    done = mmlaunch("slurm", "plans/plan.json", "-o", script, "--", "--steps", "5", "--json")
     assert done.code == 0, done.err
-    text = (here / "job.sh").read_text()
+    text = script.read_text()
     assert f"exec mmlaunch run {here}/plans/plan.json \\" in text
     assert f"#SBATCH --output={here}/runs/birds/slurm-%j.out" in text
     assert "--steps 5 --json" in text
@@ -235,16 +242,21 @@ def test_commands_write_what_the_plan_needs(here: Path) -> None:
         (("slurm", "plans/plan.json", "--source", "gone.sh"), "gone.sh"),
         (("slurm", "plans/plan.json", "--sbatch", "qos=high"), "'qos=high'"),
         (("slurm", "plans/plan.json", "--account", "a\n#b"), "no option of sbatch"),
+        (("slurm", "plans/plan.json", "--time", "soon:"), "no time of Slurm's"),
+        (("slurm", "plans/plan.json", "--time", "6"), "asked to save at once, 300 s before"),
         ((*PODS, "--run-dir", "../elsewhere"), "../elsewhere is not below this folder"),
     ],
 )
-def test_mistakes_are_named_before_the_job_waits(
-    here: Path, arguments: tuple[str, ...], said: str
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_mistakes_are_named_before_the_job_waits(arguments: tuple[str, ...], said: str) -> None:
     done = mmlaunch(*arguments)
     assert done.code == 2
     assert said in done.message
-    assert not list(here.glob("*.sh"))
+
+
+@pytest.mark.parametrize("time", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "UNLIMITED"])
+def test_limits_that_leave_time_to_train(time: str) -> None:
+    assert f"#SBATCH --time={time}\n" in batch_script(time=time)
 
 
 def test_an_option_of_sbatch_stays_on_its_line() -> None:

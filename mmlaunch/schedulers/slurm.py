@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ _NUM_PORTS = 15000
 # For the other launchers to say why they end; Slurm's own rule, --kill-on-bad-exit, kills them
 # before, and hides that they have saved. Chosen by hand.
 _OTHERS_END_S = 120
+# Seconds by the number of parts in a time of Slurm's without days; with days they are the last.
+_UNITS_S = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}
+# Slurm's signal may come so much earlier than it was asked to.
+_EARLY_S = 60
 
 _BODY = """\
 set -uo pipefail
@@ -76,11 +81,16 @@ def sbatch_script(
         more: other options of sbatch, each "--NAME=VALUE" or "--NAME".
 
     Raises:
-        InvalidInputError: a line break in an option.
+        InvalidInputError: a line break in an option, or a limit that leaves no time to train.
 
     Source:
         https://slurm.schedmd.com/sbatch.html; srun's way with SIGTERM: src/srun/srun_job.c.
     """
+    if time is not None and _seconds(time) <= grace_s + _EARLY_S:
+        raise InvalidInputError(
+            f"--time {time}: the job would be asked to save at once, {grace_s} s before its end",
+            hint=f"allow more time, or less to save: --grace, plus {_EARLY_S} s of Slurm's own",
+        )
     output = str(job.run_dir).replace("%", "%%") + "/slurm-%j.out"
     devices = (
         [f"--cpus-per-task={job.devices_per_node}"]
@@ -120,6 +130,20 @@ def sbatch_script(
     )
     head = ["#!/usr/bin/env bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
     return "\n".join([*head, body])
+
+
+def _seconds(time: str) -> float:
+    """What Slurm understands by a limit; endless where it has no digits (UNLIMITED)."""
+    if time.isalpha():
+        return math.inf
+    days, dash, clock = time.rpartition("-")
+    parts = clock.split(":")
+    units = _UNITS_S[3] if dash else _UNITS_S.get(len(parts), ())
+    if not all(part.isdecimal() for part in [days or "0", *parts]) or len(parts) > len(units):
+        raise InvalidInputError(
+            f"--time {time}: no time of Slurm's", hint="as in 90 (minutes), 1:30:00 or 2-12:00:00"
+        )
+    return 86400 * int(days or 0) + sum(int(p) * u for p, u in zip(parts, units, strict=False))
 
 
 def _quoted(option: str) -> str:
