@@ -37,7 +37,13 @@ from mmplan.commands.options import (
     check_output,
     names,
 )
-from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
+from mmplan.errors import (
+    InvalidInputError,
+    MMPlanError,
+    RunFailedError,
+    StoppedError,
+    UnfitEnvironmentError,
+)
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted, size
 
@@ -481,8 +487,13 @@ def slurm(
     from mmlaunch.schedulers.slurm import sbatch_script
 
     job, _ = _scheduler_job(plan, run_dir, source, run_options, Path.absolute)
-    # Slurm makes no folder for a job's output.
-    job.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        # Slurm makes no folder for a job's output.
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnfitEnvironmentError(
+            f"{job.run_dir}: cannot be made: {error.strerror}", hint="name another --run-dir"
+        ) from None
     text = sbatch_script(
         job,
         folder=Path.cwd(),
@@ -493,7 +504,7 @@ def slurm(
         image=image,
         more=sbatch or (),
     )
-    _write_script(text, output, f"sbatch {output}", as_json=as_json)
+    _write_script(text, output, job, f"sbatch {output}", as_json=as_json)
 
 
 @mmlaunch_app.command()
@@ -534,7 +545,7 @@ def k8s(
         max_restarts=given["max_restarts"],
         secret=secret,
     )
-    _write_script(text, output, f"kubectl apply -f {output}", as_json=as_json)
+    _write_script(text, output, job, f"kubectl apply -f {output}", as_json=as_json)
 
 
 def _scheduler_job(
@@ -577,8 +588,12 @@ def _below_here(path: Path) -> Path:
     return path.resolve().relative_to(here.resolve())
 
 
-def _write_script(text: str, output: Path | None, then: str, *, as_json: bool) -> None:
+def _write_script(
+    text: str, output: Path | None, job: SchedulerJob, then: str, *, as_json: bool
+) -> None:
     out = Output(as_json=as_json)
+    if (job.run_dir / "run.json").exists():
+        out.hint(f"{job.run_dir} holds a run already: the job goes on with that one")
     if output is None:
         for line in text.splitlines():
             out.text(line)

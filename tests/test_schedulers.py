@@ -254,6 +254,15 @@ def test_mistakes_are_named_before_the_job_waits(arguments: tuple[str, ...], sai
     assert said in done.message
 
 
+def test_a_folder_that_is_none_or_holds_a_run_is_said(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    done = mmlaunch("slurm", here / "plans" / "plan.json", "--run-dir", tmp_path)
+    assert f"hint: {tmp_path} holds a run already" in done.err
+    done = mmlaunch("slurm", here / "plans" / "plan.json", "--run-dir", tmp_path / "run.json")
+    assert done.code == 4
+    assert done.message == f"{tmp_path / 'run.json'}: cannot be made: File exists"
+
+
 @pytest.mark.parametrize("time", ["7", "6:01", "0:06:01", "0-1", "0-0:7", "0-0:6:1", "UNLIMITED"])
 def test_limits_that_leave_time_to_train(time: str) -> None:
     assert f"#SBATCH --time={time}\n" in batch_script(time=time)
