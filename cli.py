@@ -35,14 +35,22 @@ from mmplan.commands.options import (
     TasksOption,
     TimeoutOption,
     WorkloadOption,
+    check_output,
     names,
 )
-from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, StoppedError
+from mmplan.errors import (
+    InvalidInputError,
+    MMPlanError,
+    RunFailedError,
+    StoppedError,
+    UnfitEnvironmentError,
+)
 from mmplan.report.terminal.console import Output
 from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
+    from mmlaunch.schedulers.job import SchedulerJob
     from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.verify import Difference
     from mmplan.program.model import Timings
@@ -509,6 +517,180 @@ def verify(
         f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
         f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
+
+
+RunDirOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", metavar="DIR", help="that all nodes share; default: runs/NAME"),
+]
+SourceOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--source",
+        metavar="FILE",
+        help="shell that every node reads first: modules, NCCL's and the fabric's settings",
+    ),
+]
+GraceOption = Annotated[
+    int, typer.Option("--grace", metavar="SECONDS", min=1, help="time to save before the end")
+]
+ScriptOption = Annotated[
+    Path | None, typer.Option("-o", "--output", metavar="FILE", help="default: standard output")
+]
+RunArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- RUN_OPTIONS]", help="of mmlaunch run, as in -- --save-every 100"),
+]
+
+
+@mmlaunch_app.command()
+def slurm(
+    plan: PlanPath,
+    run_options: RunArguments = None,
+    output: ScriptOption = None,
+    run_dir: RunDirOption = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", metavar="NAME", help="default: the cluster's")
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", metavar="NAME", help="that pays")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="D-HH:MM:SS", help="limit of the job")
+    ] = None,
+    grace: GraceOption = 300,
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="IMAGE", help="container, by Slurm's Pyxis")
+    ] = None,
+    source: SourceOption = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="more for sbatch: --sbatch=--qos=high"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a batch script for Slurm that runs a plan on the nodes of its cluster."""
+    from mmlaunch.schedulers.slurm import sbatch_script
+
+    job, _ = _scheduler_job(plan, run_dir, source, run_options, Path.absolute)
+    try:
+        # Slurm makes no folder for a job's output.
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnfitEnvironmentError(
+            f"{job.run_dir}: cannot be made: {error.strerror}", hint="name another --run-dir"
+        ) from None
+    text = sbatch_script(
+        job,
+        folder=Path.cwd(),
+        grace_s=grace,
+        partition=partition,
+        account=account,
+        time=time,
+        image=image,
+        more=sbatch or (),
+    )
+    _write_script(text, output, job, f"sbatch {output}", as_json=as_json)
+
+
+@mmlaunch_app.command()
+def k8s(
+    plan: PlanPath,
+    image: Annotated[
+        str, typer.Option("--image", metavar="IMAGE", help="with mmlaunch and the workload's code")
+    ],
+    claim: Annotated[
+        str, typer.Option("--claim", metavar="NAME", help="of the volume that has this folder")
+    ],
+    run_options: RunArguments = None,
+    output: ScriptOption = None,
+    run_dir: RunDirOption = None,
+    mount: Annotated[
+        str, typer.Option("--mount", metavar="PATH", help="where pods find the volume")
+    ] = "/shared",
+    grace: GraceOption = 300,
+    secret: Annotated[
+        str | None,
+        typer.Option("--secret", metavar="NAME", help="of the rendezvous; default: NAME-secret"),
+    ] = None,
+    source: SourceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a JobSet for Kubernetes that runs a plan on the nodes of its cluster."""
+    from pathlib import PurePosixPath
+
+    from mmlaunch.schedulers.jobset import jobset_manifest
+
+    job, given = _scheduler_job(plan, run_dir, source, run_options, _below_here)
+    text = jobset_manifest(
+        job,
+        image=image,
+        claim=claim,
+        mount=PurePosixPath(mount),
+        grace_s=grace,
+        max_restarts=given["max_restarts"],
+        secret=secret,
+    )
+    _write_script(text, output, job, f"kubectl apply -f {output}", as_json=as_json)
+
+
+def _scheduler_job(
+    plan: Path,
+    run_dir: Path | None,
+    source: list[Path] | None,
+    run_options: list[str] | None,
+    as_nodes_see: Callable[[Path], Path],
+) -> tuple[SchedulerJob, dict[str, Any]]:
+    """The job, and its options as ``mmlaunch run`` reads them: mistakes are found before it waits.
+
+    Raises:
+        InvalidInputError: a wrong option, plan or path.
+    """
+    from mmlaunch.schedulers.job import job_of
+    from mmplan.schema.load import load_plan
+
+    arguments = run_options or []
+    group: Any = typer.main.get_command(mmlaunch_app)
+    given = group.commands["run"].make_context("mmlaunch run", [str(plan), *arguments]).params
+    document = load_plan(plan)
+    job = job_of(
+        document,
+        as_nodes_see(plan),
+        run_dir=as_nodes_see(run_dir or Path("runs") / document.name),
+        sources=[as_nodes_see(file) for file in source or ()],
+        arguments=arguments,
+    )
+    return job, given
+
+
+def _below_here(path: Path) -> Path:
+    """Relative to this folder, which is the volume's root."""
+    here = Path.cwd()
+    if not path.resolve().is_relative_to(here.resolve()):
+        raise InvalidInputError(
+            f"{path} is not below this folder, which is to be the volume's root",
+            hint="go to the folder that the volume has, and name files from there",
+        )
+    return path.resolve().relative_to(here.resolve())
+
+
+def _write_script(
+    text: str, output: Path | None, job: SchedulerJob, then: str, *, as_json: bool
+) -> None:
+    out = Output(as_json=as_json)
+    if (job.run_dir / "run.json").exists():
+        out.hint(f"{job.run_dir} holds a run already: the job goes on with that one")
+    if output is None:
+        for line in text.splitlines():
+            out.text(line)
+    else:
+        from mmplan.schema.base import write_text
+
+        check_output("--output", output)
+        write_text(output, text)
+        out.text(f"wrote {output}")
+        out.hint(then)
+    out.data({"output": None if output is None else str(output), "text": text})
 
 
 def _device_faults(found: AcceleratorVerdict) -> list[str]:

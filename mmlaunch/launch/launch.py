@@ -89,9 +89,9 @@ def launch(
 ) -> list[Any]:
     """Run ``entry(ctx, *args)`` in one process per rank, and wait for all.
 
-    The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true; the second ends
-    everything at once, as the first does before a worker has begun a step. In the main thread only:
-    elsewhere signals are the caller's.
+    The first SIGINT, SIGTERM or SIGHUP makes ``ctx.should_stop()`` true, and ends everything at
+    once before a worker has begun a step; SIGINT after it ends everything at once. In the main
+    thread only: elsewhere signals are the caller's.
 
     Args:
         entry: function that a fresh process can import, or "package.module:function".
@@ -115,7 +115,7 @@ def launch(
     Raises:
         WorkerFailedError: a worker died or hung; names it, ``detail`` is its traceback.
         InvalidInputError: the arguments contradict each other, or the folder is in use.
-        KeyboardInterrupt: a second signal came, or one that nobody would have heeded.
+        KeyboardInterrupt: SIGINT came after a signal, or a signal that nobody would have heeded.
     """
     if not callable(entry) and not all(entry.partition(":")):
         raise InvalidInputError(
@@ -393,13 +393,16 @@ def _start(job: Job) -> list[BaseProcess]:
 
 @contextmanager
 def _signals(watch: Watch) -> Generator[None]:
-    """First signal: ask for a stop. Second: end everything. Restores what was there before."""
+    """First signal: ask for a stop. Ctrl-C after it: end everything.
+
+    Schedulers may say SIGTERM several times and mean one stop. Restores what was there before.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def handle(_signum: int, _frame: object) -> None:
-        if watch.stop_requested:
+    def handle(signum: int, _frame: object) -> None:
+        if watch.stop_requested and signum == signal.SIGINT:
             watch.kill()
             raise KeyboardInterrupt
         watch.request_stop()

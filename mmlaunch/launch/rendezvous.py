@@ -212,7 +212,8 @@ class Rendezvous:
                 found = self.trouble()
                 if found is not None or time.monotonic() > deadline_s:
                     return found
-                self._pause()
+                # Not a pause that a stop ends: the stop has been heeded, this is its last part.
+                time.sleep(_POLL_S)
             if self.node == 0:
                 said = self._store.multi_get(keys)
                 self.results = [one for text in said for one in json.loads(text)]

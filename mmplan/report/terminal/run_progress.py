@@ -56,7 +56,7 @@ def follow(
             case {"launcher": "restart"}:
                 out.text(f"starting all workers again: {event['cause']}")
             case {"launcher": "stop-requested"}:
-                out.text("stopping after this step; a second request ends everything at once")
+                out.text("stopping after this step; Ctrl-C from now on ends everything at once")
             case _:
                 pass  # a checkpoint: the folder shows it
 
