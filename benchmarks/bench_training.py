@@ -105,7 +105,7 @@ def _race(
 ) -> str:
     plans, notes = _plans(name, profile, processes)
     print(f"{name}: {processes} processes", file=sys.stderr)
-    result: RaceResult = launch(
+    results = launch(
         entry="peers:race",
         args=(
             Race(
@@ -118,7 +118,8 @@ def _race(
         num_ranks=processes,
         run_dir=folder / f"run-{name}-{processes}",
         timeout_s=120.0,
-    )[0]
+    )
+    result = RaceResult(**results[0])
     entries = summarise(result, batch=load_workload(workload_path(name)).batch)
     cores = os.cpu_count() or 1
     crowd = f", on {cores} cores" if processes > cores else ""

@@ -9,6 +9,7 @@ timed in turns:
 - ``ddp``: every process holds all modules and takes its share of the batch; features are
   gathered with their gradient and each process computes the loss of its own rows against
   all (open_clip's ``local_loss`` with ``gather_with_grad``);
+- ``ddp bf16``: its gradients as bfloat16 on the wire;
 - ``fsdp2``: the same under ``fully_shard``, one unit per block.
 """
 
@@ -25,6 +26,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -45,8 +47,11 @@ from mmplan.schema.workload import Workload, load_workload, resolve_tasks
 from mmplan.zoo.losses import CLIPLoss
 
 PEERS = ("ddp", "fsdp2")
+COMPRESSED = "ddp bf16"
 CHECKED_STEPS = 3
 LOSS_TOLERANCE = 1e-4
+# Rounded gradients give other weights after the first step.
+COMPRESSED_TOLERANCE = 1e-2
 
 
 class System(Protocol):
@@ -229,7 +234,14 @@ def _fsdp2(model: Towers, device: torch.device) -> nn.Module:
     return model
 
 
-_WRAPPERS: dict[str, Any] = {"ddp": _ddp, "fsdp2": _fsdp2}
+def _ddp_bf16(model: nn.Module, device: torch.device) -> nn.Module:
+    wrapped = cast(DistributedDataParallel, _ddp(model, device))
+    # DistributedDataParallel lets the hook itself, known by its name, on CUDA only.
+    wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return wrapped
+
+
+_WRAPPERS: dict[str, Any] = {"ddp": _ddp, "fsdp2": _fsdp2, COMPRESSED: _ddp_bf16}
 
 
 def _clip_loss(workload: Workload, folder: Path) -> CLIPLoss:
@@ -271,12 +283,14 @@ class Race:
         plans: name to path of a plan.
         pairs: rounds; each gives every system its steps, in turns.
         steps: timed steps of a system in a round.
+        peers: data-parallel systems that take part.
     """
 
     workload: str
     plans: dict[str, str]
     pairs: int
     steps: int
+    peers: tuple[str, ...] = PEERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +320,7 @@ def race(ctx: WorkerContext, job: Race) -> RaceResult:
         systems[name] = PlannedSystem(plan, job.workload)
         if name == "colocated":
             systems[f"{name}, sums last"] = LateSums(plan, job.workload)
-    for name in PEERS:
+    for name in job.peers:
         systems[name] = DataParallel(name, job.workload, ctx.device.device)
     try:
         losses = {
@@ -340,7 +354,8 @@ def check_losses(losses: dict[str, list[float]]) -> None:
     base, *others = losses
     for name in others:
         for step, (want, got) in enumerate(zip(losses[base], losses[name], strict=True)):
-            if not abs(got - want) <= LOSS_TOLERANCE * max(1.0, abs(want)):
+            tolerance = COMPRESSED_TOLERANCE if name == COMPRESSED else LOSS_TOLERANCE
+            if not abs(got - want) <= tolerance * max(1.0, abs(want)):
                 raise RunFailedError(f"step {step}: {name} has loss {got}, {base} has {want}")
 
 

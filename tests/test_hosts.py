@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.namespaces import Host, network
 from tests import commands
 from tests.birds import copy_workload, two_rank_plan
-from tests.hosts import Host, network
 from tests.processes import named, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -66,7 +66,8 @@ def start(plan: Path, tmp_path: Path) -> Generator[Started]:
     def on(host: Host, first: Host, node: int, *more: object) -> Any:
         where = ["--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", f"{first.name}:{PORT}"]
         arguments = ["run", plan, "--run-dir", tmp_path / "run", *where, *more]
-        process = host.start("mmlaunch", *arguments, cwd=tmp_path)
+        command = commands.command("mmlaunch", *arguments)
+        process = host.start(command, cwd=tmp_path, env=commands.environment())
         started.append(process)
         return process
 

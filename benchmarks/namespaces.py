@@ -6,11 +6,9 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from tests.commands import Program, command, environment
 
 _NETWORK = "10.213.77"
 
@@ -28,18 +26,24 @@ class Host:
     link: str
 
     def start(
-        self, program: Program, *args: object, cwd: Path, **env: str
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         """Start a command there; killing the process kills the command."""
-        named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "-", *command(program, *args)]
+        named = ["sh", "-c", f'hostname {self.name}; exec "$@"', "-", *command]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.name, "unshare", "--uts", *named],
             cwd=cwd,
-            env=environment(**env),
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+
+    def throttle(self, megabits: float) -> None:
+        """What leaves it, and what reaches it, goes at most so fast."""
+        rate = ["root", "tbf", "rate", f"{megabits:g}mbit", "burst", "64kb", "latency", "200ms"]
+        _run("tc", "-n", self.name, "qdisc", "replace", "dev", f"i{self.name}", *rate)
+        _run("tc", "qdisc", "replace", "dev", self.link, *rate)
 
     def cut(self) -> None:
         """Take its cable out."""
@@ -91,4 +95,8 @@ def network(count: int) -> Generator[list[Host]]:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
