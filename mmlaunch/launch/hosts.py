@@ -116,7 +116,7 @@ def given_secret(path: Path | None) -> bytes | None:
         secret = sys.stdin.readline().strip()
         threading.Thread(target=_stop_at_its_end, name="mmlaunch-stdin", daemon=True).start()
     else:
-        secret = read_text(path, most_bytes=4096).strip()
+        secret = read_text(path).strip()
     if not secret:
         raise InvalidInputError(f"--secret-file {path}: is empty", hint="write a secret into it")
     return secret.encode()
