@@ -214,11 +214,13 @@ def sent_bytes(case: Case) -> Counter[tuple[int, int, bool]]:
     send = Mailbox._send
 
     def counted(
-        self: Mailbox, message: Message, position: int, tensors: Sequence[Tensor], beside: Any
+        self: Mailbox, way: Any, position: int, tensors: Sequence[Tensor], beside: Any
     ) -> None:
+        message = self._program.instructions[self._transport.rank][position]
+        assert isinstance(message, Message)
         key = self._transport.rank, message.peer, message.op is Op.SEND_B
         sent[key] += sum(tensor.nbytes for tensor in tensors)
-        send(self, message, position, tensors, beside)
+        send(self, way, position, tensors, beside)
 
     with patch.object(Mailbox, "_send", counted):
         case.verify()

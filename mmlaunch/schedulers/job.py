@@ -16,8 +16,6 @@ _NODES = ("--nnodes", "--node-rank", "--rdzv-endpoint")
 # Others that cannot stand beside these: nothing is resumed, or each node has another value.
 _EXCLUDED = ("--emulate", "--hostfile", "--local-addr")
 
-# The environment of ``mmlaunch run`` has the secret of the rendezvous here.
-SECRET = "MMLAUNCH_SECRET"
 # Its exit code where it has saved because it was asked to stop.
 SAVED = 75
 

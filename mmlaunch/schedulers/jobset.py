@@ -7,7 +7,8 @@ from io import StringIO
 from pathlib import PurePosixPath
 from typing import Any
 
-from mmlaunch.schedulers.job import SAVED, SECRET, SchedulerJob
+from mmlaunch.launch.hosts import SECRET
+from mmlaunch.schedulers.job import SAVED, SchedulerJob
 
 _PORT = 29400
 # Names of parts, of which Kubernetes makes the pods' own.

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmlaunch.schedulers.job import SAVED, SECRET, SchedulerJob
+from mmlaunch.launch.hosts import SECRET
+from mmlaunch.schedulers.job import SAVED, SchedulerJob
 from mmplan.errors import InvalidInputError
 
 # Below the ports that Linux gives to programs which ask for any.
