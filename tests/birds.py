@@ -31,10 +31,17 @@ def edited(workload: Path, old: str, new: str) -> Path:
     return workload
 
 
-def two_rank_plan(workload: Path, path: Path) -> Path:
-    """A pipeline of two stages on both ranks, the other tower beside its second stage."""
+def two_rank_plan(workload: Path, path: Path, *, dp: bool = False) -> Path:
+    """A pipeline of two stages on both ranks, the other tower beside its second stage.
+
+    Args:
+        workload: its file.
+        path: of the plan.
+        dp: two replicas of the first tower in place of the pipeline.
+    """
+    sound = {"dp": 2} if dp else {"pp": 2, "ranks": [[[0], [1]]]}
     plan = make_plan(
-        unit("sound", "spectrogram", pp=2, k=2, blocks=4, ranks=[[[0], [1]]]),
+        unit("sound", "spectrogram", k=2, blocks=4, **sound),
         unit("words", "description", k=2, blocks=3, ranks=[[[1]]]),
         losses=[
             loss("match", "sound", "words", sync_batch=8),

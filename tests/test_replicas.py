@@ -12,6 +12,8 @@ from torch import Tensor
 from mmlaunch.session.replicas import digest
 from mmlaunch.session.session import Session
 from mmplan.errors import RunFailedError
+from tests.birds import copy_workload, two_rank_plan
+from tests.commands import run
 from tests.programs import loss, make_plan, unit
 from tests.test_session import BATCH, make_workload, plan_of, run_ranks, workload_with
 
@@ -102,6 +104,30 @@ def test_a_copy_that_differs_is_not_saved(tmp_path: Path) -> None:
 
     run_ranks(make_plan(*UNITS, losses=LOSSES, batch=BATCH), workload, body)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_with_a_flipped_bit_ends_in_one_line(tmp_path: Path) -> None:
+    workload = copy_workload(tmp_path)
+    losses = workload.parent / "birds" / "losses.py"
+    text = losses.read_text().replace(
+        "        return functional.cross_entropy(self.probe(sound), kind)\n",
+        "        import os\n"
+        "        self._calls = getattr(self, '_calls', 0) + 1\n"
+        "        if self._calls > 8 and os.environ['RANK'] == '1':\n"
+        "            self.probe.weight.data.view(-1)[0] += 1e-3\n"
+        "        return functional.cross_entropy(self.probe(sound), kind)\n",
+    )
+    losses.write_text(text)
+    (tmp_path / "plans").mkdir()
+    plan = two_rank_plan(workload, tmp_path / "plans" / "plan.json", dp=True)
+    where = ["--run-dir", tmp_path / "run", "--save-every", 2, "--timeout", 60]
+    done = run("mmlaunch", "run", plan, *where, "--set", "train.compare_replicas=1", cwd=tmp_path)
+    assert done.code == 1, done.err
+    assert "ranks 0 and 1 hold different bits of losses.species.probe.weight" in done.message
+    assert "Traceback" not in done.err
+    # All copies were equal there.
+    assert [*(tmp_path / "run" / "checkpoints").glob("step-*")]
 
 
 @pytest.mark.parametrize(
