@@ -39,9 +39,9 @@ def two_rank_plan(workload: Path, path: Path, *, dp: bool = False) -> Path:
         path: of the plan.
         dp: two replicas of the first tower in place of the pipeline.
     """
-    sound = {"dp": 2} if dp else {"pp": 2, "ranks": [[[0], [1]]]}
+    ranks = [[[0]], [[1]]] if dp else [[[0], [1]]]
     plan = make_plan(
-        unit("sound", "spectrogram", k=2, blocks=4, **sound),
+        unit("sound", "spectrogram", pp=1 + (not dp), dp=1 + dp, k=2, blocks=4, ranks=ranks),
         unit("words", "description", k=2, blocks=3, ranks=[[[1]]]),
         losses=[
             loss("match", "sound", "words", sync_batch=8),
