@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_named_within_n_steps(
 
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [pytest.param("tensor parallel", marks=pytest.mark.slow), "everything at once"]
+    "name", ["tensor parallel", pytest.param("everything at once", marks=pytest.mark.slow)]
 )
 def test_copies_are_equal_under_any_plan(name: str, zero: int, tmp_path: Path) -> None:
     """Tied parameters among them, several tensor-parallel degrees and a frozen block."""
@@ -81,15 +81,12 @@ def test_copies_are_equal_under_any_plan(name: str, zero: int, tmp_path: Path) -
     )
 
     def body(session: Session) -> int:
-        for _ in session.steps(2):
-            pass
-        path = session.save(tmp_path)
-        session.load(path)
-        for _ in session.steps(3):
-            pass
+        session.step()
+        session.load(session.save(tmp_path))
+        session.step()
         return session.step_count
 
-    assert {*run_ranks(plan_of(name), workload, body)} == {3}
+    assert {*run_ranks(plan_of(name), workload, body)} == {2}
 
 
 def test_a_copy_that_differs_is_not_saved(tmp_path: Path) -> None:
