@@ -54,6 +54,8 @@ class BatchSync:
         self._specs, self._seeds, self._field_of = specs, seeds, field_of
         # The same in every step.
         self._rows: dict[tuple[int, int], GatheredRows] = {}
+        self._held: dict[tuple[int, int, int, int], list[HeldRows]] = {}
+        self._num_uses: dict[tuple[int, int], int] = {}
         self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def begin(self, step: int) -> None:
@@ -70,10 +72,14 @@ class BatchSync:
         """Remember a micro-batch's output until its syncs are over."""
         if not stage.syncs:
             return
-        span = stage.microbatches[stage.place(self._transport.rank)[0]][mb]
-        for index in stage.syncs:
-            self._uses[stage.index, mb] += len(self._program.cross_sample(index).batches_of(span))
-        self._features[stage.index, mb] = output
+        key = stage.index, mb
+        number = self._num_uses.get(key)
+        if number is None:
+            span = stage.microbatches[stage.place(self._transport.rank)[0]][mb]
+            losses = map(self._program.cross_sample, stage.syncs)
+            number = self._num_uses[key] = sum(len(loss.batches_of(span)) for loss in losses)
+        self._uses[key] = number
+        self._features[key] = output
 
     def gradients(self, stage: Stage, mb: int) -> list[tuple[int | None, int, int, Tensor]]:
         """(element, first sample, end, gradient) of a micro-batch's outputs; given once."""
@@ -181,7 +187,7 @@ class BatchSync:
             spec = self._specs_of(loss)[i]
             parts = [
                 self._feature(loss, batch, rows).detach()
-                for rows in (rows_of(stage, place[0], loss.samples(batch), i))
+                for rows in self._held_rows(stage, place[0], loss, batch, i)
                 if place[1] == 0
             ]
             none = torch.empty((0, *spec.tail), dtype=spec.dtype, device=self._transport.device)
@@ -198,7 +204,7 @@ class BatchSync:
             place = stage.find_place(self._transport.rank)
             if item.stage is None or place is None:
                 continue
-            held = rows_of(stage, place[0], loss.samples(batch), i)
+            held = self._held_rows(stage, place[0], loss, batch, i)
             spans = [(rows.start, rows.stop) for rows in held] or [(0, 0)]
             device = self._transport.device
             positions[i] = torch.cat([torch.arange(*span, device=device) for span in spans])
@@ -228,7 +234,8 @@ class BatchSync:
         first = loss.samples(batch)[0]
         for i, grad in grads.items():
             stage = self._program.stages[loss.inputs[i].stage or 0]
-            held = rows_of(stage, stage.place(self._transport.rank)[0], loss.samples(batch), i)
+            replica = stage.place(self._transport.rank)[0]
+            held = self._held_rows(stage, replica, loss, batch, i)
             for rows, cut in zip(held, grad.split([r.stop - r.start for r in held]), strict=True):
                 span = first + rows.start, first + rows.stop
                 self._gradients[stage.index, rows.mb].append((loss.inputs[i].element, *span, cut))
@@ -239,11 +246,19 @@ class BatchSync:
             place = stage.find_place(self._transport.rank)
             if loss.index not in stage.syncs or place is None:
                 continue
-            for rows in rows_of(stage, place[0], loss.samples(batch), 0):
+            for rows in self._held_rows(stage, place[0], loss, batch, 0):
                 key = stage.index, rows.mb
                 self._uses[key] -= 1
                 if not self._uses[key]:
                     del self._features[key], self._uses[key]
+
+    def _held_rows(
+        self, stage: Stage, replica: int, loss: CrossSampleLoss, batch: int, index: int
+    ) -> list[HeldRows]:
+        key = stage.index, loss.index, batch, index
+        if key not in self._held:
+            self._held[key] = rows_of(stage, replica, loss.samples(batch), index)
+        return self._held[key]
 
     def _wants_gradient(self, loss: CrossSampleLoss, index: int) -> bool:
         stage = loss.inputs[index].stage

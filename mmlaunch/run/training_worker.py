@@ -93,9 +93,9 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     if going_on and newest is None:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     if ctx.attempt:
-        attempt = f"attempt {ctx.attempt + 1} of {job.options.max_restarts + 1}"
+        # Not "of N": restarts are counted within an hour.
         from_ = "step 0" if newest is None else newest.name
-        _report(ctx, {"kind": "note", "message": f"{attempt}, from {from_}"})
+        _report(ctx, {"kind": "note", "message": f"attempt {ctx.attempt + 1}, from {from_}"})
     trainer = _Trainer(ctx, job, transport)
     index = _segment_at(job, newest)
     result = trainer.train(index, newest, proven=True)

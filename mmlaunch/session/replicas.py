@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.gradient_buckets import ParameterSlice, slices_of, whole_slice
-from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.local_model import LocalModel, Tie
 from mmplan.errors import RunFailedError
-from mmplan.program.model import Program
-from mmplan.program.shards import Ranks, shard_sums, whole_sums
+from mmplan.program.model import Program, TieUpdate
+from mmplan.program.shards import Ranks, shard_sums
 from mmplan.program.ties import groups_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -143,8 +143,7 @@ def _shared(
         if owner == "losses":
             yield of_losses[index], whole_slice(name, parameter)
         elif name in tied:
-            groups = groups_of(program.stages, owner, tied[name].blocks)
-            for ranks, _ in whole_sums(groups):
+            for ranks in _holders_of_tie(program, tied[name]):
                 if rank in ranks:
                     yield ranks, whole_slice(name, parameter)
         else:
@@ -152,6 +151,14 @@ def _shared(
             for part in (part for part in parts if rank in part.ranks):
                 for item in slices_of(part, {name: parameter}, model.layouts):
                     yield part.ranks, item
+
+
+def _holders_of_tie(program: Program, tie: Tie) -> list[Ranks]:
+    """Ranks that update a tied parameter alike; all that hold one that is never updated."""
+    updates = [update for update in program.updates if isinstance(update, TieUpdate)]
+    alike = [u.ranks for u in updates if (u.owner, u.blocks) == (tie.owner, tie.blocks)]
+    groups = groups_of(program.stages, tie.owner, tie.blocks)
+    return alike or [tuple(sorted({rank for group in groups for rank in group}))]
 
 
 def _named(ranks: Iterable[int]) -> str:
