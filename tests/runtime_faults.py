@@ -276,7 +276,7 @@ def wrong_zero_slice() -> Planted:
             if item.tensor.grad is not None and item.tensor.numel() > 1:
                 item.tensor.grad = item.tensor.grad.flatten().roll(1).view(item.tensor.shape)
 
-    return _after(FlatShards, "reduce", roll)
+    return _after(FlatShards, "finish", roll)
 
 
 def recompute_draws_other_masks() -> Planted:

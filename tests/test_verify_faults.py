@@ -11,6 +11,7 @@ import torch
 from mmlaunch.comm.inprocess import InProcessWorld
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import compare, planned_step
+from mmplan.errors import RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.schema.workload import load_workload
 from tests.programs import loss, make_plan, trained_as, unit
@@ -31,7 +32,13 @@ def test_planted_faults_are_found(name: str) -> None:
     fault = FAULTS[name]
     plan, workload = fault.setup.made()
     with fault.plant():
-        verdict = verify_steps(plan, workload, steps=STEPS)
+        try:
+            verdict = verify_steps(plan, workload, steps=STEPS)
+        except RunFailedError as error:
+            # Copies that differ end a run before its weights are saved.
+            if "hold different bits of" not in error.message:
+                raise
+            return
     assert {d.what for d in verdict.differences} & fault.seen_in, (name, verdict)
 
 
