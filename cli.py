@@ -7,6 +7,8 @@ imported before a command needs it: ``--help`` answers at once.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -100,6 +102,8 @@ def _main(app: typer.Typer, **given: Any) -> None:
         given: to the command's context.
     """
     out = Output(as_json="--json" in sys.argv)
+    # At the end nothing is searched for cycles: of torch's modules that takes most of a second.
+    atexit.register(gc.freeze)
     try:
         # Not standalone: typer would word and end wrong command lines in its own way.
         code = app(standalone_mode=False, **given)

@@ -131,6 +131,7 @@ def test_timings_are_those_of_the_simulator(tmp_path: Path) -> None:
     assert timings.losses == {loss.name: costs.sync_s(loss) - costs.gather_s(loss)}
 
 
+@pytest.mark.slow
 def test_an_emulated_run_is_labelled_and_leaves_no_weights(tmp_path: Path) -> None:
     workload = copy_workload(tmp_path)
     given_profile(tmp_path / "p.json")

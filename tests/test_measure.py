@@ -240,6 +240,7 @@ def _check_profile(profile: Profile) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_told_with_its_signal(folder: Path) -> None:
     path = folder / "workload.yaml"
     path.write_text(json.dumps(workload_dict("measured_model:raising", what="kill")))

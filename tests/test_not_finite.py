@@ -110,7 +110,8 @@ def test_a_checkpoint_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     assert found == [tmp_path / "step-3"] * 2
 
 
-@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_one_transient_fault_costs_one_restart_or_one_step(tmp_path: Path, policy: str) -> None:
     """One backward gives NaN, once; the loss of that step is finite."""
     steps = f"steps: 16, non_finite: {policy}"

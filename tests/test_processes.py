@@ -165,26 +165,18 @@ def _stop_all(folder: Path, plan: Path, workers: int) -> None:
     open_checkpoint(saved).verify()
 
 
-def test_a_killed_launcher_takes_loading_processes_with_it(tmp_path: Path, plan: Path) -> None:
-    _kill_launcher(tmp_path, plan)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_launcher_takes_them_every_time(tmp_path: Path, plan: Path) -> None:
+def test_a_killed_launcher_takes_loading_processes_with_it(tmp_path: Path, plan: Path) -> None:
     for attempt in range(20):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        _kill_launcher(folder, plan)
-
-
-def _kill_launcher(folder: Path, plan: Path) -> None:
-    with endless(folder, plan, "--num-workers", 2) as run:
-        run.wait_for_steps()
-        assert len(named(run.mark)) >= 1 + 2 + 2 * 2  # launcher, ranks, their loaders
-        run.process.kill()
-        run.process.wait()
-        run.assert_nothing_left(within_s=3)
+        with endless(folder, plan, "--num-workers", 2) as run:
+            run.wait_for_steps()
+            assert len(named(run.mark)) >= 1 + 2 + 2 * 2  # launcher, ranks, their loaders
+            run.process.kill()
+            run.process.wait()
+            run.assert_nothing_left(within_s=3)
 
 
 @pytest.mark.slow
@@ -203,7 +195,8 @@ def test_a_killed_fork_server_is_called_that(tmp_path: Path, plan: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("node_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("node_rank", [0, 1])
 def test_a_launcher_that_waits_for_others_hears_sigterm(
     tmp_path: Path, plan: Path, node_rank: int
 ) -> None:

@@ -13,7 +13,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+# Methods of a tensor, and functions of torch.nn.init, that fill it with random numbers.
+_FILLS = ("normal_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 # Folders of workload files, in the order in which they were first used.
 _folders: list[str] = []
 
@@ -309,8 +311,36 @@ def _made(
     import torch
 
     factory = import_factory(spec.factory, folder, field=f"{field}.factory")
-    with seeded_draws(*seeded), torch.device("meta" if device == "meta" else "cpu"):
+    on_meta = device == "meta"
+    fills = _no_fills() if on_meta else nullcontext()
+    with seeded_draws(*seeded), fills, torch.device("meta" if on_meta else "cpu"):
         return _call(factory, spec.args, folder, field=field)
+
+
+def _no_fills() -> AbstractContextManager[object]:
+    """Tensors without memory stay as they are where random numbers would fill them.
+
+    For some distributions torch would import its compiler, which takes two seconds.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    # Functions of torch.nn.init are seen here once: what they call is not.
+    owners = (torch.Tensor, torch.nn.init)
+    fills = {getattr(owner, name) for owner in owners for name in _FILLS if hasattr(owner, name)}
+
+    class NoFills(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in fills:
+                filled = args[0] if args else kwargs["tensor"]
+                if filled.is_meta:
+                    return filled
+            return func(*args, **kwargs)
+
+    return NoFills()
 
 
 def _check_module(module: object, *, field: str, factory: str, on_meta: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,7 @@ def _evaluate(module: nn.Module, inputs: Tensor) -> Tensor:
         module.train(was_training)
 
 
+@cache
 def _load() -> tuple[Tensor, Tensor]:
     """All images [1797, 1, 8, 8] in [0, 1] and labels [1797]."""
     # To import scikit-learn takes each process two seconds; only one of its files is read.
