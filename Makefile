@@ -29,7 +29,7 @@ check: install  ## lint, types, import contracts; changes nothing
 	$(BIN)/lint-imports
 
 test: install  ## the test suite, under ten minutes on 2 cores
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" -n 3 --dist loadfile
 
 test-all: install  ## everything, many processes and minutes
 	$(BIN)/python -m pytest -q -m "not gpu"

@@ -80,6 +80,7 @@ def test_unknown_words_and_splits_are_refused() -> None:
 
 def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
+    digits._load.cache_clear()
     with pytest.raises(UnfitEnvironmentError, match="scikit-learn") as caught:
         digits.captioned()
     assert caught.value.hint == "pip install scikit-learn"
