@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
@@ -108,13 +108,14 @@ def fits(tree: Tree, spec: Spec) -> bool:
     if isinstance(spec, tuple):
         plain = isinstance(tree, tuple) and not isinstance(tree, Ragged)
         return plain and len(tree) == len(spec) and all(map(fits, tree, spec))
-    if isinstance(tree, Ragged) and spec.ragged and not len(tree.values):
-        return True
-    found = spec_of(tree)
-    if not isinstance(found, LeafSpec):
+    ragged = isinstance(tree, Ragged)
+    rows = tree.values if ragged else tree
+    if not isinstance(rows, Tensor) or ragged != spec.ragged:
         return False
+    if ragged and not len(rows):
+        return True
     # A gradient that is not asked for now may have been when the spec was made.
-    return replace(found, differentiable=spec.differentiable) == spec
+    return rows.dim() > 0 and rows.shape[1:] == spec.tail and rows.dtype == spec.dtype
 
 
 def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
