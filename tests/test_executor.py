@@ -31,21 +31,21 @@ def test_a_middle_stage_holds_what_it_sends_as_long_as_the_program_says(
     plan = make_plan(*units, losses=losses, batch=30)
     last = last_positions(compile_plan(plan), 1)
     most = 0
-    send, finish = Executor._send, Executor._finish
+    message, finish = Executor._message, Executor._finish
 
     def sent(self: Executor, item: Message) -> None:
         nonlocal most
-        send(self, item)
+        message(self, item)
         if self._transport.rank == 1:
             held = set(self._mailbox._sent)
             assert held == {s for s, end in last.items() if s <= self._position < end}
             most = max(most, len(held))
 
-    def finished(self: Executor) -> None:
-        finish(self)
+    def finished(self: Executor, step: Step) -> None:
+        finish(self, step)
         assert not self._mailbox.held_bytes
 
-    monkeypatch.setattr(Executor, "_send", sent)
+    monkeypatch.setattr(Executor, "_message", sent)
     monkeypatch.setattr(Executor, "_finish", finished)
     verify_in_process(plan, make_workload(units, losses, batch=30))
     # Of 60.

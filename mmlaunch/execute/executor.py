@@ -10,8 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,41 +64,6 @@ class _Live:
     messages: list[tuple[Message, BackwardReceive]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """An instruction with what is known of it before the first step.
-
-    Attributes:
-        text: of messages about it.
-        unit: that it belongs to; None where it belongs to none.
-        run: executes it.
-    """
-
-    text: str
-    unit: str | None
-    run: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A micro-batch of a stage on this rank.
-
-    Attributes:
-        start: its first sample in the task's batch.
-        stop: the end of its samples.
-        forward_sends: sends of its output.
-        backward_sends: sends of its inputs' gradients.
-    """
-
-    stage: Stage
-    mb: int
-    key: MicroBatch
-    start: int
-    stop: int
-    forward_sends: int
-    backward_sends: int
-
-
 @dataclass(frozen=True, slots=True)
 class InstructionSpan:
     """When an instruction ran, seconds since the step began."""
@@ -142,6 +106,9 @@ class Executor:
         heartbeat: Heartbeat,
     ) -> None:
         self._program = program
+        self._row = program.instructions[transport.rank]
+        self._texts = [str(instruction) for instruction in self._row]
+        self._units = [self._unit(instruction) for instruction in self._row]
         self._model = model
         self._transport = transport
         self._blocks = blocks
@@ -153,13 +120,18 @@ class Executor:
         self._places = {
             stage.index: stage.place(transport.rank) for stage in program.stages_of(transport.rank)
         }
-        row = program.instructions[transport.rank]
         self._sends = Counter(
-            (i.op, i.stage, i.mb) for i in row if isinstance(i, Message) and i.is_send
+            (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
         )
         self._mailbox = Mailbox(program, transport, specs, channels, self._output_of)
         self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
-        self._row = [self._prepared(instruction) for instruction in row]
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Compute: self._compute,
+            Message: self._message,
+            Sync: self._synchronise,
+            Collective: self._collective,
+            Step: self._finish,
+        }
         self._data: Mapping[str, StepData] = {}
         self._step = 0
 
@@ -187,14 +159,13 @@ class Executor:
 
     def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
         marks = [self._transport.mark()] if timed else []
-        beat = self._heartbeat.beat
         for position, instruction in enumerate(self._row):
             self._position = position
-            beat(step, position, instruction.text, instruction.unit)
+            self._heartbeat.beat(step, position, self._texts[position], self._units[position])
             if timed:
                 marks.append(self._transport.mark())
             try:
-                instruction.run()
+                self._handlers[type(instruction)](instruction)
             except MMPlanError:
                 raise
             except Exception as error:
@@ -220,52 +191,22 @@ class Executor:
         self._reductions.begin()
         self._sync.begin(step)
 
-    def _prepared(self, instruction: Instruction) -> _Prepared:
-        unit = None
-        if isinstance(instruction, Compute | Message):
-            unit = self._program.stages[instruction.stage].unit
-        return _Prepared(text=str(instruction), unit=unit, run=self._runner(instruction))
-
-    def _runner(self, instruction: Instruction) -> Callable[[], None]:
-        match instruction:
-            case Compute():
-                part = self._part(self._program.stages[instruction.stage], instruction.mb)
-                runs = {Op.FORWARD: self._forward, Op.WEIGHT: self._weight_gradients}
-                return partial(runs.get(instruction.op, self._backward), part)
-            case Message():
-                if instruction.is_send:
-                    return partial(self._send, instruction)
-                return partial(self._mailbox.post_receive, instruction)
-            case Sync():
-                start = instruction.op == Op.SYNC_START
-                run = self._sync.start if start else self._sync.wait
-                return partial(run, instruction.loss, instruction.batch)
-            case Collective():
-                return partial(self._collective, instruction)
-            case Step():
-                return self._finish
-
-    def _part(self, stage: Stage, mb: int) -> _Part:
-        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
-        return _Part(
-            stage=stage,
-            mb=mb,
-            key=(stage.index, mb),
-            start=start,
-            stop=stop,
-            forward_sends=self._sends[Op.SEND_F, stage.index, mb],
-            backward_sends=self._sends[Op.SEND_B, stage.index, mb],
-        )
-
-    def _weight_gradients(self, part: _Part) -> None:
-        self._model.tp_groups.running = part.stage.index
-        later = self._later.pop(part.key)
-        with self._reductions.starting_inside(later.parameters()):
-            later.compute()
-
-    def _forward(self, part: _Part) -> None:
-        stage, mb, start, stop = part.stage, part.mb, part.start, part.stop
+    def _compute(self, instruction: Compute) -> None:
+        stage = self._program.stages[instruction.stage]
         self._model.tp_groups.running = stage.index
+        if instruction.op == Op.FORWARD:
+            self._forward(stage, instruction.mb)
+        elif instruction.op == Op.WEIGHT:
+            later = self._later.pop((stage.index, instruction.mb))
+            with self._reductions.starting_inside(later.parameters()):
+                later.compute()
+        else:
+            with self._reductions.starting_inside():
+                self._backward(stage, instruction.mb)
+
+    def _forward(self, stage: Stage, mb: int) -> None:
+        key = stage.index, mb
+        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
         inputs = self._assemble(stage, mb)
         later = self._blocks.split.microbatch() if stage.split else None
         compute = self._precision.compute(keep_casts=stage.has_backward)
@@ -279,11 +220,11 @@ class Executor:
                 for index in stage.hosted
             ]
         self._sync.keep(stage, mb, output)
-        sends = part.forward_sends
+        sends = self._sends[Op.SEND_F, stage.index, mb]
         if stage.has_backward:
-            self._live[part.key] = _Live(inputs, output, losses, sends, later)
+            self._live[key] = _Live(inputs, output, losses, sends, later)
         elif sends:
-            self._live[part.key] = _Live({}, output, [], sends)
+            self._live[key] = _Live({}, output, [], sends)
 
     def _output_of(self, stage: int, mb: int) -> Tree:
         live = self._live.get((stage, mb))
@@ -355,30 +296,25 @@ class Executor:
             self._loss += term.detach()
         return term
 
-    def _backward(self, part: _Part) -> None:
-        self._model.tp_groups.running = part.stage.index
-        with self._reductions.starting_inside():
-            self._run_backward(part)
-
-    def _run_backward(self, part: _Part) -> None:
-        stage, mb, live = part.stage, part.mb, self._live[part.key]
+    def _backward(self, stage: Stage, mb: int) -> None:
+        live = self._live[stage.index, mb]
         live.messages = self._mailbox.take_backward(stage, mb)
         grads: dict[Tensor, Tensor | None]
         grads = dict.fromkeys(term for term in live.losses if term.requires_grad)
-        grads |= self._output_gradients(part, live)
+        grads |= self._output_gradients(stage, mb, live)
         with nullcontext() if live.later is None else live.later.collect():
             if grads:
                 torch.autograd.backward(list(grads), list(grads.values()))
         if live.later is not None:
-            self._later[part.key] = live.later
+            self._later[stage.index, mb] = live.later
         live.output, live.losses, live.messages = None, [], []
-        live.sends_left = part.backward_sends
+        live.sends_left = self._sends[Op.SEND_B, stage.index, mb]
         if not live.sends_left:
-            del self._live[part.key]
+            del self._live[stage.index, mb]
 
-    def _output_gradients(self, part: _Part, live: _Live) -> dict[Tensor, Tensor]:
+    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> dict[Tensor, Tensor]:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
-        stage, mb, start = part.stage, part.mb, part.start
+        start, _ = stage.microbatches[self._places[stage.index][0]][mb]
         sums: dict[Tensor, Tensor] = {}
         if live.messages:
             cuts: list[tuple[Tree, int, Tree]] = []
@@ -395,11 +331,14 @@ class Executor:
                 _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
-            rows = slice_samples(tree, low - start, high - start)
-            _add_gradients(sums, tree, low - start, rows, [grad])
+            part = slice_samples(tree, low - start, high - start)
+            _add_gradients(sums, tree, low - start, part, [grad])
         return sums
 
-    def _send(self, message: Message) -> None:
+    def _message(self, message: Message) -> None:
+        if not message.is_send:
+            self._mailbox.post_receive(message)
+            return
         live = self._live[message.stage, message.mb]
         after_backward = message.op == Op.SEND_B
         tree = live.inputs[message.edge] if after_backward else live.output
@@ -409,6 +348,12 @@ class Executor:
         if not live.sends_left and (after_backward or not has_backward):
             del self._live[message.stage, message.mb]
 
+    def _synchronise(self, instruction: Sync) -> None:
+        if instruction.op == Op.SYNC_START:
+            self._sync.start(instruction.loss, instruction.batch)
+        else:
+            self._sync.wait(instruction.loss, instruction.batch)
+
     def _collective(self, instruction: Collective) -> None:
         if instruction.op == Op.REDUCE:
             self._reductions.reduce(instruction.index)
@@ -417,18 +362,20 @@ class Executor:
         else:
             self._reductions.count(instruction.index, self._field_on_host)
 
-    def _finish(self) -> None:
+    def _finish(self, _: Step) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
         self._blocks.split.forget()
         self._mailbox.finish()
         self._reductions.finish()
 
+    def _unit(self, instruction: Instruction) -> str | None:
+        if isinstance(instruction, Compute | Message):
+            return self._program.stages[instruction.stage].unit
+        return None
+
     def _describe(self, position: int, late: str) -> str:
         near = range(max(0, position - 2), min(len(self._row), position + 3))
-        texts = [self._row[k].text for k in near]
-        shown = " ".join(
-            f">{text}<" if k == position else text for k, text in zip(near, texts, strict=True)
-        )
+        shown = " ".join(f">{self._texts[k]}<" if k == position else self._texts[k] for k in near)
         return (
             f"rank {self._transport.rank}, step {self._step}, {'at or before ' if late else ''}"
             f"instruction {position} of {len(self._row)}{f' ({late})' if late else ''}: {shown}"
@@ -465,5 +412,5 @@ def _add_gradients(
                 continue
             sums[leaf] = torch.zeros_like(leaf)
         whole = sums[leaf]
-        part_of = whole if cut.shape == leaf.shape else whole[first_row : first_row + len(cut)]
-        part_of += grad
+        rows = whole if cut.shape == leaf.shape else whole[first_row : first_row + len(cut)]
+        rows += grad
