@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
@@ -108,13 +108,14 @@ def fits(tree: Tree, spec: Spec) -> bool:
     if isinstance(spec, tuple):
         plain = isinstance(tree, tuple) and not isinstance(tree, Ragged)
         return plain and len(tree) == len(spec) and all(map(fits, tree, spec))
-    if isinstance(tree, Ragged) and spec.ragged and not len(tree.values):
-        return True
-    found = spec_of(tree)
-    if not isinstance(found, LeafSpec):
+    ragged = isinstance(tree, Ragged)
+    rows = tree.values if ragged else tree
+    if not isinstance(rows, Tensor) or ragged != spec.ragged:
         return False
+    if ragged and not len(rows):
+        return True
     # A gradient that is not asked for now may have been when the spec was made.
-    return replace(found, differentiable=spec.differentiable) == spec
+    return rows.dim() > 0 and rows.shape[1:] == spec.tail and rows.dtype == spec.dtype
 
 
 def message_tensors(tree: Tree, share: TensorShare | None) -> list[Tensor]:
@@ -154,10 +155,22 @@ class Carrier(Protocol):
 
 
 class _OwnMessages:
-    """Carries what a rank sends to itself. In every program the send comes before the wait."""
+    """Carries what a rank sends to itself. In every program the send comes before the wait.
+
+    Whole tensors are handed over as they are: nothing is copied.
+    """
 
     def __init__(self) -> None:
         self._sent: dict[int, Tensor] = {}
+        self._handed: dict[int, list[Tensor]] = {}
+
+    def hand_over(self, tag: int, tensors: list[Tensor]) -> None:
+        """Keep the tensors of a message for :meth:`take`."""
+        self._handed[tag] = tensors
+
+    def take(self, tag: int) -> list[Tensor]:
+        """The tensors of a message, once."""
+        return self._handed.pop(tag)
 
     def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
         """See :class:`Carrier`."""
@@ -182,6 +195,7 @@ class _Way:
     Attributes:
         tag: of what goes over the host; the tensors' follow it.
         share: what its receiver takes of each tensor; None for all of it.
+        own: hands it over, where a rank sends itself whole tensors.
         spec: of what the edge takes of the producer's output.
         samples: first and end, counted in this rank's micro-batch.
     """
@@ -194,6 +208,7 @@ class _Way:
     share: TensorShare | None
     spec: Spec
     samples: tuple[int, int]
+    own: _OwnMessages | None
 
     @property
     def num_samples(self) -> int:
@@ -229,9 +244,12 @@ class _Receive:
     def post(self) -> None:
         """Give the tensors' buffers to the transport."""
         way, share = self._way, self._way.share
+        shapes = self._shapes()
+        if way.own is not None:
+            return
         self._buffers = []
         transfers: list[TransferEnd] = []
-        for tag, (shape, dtype) in enumerate(self._shapes(), start=way.tag + 1):
+        for tag, (shape, dtype) in enumerate(shapes, start=way.tag + 1):
             size = prod(shape)
             padded = (share.padded(size),) if share else shape
             buffer = torch.empty(padded, dtype=dtype, device=way.device)
@@ -244,6 +262,8 @@ class _Receive:
 
     def _received(self) -> list[Tensor | PaddedShare]:
         """The tensors, when they are there."""
+        if self._way.own is not None:
+            return list(self._way.own.take(self._way.tag))
         self._work.wait()
         return self._buffers or []
 
@@ -484,6 +504,9 @@ class Mailbox:
         waiting = self._unposted[way.channel]
         while waiting:
             waiting.popleft().post()
+        if way.own is not None:
+            way.own.hand_over(way.tag, [item.detach().contiguous() for item in tensors])
+            return
         transfers = [
             TransferEnd(tensor=item.detach().contiguous(), peer=way.peer, tag=k, is_send=True)
             for k, item in enumerate(tensors, start=way.tag + 1)
@@ -521,14 +544,16 @@ class Mailbox:
         backward = message.op in (Op.SEND_B, Op.RECV_B)
         producer = self._program.stages[edge.producer]
         channel = self._channels.of(rank, message)
+        share = share_of(self._program, edge, receiver, backward=backward)
         return _Way(
             carrier=self._own if channel is None else self._transport,
+            own=self._own if channel is None and share is None else None,
             device=self._transport.device,
             # No message of a rank to itself waits for another one.
             channel=((rank,), tag) if channel is None else channel,
             peer=message.peer,
             tag=tag,
-            share=share_of(self._program, edge, receiver, backward=backward),
+            share=share,
             spec=element_of(self._specs[edge.producer], edge.element, producer.module),
             samples=(message.start - first, message.stop - first),
         )

@@ -186,12 +186,13 @@ class BatchSync:
                 continue
             spec = self._specs_of(loss)[i]
             parts = [
-                self._feature(loss, batch, rows).detach()
+                self._feature(loss, batch, rows)
                 for rows in self._held_rows(stage, place[0], loss, batch, i)
                 if place[1] == 0
             ]
             none = torch.empty((0, *spec.tail), dtype=spec.dtype, device=self._transport.device)
-            found[i] = torch.cat(parts) if parts else none
+            with torch.no_grad():
+                found[i] = torch.cat(parts) if parts else none
         return found
 
     def _own_positions(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:

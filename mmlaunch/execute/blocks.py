@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class StageBlocks:
         again = stage.module in self._recompute and torch.is_grad_enabled()
         given = tuple(arguments)
         for index in range(*stage.blocks):
-            block = self._seeded(stage, index, step, first_sample, later)
+            block = partial(self._run_block, stage, index, step, first_sample, later)
             try:
                 if again:
                     # The block seeds the generators itself: their state needs no copy.
@@ -96,28 +97,25 @@ class StageBlocks:
             given = (output,)
         return given[0]
 
-    def _seeded(
+    def _run_block(
         self,
         stage: Stage,
         index: int,
         step: int,
         first_sample: int,
         later: WeightGradients | None,
-    ) -> Callable[..., Any]:
+        *arguments: Any,
+    ) -> Any:
         block = self._model.blocks[stage.owner, index]
         off = self._model.frozen_here[stage.index]
-
-        def run(*arguments: Any) -> Any:
-            self._model.tp_groups.enter(stage, index)
-            self._seeds.enter(step, stage.module, index, first_sample)
-            through = nullcontext() if later is None else self.split.during(block)
-            with frozen(off), through:
-                if self._compiled is None:
-                    return block(*arguments)
-                call = self._compiled.of(block, arguments, split=later is not None)
-                return call(block, *arguments)
-
-        return run
+        self._model.tp_groups.enter(stage, index)
+        self._seeds.enter(step, stage.module, index, first_sample)
+        through = nullcontext() if later is None else self.split.during(block)
+        with frozen(off), through:
+            if self._compiled is None:
+                return block(*arguments)
+            call = self._compiled.of(block, arguments, split=later is not None)
+            return call(block, *arguments)
 
 
 def frozen(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:

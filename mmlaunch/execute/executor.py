@@ -233,11 +233,11 @@ class Executor:
     def _assemble(self, stage: Stage, mb: int) -> dict[int, Tree]:
         """The stage's inputs by edge, each joined from the messages of the edge."""
         messages = self._mailbox.take_forward(stage, mb)
-        by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
-        received = [receive.wait() for _, receive in messages]
-        self._mailbox.release(self._position)
         if not messages:
             return {}
+        received = [receive.wait() for _, receive in messages]
+        self._mailbox.release(self._position)
+        by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
         trees = self._gather_shares(stage, received)
         for (message, _), tree in zip(messages, trees, strict=True):
             by_edge[message.edge].append(tree)
@@ -316,17 +316,19 @@ class Executor:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
         start, _ = stage.microbatches[self._places[stage.index][0]][mb]
         sums: dict[Tensor, Tensor] = {}
-        cuts: list[tuple[Tree, int, Tree]] = []
-        for message, _ in live.messages:
-            edge = self._program.edges[message.edge]
-            tree, low = element_of(live.output, edge.element, stage.module), message.start - start
-            cuts.append((tree, low, slice_samples(tree, low, message.stop - start)))
-        waited = zip(live.messages, cuts, strict=True)
-        received = [receive.wait(cut[2]) for (_, receive), cut in waited]
-        self._mailbox.release(self._position)
-        given = self._gather_shares(stage, received)
-        for cut, gradients in zip(cuts, given, strict=True):
-            _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
+        if live.messages:
+            cuts: list[tuple[Tree, int, Tree]] = []
+            for message, _ in live.messages:
+                edge = self._program.edges[message.edge]
+                tree = element_of(live.output, edge.element, stage.module)
+                low, high = message.start - start, message.stop - start
+                cuts.append((tree, low, slice_samples(tree, low, high)))
+            waited = zip(live.messages, cuts, strict=True)
+            received = [receive.wait(cut[2]) for (_, receive), cut in waited]
+            self._mailbox.release(self._position)
+            given = self._gather_shares(stage, received)
+            for cut, gradients in zip(cuts, given, strict=True):
+                _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
         for element, low, high, grad in self._sync.gradients(stage, mb):
             tree = element_of(live.output, element, stage.module)
             part = slice_samples(tree, low - start, high - start)
@@ -409,4 +411,6 @@ def _add_gradients(
                 sums[leaf] = grad
                 continue
             sums[leaf] = torch.zeros_like(leaf)
-        sums[leaf][first_row : first_row + len(cut)] += grad
+        whole = sums[leaf]
+        rows = whole if cut.shape == leaf.shape else whole[first_row : first_row + len(cut)]
+        rows += grad

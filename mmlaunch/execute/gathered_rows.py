@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -65,6 +65,7 @@ class GatheredRows:
             stage = program.stages[loss.inputs[i].stage or 0]
             for d, group in enumerate(stage.ranks):
                 self._layout[group[0]] += rows_of(stage, d, loss.samples(batch), i)
+        self._spans = {rank: _joined(held) for rank, held in self._layout.items()}
 
     def gather(
         self, own: Mapping[int, Tensor], rows: Mapping[int, RowLike], channel: int
@@ -100,8 +101,8 @@ class GatheredRows:
             full = {i: self._empty(self._loss.sync_batch, like) for i, like in rows.items()}
             for rank, given in zip(self._loss.ranks, gathered, strict=True):
                 position = 0
-                for held in self._layout[rank]:
-                    target = full[held.input][held.start : held.stop]
+                for index, start, stop in self._spans[rank]:
+                    target = full[index][start:stop]
                     target.copy_(given[position : position + target.numel()].view(target.shape))
                     position += target.numel()
             return full
@@ -206,6 +207,17 @@ def rows_of(stage: Stage, d: int, samples: SampleRange, index: int) -> list[Held
         if shared is not None:
             low, high = shared[0] - samples[0], shared[1] - samples[0]
             found.append(HeldRows(index, stage.index, mb, low, high))
+    return found
+
+
+def _joined(held: Iterable[HeldRows]) -> list[tuple[int, int, int]]:
+    """Input, first row and end of what follows one another: fewer, longer copies."""
+    found: list[tuple[int, int, int]] = []
+    for rows in held:
+        start = rows.start
+        if found and found[-1][::2] == (rows.input, start):
+            _, start, _ = found.pop()
+        found.append((rows.input, start, rows.stop))
     return found
 
 

@@ -31,17 +31,25 @@ class Seeds:
             module.init()
             self._generators.append(module.default_generators[device.index or 0])
         self._digests: dict[tuple[str, int], int] = {}
+        self._mixed: dict[tuple[str, int], tuple[int, int]] = {}
 
     def enter(self, step: int, name: str, index: int, first_sample: int) -> None:
         """Seed for one block (or loss) on one micro-batch (or sync batch)."""
+        known, number = self._mixed.get((name, index), (None, 0))
+        if known != step:
+            # Mixed twice: neighbours in step and sample must not get neighbouring seeds.
+            number = _mix(self._digest(name, index) + step)
+            self._mixed[name, index] = step, number
+        mixed = _mix(number + first_sample) >> 1
+        for generator in self._generators:
+            generator.manual_seed(mixed)
+
+    def _digest(self, name: str, index: int) -> int:
         number = self._digests.get((name, index))
         if number is None:
             digest = hashlib.sha256(f"{self._seed}:{name}:{index}".encode()).digest()
             number = self._digests[name, index] = int.from_bytes(digest[:8], "big")
-        # Mixed twice: neighbours in step and sample must not get neighbouring seeds.
-        mixed = _mix(_mix(number + step) + first_sample) >> 1
-        for generator in self._generators:
-            generator.manual_seed(mixed)
+        return number
 
 
 def _mix(value: int) -> int:

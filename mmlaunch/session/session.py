@@ -545,11 +545,11 @@ class Session:
         return self.update.gradients()
 
     def _prepare(self, tree: Tree) -> Tree:
-        def move(tensor: Tensor) -> Tensor:
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(self.transport.device, dtype, non_blocking=True)
+        return map_tensors(tree, self._moved)
 
-        return map_tensors(tree, move)
+    def _moved(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.transport.device, dtype, non_blocking=True)
 
 
 def _parts_of(program: Program, rank: int) -> list[str]:
