@@ -85,16 +85,18 @@ def closing() -> Iterator[Callable[..., StepLoader]]:
 def test_order_is_the_contract_s(num: int, batch: int, seed: int, step: int) -> None:
     if num < batch:
         with pytest.raises(InvalidInputError, match=f"has {num} samples?, one batch takes {batch}"):
-            step_indices(num, batch, seed, step)
+            step_indices(range(num), batch, seed, step)
         return
     per_epoch = num // batch
     generator = torch.Generator().manual_seed(seed + step // per_epoch)
     batches = torch.randperm(num, generator=generator).split(batch)[:per_epoch]
-    assert step_indices(num, batch, seed, step) == batches[step % per_epoch].tolist()
+    assert step_indices(range(num), batch, seed, step) == batches[step % per_epoch].tolist()
 
 
 def test_every_sample_at_most_once_per_epoch_and_epochs_differ() -> None:
-    epochs = [[i for s in range(3) for i in step_indices(10, 3, 0, 3 * e + s)] for e in range(2)]
+    epochs = [
+        [i for s in range(3) for i in step_indices(range(10), 3, 0, 3 * e + s)] for e in range(2)
+    ]
     assert all(len(set(epoch)) == 9 for epoch in epochs)
     assert epochs[0] != epochs[1]
 
@@ -130,7 +132,7 @@ def test_any_part_equals_the_same_part_of_the_whole_batch(
     for step in range(3):
         want, got = next(full), next(part)
         assert got.step == step
-        assert tensor_of(want, "ids", 0, 8).tolist() == step_indices(10, 8, 5, step)
+        assert tensor_of(want, "ids", 0, 8).tolist() == step_indices(range(10), 8, 5, step)
         for field in fields:
             for start, stop in ((1, 3), (2, 3), (5, 8), (6, 7)):
                 left, right = want.get(field, start, stop), got.get(field, start, stop)
@@ -143,7 +145,7 @@ def test_any_part_equals_the_same_part_of_the_whole_batch(
 def test_each_needed_sample_is_loaded_once_and_no_other() -> None:
     dataset = Numbers(40)
     next(loader(dataset, batch=16, ranges=[(2, 6), (4, 9), (12, 13)]))
-    order = step_indices(40, 16, 5, 0)
+    order = step_indices(range(40), 16, 5, 0)
     assert dataset.loaded == Counter(order[2:9] + order[12:13])
 
 
@@ -196,7 +198,7 @@ class Padded(Numbers):
 
 def test_a_dataset_s_own_collate_is_used() -> None:
     got = tensor_of(next(loader(Padded(), fields=["double"])), "double", 1, 3)
-    assert got.tolist() == [2 * i for i in step_indices(10, 4, 5, 0)[1:3]]
+    assert got.tolist() == [2 * i for i in step_indices(range(10), 4, 5, 0)[1:3]]
 
 
 # ---- wrong data ----

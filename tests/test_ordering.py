@@ -130,7 +130,7 @@ def test_a_step_keeps_its_samples_and_every_rank_sees_one_order(workers: int) ->
     again = step_order(compile_plan(plan), "default", Indices(2 * BATCH), workload)
     part = loaded(again, workers, [(3, 7)])
     for step, indices in enumerate(whole):
-        drawn = step_indices(2 * BATCH, BATCH, 3, step)
+        drawn = step_indices(range(2 * BATCH), BATCH, 3, step)
         assert sorted(indices) == sorted(drawn)
         assert indices != drawn
         assert part[step] == indices[3:7]

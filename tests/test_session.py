@@ -437,7 +437,7 @@ def test_times_are_the_transports_and_asked_for_once_a_step() -> None:
 
 
 def test_an_error_of_the_data_names_rank_and_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    bad, load = step_indices(2 * BATCH, BATCH, 3, 0)[-1], Samples.__getitem__
+    bad, load = step_indices(range(2 * BATCH), BATCH, 3, 0)[-1], Samples.__getitem__
 
     def broken(samples: Samples, index: int) -> Any:
         if index == bad:

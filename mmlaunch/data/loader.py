@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import count
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from mmlaunch.process import fork_server
 from mmlaunch.process.process_tree import guard_loader
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.ragged import Ragged
+from mmplan.sources.orders import epoch_length, epoch_order
 from mmplan.wording import counted
 
 # What a dataset gives for a sample without a modality: no other value says shape and type.
@@ -148,18 +148,20 @@ Collate = Callable[[list[Any]], dict[str, Field]]
 Order = Callable[[Sequence[int], int], Sequence[int]]
 
 
-def step_indices(num_samples: int, batch: int, seed: int, step: int) -> list[int]:
+def step_indices(dataset: Any, batch: int, seed: int, step: int) -> list[int]:
     """Dataset indices of a step's batch, in batch order.
 
-    The order of epoch e is ``torch.randperm`` with a generator seeded with seed + e, cut
-    into batches, the incomplete one dropped; step s takes batch s mod n of epoch s div n.
+    An epoch is cut into batches, the incomplete one dropped; step s takes batch s mod n of epoch
+    s div n. The order of epoch e is the dataset's own (:mod:`mmplan.sources.orders`), else
+    ``torch.randperm`` with a generator seeded with seed + e.
 
     Raises:
         InvalidInputError: fewer samples than one batch.
     """
-    _check_size(num_samples, batch)
-    epoch, index = divmod(step, num_samples // batch)
-    return _epoch_order(num_samples, seed + epoch)[index * batch : (index + 1) * batch].tolist()
+    length = epoch_length(dataset)
+    _check_size(length, batch)
+    epoch, index = divmod(step, length // batch)
+    return epoch_order(dataset, seed, epoch)[index * batch : (index + 1) * batch].tolist()
 
 
 def merge_ranges(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -185,7 +187,7 @@ def check_dataset(dataset: Any, batch: int) -> None:
             f"the data factory returned a {type(dataset).__name__}, not a map-style Dataset",
             hint="return an object with __len__ and __getitem__(index) -> dict of tensors",
         )
-    _check_size(len(dataset), batch)
+    _check_size(epoch_length(dataset), batch)
 
 
 def check_fields(sample: DataSample, modules: Collection[str]) -> None:
@@ -282,7 +284,7 @@ class StepLoader(Iterator[StepData]):
             fork_server.start()
         loader = DataLoader(
             _Reader(dataset, tuple(fields), seed, self._ranges, order),
-            batch_sampler=cast(Any, _steps(len(dataset), batch, seed, start_step)),
+            batch_sampler=cast(Any, _steps(dataset, batch, seed, start_step)),
             collate_fn=_as_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -341,11 +343,11 @@ class _StepBatch:
     indices: Sequence[int]
 
 
-def _steps(num_samples: int, batch: int, seed: int, start_step: int) -> Iterator[list[_StepBatch]]:
+def _steps(dataset: Any, batch: int, seed: int, start_step: int) -> Iterator[list[_StepBatch]]:
     """Each step's batch; where it is read it is put in order and cut."""
     for step in count(start_step):
-        indices = step_indices(num_samples, batch, seed, step)
-        epoch = step // (num_samples // batch)
+        indices = step_indices(dataset, batch, seed, step)
+        epoch = step // (epoch_length(dataset) // batch)
         yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
 
 
@@ -443,11 +445,6 @@ def _check_size(num_samples: int, batch: int) -> None:
             f"the dataset has {counted(num_samples, 'sample')}, one batch takes {batch}",
             hint="lower `batch` in the workload, or give more data",
         )
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(num_samples: int, seed: int) -> Tensor:
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
 
 
 @contextmanager

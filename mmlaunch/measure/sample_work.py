@@ -11,6 +11,7 @@ from mmlaunch.data.task_data import open_dataset, work_columns
 from mmplan.ragged import Ragged
 from mmplan.schema.base import Json
 from mmplan.schema.workload import TaskView, Workload, resolve_tasks
+from mmplan.sources.orders import epoch_length
 
 Columns = dict[str, list[float]]
 
@@ -46,7 +47,7 @@ class WorkSampler:
         task = self._tasks[point["task"]]
         dataset = self._dataset(task)
         told = callable(getattr(dataset, "work", None))
-        indices = self._indices(point, len(dataset))
+        indices = self._indices(point, dataset)
         work = (self._told if told else self._lengths)(task, dataset, indices) if indices else {}
         return {
             "dataset": len(dataset),
@@ -62,14 +63,15 @@ class WorkSampler:
             self._datasets[task.name] = dataset
         return self._datasets[task.name]
 
-    def _indices(self, point: Json, length: int) -> list[int]:
+    def _indices(self, point: Json, dataset: Any) -> list[int]:
         if point["order"] == "spread":
             number = point["samples"]
-            return sorted({i * length // number for i in range(number)})
+            return sorted({i * len(dataset) // number for i in range(number)})
+        length = epoch_length(dataset)
         size = min(point["samples"], length)
         if (point["piece"] + 1) * size > length:
             return []
-        return step_indices(length, size, self._workload.train.seed, point["piece"])
+        return step_indices(dataset, size, self._workload.train.seed, point["piece"])
 
     def _told(self, task: TaskView, dataset: Any, indices: Sequence[int]) -> Columns:
         columns = work_columns(

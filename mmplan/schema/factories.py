@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 _FILLS = ("normal_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 # Folders of workload files, in the order in which they were first used.
 _folders: list[str] = []
+# The folder of the workload whose factory runs.
+_running_for: ContextVar[Path | None] = ContextVar("workload_folder", default=None)
 
 
 def import_factory(spec: str, folder: Path, *, field: str = "factory") -> Callable[..., Any]:
@@ -146,17 +149,39 @@ def build_dataset(data: DataSpec, folder: Path, *, seed: int = 0, field: str = "
         InvalidInputError: the factory cannot be imported or raises, or the dataset has no
             length, no samples, or samples that are not dicts of tensors.
     """
-    factory = import_factory(data.factory, folder, field=f"{field}.factory")
     with seeded_draws(seed, "data"):
-        dataset = _call(factory, data.args, folder, field=field)
-        missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-        if missing:
-            raise InvalidInputError(
-                f"{field}.factory: {data.factory} returned a {type(dataset).__name__} "
-                f"without {missing[0]}",
-                hint="return a map-style dataset: __len__ and __getitem__(index) -> dict",
-            )
-        _check_sample(dataset, data, folder, field)
+        return _made_dataset(data, folder, field)
+
+
+def build_part(data: DataSpec, *, field: str) -> Any:
+    """A dataset that the factory of another one asks for, under the same seed.
+
+    Args:
+        data: the factory and its arguments.
+        field: the place in the other's arguments, for errors.
+
+    Raises:
+        InvalidInputError: as :func:`build_dataset`.
+    """
+    return _made_dataset(data, workload_folder(), field)
+
+
+def workload_folder() -> Path:
+    """The folder of the workload file whose factory runs; else the current one."""
+    return _running_for.get() or Path()
+
+
+def _made_dataset(data: DataSpec, folder: Path, field: str) -> Any:
+    factory = import_factory(data.factory, folder, field=f"{field}.factory")
+    dataset = _call(factory, data.args, folder, field=field)
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise InvalidInputError(
+            f"{field}.factory: {data.factory} returned a {type(dataset).__name__} "
+            f"without {missing[0]}",
+            hint="return a map-style dataset: __len__ and __getitem__(index) -> dict",
+        )
+    _check_sample(dataset, data, folder, field)
     return dataset
 
 
@@ -237,12 +262,15 @@ def _import(module_name: str, folder: Path, *, spec: str, field: str) -> Any:
 
 
 def _call(factory: Callable[..., Any], args: Mapping[str, Any], folder: Path, *, field: str) -> Any:
+    before = _running_for.set(folder)
     try:
         return factory(**args)
     except (Exception, SystemExit) as error:
         if isinstance(error, TypeError) and error.__traceback__ and not error.__traceback__.tb_next:
             _refuse_args(error, factory, args, field=field)
         _raise_users(error, folder, f"{field}.factory", args=args)
+    finally:
+        _running_for.reset(before)
 
 
 def _refuse_args(
