@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from mmplan.arrays import Indices
 from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_part
 from mmplan.schema.workload import DataSpec
-from mmplan.sources.orders import Indices, epoch_length, epoch_order
+from mmplan.sources.orders import epoch_length, epoch_order
 
 
 def mixture(parts: Sequence[Mapping[str, Any]], epoch: int | None = None) -> Mixture:

@@ -14,9 +14,8 @@ from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+from mmplan.arrays import Indices
 
 
 class OwnOrder(Protocol):

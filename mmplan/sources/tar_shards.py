@@ -36,9 +36,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mmplan.arrays import Indices
 from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import import_factory, workload_folder
-from mmplan.sources.orders import Indices, shuffled, shuffled_nearby
+from mmplan.sources.orders import shuffled, shuffled_nearby
 
 Decode = Callable[[dict[str, Any]], Mapping[str, Any]]
 
