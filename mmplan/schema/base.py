@@ -32,8 +32,10 @@ Str = Annotated[str, Strict()]
 Bool = Annotated[bool, Strict()]
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1)]
-Index = Annotated[int, Strict(), Field(ge=0)]
+# The largest whole number up to which all of them are floats as well.
+MOST_COUNT = 2**53
+Count = Annotated[int, Strict(), Field(ge=1, le=MOST_COUNT)]
+Index = Annotated[int, Strict(), Field(ge=0, le=MOST_COUNT)]
 Size = Annotated[float, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
 Range = tuple[Index, Index]

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mmplan.errors import InvalidInputError
+from mmplan.schema.base import MOST_COUNT
 from mmplan.schema.workload import TrainSpec
 
 # They treat every element alone, so that shards of a parameter can be updated apart.
@@ -66,6 +67,12 @@ def _try_arguments(
                 f"{field}: {kind.__name__} takes no {name!r}",
                 hint=_meant(name, taken) or f"{kind.__name__} takes {', '.join(taken)}",
             )
+    large = [name for name, value in arguments.items() if _is_too_large(value)]
+    if large:
+        raise InvalidInputError(
+            f"{field}.{large[0]}: {kind.__name__} cannot compute with so large a number",
+            hint=f"see torch.optim.{kind.__name__} for its arguments",
+        )
     # Torch hides this method from its compiler, which it loads for that: a second of imports.
     plain = {"add_param_group": inspect.unwrap(torch.optim.Optimizer.add_param_group)}
     try:
@@ -77,6 +84,12 @@ def _try_arguments(
             f"{field}: {kind.__name__}: {error}",
             hint=f"see torch.optim.{kind.__name__} for its arguments",
         ) from None
+
+
+def _is_too_large(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_too_large, value))
+    return isinstance(value, int) and abs(value) > MOST_COUNT
 
 
 def _meant(given: str, known: Collection[str]) -> str | None:

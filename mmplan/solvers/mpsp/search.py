@@ -132,7 +132,7 @@ def _search(
     pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), until))
     every = sorted((rated for own in pools for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
-    starts = [min(own, key=_cost) for own in pools] + [uncut]
+    starts = [min(own, key=_cost) for own in pools if own] + [uncut]
     left_s = max(0.0, limit_s - (time.monotonic() - begun))
     annealing = _Annealing(evaluator, rng, bound_s)
     trials = sorted(starts, key=_cost)[:_TRIALS]
@@ -212,7 +212,10 @@ def _from_answer(
             order.reverse()
         elif attempt:
             rng.shuffle(order)
-        yield ChainSchedule(from_columns(instance, classes, columns, order=order))
+        segments = from_columns(instance, classes, columns, order=order)
+        # A chain that is as nothing beside the others may be in no column.
+        if all(segments):
+            yield ChainSchedule(segments)
 
 
 @dataclass(frozen=True, slots=True)
