@@ -8,6 +8,8 @@ when a block runs again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +52,16 @@ class Seeds:
             digest = hashlib.sha256(f"{self._seed}:{name}:{index}".encode()).digest()
             number = self._digests[name, index] = int.from_bytes(digest[:8], "big")
         return number
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Context after which the generators draw what they would have drawn before it."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
 
 
 def _mix(value: int) -> int:

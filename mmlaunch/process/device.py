@@ -190,6 +190,19 @@ def garbage_steps() -> int:
     return int(text) if text else _GARBAGE_STEPS
 
 
+def warms_up(device: torch.device, *, compiled: bool) -> bool:
+    """Whether a session takes step 0 once before the first message.
+
+    Args:
+        device: the rank's. A CPU has nothing to warm up.
+        compiled: whether blocks are compiled; that takes longer than a step may.
+
+    Raises:
+        InvalidInputError: ``MMLAUNCH_WARM_UP`` is neither 0 nor 1.
+    """
+    return _flag("WARM_UP", device.type == "cuda" or compiled)
+
+
 def async_tp_note(device: torch.device) -> str:
     """One line on whether matmuls hide the messages of tensor parallelism, and why not.
 

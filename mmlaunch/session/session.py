@@ -37,13 +37,14 @@ from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.emulate import EmulatedBlocks
 from mmlaunch.execute.executor import Executor, InstructionSpan
 from mmlaunch.execute.reductions import Reductions
+from mmlaunch.execute.warm_up import warm_up
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.seeds import Seeds
 from mmlaunch.model.shape_inference import infer_shapes
 from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process import process_group
-from mmlaunch.process.device import async_tp_note, pick, set_numerics
+from mmlaunch.process.device import async_tp_note, pick, set_numerics, warms_up
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.identity import (
     check_same_run,
@@ -200,28 +201,46 @@ class Session:
         self._reductions = Reductions(self.program, self.model, transport)
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
-        self.executor = Executor(
-            program=self.program,
-            model=self.model,
-            transport=transport,
-            specs=specs,
-            channels=channels,
-            blocks=(
-                StageBlocks(
-                    self.model,
-                    seeds,
-                    recompute,
-                    CompiledBlocks(transport.device) if workload.train.compile else None,
-                )
-                if emulation is None
-                else EmulatedBlocks(self.model, seeds, specs, emulation)
-            ),
-            seeds=seeds,
-            precision=precision,
-            reductions=self._reductions,
-            prepare=self._prepare,
-            heartbeat=self._heartbeat,
+        blocks = (
+            StageBlocks(
+                self.model,
+                seeds,
+                recompute,
+                CompiledBlocks(transport.device) if workload.train.compile else None,
+            )
+            if emulation is None
+            else EmulatedBlocks(self.model, seeds, specs, emulation)
         )
+
+        def executor(kind: type[Executor], through: Transport, told: Heartbeat) -> Executor:
+            return kind(
+                program=self.program,
+                model=self.model,
+                transport=through,
+                specs=specs,
+                channels=channels,
+                blocks=blocks,
+                seeds=seeds,
+                precision=precision,
+                reductions=self._reductions,
+                prepare=self._prepare,
+                heartbeat=told,
+            )
+
+        warm = emulation is None and warms_up(transport.device, compiled=workload.train.compile)
+        if warm:
+            self._heartbeat.phase("loading data")
+            warm_up(
+                executor,
+                model=self.model,
+                seeds=seeds,
+                transport=transport,
+                heartbeat=self._heartbeat,
+                data=self._data.step(0),
+            )
+            self._data.close()
+            self._heartbeat.phase("building the model")
+        self.executor = executor(Executor, transport, self._heartbeat)
         self._state = LocalState(self.program, self.model, transport.rank)
         # Where the plan is for every task of the workload all state is the session's own.
         self._inactive = (
@@ -243,7 +262,9 @@ class Session:
         every = 0 if emulation is not None else workload.train.compare_replicas
         self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
-        if workload.train.compile and emulation is None:
+        if warm:
+            notes.append("warmed up: each rank has taken step 0 alone, without an update")
+        elif workload.train.compile and emulation is None:
             notes.append("blocks are compiled: the first steps take longer")
         everyone = transport.gather_objects(notes + self.model.notes)
         self.notes = list(dict.fromkeys(note for found in everyone for note in found))

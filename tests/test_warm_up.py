@@ -1,0 +1,201 @@
+"""The warm-up changes no number of a run, and sends nothing between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmlaunch.comm.strict import StrictTransport, StrictWorld
+from mmlaunch.comm.transport import TransferEnd, Work
+from mmlaunch.execute.blocks import ExecutionError
+from mmlaunch.process.device import warms_up
+from mmlaunch.process.heartbeat import Heartbeat
+from mmlaunch.session.session import Session
+from mmplan.errors import InvalidInputError
+from mmplan.program.communicators import CommGroup
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+from tests.matrix_cases import Case
+from tests.matrix_models import WIDTH, WithIds
+from tests.missing_cases import MissingCase
+from tests.programs import loss, make_plan, trained_as, unit
+from tests.test_matrix import PAIRWISE
+from tests.test_strict import MISSING
+from tests.verification import HERE, make_workload
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Stateful(nn.Module):
+    """Has running sums, in place and not, and draws random numbers."""
+
+    count: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(WIDTH))
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.total += x.detach().sum(0)
+        self.last = x.detach()
+        return nn.functional.dropout(self.linear(x) + self.total.mean(), 0.3)
+
+
+class Picky(Stateful):
+    """Takes no zeros, but for the two samples of which shapes are inferred."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2 and not x.any():
+            raise ValueError("only zeros")
+        return super().forward(x)
+
+
+def stateful(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(Stateful() for _ in range(blocks - 1)), WithIds())
+
+
+def picky(blocks: int) -> nn.Sequential:
+    return nn.Sequential(*(Picky() for _ in range(blocks - 1)), WithIds())
+
+
+class Phases(Heartbeat):
+    """Remembers the names of phases."""
+
+    def __init__(self) -> None:
+        super().__init__(Heartbeat.detached()._buffer, 0)
+        self.names: list[str] = []
+
+    def phase(self, name: str, step: int = -1, *, slow: bool = True) -> None:
+        self.names.append(name)
+        super().phase(name, step, slow=slow)
+
+
+@dataclass(kw_only=True)
+class Ran:
+    """What a rank did and is after two steps.
+
+    Attributes:
+        sent: groups of messages on channels before the first step.
+        phases: of the start.
+        drawn: a random number before the first step.
+        tensors: gradients of the second step, parameters and buffers.
+    """
+
+    sent: int
+    phases: list[str]
+    drawn: float
+    losses: list[float]
+    tensors: dict[str, Tensor]
+
+
+def ran(
+    plan: Plan, workload: Workload, monkeypatch: pytest.MonkeyPatch, *, warm: bool
+) -> list[Ran]:
+    """Two steps of each rank under NCCL's rules."""
+    world, posted = StrictWorld(plan.devices), [0] * plan.devices
+    post = StrictTransport.post
+
+    def counted(
+        self: StrictTransport, transfers: Sequence[TransferEnd], channel: CommGroup
+    ) -> Work:
+        posted[self.rank] += 1
+        return post(self, transfers, channel)
+
+    def entry(transport: Any) -> Ran:
+        heartbeat = Phases()
+        torch.manual_seed(4)
+        session = Session(
+            plan=trained_as(plan, workload),
+            workload=workload,
+            folder=HERE,
+            transport=transport,
+            heartbeat=heartbeat,
+        )
+        sent, drawn = posted[transport.rank], float(torch.rand(()))
+        assert not any(p.grad is not None for _, p in session.model.named_parameters())
+        phases = [*heartbeat.names]
+        losses = [session.step().loss, session.forward_backward().loss]
+        state = [
+            (f"{owner}.{index}.{name}", value)
+            for (owner, index), block in session.model.blocks.items()
+            for name, value in (*block.named_parameters(), *block.named_buffers())
+        ]
+        gradients = [(f"gradient of {k}", v) for k, v in session.gradients().items()]
+        tensors = {name: value.detach().clone() for name, value in [*state, *gradients]}
+        return Ran(sent=sent, phases=phases, drawn=drawn, losses=losses, tensors=tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("MMLAUNCH_WARM_UP", str(int(warm)))
+        patch.setattr(StrictTransport, "post", counted)
+        results = world.run(entry)
+    assert world.faults == []
+    return results
+
+
+def check(plan: Plan, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold two steps after a warm-up against two without."""
+    cold = ran(plan, workload, monkeypatch, warm=False)
+    warm = ran(plan, workload, monkeypatch, warm=True)
+    for before, after in zip(cold, warm, strict=True):
+        assert after.sent == 0
+        extra = [name for name in after.phases if name not in before.phases]
+        assert all(name.startswith("warming up ") for name in extra)
+        assert "warming up STEP" in extra
+        assert (after.drawn, after.losses) == (before.drawn, before.losses)
+        assert after.tensors.keys() == before.tensors.keys()
+        same = {n: torch.equal(after.tensors[n], value) for n, value in before.tensors.items()}
+        assert all(same.values()), same
+
+
+def test_states_of_blocks_and_random_numbers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(*with_module("stateful"), monkeypatch)
+
+
+def with_module(factory: str) -> tuple[Plan, Workload]:
+    """A pipeline that passes whole numbers on; v is of this file."""
+    units = [unit("v", "a", pp=2, k=2, blocks=4), unit("t", "v", "b", k=2, blocks=2)]
+    losses = [loss("contrastive", "v.0", "t", sync_batch=12)]
+    workload = make_workload(units, losses, batch=12, factories={"t": "id_reader"})
+    changed = workload.modules["v"].model_copy(update={"factory": f"{__name__}:{factory}"})
+    modules = {**workload.modules, "v": changed}
+    return make_plan(*units, losses=losses, batch=12), workload.model_copy(
+        update={"modules": modules}
+    )
+
+
+def test_a_block_that_takes_no_zeros_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExecutionError, match=r"in the warm-up: rank 1, step 0, .*zeros") as found:
+        ran(*with_module("picky"), monkeypatch, warm=True)
+    assert found.value.hint == "MMLAUNCH_WARM_UP=0 runs without it"
+
+
+def test_lengths_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(dp=2, k=2, samples=8, feature="ragged", per_node=2)
+    check(case.plan(), case.workload(), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*PAIRWISE, *MISSING], ids=str)
+def test_the_matrix(case: Case | MissingCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case.plan(), case.workload(), monkeypatch)
+
+
+def test_a_gpu_and_compiled_blocks_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MMLAUNCH_WARM_UP", raising=False)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert not warms_up(cpu, compiled=False)
+    assert warms_up(cpu, compiled=True)
+    assert warms_up(gpu, compiled=False)
+    monkeypatch.setenv("MMLAUNCH_WARM_UP", "yes")
+    with pytest.raises(InvalidInputError, match="MMLAUNCH_WARM_UP is 'yes'"):
+        warms_up(gpu, compiled=False)
