@@ -128,6 +128,11 @@ def test_nothing_of_the_cpu_is_beside_the_device() -> None:
     assert verdict.ranks == 2
 
 
+def test_nothing_of_the_cpu_is_beside_it_in_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMLAUNCH_WARM_UP", "1")
+    assert not _step(*_two_ranks()).faults
+
+
 def test_a_cpu_tensor_in_a_block_is_found_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Block.forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.comm.strict import StrictTransport, StrictWorld
-from mmlaunch.comm.transport import TransferEnd, Work
 from mmlaunch.execute.blocks import ExecutionError
 from mmlaunch.process.device import warms_up
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.session import Session
 from mmplan.errors import InvalidInputError
-from mmplan.program.communicators import CommGroup
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import Case
-from tests.matrix_models import WIDTH, WithIds
+from tests.matrix_models import WIDTH, IdReader, tower
 from tests.missing_cases import MissingCase
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.test_matrix import PAIRWISE
@@ -60,12 +58,32 @@ class Picky(Stateful):
         return super().forward(x)
 
 
+class Numbered(nn.Module):
+    """Gives each sample a 3."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.full((len(x),), 3)
+
+
+class Reader(IdReader):
+    """Takes no other number, but for the two samples of which shapes are inferred."""
+
+    def forward(self, x: tuple[Tensor, Tensor], other: Tensor) -> Tensor:
+        if len(other) > 2 and x[1].ne(3).any():
+            raise ValueError("other numbers")
+        return super().forward(x, other)
+
+
 def stateful(blocks: int) -> nn.Sequential:
-    return nn.Sequential(*(Stateful() for _ in range(blocks - 1)), WithIds())
+    return nn.Sequential(*(Stateful() for _ in range(blocks - 1)), Numbered())
 
 
 def picky(blocks: int) -> nn.Sequential:
-    return nn.Sequential(*(Picky() for _ in range(blocks - 1)), WithIds())
+    return nn.Sequential(*(Picky() for _ in range(blocks - 1)), Numbered())
+
+
+def reader(blocks: int) -> nn.Sequential:
+    return nn.Sequential(Reader(), *tower(blocks - 1))
 
 
 class Phases(Heartbeat):
@@ -85,13 +103,14 @@ class Ran:
     """What a rank did and is after two steps.
 
     Attributes:
-        sent: groups of messages on channels before the first step.
+        sent: what it began on the device's communicators before the first step, sums of
+            tensor-parallel groups left out.
         phases: of the start.
         drawn: a random number before the first step.
         tensors: gradients of the second step, parameters and buffers.
     """
 
-    sent: int
+    sent: list[str]
     phases: list[str]
     drawn: float
     losses: list[float]
@@ -102,14 +121,18 @@ def ran(
     plan: Plan, workload: Workload, monkeypatch: pytest.MonkeyPatch, *, warm: bool
 ) -> list[Ran]:
     """Two steps of each rank under NCCL's rules."""
-    world, posted = StrictWorld(plan.devices), [0] * plan.devices
-    post = StrictTransport.post
+    world, begun = StrictWorld(plan.devices), [list[str]() for _ in range(plan.devices)]
+    groups = {tuple(sorted(group)) for u in plan.units for row in u.ranks for group in row}
 
-    def counted(
-        self: StrictTransport, transfers: Sequence[TransferEnd], channel: CommGroup
-    ) -> Work:
-        posted[self.rank] += 1
-        return post(self, transfers, channel)
+    def noting(name: str) -> Callable[..., Any]:
+        real = getattr(StrictTransport, name)
+
+        def call(self: StrictTransport, *arguments: Any) -> Any:
+            if name != "start_all_reduce" or arguments[1] not in groups:
+                begun[self.rank].append(name)
+            return real(self, *arguments)
+
+        return call
 
     def entry(transport: Any) -> Ran:
         heartbeat = Phases()
@@ -121,7 +144,7 @@ def ran(
             transport=transport,
             heartbeat=heartbeat,
         )
-        sent, drawn = posted[transport.rank], float(torch.rand(()))
+        sent, drawn = [*begun[transport.rank]], float(torch.rand(()))
         assert not any(p.grad is not None for _, p in session.model.named_parameters())
         phases = [*heartbeat.names]
         losses = [session.step().loss, session.forward_backward().loss]
@@ -136,7 +159,8 @@ def ran(
 
     with monkeypatch.context() as patch:
         patch.setenv("MMLAUNCH_WARM_UP", str(int(warm)))
-        patch.setattr(StrictTransport, "post", counted)
+        for name in ("post", "all_gather", "exchange", "start_all_reduce", "start_reduce_scatter"):
+            patch.setattr(StrictTransport, name, noting(name))
         results = world.run(entry)
     assert world.faults == []
     return results
@@ -147,7 +171,7 @@ def check(plan: Plan, workload: Workload, monkeypatch: pytest.MonkeyPatch) -> No
     cold = ran(plan, workload, monkeypatch, warm=False)
     warm = ran(plan, workload, monkeypatch, warm=True)
     for before, after in zip(cold, warm, strict=True):
-        assert after.sent == 0
+        assert not after.sent
         extra = [name for name in after.phases if name not in before.phases]
         assert all(name.startswith("warming up ") for name in extra)
         assert "warming up STEP" in extra
@@ -162,12 +186,14 @@ def test_states_of_blocks_and_random_numbers_stay(monkeypatch: pytest.MonkeyPatc
 
 
 def with_module(factory: str) -> tuple[Plan, Workload]:
-    """A pipeline that passes whole numbers on; v is of this file."""
+    """A pipeline of this file's modules, which passes whole numbers on."""
     units = [unit("v", "a", pp=2, k=2, blocks=4), unit("t", "v", "b", k=2, blocks=2)]
     losses = [loss("contrastive", "v.0", "t", sync_batch=12)]
-    workload = make_workload(units, losses, batch=12, factories={"t": "id_reader"})
-    changed = workload.modules["v"].model_copy(update={"factory": f"{__name__}:{factory}"})
-    modules = {**workload.modules, "v": changed}
+    workload = make_workload(units, losses, batch=12)
+    modules = {
+        name: workload.modules[name].model_copy(update={"factory": f"{__name__}:{made}"})
+        for name, made in (("v", factory), ("t", "reader"))
+    }
     return make_plan(*units, losses=losses, batch=12), workload.model_copy(
         update={"modules": modules}
     )

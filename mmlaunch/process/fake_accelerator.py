@@ -70,6 +70,12 @@ class _Generator:
     def manual_seed(self, seed: int) -> None:
         """Nothing to seed."""
 
+    def get_state(self) -> None:
+        """Nothing to keep."""
+
+    def set_state(self, state: None) -> None:
+        """Nothing to put back."""
+
 
 class _DeviceModule(ModuleType):
     """Answers for the device as ``torch.cuda`` does for CUDA."""
