@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
@@ -138,8 +140,11 @@ def siglip_vision(
     sizes._attn_implementation = "sdpa"
 
     def readout(part: Part, images: Tensor | Ragged) -> Any:
-        head = part.head if pooled else nn.Identity()
-        return _each_image(lambda hidden: head(part.post_layernorm(hidden)), images)
+        def run(hidden: Tensor) -> Tensor:
+            hidden = part.post_layernorm(hidden)
+            return _pool(part.head, hidden) if pooled else hidden
+
+        return _each_image(run, images)
 
     cut = from_layers(
         _transformers("SiglipVisionModel")(sizes),
@@ -180,12 +185,12 @@ def causal_lm(
     sizes = _decoder_config(config)
     check_placeholders(placeholders, sizes.vocab_size)
     model: Any = _from_config(sizes)
-    rotary = type(model.model.rotary_emb)
+    # By content, so that alike layers share what was compiled.
+    kind = f"{sizes.model_type} {sizes.to_json_string()}"
+    _ROTARIES[kind] = partial(type(model.model.rotary_emb), sizes)
 
     def layer(module: nn.Module, x: Tensor) -> Tensor:
-        # Made anew: a buffer outside the blocks would not move or be filled with them.
-        with torch.device(x.device):
-            positions = rotary(sizes)(x, torch.arange(x.shape[1])[None])
+        positions = torch.ops.mmplan.rotary(x.detach(), kind)
         return module(x, attention_mask=None, position_embeddings=positions)
 
     def readout(part: Part, x: Tensor) -> Any:
@@ -205,6 +210,22 @@ def causal_lm(
         last=["model.norm", "lm_head"],
         tp_plan=_layer_rules(sizes),
     )
+
+
+_ROTARIES: dict[str, Callable[[], nn.Module]] = {}
+
+
+def _rotary(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [1, T, width] each, for activations [B, T, ...]."""
+    # Made anew: a buffer outside the blocks would not move or be filled with them.
+    with torch.device(x.device):
+        return _ROTARIES[kind]()(x, torch.arange(x.shape[1])[None])
+
+
+# One operator for compilers, which cannot look into it: it makes a module.
+torch.library.define("mmplan::rotary", "(Tensor x, str kind) -> (Tensor, Tensor)")
+torch.library.impl("mmplan::rotary", "CompositeExplicitAutograd", _rotary)
+torch.library.register_fake("mmplan::rotary", _rotary)
 
 
 def _layer_rules(config: Any) -> dict[str, str]:
@@ -264,6 +285,27 @@ def _each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Ten
     # Joined to the empty one, so that gradients (of zero) reach whatever made it.
     one = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
     return Ragged(run(one)[:0], lengths)
+
+
+def _pool(head: Any, hidden: Tensor) -> Tensor:
+    """SigLIP's attention pooling, [N, patches, width] to [N, width].
+
+    The head holds an ``nn.MultiheadAttention``, which would be compiled again for a single image.
+    """
+    attention = head.attention
+    query, key, value = (
+        functional.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1))
+        for x, weight, bias in zip(
+            (head.probe[0, 0], hidden, hidden),
+            attention.in_proj_weight.chunk(3),
+            attention.in_proj_bias.chunk(3),
+            strict=True,
+        )
+    )
+    # One query for all images: over its [heads, width / heads] a sum is enough.
+    weights = ((query * key).sum(-1) / query.shape[-1] ** 0.5).softmax(1)
+    pooled = attention.out_proj((weights.unsqueeze(-1) * value).sum(1).flatten(1))
+    return pooled + head.mlp(head.layernorm(pooled))
 
 
 def _end_of_text(tokens: Tensor, end_id: int) -> Tensor:
