@@ -1,8 +1,8 @@
 """The memory that a run is expected to hold on each rank, instruction by instruction.
 
 Plans are searched and checked with another number (:mod:`mmplan.simulation.step`): it counts every
-gradient for the whole step, and otherwise only weights, optimizer state and activations. A run
-differs from that number in both directions:
+gradient for the whole step, and otherwise only weights, optimizer state, activations, messages and
+communicators. A run differs from that number in both directions:
 
 - The first backward that makes a block's gradient allocates it, and the update frees it. Within a
   backward, activations are freed block by block as gradients are allocated.
@@ -559,8 +559,8 @@ def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
 def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> float:
     """A lower bound of the largest ``peak_bytes`` of a plan: one stage's, and the fixed bytes.
 
-    Exact where devices run one stage each, backwards are fused and communicators free. It takes
-    a fraction of a simulation's time.
+    Exact where devices run one stage each, backwards are fused, communicators and messages free. It
+    takes a fraction of a simulation's time.
 
     Args:
         plan: the plan.

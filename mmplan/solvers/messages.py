@@ -1,8 +1,7 @@
 """The bytes of messages under way, before there is a program in which they could be counted.
 
 :func:`mmplan.simulation.step.peak_bytes` counts them in the program. What is said here is not less,
-but where ranks run several tasks in turn, or where frozen modules run far ahead of their consumers:
-there the simulation of a plan finds what does not fit.
+but where ranks run several tasks in turn: there the simulation of a plan finds what does not fit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class StageMessages:
             gradient of the inputs may be kept as long as the next stages hold a micro-batch.
         returned: of one micro-batch's gradients to receive.
         received: of one micro-batch's inputs.
-        kept: of every micro-batch of the step, as no gradient shows that it has come.
+        kept: of every micro-batch of the step: what no gradient is sent back for may come any time
+            before it is taken, and nothing shows that it has come.
     """
 
     carried: float
@@ -64,13 +64,20 @@ def stage_messages(
     own = _place(module, blocks[0], placed)
     sources = [s for s in _sources(problem, module, blocks) if _place(*s, placed) != own]
     targets = [t for t in _targets(problem, module, blocks) if _place(*t, placed) != own]
-    received = sum(problem.output_bytes(*source) for source in sources)
+    received = unanswered = 0.0
+    for name, block in sources:
+        num_bytes = problem.output_bytes(name, block)
+        if _returns(problem, name, block + 1):
+            received += num_bytes
+        else:
+            unanswered += num_bytes
     output = problem.output_bytes(module, blocks[1] - 1) if targets else 0.0
-    sent, kept = (output, 0.0) if _returns(problem, module, blocks[1]) else (0.0, output)
-    if not problem.has_backward(module, blocks):
-        return StageMessages(carried=0.0, returned=0.0, received=0.0, kept=kept + received)
+    sent = output if _returns(problem, module, blocks[1]) else 0.0
     return StageMessages(
-        carried=max(sent, received), returned=sent * len(targets), received=received, kept=kept
+        carried=max(sent, received),
+        returned=sent * len(targets),
+        received=received,
+        kept=unanswered + output - sent,
     )
 
 
