@@ -95,6 +95,9 @@ class FixedCosts(ProgramCosts):
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
         return 0.0
 
+    def kept_bytes(self, rank: int, message: Message) -> float:
+        return 0.0
+
     def static_bytes(self, rank: int) -> float:
         return self.static
 
