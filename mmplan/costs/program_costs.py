@@ -71,6 +71,7 @@ class ProgramCosts:
                     part = (*item.shards, item.tp, len(item.ranks))
                     self._state_parts[item.owner, block].append(part)
         self._shard_sizes: dict[Shard, float] = {}
+        self._output_bytes: dict[int, float] = {}
         # (stage, whether its backward) to the edges whose messages its groups gather.
         self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
         for edge in program.edges:
@@ -155,9 +156,11 @@ class ProgramCosts:
 
     def output_bytes(self, stage: Stage) -> float:
         """Bytes per sample of the output of a stage's last block."""
-        return self.costs.cut_bytes(
-            task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
-        )
+        if stage.index not in self._output_bytes:
+            self._output_bytes[stage.index] = self.costs.cut_bytes(
+                task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
+            )
+        return self._output_bytes[stage.index]
 
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
         """Bytes of one message of ``samples`` samples: all, or the receiving rank's part."""

@@ -11,22 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmplan.program.instructions import Compute, Instruction, Message, MessageKey, Op
 from mmplan.program.model import Program
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageSpan:
+class MessageSpan(NamedTuple):
     """A tensor that a rank keeps for a message, from one instruction to the end of another.
 
     A received one is let go once a compute has taken it. Of sends of one micro-batch's output, or
     of its gradients along one edge, one tensor is kept until the last is over.
 
     Attributes:
-        message: the first that the tensor is of.
-        first: position of its post.
+        message: one that the tensor is of.
+        first: position of the first post.
         last: position of the instruction with whose end it is let go.
     """
 
@@ -45,7 +44,7 @@ class MessagesUnderWay:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._taken: dict[int, dict[MessageKey, int]] = {}
+        self._rows: dict[int, _Row] = {}
         self._computes: dict[int, dict[Instruction, int]] = {}
         self._proofs: dict[tuple[int, int], _Proofs] = {}
 
@@ -55,64 +54,55 @@ class MessagesUnderWay:
         That is the first compute that waits for a proof, or the row's STEP. A faulty program may
         send what nobody receives: nothing but the STEP shows that it is over.
         """
-        found: dict[int, int] = {}
-        for position, item in enumerate(self._program.instructions[rank]):
-            if isinstance(item, Message) and item.is_send and item.peer != rank:
-                found[position] = self._shown(rank, item)
-        return found
+        row = self._row(rank)
+        return {
+            position: self._shown(rank, peer, key)
+            for peer, sends in row.sends.items()
+            if peer != rank
+            for position, _, key in sends
+        }
 
     def spans(self, rank: int) -> Iterator[MessageSpan]:
         """The tensors of a rank's messages to and from others."""
-        row = self._program.instructions[rank]
-        shown, taken = self.last_positions(rank), self._taken_by(rank)
+        row, shown = self._row(rank), self.last_positions(rank)
+        for position, item, key in row.receives:
+            if item.peer != rank:
+                yield MessageSpan(item, position, row.taken.get(key, row.end))
         kept: dict[tuple[int, int, int], MessageSpan] = {}
-        for position, item in enumerate(row):
-            if not isinstance(item, Message) or item.peer == rank:
-                continue
-            if not item.is_send:
-                last = taken.get(item.key(rank), len(row) - 1)
-                yield MessageSpan(message=item, first=position, last=last)
-                continue
-            key = item.stage, item.mb, -1 if item.op is Op.SEND_F else item.edge
-            same = kept.get(key)
-            kept[key] = MessageSpan(
-                message=item if same is None else same.message,
-                first=position if same is None else same.first,
-                last=shown[position] if same is None else max(same.last, shown[position]),
-            )
+        sends = [send for peer, own in row.sends.items() if peer != rank for send in own]
+        for position, item, _ in sends:
+            tensor = item.stage, item.mb, -1 if item.op is Op.SEND_F else item.edge
+            last = shown[position]
+            message, first, before = kept.get(tensor, (item, position, last))
+            kept[tensor] = MessageSpan(message, min(first, position), max(before, last))
         yield from kept.values()
 
-    def _shown(self, rank: int, item: Message) -> int:
+    def _shown(self, rank: int, peer: int, key: MessageKey) -> int:
         """The position of the instruction that shows that a send is over."""
-        program, end = self._program, len(self._program.instructions[rank]) - 1
-        position = self._taken_by(item.peer).get(item.key(rank))
+        end, position = self._row(rank).end, self._row(peer).taken.get(key)
         if position is None:
             return end
-        compute = program.instructions[item.peer][position]
+        compute = self._program.instructions[peer][position]
         assert isinstance(compute, Compute)
-        stage = program.stages[compute.stage]
-        for other in stage.ranks[stage.place(item.peer)[0]]:
+        stage = self._program.stages[compute.stage]
+        for other in stage.ranks[stage.place(peer)[0]]:
             places, shown = self._proofs_of(rank, other)
             if places:
-                after = position if other == item.peer else self._computes_of(other)[compute]
+                after = position if other == peer else self._computes_of(other)[compute]
                 first = bisect_left(places, after)
                 end = min(end, shown[first]) if first < len(shown) else end
         return end
 
     def _proofs_of(self, rank: int, peer: int) -> _Proofs:
         """What a peer sends to a rank."""
-        if (rank, peer) not in self._proofs:
-            last, taken = len(self._program.instructions[rank]) - 1, self._taken_by(rank)
-            places: list[int] = []
-            shown: list[int] = []
-            for place, item in enumerate(self._program.instructions[peer]):
-                if isinstance(item, Message) and item.is_send and item.peer == rank:
-                    places.append(place)
-                    shown.append(taken.get(item.key(peer), last))
+        found = self._proofs.get((rank, peer))
+        if found is None:
+            row, sends = self._row(rank), self._row(peer).sends.get(rank, ())
+            shown = [row.taken.get(key, row.end) for _, _, key in sends]
             for n in reversed(range(len(shown) - 1)):
                 shown[n] = min(shown[n], shown[n + 1])
-            self._proofs[rank, peer] = places, shown
-        return self._proofs[rank, peer]
+            found = self._proofs[rank, peer] = [place for place, _, _ in sends], shown
+        return found
 
     def _computes_of(self, rank: int) -> dict[Instruction, int]:
         """The positions of a rank's computes."""
@@ -121,20 +111,40 @@ class MessagesUnderWay:
             self._computes[rank] = {item: n for n, item in row if isinstance(item, Compute)}
         return self._computes[rank]
 
-    def _taken_by(self, rank: int) -> dict[MessageKey, int]:
-        """The position of the compute that takes each message that a rank receives."""
-        if rank not in self._taken:
-            self._taken[rank] = _taken(self._program.instructions[rank], rank)
-        return self._taken[rank]
+    def _row(self, rank: int) -> _Row:
+        if rank not in self._rows:
+            self._rows[rank] = _Row(self._program.instructions[rank], rank)
+        return self._rows[rank]
 
 
-def _taken(row: Sequence[Instruction], rank: int) -> dict[MessageKey, int]:
-    found: dict[MessageKey, int] = {}
-    waiting: defaultdict[tuple[int, bool, int], list[MessageKey]] = defaultdict(list)
-    for position, item in enumerate(row):
-        if isinstance(item, Message) and not item.is_send:
-            waiting[item.stage, item.op is Op.RECV_B, item.mb].append(item.key(rank))
-        elif isinstance(item, Compute) and item.op is not Op.WEIGHT:
-            for key in waiting.pop((item.stage, item.is_backward, item.mb), ()):
-                found[key] = position
-    return found
+# Position, message and key.
+_Posted = tuple[int, Message, MessageKey]
+
+
+class _Row:
+    """The messages of one rank.
+
+    Attributes:
+        end: the last position.
+        receives: in order.
+        sends: by peer, in order.
+        taken: position of the compute that takes each message that the rank receives.
+    """
+
+    def __init__(self, row: Sequence[Instruction], rank: int) -> None:
+        self.end = len(row) - 1
+        self.receives: list[_Posted] = []
+        self.sends: defaultdict[int, list[_Posted]] = defaultdict(list)
+        self.taken: dict[MessageKey, int] = {}
+        waiting: defaultdict[tuple[int, bool, int], list[MessageKey]] = defaultdict(list)
+        for position, item in enumerate(row):
+            if isinstance(item, Message):
+                key = item.key(rank)
+                if item.is_send:
+                    self.sends[item.peer].append((position, item, key))
+                else:
+                    self.receives.append((position, item, key))
+                    waiting[item.stage, item.op is Op.RECV_B, item.mb].append(key)
+            elif isinstance(item, Compute) and item.op is not Op.WEIGHT:
+                for key in waiting.pop((item.stage, item.is_backward, item.mb), ()):
+                    self.taken[key] = position
