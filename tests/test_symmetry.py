@@ -158,7 +158,8 @@ def of_first_ranks(plan: Plan, memory_bytes: Sequence[float]) -> list[float]:
         r: group[0] for unit in plan.units for _, _, group in unit.grid.groups() for r in group
     }
     wanted = [memory_bytes[first.get(rank, rank)] for rank in range(plan.devices)]
-    assert all(own <= most for own, most in zip(memory_bytes, wanted, strict=True))
+    pairs = zip(memory_bytes, wanted, strict=True)
+    assert all(own <= most * (1 + 1e-12) for own, most in pairs)
     return wanted
 
 

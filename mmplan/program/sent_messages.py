@@ -44,7 +44,7 @@ class MessagesUnderWay:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _RankMessages] = {}
         self._computes: dict[int, dict[Instruction, int]] = {}
         self._proofs: dict[tuple[int, int], _Proofs] = {}
 
@@ -111,9 +111,9 @@ class MessagesUnderWay:
             self._computes[rank] = {item: n for n, item in row if isinstance(item, Compute)}
         return self._computes[rank]
 
-    def _row(self, rank: int) -> _Row:
+    def _row(self, rank: int) -> _RankMessages:
         if rank not in self._rows:
-            self._rows[rank] = _Row(self._program.instructions[rank], rank)
+            self._rows[rank] = _RankMessages(self._program.instructions[rank], rank)
         return self._rows[rank]
 
 
@@ -121,7 +121,7 @@ class MessagesUnderWay:
 _Posted = tuple[int, Message, MessageKey]
 
 
-class _Row:
+class _RankMessages:
     """The messages of one rank.
 
     Attributes:
