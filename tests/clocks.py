@@ -92,6 +92,12 @@ class FixedCosts(ProgramCosts):
     def activation_bytes(self, stage: Stage, samples: float) -> float:
         return self.activation if stage.has_backward else 0.0
 
+    def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
+        return 0.0
+
+    def kept_bytes(self, rank: int, message: Message) -> float:
+        return 0.0
+
     def static_bytes(self, rank: int) -> float:
         return self.static
 

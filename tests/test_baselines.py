@@ -21,7 +21,9 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.base import document_text
 from mmplan.solvers.baselines.megatron import solve_megatron, solve_megatron_rigid
 from mmplan.solvers.baselines.ratio import proportional, solve_ratio
+from mmplan.solvers.communicators import PlacedModule
 from mmplan.solvers.convex.solver import solve_convex
+from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.partitioner import backbone_of, cut_everywhere
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
 from mmplan.solvers.registry import OF_SEVERAL_TASKS
@@ -255,6 +257,10 @@ class Oracle:
         own = {m: -(-size // ways[m]) for m in places}
         degree = {m: 1 if w else tp for m, (_, _, w) in places.items()}
         busy, fixed, reduce = [0.0] * count, [0.0] * count, [0.0] * count
+        placed = {
+            m: PlacedModule(stages=tuple(enumerate(cuts, first)), tp=degree[m], dp=dp * ways[m])
+            for m, (first, cuts, _) in places.items()
+        }
         through: dict[str, float] = {}
         for m, (first, cuts, _) in places.items():
             pins = self.specs[m].plan
@@ -276,8 +282,10 @@ class Oracle:
                     )
                 fixed[q] += problem.fixed_bytes(m, cut, degree[m], dp * ways[m])
                 flight = min(steps, 1 + self._after(m, places) + len(cuts) - 1 - i)
-                held = problem.held_bytes(m, cut, degree[m], own[m])
+                messages = stage_messages(problem, m, cut, placed)
+                held = problem.held_bytes(m, cut, degree[m], own[m]) + own[m] * messages.carried
                 fixed[q] += held * (1 if count == 1 else flight)
+                fixed[q] += own[m] * messages.bytes_beside(steps)
                 if problem.trainable(m, cut):
                     reduce[q] += problem.costs.all_reduce_s(
                         ranks=[(d * count + q) * tp + w for d in range(dp) for w in range(ways[m])],

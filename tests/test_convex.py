@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from mmplan.errors import InfeasibleError
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, resolve_tasks
+from mmplan.solvers.communicators import PlacedModule
 from mmplan.solvers.convex.module_tables import VPP
 from mmplan.solvers.convex.solver import best_pipelines
+from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.partitioner import cut_blocks, cut_everywhere
 from mmplan.solvers.problem import Candidate, Problem, Request
 from tests.solving import module_profile, profile, workload
@@ -60,7 +62,8 @@ class Row:
     stage_s: float
     reduce_s: float
     depth: int
-    needed: tuple[tuple[float, float, float], ...]  # fixed bytes, held, held times stages ahead
+    # Fixed bytes, held, held times stages ahead, and beside those of so many micro-batches.
+    needed: tuple[tuple[float, float, float, Callable[[int], float]], ...]
 
 
 class Oracle:
@@ -113,8 +116,9 @@ class Oracle:
         memory = self.problem.memory_bytes
         for module, row in choice.items():
             after = self._after(module, {m: float(r.depth) for m, r in choice.items()})
-            for fixed, held, ahead in row.needed:
-                if fixed + min(ahead + held * after, held * steps) > memory * (1 + 1e-12):
+            for fixed, held, ahead, beside in row.needed:
+                active = min(ahead + held * after, held * steps) + beside(steps)
+                if fixed + active > memory * (1 + 1e-12):
                     return math.inf
         warm = {m: row.warm_s for m, row in choice.items()}
         longest = max(warm[m] + self._after(m, warm) for m in choice)
@@ -235,9 +239,15 @@ class Oracle:
         dp: int,
         size: int,
         pp: int,
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, Callable[[int], float]]:
         problem = self.problem
-        held = {c: problem.held_bytes(module, cuts[c], tp, size) for c in own}
+        places = tuple((c % pp, cut) for c, cut in enumerate(cuts))
+        placed = {module: PlacedModule(stages=places, tp=tp, dp=dp)}
+        messages = [stage_messages(problem, module, cuts[c], placed) for c in own]
+        held = {
+            c: problem.held_bytes(module, cuts[c], tp, size) + size * m.carried
+            for c, m in zip(own, messages, strict=True)
+        }
         trains = any(problem.trainable(module, cuts[c]) for c in own)
         hosts = len(cuts) - 1 in own and bool(problem.hosted_losses(module))
         sizes = {(tp, 1), (1, dp if trains else 1), (tp, dp) if hosts else (tp, 1)} - {(1, 1)}
@@ -261,6 +271,7 @@ class Oracle:
             fixed + groups * self.cluster.device.communicator_bytes,
             sum(held.values()),
             ahead,
+            lambda steps: size * sum(m.bytes_beside(steps) for m in messages),
         )
 
 

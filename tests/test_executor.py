@@ -17,7 +17,7 @@ from mmplan.errors import RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Message, MessageKey, Op, Step
 from mmplan.program.model import Stage
-from mmplan.program.sent_messages import last_positions
+from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.schema.plan import Plan
 from tests.matrix_cases import SOME_FEATURES, Case
 from tests.programs import in_flight, loss, make_plan, plans, trained_as, unit
@@ -29,7 +29,7 @@ def test_a_middle_stage_holds_what_it_sends_as_long_as_the_program_says(
 ) -> None:
     units, losses = [unit("v", "a", pp=3, k=30, kind="1f1b")], [loss("regression", "v", "target")]
     plan = make_plan(*units, losses=losses, batch=30)
-    last = last_positions(compile_plan(plan), 1)
+    last = MessagesUnderWay(compile_plan(plan)).last_positions(1)
     most = 0
     message, finish = Executor._message, Executor._finish
 
@@ -82,6 +82,17 @@ def test_a_send_that_is_let_go_has_come(plan: Plan) -> None:
                         del posted[key]
                         takes[key] = rank, position
                         after[rank, position].append(sends[key])
+    # The ranks of a tensor-parallel group compute together.
+    computes = {
+        (rank, item): position
+        for rank, row in enumerate(rows)
+        for position, item in enumerate(row)
+        if isinstance(item, Compute)
+    }
+    for (rank, item), position in computes.items():
+        stage = program.stages[item.stage]
+        group = stage.ranks[stage.place(rank)[0]]
+        after[rank, position] += [(other, computes[other, item]) for other in group]
 
     def comes_before(one: tuple[int, int], other: tuple[int, int]) -> bool:
         seen: dict[int, int] = {}
@@ -95,8 +106,9 @@ def test_a_send_that_is_let_go_has_come(plan: Plan) -> None:
                 left += after[rank, place]
         return seen.get(one[0], -1) >= one[1]
 
+    under_way = MessagesUnderWay(program)
     for rank, row in enumerate(rows):
-        for position, shown in last_positions(program, rank).items():
+        for position, shown in under_way.last_positions(rank).items():
             item = row[position]
             assert isinstance(item, Message)
             assert position < shown

@@ -19,6 +19,7 @@ from mmplan.program.instructions import Message, Op
 from mmplan.program.model import Program
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
+from mmplan.simulation.step import peak_bytes
 from tests.matrix_cases import FEATURES, Case
 from tests.matrix_models import WIDTH
 from tests.missing_cases import MissingCase
@@ -133,11 +134,15 @@ def test_messages_under_way_are_what_memory_is_expected_for(case: Case) -> None:
         )
         for unit in FEATURES[case.feature](case).units
     }
-    costs = profile(made, plan.devices)
-    expected = ExpectedMemory(costs_of(plan.model_copy(update={"cluster": costs.cluster}), costs))
-    found = [expected.message_bytes(rank) for rank in range(plan.devices)]
+    given = profile(made, plan.devices)
+    costs = costs_of(plan.model_copy(update={"cluster": given.cluster}), given)
+    expected, ranks = ExpectedMemory(costs), range(plan.devices)
+    found = [expected.message_bytes(rank) for rank in ranks]
     assert found == pytest.approx(world.most_bytes, rel=0.05)
     assert max(found) > 0
+    # Nothing else but weights is held.
+    planned = zip(peak_bytes(costs.program, costs), map(costs.static_bytes, ranks), strict=True)
+    assert [peak - static for peak, static in planned] == pytest.approx(found)
 
 
 # --- planted faults of the runtime ---------------------------------------------------------

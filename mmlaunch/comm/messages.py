@@ -33,7 +33,7 @@ from mmplan.errors import RunFailedError
 from mmplan.program.communicators import Channels, CommGroup
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import MicroBatch, Program, Stage
-from mmplan.program.sent_messages import last_positions
+from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.ragged import Ragged
 
 # Tags have room for this many tensors in one message, and one beside it.
@@ -392,7 +392,7 @@ class Mailbox:
         self._own = _OwnMessages()
         self._ways: dict[Message, _Way] = {}
         self._over: defaultdict[int, list[int]] = defaultdict(list)
-        for position, shown in last_positions(program, transport.rank).items():
+        for position, shown in MessagesUnderWay(program).last_positions(transport.rank).items():
             self._over[shown].append(position)
 
     def begin(self) -> None:

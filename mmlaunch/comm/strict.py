@@ -183,8 +183,8 @@ class StrictWorld(InProcessWorld):
             kernel.ends.append(end)
             posted.append(end)
         self._open[rank].update(dict.fromkeys(posted))
-        held = sum(end.item.tensor.nbytes for end in self._open[rank])
-        self.most_bytes[rank] = max(self.most_bytes[rank], held)
+        kept = {s.data_ptr(): s.nbytes() for s in map(_storage_of, self._open[rank])}
+        self.most_bytes[rank] = max(self.most_bytes[rank], sum(kept.values()))
         for kernel in kernels.values():
             self._queues[kernel.queue].append(kernel)
             self._serve(kernel)
@@ -370,6 +370,11 @@ class _Beats(Heartbeat):
         """See :class:`mmlaunch.process.heartbeat.Heartbeat`."""
         super().beat(step, instruction_index, instruction, module)
         self._transport.begin()
+
+
+def _storage_of(end: _End) -> torch.UntypedStorage:
+    """What is kept for a transfer: of a part of a tensor the whole tensor."""
+    return end.item.tensor.untyped_storage()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from mmplan.costs.links import Transfer
 from mmplan.errors import InvalidInputError
 from mmplan.program.communicators import CommunicatorCount, communicator_counts
 from mmplan.program.features import are_apart, holders_of, readers
-from mmplan.program.instructions import Op
+from mmplan.program.instructions import Message, Op
 from mmplan.program.model import BlockReduction, CrossSampleLoss, Edge, Program, Reduction, Stage
 from mmplan.program.network import Loads, Traffic, exchange, incoming, outgoing
 from mmplan.program.shards import BUCKET_BYTES, Ranks
@@ -71,6 +71,7 @@ class ProgramCosts:
                     part = (*item.shards, item.tp, len(item.ranks))
                     self._state_parts[item.owner, block].append(part)
         self._shard_sizes: dict[Shard, float] = {}
+        self._output_bytes: dict[int, float] = {}
         # (stage, whether its backward) to the edges whose messages its groups gather.
         self._gathered: defaultdict[tuple[int, bool], list[Edge]] = defaultdict(list)
         for edge in program.edges:
@@ -155,15 +156,30 @@ class ProgramCosts:
 
     def output_bytes(self, stage: Stage) -> float:
         """Bytes per sample of the output of a stage's last block."""
-        return self.costs.cut_bytes(
-            task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
-        )
+        if stage.index not in self._output_bytes:
+            self._output_bytes[stage.index] = self.costs.cut_bytes(
+                task=stage.task, module=stage.module, after_block=stage.blocks[1] - 1
+            )
+        return self._output_bytes[stage.index]
 
     def message_bytes(self, edge: Edge, samples: int, backward: bool) -> float:
         """Bytes of one message of ``samples`` samples: all, or the receiving rank's part."""
         # The edge of a quotient may differ (:mod:`mmplan.simulation.symmetry`).
         whole = self.program.edges[edge.index]
         return self.edge_bytes(edge, samples) / self.program.shares(whole, backward=backward)
+
+    def kept_bytes(self, rank: int, message: Message) -> float:
+        """Bytes of the tensor that a rank keeps for a message under way.
+
+        A receive has a buffer. Of a send the whole tensor is kept that it is a part of.
+        """
+        edge = self.program.edges[message.edge]
+        if message.is_send:
+            stage = self.program.stages[message.stage]
+            start, stop = stage.microbatches[stage.place(rank)[0]][message.mb]
+            return self.edge_bytes(edge, stop - start)
+        samples = message.stop - message.start
+        return self.message_bytes(edge, samples, message.op is Op.RECV_B)
 
     def message_s(
         self, source: int, target: int, edge: Edge, samples: int, backward: bool

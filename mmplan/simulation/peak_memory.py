@@ -1,8 +1,8 @@
 """The memory that a run is expected to hold on each rank, instruction by instruction.
 
 Plans are searched and checked with another number (:mod:`mmplan.simulation.step`): it counts every
-gradient for the whole step, and otherwise only weights, optimizer state and activations. A run
-differs from that number in both directions:
+gradient for the whole step, and otherwise only weights, optimizer state, activations, messages and
+communicators. A run differs from that number in both directions:
 
 - The first backward that makes a block's gradient allocates it, and the update frees it. Within a
   backward, activations are freed block by block as gradients are allocated.
@@ -29,7 +29,7 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.program.samples import SampleRange, intersect
-from mmplan.program.sent_messages import last_positions
+from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.shards import BUCKET_BYTES
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.plan import Plan
@@ -41,7 +41,7 @@ from mmplan.simulation.sampled_batches import (
     running_works,
     weighted_samples,
 )
-from mmplan.simulation.step import Simulation
+from mmplan.simulation.step import Simulation, bytes_under_way
 
 # The largest peak of so many batches: a run has many more, but the largest of few is near to that
 # of many. bench_prediction.py runs as many steps.
@@ -100,6 +100,7 @@ class ExpectedMemory:
     def __init__(self, costs: ProgramCosts) -> None:
         self.costs = costs
         self.stages = StageMemory(costs)
+        self.under_way = MessagesUnderWay(costs.program)
         self.knows_workspace = all(self.stages.workspace(s) for s in costs.program.stages)
         self.gradients_back: defaultdict[int, list[int]] = defaultdict(list)
         for edge in costs.program.edges:
@@ -174,25 +175,19 @@ class _Walk:
         computes = ((k, x) for k, x in enumerate(self._row) if isinstance(x, Compute))
         # The last compute of a micro-batch frees its activations.
         self._last = {(item.stage, item.mb): position for position, item in computes}
-        # The sends that an instruction shows to have come.
-        self._shown: defaultdict[int, list[Message]] = defaultdict(list)
         # (stage, micro-batch, whether gradients are sent): the last instruction that shows a send.
         self._kept_until: defaultdict[tuple[int, int, bool], int] = defaultdict(int)
-        last = last_positions(self._program, rank)
+        last = of.under_way.last_positions(rank)
         for position, item in enumerate(self._row):
             if isinstance(item, Message) and item.is_send:
                 # A rank keeps what it sends to itself for the whole step.
                 shown = last.get(position, len(self._row) - 1)
                 key = item.stage, item.mb, item.op is Op.SEND_B
                 self._kept_until[key] = max(shown, self._kept_until[key])
-                if item.peer != rank:
-                    self._shown[shown].append(item)
         # By instruction: the bytes of what was sent that go with its end.
         self._freed: defaultdict[int, float] = defaultdict(float)
-        self._rank = rank
+        self._posted, self._let_go = bytes_under_way(self._costs, rank, of.under_way)
         self._messages = 0.0
-        # By (stage, micro-batch, whether they are gradients): bytes of posted receives.
-        self._posted: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
         static = self._costs.static_bytes(rank) - sum(self._gradient_of.values())
         self._fixed = static + self._costs.communicator_bytes(rank)
         self._gradients = self._activations = self._buffers = 0.0
@@ -236,11 +231,10 @@ class _Walk:
                 during = self._collective(item)
             else:
                 during = self.now()
-                self._gradients = self._buffers = self._messages = 0.0
+                self._gradients = self._buffers = 0.0
                 self._freed.clear()
-                self._shown.clear()
             self._buffers -= self._freed.pop(position, 0.0)
-            self._messages -= sum(map(self._size_of, self._shown[position]))
+            self._messages += self._posted.get(position, 0.0) - self._let_go.get(position, 0.0)
             after = self._fixed + self._gradients + self._activations + self._buffers
             yield InstructionMemory(
                 position=position,
@@ -261,8 +255,6 @@ class _Walk:
             during = self.now(workspace=sizes.forward)
         else:
             during = self._backward(stage, item, sizes)
-        if item.op is not Op.WEIGHT:
-            self._messages -= self._posted.pop((item.stage, item.mb, item.is_backward), 0.0)
         if item.is_backward:
             self._give_gradient(stage, item.mb, stop - start)
         if self._last[item.stage, item.mb] == position:
@@ -347,17 +339,7 @@ class _Walk:
             arrived = self._received if item.op is Op.RECV_F else self._returned
             arrived[item.stage, item.mb] += size
             self._buffers += size
-        if item.peer != self._rank:
-            self._messages += self._size_of(item)
-            if not item.is_send:
-                self._posted[item.stage, item.mb, item.op is Op.RECV_B] += self._size_of(item)
         return self.now()
-
-    def _size_of(self, item: Message) -> float:
-        """Bytes of a message, or of this rank's part of it."""
-        backward = item.op in (Op.SEND_B, Op.RECV_B)
-        edge = self._program.edges[item.edge]
-        return self._costs.message_bytes(edge, item.stop - item.start, backward)
 
     def _keep(self, num_bytes: float, until: int) -> None:
         """Keep what is sent until an instruction is over."""
@@ -577,8 +559,8 @@ def _fitted(module: ModuleProfile, tp: int) -> _Workspace | None:
 def memory_lower_bound(plan: Plan, costs: CostModel, lowered: LoweredPlan | None = None) -> float:
     """A lower bound of the largest ``peak_bytes`` of a plan: one stage's, and the fixed bytes.
 
-    Exact where devices run one stage each, backwards are fused and communicators free. It takes
-    a fraction of a simulation's time.
+    Exact where devices run one stage each, backwards are fused, communicators and messages free. It
+    takes a fraction of a simulation's time.
 
     Args:
         plan: the plan.

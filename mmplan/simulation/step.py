@@ -6,6 +6,7 @@ those of forward, backward, communication and losses, without the optimizer's up
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,6 +20,7 @@ from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Program
 from mmplan.program.reduction_starts import starting_stage
+from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
 
@@ -297,30 +299,50 @@ def _seconds(
 
 def peak_bytes(program: Program, costs: ProgramCosts) -> tuple[float, ...]:
     """The planned memory of each rank at its peak, as it stands in a plan's ``memory_bytes``."""
+    under_way = MessagesUnderWay(program)
     return tuple(
         costs.static_bytes(rank)
         + costs.communicator_bytes(rank)
-        + max(accumulate(_activation_changes(program, costs, rank), initial=0.0))
+        + max(accumulate(_changes(program, costs, rank, under_way), initial=0.0))
         for rank in range(program.num_ranks)
     )
 
 
-def _activation_changes(program: Program, costs: ProgramCosts, rank: int) -> Iterator[float]:
-    """The activation bytes that a rank gains and loses, in program order.
+def bytes_under_way(
+    costs: ProgramCosts, rank: int, under_way: MessagesUnderWay
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By position, the bytes of messages that are posted there, and let go with its end."""
+    posted: dict[int, float] = {}
+    let_go: defaultdict[int, float] = defaultdict(float)
+    for span in under_way.spans(rank):
+        posted[span.first] = num_bytes = costs.kept_bytes(rank, span.message)
+        let_go[span.last] += num_bytes
+    return posted, let_go
 
-    The forward of a micro-batch allocates them. The backward frees them, of a split one its
-    ``W``; in a stage without backward, the forward itself does.
+
+def _changes(
+    program: Program, costs: ProgramCosts, rank: int, under_way: MessagesUnderWay
+) -> Iterator[float]:
+    """The bytes of activations and messages that a rank gains and loses, in program order.
+
+    The forward of a micro-batch allocates activations. The backward frees them, of a split one its
+    ``W``; in a stage without backward, the forward itself does. Activations have the inputs that a
+    forward takes, but not what is sent.
     """
     samples = _samples(program, rank)
     known: dict[tuple[int, int], float] = {}
-    for item in program.instructions[rank]:
-        if not isinstance(item, Compute):
-            continue
-        stage = program.stages[item.stage]
-        key = item.stage, samples[item.stage][item.mb]
-        if key not in known:
-            known[key] = costs.activation_bytes(stage, key[1])
-        if item.op is Op.FORWARD:
-            yield known[key]
-        if item.op in (Op.BACKWARD, Op.WEIGHT) or not stage.has_backward:
-            yield -known[key]
+    posted, let_go = bytes_under_way(costs, rank, under_way)
+    for position, item in enumerate(program.instructions[rank]):
+        if position in posted:
+            yield posted[position]
+        if isinstance(item, Compute):
+            stage = program.stages[item.stage]
+            key = item.stage, samples[item.stage][item.mb]
+            if key not in known:
+                known[key] = costs.activation_bytes(stage, key[1])
+            if item.op is Op.FORWARD:
+                yield known[key]
+            if item.op in (Op.BACKWARD, Op.WEIGHT) or not stage.has_backward:
+                yield -known[key]
+        if position in let_go:
+            yield -let_go[position]

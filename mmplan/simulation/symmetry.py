@@ -7,8 +7,8 @@ the class. The other ranks get the values of their representatives. A plan of 60
 so takes the time of one.
 
 The ranks of a tensor-parallel group do the same too. Where all units of a rank have the same
-group, its first rank is simulated for all. Times and bytes are those of one rank of the group, and
-a message counts as often as the group sends it.
+group, its first rank is simulated for all. Times and bytes are those of this rank, which has the
+most messages of the group, and a message counts as often as the group sends it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def _planned_words(planned: Sequence[float], capacity: float) -> str:
         f"The plan counts {fmt.size(most)} on the fullest rank (bars), "
         f"{fmt.percent(most / capacity)} of a device's {fmt.size(capacity)}, and "
         f"{most / mean if mean else 1:.2f} times the mean of all ranks (imbalance): weights, "
-        "gradients, optimizer state, and the activations of the micro-batches in flight."
+        "gradients, optimizer state, activations of the micro-batches in flight, messages under "
+        "way, and communicators."
     )
 
 

@@ -163,7 +163,9 @@ class _ColocationSearch:
         self, stages: Stages, dp: int, share: int, size: int, *, pinned: bool
     ) -> _ModuleShare:
         problem, count = self._problem, -(-share // size)
-        (forward_s, backward_s), (held,) = stages.times(size, dp)[0], stages.held(size)
+        forward_s, backward_s = stages.times(size, dp)[0]
+        # Most modules have the same ranks, and no messages.
+        held = problem.held_bytes(stages.module, stages.blocks[0], stages.tp, size)
         flight = min(problem.rounds * count, count if problem.task.sync_batches else 1)
         return _ModuleShare(
             tp=stages.tp,

@@ -155,13 +155,13 @@ def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOptio
 
 
 def _held(problem: Problem, unit: Unit) -> Floats:
-    """[D] activations."""
+    """[D] activations and messages."""
     stages = Stages(problem, unit.module, unit.tp, unit.pp)
     count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
-    flights, held = stages.in_flight(unit.schedule.kind, count), stages.held(size)
+    active = stages.active(size, unit.schedule.kind, count)
     held_D = np.zeros(problem.devices)
     for p in range(unit.pp):
-        held_D[[rank for group in unit.grid.stage(p) for rank in group]] = flights[p] * held[p]
+        held_D[[rank for group in unit.grid.stage(p) for rank in group]] = active[p]
     return held_D
 
 

@@ -20,7 +20,8 @@ from mmplan.errors import InfeasibleError
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
-from mmplan.solvers.communicators import PlacedModule, communicators
+from mmplan.solvers.communicators import PlacedModule, PlacedModules, communicators
+from mmplan.solvers.messages import StageMessages, stage_messages
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
@@ -78,6 +79,25 @@ class Split:
     inner_dp: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageBytes:
+    """What a stage of a module holds.
+
+    Attributes:
+        position: of the grid.
+        size: samples of its largest micro-batch.
+        held: bytes of one micro-batch in flight.
+        after: stages after it, on the longest way to the end.
+        messages: of the stage.
+    """
+
+    position: int
+    size: int
+    held: float
+    after: int
+    messages: StageMessages
+
+
 class OneGrid:
     """One layout with any replicas and micro-batches; remembers what it was asked."""
 
@@ -89,7 +109,7 @@ class OneGrid:
             lead=int(layout.positions > 1),
         )
         self._intervals: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._held: dict[tuple[int, int], list[tuple[int, float, int]]] = {}
+        self._held: dict[tuple[int, int], list[_StageBytes]] = {}
         self._fixed: dict[tuple[int, int], list[float]] = {}
         self._reduce: dict[tuple[int, int], float] = {}
         self._sync: dict[int, float] = {}
@@ -283,12 +303,13 @@ class OneGrid:
         return max(map(sum, zip(fixed, self.active_bytes(split), strict=True)))
 
     def active_bytes(self, split: Split) -> list[float]:
-        """Activations that each position holds."""
+        """Activations and messages that each position holds."""
         total = [0.0] * self.layout.positions
-        for position, held, after in self._held_bytes(split.size, split.inner_dp):
-            schedule, count = self.schedule, self.problem.rounds * split.count
-            flight = POLICIES[schedule.kind].in_flight(split.count, schedule.lead * after)
-            total[position] += held * min(count, flight)
+        schedule, count = self.schedule, self.problem.rounds * split.count
+        for stage in self._held_bytes(split.size, split.inner_dp):
+            flight = POLICIES[schedule.kind].in_flight(split.count, schedule.lead * stage.after)
+            beside = stage.size * stage.messages.bytes_beside(count)
+            total[stage.position] += stage.held * min(count, flight) + beside
         return total
 
     def least_bytes(self) -> float:
@@ -300,20 +321,25 @@ class OneGrid:
             for dp in (1, max(1, self.most))
         )
 
-    def _held_bytes(self, size: int, inner_dp: int) -> list[tuple[int, float, int]]:
-        """(position, bytes of one micro-batch, stages after) of every stage."""
+    def _held_bytes(self, size: int, inner_dp: int) -> list[_StageBytes]:
+        """What every stage holds."""
         if (size, inner_dp) not in self._held:
-            self._held[size, inner_dp] = [
-                (
-                    place.first + i,
-                    self.problem.held_bytes(
-                        module, blocks, self._tp(place), _own(place, size, inner_dp)
-                    ),
-                    self._after[module] - i,
-                )
-                for module, place in self.layout.places.items()
-                for i, blocks in enumerate(place.cuts)
-            ]
+            placed = self._placed(1, inner_dp)
+            found = self._held[size, inner_dp] = []
+            for module, place in self.layout.places.items():
+                own = _own(place, size, inner_dp)
+                for i, blocks in enumerate(place.cuts):
+                    messages = stage_messages(self.problem, module, blocks, placed)
+                    held = self.problem.held_bytes(module, blocks, self._tp(place), own)
+                    found.append(
+                        _StageBytes(
+                            position=place.first + i,
+                            size=own,
+                            held=held + own * messages.carried,
+                            after=self._after[module] - i,
+                            messages=messages,
+                        )
+                    )
         return self._held[size, inner_dp]
 
     def _stages_after(self, module: str) -> int:
@@ -338,7 +364,11 @@ class OneGrid:
 
     def communicators(self, dp: int, inner_dp: int) -> dict[Hashable, frozenset[Hashable]]:
         """By position; see :func:`mmplan.solvers.communicators.communicators`."""
-        placed = {
+        return communicators(self.problem, self._placed(dp, inner_dp))
+
+    def _placed(self, dp: int, inner_dp: int) -> PlacedModules:
+        """The modules at their positions."""
+        return {
             module: PlacedModule(
                 stages=tuple(enumerate(place.cuts, place.first)),
                 tp=self._tp(place),
@@ -346,7 +376,6 @@ class OneGrid:
             )
             for module, place in self.layout.places.items()
         }
-        return communicators(self.problem, placed)
 
     # --- units -------------------------------------------------------------------------
 

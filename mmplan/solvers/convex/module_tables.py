@@ -22,6 +22,7 @@ from mmplan.program.schedules.alternating import Alternating
 from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
 from mmplan.solvers.communicators import PlacedModule, communicators
 from mmplan.solvers.convex.branch_and_bound import Options
+from mmplan.solvers.messages import RECEIVED, RETURNED, stage_messages
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
@@ -30,9 +31,11 @@ from mmplan.solvers.sample_split import smallest_divisors
 # hosted losses; messages: latency, and seconds per sample (times a link's own numbers).
 FORWARD, INPUT, WEIGHT, LOSS, INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(8)
 # Columns of its bytes: weights and gradients, state, share of the activations held, block
-# inputs held (recomputation), both again times the stages after it; communicators: always,
-# with tp, with dp, and with both.
-FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, GROUPS, OF_TP, OF_DP, OF_BOTH = range(10)
+# inputs held (recomputation), messages carried, all three again times the stages after it;
+# communicators: always, with tp, with dp, and with both; messages of one micro-batch to wait for
+# and of those of a whole step (:class:`mmplan.solvers.messages.StageMessages`).
+FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, CARRIED, CARRIED_AHEAD = range(8)
+GROUPS, OF_TP, OF_DP, OF_BOTH, RETURNS, RECEIVES, KEPT = range(8, 15)
 # The schedules it plans.
 ONE_F_ONE_B = Alternating(whole_round=False)
 INTERLEAVED = Interleaved1F1B(whole_round=False)
@@ -50,8 +53,8 @@ class Shapes:
         cuts: the chunks of each shape.
         seconds: [Q, S, 8], columns above; the last stages repeat where there are fewer.
         total: [Q, 8], the same, summed over all stages.
-        bytes: [Q, S, 9], columns above, at tp 1.
-        total_bytes: [9], the first shape's, summed over its stages.
+        bytes: [Q, S, 15], columns above, at tp 1.
+        total_bytes: [15], the first shape's, summed over its stages.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
         slack: [Q], micro-batches that interleaved chunks take in beyond what is linear in the
             stages after them: pp at a time.
@@ -122,7 +125,7 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
 
 
 class _Tables:
-    """One shape's stages: [pp, 8] seconds and [pp, 10] bytes; a rank's chunks are added up."""
+    """One shape's stages: [pp, 8] seconds and [pp, 15] bytes; a rank's chunks are added up."""
 
     def __init__(
         self,
@@ -151,16 +154,25 @@ class _Tables:
             (np.arange(count) == count - 1).astype(np.float64),
             *self._messages(cuts),
         ]
-        held_bytes = [fixed, state, held, held * ahead, inputs, inputs * ahead]
+        placed = PlacedModule(stages=tuple((c % pp, own) for c, own in enumerate(cuts)), tp=1, dp=1)
+        messages = [stage_messages(problem, module, own, {module: placed}) for own in cuts]
+        carried = np.array([own.carried for own in messages])
+        held_bytes = [fixed, state]
+        for each in (held, inputs, carried):
+            held_bytes += [each, each * ahead]
         chunk = np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
         self.seconds = _by_rank(np.stack(seconds, axis=1), chunk, pp)
         bytes_held = _by_rank(np.stack(held_bytes, axis=1), chunk, pp)
         self.slack = pp - 1 if vpp > 1 and problem.consumers(module) else 0
         if vpp > 1:
             chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, self.slack) for p in range(pp)]
-            for column, each in ((HELD_AHEAD, held), (INPUTS_AHEAD, inputs)):
+            columns = (HELD_AHEAD, held), (INPUTS_AHEAD, inputs), (CARRIED_AHEAD, carried)
+            for column, each in columns:
                 bytes_held[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
-        self.bytes = np.hstack([bytes_held, self._communicators(cuts, pp)])
+        waits = np.array([(own.returned, own.received, own.kept) for own in messages])
+        self.bytes = np.hstack(
+            [bytes_held, self._communicators(cuts, pp), _by_rank(waits, chunk, pp)]
+        )
         trained = _by_rank(self._summed(blocks.parameters * blocks.trains)[:, None], chunk, pp)
         self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
@@ -463,7 +475,7 @@ class ModuleTables:
 
     def depth_limit(self, dp_B: Ints, size_B: Ints, steps: int | Ints) -> Ints:
         """[T, Q, B]: most stages after the module that its memory allows; -1 where none."""
-        free, each, ahead = self._bytes(dp_B, size_B, self.problem.memory_bytes)
+        free, each, ahead = self._bytes(dp_B, size_B, steps, self.problem.memory_bytes)
         # Where nothing is held only the parameters count; all micro-batches are the most held.
         depth_limit = np.floor((free - ahead) / np.maximum(each, TINY) + ROUNDING)
         depth_limit = np.where(free * (1 + ROUNDING) >= each * steps, UNLIMITED, depth_limit)
@@ -472,11 +484,11 @@ class ModuleTables:
 
     def needed_bytes(self, dp_B: Ints, size_B: Ints, steps: int, after: int) -> Floats:
         """[T, Q, B]: bytes of the fullest device with ``after`` stages after the module."""
-        free, each, ahead = self._bytes(dp_B, size_B, 0.0)
+        free, each, ahead = self._bytes(dp_B, size_B, steps, 0.0)
         return (np.minimum(ahead + each * after, each * steps) - free).max(axis=2)
 
     def _bytes(
-        self, dp_B: Ints, size_B: Ints, memory_bytes: float
+        self, dp_B: Ints, size_B: Ints, steps: int | Ints, memory_bytes: float
     ) -> tuple[Floats, Floats, Floats]:
         """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
         problem, table = self.problem, self.shapes.bytes[:, :, :, None]
@@ -496,7 +508,14 @@ class ModuleTables:
         if problem.request.workload.modules[self.module].recompute == "full":
             each = np.minimum(each, table[:, :, INPUTS] * size_B)
             ahead = np.minimum(ahead, table[:, :, INPUTS_AHEAD] * size_B)
-        return free, each, ahead
+        waits = (
+            table[:, :, RETURNS] * np.minimum(steps, RETURNED)
+            + table[:, :, RECEIVES] * np.minimum(steps, RECEIVED)
+            + table[:, :, KEPT] * steps
+        )
+        each = each + table[:, :, CARRIED] * size_B
+        ahead = ahead + table[:, :, CARRIED_AHEAD] * size_B
+        return free - waits * size_B, each, ahead
 
     # --- replicas -----------------------------------------------------------------------
 

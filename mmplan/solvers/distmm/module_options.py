@@ -18,6 +18,7 @@ from mmplan.arrays import Floats
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import ScheduleKind, Unit
 from mmplan.solvers.communicators import PlacedModule, communicators
+from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.pareto import pareto_rows
 from mmplan.solvers.partitioner import degree_candidates, module_stages
 from mmplan.solvers.problem import Blocks, Problem, Request
@@ -74,6 +75,9 @@ class Stages:
         self._held_P: dict[int, Floats] = {}
         self._fixed_P: dict[int, Floats] = {}
         self._flights_P: dict[tuple[ScheduleKind, int, int], Floats] = {}
+        self._beside_P: dict[tuple[ScheduleKind, int, int], Floats] = {}
+        placed = {module: PlacedModule(stages=tuple(enumerate(self.blocks)), tp=tp, dp=1)}
+        self._messages = [stage_messages(problem, module, cut, placed) for cut in self.blocks]
         self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
         self._later = len(_downstream(problem, module))
         nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
@@ -140,13 +144,26 @@ class Stages:
         )
 
     def held(self, size: int) -> tuple[float, ...]:
-        """Bytes that each stage holds of one micro-batch."""
+        """Bytes that each stage holds of one micro-batch, with the messages that it carries."""
         if size not in self._held:
             self._held[size] = tuple(
-                self.problem.held_bytes(self.module, blocks, self.tp, size)
-                for blocks in self.blocks
+                self.problem.held_bytes(self.module, blocks, self.tp, size) + size * own.carried
+                for blocks, own in zip(self.blocks, self._messages, strict=True)
             )
         return self._held[size]
+
+    def active(self, size: int, kind: ScheduleKind, count: int, lead: int = 1) -> tuple[float, ...]:
+        """Bytes of activations and messages on each stage's devices (:meth:`in_flight`)."""
+        flights = self.in_flight(kind, count, lead)
+        beside = self._beside(count)
+        return tuple(
+            h * n + size * b for h, n, b in zip(self.held(size), flights, beside, strict=True)
+        )
+
+    def _beside(self, count: int) -> list[float]:
+        """Bytes per sample of messages beside those that micro-batches in flight carry."""
+        steps = self.problem.rounds * count
+        return [own.bytes_beside(steps) for own in self._messages]
 
     def fixed(self, dp: int) -> tuple[float, ...]:
         """Bytes of parameters, and of communicators, on each stage's devices."""
@@ -209,8 +226,9 @@ class Stages:
             self._held_P[size] = np.array(self.held(size))
         if order not in self._flights_P:
             self._flights_P[order] = np.array(self.in_flight(*order), dtype=np.float64)
-        needed_P = self._fixed_P[dp] + self._held_P[size] * self._flights_P[order]
-        return float(needed_P.max())
+            self._beside_P[order] = np.array(self._beside(order[1]))
+        active_P = self._held_P[size] * self._flights_P[order] + size * self._beside_P[order]
+        return float((self._fixed_P[dp] + active_P).max())
 
     def interval_s(self, size: int, dp: int, lead: int) -> float:
         """From one micro-batch to the next where a stage alternates backward and forward.
@@ -556,11 +574,10 @@ def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
     """Samples that all replicas of a unit can hold for one sync; see above."""
     stages = Stages(problem, unit.module, unit.tp, unit.pp)
     size = max(unit.microbatches[0])
-    held = stages.held(size)
 
     def is_too_large(count: int) -> bool:
-        flights = stages.in_flight(unit.schedule.kind, count, unit.schedule.lead)
-        return any(h * n > s for h, n, s in zip(held, flights, spare, strict=True))
+        active = stages.active(size, unit.schedule.kind, count, unit.schedule.lead)
+        return any(own > most for own, most in zip(active, spare, strict=True))
 
     most = -(-UNLIMITED // (size * unit.dp))
     count = bisect_left(range(1, most), True, key=is_too_large)
@@ -578,9 +595,8 @@ def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[floa
     for unit in units:
         stages = Stages(problem, unit.module, unit.tp, unit.pp)
         count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
-        flights = stages.in_flight("gpipe", count)
         fixed[unit.name] = list(stages.fixed(unit.dp))
-        active[unit.name] = [h * n for h, n in zip(stages.held(size), flights, strict=True)]
+        active[unit.name] = list(stages.active(size, "gpipe", count))
     spare: dict[str, list[float]] = {}
     for unit in units:
         beside = [u for u in units if set(u.all_ranks) & set(unit.all_ranks)]

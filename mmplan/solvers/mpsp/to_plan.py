@@ -11,6 +11,7 @@ import numpy as np
 from mmplan.arrays import Floats
 from mmplan.costs.block_ranges import Blocks
 from mmplan.schema.plan import Schedule, Slice, Unit, Wave
+from mmplan.solvers.messages import StageMessages, stage_messages
 from mmplan.solvers.mpsp.instance import Instance
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment
 from mmplan.solvers.mpsp.metaops import MetaOp
@@ -30,6 +31,7 @@ class BlockMemory:
         self._problems = problems
         self._parameters = cache(self._compute_parameters)
         self.activations = cache(self._compute_activations)
+        self.messages = cache(self._compute_messages)
 
     def parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
         """``[L]`` fixed bytes (parameters, gradients and optimizer state), and of gradients."""
@@ -44,8 +46,15 @@ class BlockMemory:
         return np.array(fixed), np.array(gradient)
 
     def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
-        """Activations of a micro-batch."""
-        return self._problems[op.task].held_bytes(op.module, blocks, tp, size)
+        """Activations of a micro-batch, and the messages that it carries."""
+        problem = self._problems[op.task]
+        return (
+            problem.held_bytes(op.module, blocks, tp, size)
+            + size * self.messages(op, blocks).carried
+        )
+
+    def _compute_messages(self, op: MetaOp, blocks: Blocks) -> StageMessages:
+        return stage_messages(self._problems[op.task], op.module, blocks, {})
 
 
 class Emitter:
@@ -148,10 +157,11 @@ class Emitter:
         return self._problems[op.task].output_bytes(op.module, after_block)
 
     def _activation_bytes(self, m: int, allocation: Allocation, blocks: Blocks) -> float:
-        """Activations of a round on a rank: every forward comes before any backward."""
-        sizes = Counter(self._first_replica(m, allocation))
-        return sum(
-            times * self._memory.activations(self._scalings[m].op, allocation.tp, size, blocks)
+        """Activations and messages of a round on a rank: every forward is before any backward."""
+        op, sizes = self._scalings[m].op, Counter(self._first_replica(m, allocation))
+        beside = self._memory.messages(op, blocks).bytes_beside(self._rounds * sizes.total())
+        return max(sizes) * beside + sum(
+            times * self._memory.activations(op, allocation.tp, size, blocks)
             for size, times in sizes.items()
         )
 
