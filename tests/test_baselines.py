@@ -451,7 +451,7 @@ def simulated_s(folder: Path, problem: Problem, solver: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))]
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))]
 )
 def test_no_baseline_is_better_than_auto(tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -349,7 +349,7 @@ def random_problem(rng: np.random.Generator, graph: str) -> Problem:
 
 
 @pytest.mark.parametrize(
-    "count", [20, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    "count", [10, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_equals_enumeration(graph: str, count: int) -> None:

@@ -98,12 +98,13 @@ def as_groups(
     ]
 
 
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_equals_exhaustive_enumeration(name: str) -> None:
+def test_equals_exhaustive_enumeration(name: str, count: int) -> None:
     modules, edges = GRAPHS[name]
     rng = np.random.default_rng(len(name))
     feasible = 0
-    for _ in range(400):
+    for _ in range(count):
         groups = random_groups(rng, modules)
         devices = int(rng.integers(modules, 30))
         expected = values(groups, edges, devices)
@@ -113,7 +114,7 @@ def test_equals_exhaustive_enumeration(name: str) -> None:
             feasible += 1
             assert found[0].value_s == min(expected)[0]
             assert (found[0].value_s, found[0].group, found[0].choice) in expected
-    assert 0 < feasible <= 400
+    assert feasible > 0
 
 
 @pytest.mark.parametrize("name", ["encoder, llm, generator", "two encoders, generator"])

@@ -67,7 +67,7 @@ CASES = {
 }
 
 # Those whose pages have pictures take half a second each.
-QUICK = dict.fromkeys(CASES, 6) | {"manifest": 2, "run.json": 2, "metrics": 1, "trace": 2}
+QUICK = dict.fromkeys(CASES, 3) | {"manifest": 2, "run.json": 2, "metrics": 1, "trace": 2}
 # That once ended in a traceback.
 FOUND = {"workload": (1843,), "profile": (1079, 1492)}
 

@@ -105,7 +105,12 @@ def finish(session: Session, until: int) -> dict[str, Tensor]:
     ("first", "optimizer"),
     [
         ("pipeline and replicas", "AdamW"),
-        *(("everything at once", optimizer) for optimizer in OPTIMIZERS),
+        ("everything at once", "AdamW"),
+        *(
+            pytest.param("everything at once", name, marks=pytest.mark.slow)
+            for name in OPTIMIZERS
+            if name != "AdamW"
+        ),
     ],
 )
 def test_a_run_goes_on_under_any_other_plan(first: str, optimizer: str, tmp_path: Path) -> None:

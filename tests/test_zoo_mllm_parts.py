@@ -44,7 +44,8 @@ def test_models_of_the_paper_have_its_sizes(name: str, llm: float, vit_: float) 
     assert drawn == pytest.approx(1.0, abs=0.02)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 32])
 def test_a_paper_s_workload_is_profiled_on_the_meta_device(layers: int) -> None:
     """At its full width and length; at its full depth in the slow case."""
     workload = load_workload(PAPERS / "mllm-9b.yaml")
