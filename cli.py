@@ -51,6 +51,7 @@ from mmplan.report.terminal.console import Output
 from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
+    from mmlaunch.launch.hosts import Host
     from mmlaunch.run.options import RunOptions
     from mmlaunch.schedulers.job import SchedulerJob
     from mmlaunch.session.accelerator_check import AcceleratorVerdict
@@ -146,6 +147,49 @@ def _step_seconds(plan: Plan, beside: Path, workload: Path) -> float:
     return step_seconds(plan, beside, workload=workload)
 
 
+_SSH = "ssh -o BatchMode=yes"
+NodesOption = Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")]
+HostfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--hostfile", metavar="FILE", help="start on these hosts over ssh: HOST slots=N a line"
+    ),
+]
+SshOption = Annotated[str, typer.Option("--ssh", metavar="COMMAND", help="with --hostfile")]
+HostNamesOption = Annotated[
+    str | None,
+    typer.Option("--host-names", metavar="A,B,...", help="of all machines, for messages"),
+]
+NodeRankOption = Annotated[
+    int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
+]
+EndpointOption = Annotated[
+    str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="of machine 0")
+]
+LocalAddrOption = Annotated[
+    str | None,
+    typer.Option(
+        "--local-addr",
+        metavar="ADDRESS",
+        help="by which the other machines reach this one; default: its interface to machine 0",
+    ),
+]
+JoinTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        "--join-timeout", metavar="S", min=1, help="seconds for all machines to come together"
+    ),
+]
+SecretFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        metavar="FILE",
+        help="secret of several machines, - from stdin; default: MMLAUNCH_SECRET, else made",
+    ),
+]
+
+
 @mmlaunch_app.command()
 def run(
     plan: PlanPath,
@@ -179,48 +223,15 @@ def run(
         ),
     ] = None,
     tasks: TasksOption = None,
-    nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="machines")] = 1,
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(
-            "--hostfile", metavar="FILE", help="start on these hosts over ssh: HOST slots=N a line"
-        ),
-    ] = None,
-    ssh: Annotated[
-        str, typer.Option("--ssh", metavar="COMMAND", help="with --hostfile")
-    ] = "ssh -o BatchMode=yes",
-    host_names: Annotated[
-        str | None,
-        typer.Option("--host-names", metavar="A,B,...", help="of all machines, for messages"),
-    ] = None,
-    node_rank: Annotated[
-        int, typer.Option("--node-rank", metavar="R", min=0, help="which machine this is")
-    ] = 0,
-    rdzv_endpoint: Annotated[
-        str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="of machine 0")
-    ] = None,
-    local_addr: Annotated[
-        str | None,
-        typer.Option(
-            "--local-addr",
-            metavar="ADDRESS",
-            help="by which the other machines reach this one; default: its interface to machine 0",
-        ),
-    ] = None,
-    join_timeout: Annotated[
-        float,
-        typer.Option(
-            "--join-timeout", metavar="S", min=1, help="seconds for all machines to come together"
-        ),
-    ] = 900.0,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--secret-file",
-            metavar="FILE",
-            help="secret of several machines, - from stdin; default: MMLAUNCH_SECRET, else made",
-        ),
-    ] = None,
+    nnodes: NodesOption = 1,
+    hostfile: HostfileOption = None,
+    ssh: SshOption = _SSH,
+    host_names: HostNamesOption = None,
+    node_rank: NodeRankOption = 0,
+    rdzv_endpoint: EndpointOption = None,
+    local_addr: LocalAddrOption = None,
+    join_timeout: JoinTimeoutOption = 900.0,
+    secret_file: SecretFileOption = None,
     num_workers: Annotated[
         int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
     ] = 0,
@@ -240,7 +251,11 @@ def run(
 
     secret = given_secret(secret_file)
     if hostfile is not None:
-        raise typer.Exit(_on_hosts(plan, hostfile, ssh, rdzv_endpoint, secret, as_json))
+        from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
+        from mmplan.schema.load import load_plan
+
+        hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
+        raise typer.Exit(_on_hosts(hosts, ssh, rdzv_endpoint, secret, as_json))
     # What workers need is imported beside what this process does until they start.
     fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
@@ -312,21 +327,84 @@ def run(
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
 
 
+@mmlaunch_app.command()
+def cluster(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="CLUSTER", help="where it is written")
+    ] = Path("cluster.json"),
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="devices of a machine; default: all"),
+    ] = None,
+    nnodes: NodesOption = 1,
+    hostfile: HostfileOption = None,
+    ssh: SshOption = _SSH,
+    host_names: HostNamesOption = None,
+    node_rank: NodeRankOption = 0,
+    rdzv_endpoint: EndpointOption = None,
+    local_addr: LocalAddrOption = None,
+    join_timeout: JoinTimeoutOption = 900.0,
+    secret_file: SecretFileOption = None,
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", metavar="DIR", help="that all machines share")
+    ] = Path("runs/cluster"),
+    as_json: JsonOption = False,
+) -> None:
+    """Time the devices of some machines and the links between them; write a cluster file."""
+    from mmlaunch.launch.hosts import Meeting, given_secret, read_hostfile
+    from mmlaunch.launch.launch import launch
+    from mmplan.profiling.measure import LINK_BYTES, choose_devices, measured_cluster
+    from mmplan.schema.base import save_document
+
+    secret = given_secret(secret_file)
+    if hostfile is not None:
+        hosts = read_hostfile(hostfile)
+        raise typer.Exit(_on_hosts(hosts, ssh, rdzv_endpoint, secret, as_json))
+    out = Output(as_json=as_json)
+    check_output("--output", output)
+    device, per_node = choose_devices(None, nproc)
+    if nnodes * per_node < 2:
+        raise InvalidInputError("one device has no links", hint="give --nnodes or --hostfile")
+    results = launch(
+        entry="mmlaunch.measure.hosts:measure_hosts",
+        args=(LINK_BYTES, per_node, "bf16" if device == "cuda" else "fp32"),
+        num_ranks=nnodes * per_node,
+        per_node=per_node,
+        run_dir=run_dir,
+        timeout_s=300.0,
+        meeting=Meeting(
+            num_nodes=nnodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint,
+            local_addr=local_addr,
+            secret=secret,
+            join_s=join_timeout,
+            names=tuple(host_names.split(",")) if host_names else (),
+        ),
+        stops_in_order=False,
+    )
+    if node_rank > 0:
+        return
+    machine, *links = results[0]
+    made = measured_cluster(
+        device,
+        per_node,
+        machine["result"],
+        [(point, point["result"]) for point in links],
+        nodes=nnodes,
+    )
+    save_document(made, output)
+    out.text(f"wrote {output}")
+    out.data({"cluster": str(output), "name": made.name})
+
+
 def _on_hosts(
-    plan: Path,
-    hostfile: Path,
-    ssh: str,
-    endpoint: str | None,
-    secret: bytes | None,
-    as_json: bool,
+    hosts: list[Host], ssh: str, endpoint: str | None, secret: bytes | None, as_json: bool
 ) -> int:
     """This very command on every host, its own options apart."""
-    from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
     from mmlaunch.launch.ssh import run_on_hosts
-    from mmplan.schema.load import load_plan
 
     out = Output(as_json=as_json)
-    hosts = hosts_of_plan(read_hostfile(hostfile), load_plan(plan))
     arguments, own = list[str](), ("--hostfile", "--ssh", "--secret-file", "--rdzv-endpoint")
     words = iter(sys.argv[1:])
     for word in words:

@@ -45,6 +45,11 @@ class Host:
         _run("tc", "-n", self.name, "qdisc", "replace", "dev", f"i{self.name}", *rate)
         _run("tc", "qdisc", "replace", "dev", self.link, *rate)
 
+    def free(self) -> None:
+        """Undo :meth:`throttle`."""
+        _run("tc", "-n", self.name, "qdisc", "del", "dev", f"i{self.name}", "root")
+        _run("tc", "qdisc", "del", "dev", self.link, "root")
+
     def cut(self) -> None:
         """Take its cable out."""
         _ip("link", "set", self.link, "down")

@@ -49,6 +49,16 @@ def pairwise_rows(
     return rows
 
 
+def few_rows(factors: Mapping[str, Sequence[Any]], rare: str, *, seed: int = 0) -> list[Row]:
+    """Pairwise rows of all factors but one, whose values come in turn, each at least once."""
+    others = {name: values for name, values in factors.items() if name != rare}
+    rows, values = pairwise_rows(others, seed=seed), factors[rare]
+    return [
+        rows[k % len(rows)] | {rare: values[k % len(values)]}
+        for k in range(max(len(rows), len(values)))
+    ]
+
+
 def _values(factors: Mapping[str, Sequence[Any]], picked: Mapping[str, int]) -> Row:
     return {name: factors[name][index] for name, index in picked.items()}
 

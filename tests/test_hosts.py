@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.namespaces import Host, network
+from mmplan.schema.cluster import load_cluster
+from mmplan.schema.profile import load_profile
 from tests import commands
-from tests.birds import copy_workload, two_rank_plan
+from tests.birds import copy_workload, given_profile, two_rank_plan
 from tests.processes import named, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -63,8 +65,10 @@ def start(plan: Path, tmp_path: Path) -> Generator[Started]:
     """Starts a machine's launcher, in one shared folder; all are ended after the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def on(host: Host, first: Host, node: int, *more: object) -> Any:
-        where = ["--nnodes", 2, "--node-rank", node, "--rdzv-endpoint", f"{first.name}:{PORT}"]
+    def on(
+        host: Host, first: Host, node: int, *more: object, nodes: int = 2, plan: Path = plan
+    ) -> Any:
+        where = ["--nnodes", nodes, "--node-rank", node, "--rdzv-endpoint", f"{first.name}:{PORT}"]
         arguments = ["run", plan, "--run-dir", tmp_path / "run", *where, *more]
         command = commands.command("mmlaunch", *arguments)
         process = host.start(command, cwd=tmp_path, env=commands.environment())
@@ -117,6 +121,31 @@ def test_any_order_gives_the_weights_of_one_machine(
     assert not list((tmp_path / "run").glob("launch-*"))
 
 
+def test_three_machines_of_which_one_comes_a_minute_late(start: Started, tmp_path: Path) -> None:
+    workload, plan = copy_workload(tmp_path), tmp_path / "plan.json"
+    profile = given_profile(tmp_path / "profile.json", three_nodes)
+    solve = ["solve", workload, "--profile", profile, "--solver", "distmm", "-o", plan]
+    done = commands.call("mmplan", *solve)
+    assert done.code == 0, done.err
+    alone = commands.run("mmlaunch", "run", plan, "--run-dir", "alone", cwd=tmp_path)
+    assert alone.code == 0, alone.err
+    with network(3) as hosts:
+        processes = [start(hosts[n], hosts[0], n, nodes=3, plan=plan) for n in (2, 0)]
+        time.sleep(60)
+        processes.append(start(hosts[1], hosts[0], 1, nodes=3, plan=plan))
+        said = ends(processes)
+    assert [one.returncode for one in processes] == [0, 0, 0], said
+    expected = load_file(tmp_path / "alone" / "final.safetensors")
+    weights = load_file(tmp_path / "run" / "final.safetensors")
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def three_nodes(profile: dict[str, Any]) -> None:
+    cluster = profile["cluster"]
+    cluster |= {"name": "cpu-3", "nodes": 3, "devices_per_node": 1}
+    cluster["links"]["inter_node"] = cluster["links"]["intra_node"]
+
+
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_machine_that_never_comes_is_named(
     start: Started, hosts: list[Host], absent: int
@@ -165,12 +194,16 @@ def test_a_folder_that_is_not_shared_is_refused(
 def test_another_secret_is_refused(start: Started, hosts: list[Host], tmp_path: Path) -> None:
     for node in range(2):
         (tmp_path / f"secret-{node}").write_text(f"the secret of {node}\n")
+    more = ("--join-timeout", 30)
     processes = [
-        start(hosts[n], hosts[0], n, "--secret-file", tmp_path / f"secret-{n}") for n in range(2)
+        start(hosts[n], hosts[0], n, "--secret-file", tmp_path / f"secret-{n}", *more)
+        for n in range(2)
     ]
-    (said,) = ends(processes[1:])
-    assert processes[1].returncode == 2
-    assert "has another secret than" in errors(said)
+    said = ends(processes)
+    assert [one.returncode for one in processes] == [4, 2]
+    line = f"machine 1 of 2 did not come within 30 s; {hosts[1].address} was refused"
+    assert errors(said[0]).startswith(line)
+    assert "has another secret than" in errors(said[1])
 
 
 def _steps(folder: Path) -> int:
@@ -245,6 +278,34 @@ def test_a_hostfile_starts_all_from_one_machine(
     assert done.document["steps"] == 8
     weights = load_file(tmp_path / "run" / "final.safetensors")
     assert all(torch.equal(weights[name], one_machine[name]) for name in weights)
+
+
+def test_a_cluster_file_has_the_link_between_hosts(
+    hosts: list[Host], over_ssh: list[object], tmp_path: Path
+) -> None:
+    for host in hosts:
+        host.throttle(80)
+    try:
+        _, _, *more = over_ssh
+        made = tmp_path / "cluster.json"
+        done = commands.run(
+            "mmlaunch", "cluster", "--nproc", 1, "-o", made, *more, cwd=tmp_path, timeout_s=300
+        )
+    finally:
+        for host in hosts:
+            host.free()
+    assert done.code == 0, done.err
+    cluster = load_cluster(made)
+    assert (cluster.nodes, cluster.devices_per_node) == (2, 1)
+    assert cluster.links.inter_node is not None
+    assert 0.7e7 < cluster.links.inter_node.bandwidth_bytes_per_s < 1.1e7
+    profile = tmp_path / "profile.json"
+    workload = copy_workload(tmp_path)
+    done = commands.run(
+        "mmplan", "profile", workload, "--cluster", made, "-o", profile, cwd=tmp_path, timeout_s=300
+    )
+    assert done.code == 0, done.err
+    assert load_profile(profile).cluster == cluster
 
 
 def test_a_host_of_the_file_that_does_not_come_is_named(

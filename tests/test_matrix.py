@@ -23,7 +23,7 @@ from mmplan.program.compile import compile_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 from tests.matrix_cases import FEATURES, SOME_FEATURES, Case
-from tests.pairwise import pairwise_rows
+from tests.pairwise import few_rows, pairwise_rows
 from tests.programs import Kind, LossSpec, UnitSpec, in_flight, loss, make_plan, trained_as, unit
 from tests.verification import HERE, TOLERANCE, verify_in_process, verify_units
 
@@ -53,6 +53,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "per_node": (None, 2, 4),
 }
 PAIRWISE = [Case(**row) for row in pairwise_rows(FACTORS)]
+QUICK = [Case(**row) for row in few_rows(FACTORS, "feature")]
 
 
 def check(case: Case) -> None:
@@ -76,6 +77,12 @@ def test_every_degree(degrees: tuple[int, ...]) -> None:
     check(Case(pp=pp, dp=dp, tp=tp, k=k, syncs=syncs))
 
 
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_every_feature_and_every_two_degrees(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PAIRWISE, ids=str)
 def test_every_two_features_and_degrees(case: Case) -> None:
     check(case)
@@ -88,7 +95,7 @@ def test_every_feature_from_three_replicas_to_two(feature: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [dataclasses.replace(c, precision="fp32") for c in PAIRWISE[::10]], ids=str
+    "case", [dataclasses.replace(c, precision="fp32") for c in QUICK[::9]], ids=str
 )
 def test_single_precision(case: Case) -> None:
     check(case)

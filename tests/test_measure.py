@@ -440,7 +440,6 @@ def test_input_gradients_are_scaled_to_all_blocks() -> None:
 
 
 def test_links_are_read_off_exact_times() -> None:
-    setting = _setting(processes=4)
     machine = {"cores": 4, "name": "cpu", "memory_bytes": 1e9, "peak_flops": 1e9}
     share = {"p2p": 1.0, "all_reduce": 1.5, "all_gather": 0.75}
     found = [
@@ -451,7 +450,7 @@ def test_links_are_read_off_exact_times() -> None:
         for operation, part in share.items()
         for size in (1 << 10, 1 << 16, 1 << 20)
     ]
-    links = measured_cluster(setting, machine, found).links
+    links = measured_cluster("cpu", 4, machine, found).links
     collectives = links.intra_node_collectives
     assert collectives is not None
     for link in (links.intra_node, collectives.all_reduce, collectives.all_gather):

@@ -18,7 +18,7 @@ from mmlaunch.measure.clocks import CudaClock, Reading
 from mmlaunch.measure.machine import FRAGMENTED, room_on_cuda
 from mmlaunch.measure.timing import Peers, Stopwatch
 from mmplan.profiling.measure import measured_cluster
-from tests.test_measure import USER_FILE, _setting, measurer, module_point, workload_dict
+from tests.test_measure import USER_FILE, measurer, module_point, workload_dict
 
 CPU = torch.device("cpu")
 L2_BYTES = 1 << 20
@@ -172,7 +172,7 @@ def test_a_measured_gpu_is_a_device_of_a_cluster(fake: FakeCuda) -> None:
         for operation in ("p2p", "all_reduce", "all_gather")
         for size in (1 << 10, 1 << 24)
     ]
-    device = measured_cluster(_setting(processes=2, device="cuda"), machine, links).device
+    device = measured_cluster("cuda", 2, machine, links).device
     assert (device.name, device.type) == ("A GPU", "cuda")
     assert device.communicator_bytes == 3.0
     assert device.communicator_start_s == pytest.approx(0.3, abs=0.01)

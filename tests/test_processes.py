@@ -100,7 +100,7 @@ def endless(folder: Path, plan: Path, *more: object) -> Generator[Endless]:
 def test_strangers_reach_nothing_and_run_nothing(tmp_path: Path, plan: Path) -> None:
     """No socket is bound to more than loopback; the one that is ours takes nothing from them."""
     with endless(tmp_path, plan, "--num-workers", 1) as run:
-        _pestered(run, messages=200)
+        _pestered(run, messages=50)
         run.process.send_signal(signal.SIGTERM)
         _, err = run.process.communicate(timeout=60)
         assert run.process.returncode == 75, err

@@ -291,9 +291,18 @@ class Rendezvous:
         few = ", ".join(self.who(node).removeprefix("machine ") for node in absent[:5])
         more = f" and {counted(len(absent) - 5, 'other')}" if len(absent) > 5 else ""
         what = "machine" if len(absent) == 1 else "machines"
+        line = (
+            f"{what} {few}{more} of {self.num_nodes} did not come within {self._meeting.join_s:g} s"
+        )
+        stranger = None if self._server is None else self._server.refused
+        if stranger is not None:
+            return UnfitEnvironmentError(
+                f"{line}; {stranger} was refused: it did not know the run's secret",
+                hint="the launcher there says why: --run-dir is not shared, or --secret-file is "
+                "another one",
+            )
         return UnfitEnvironmentError(
-            f"{what} {few}{more} of {self.num_nodes} did not come within "
-            f"{self._meeting.join_s:g} s",
+            line,
             hint="start mmlaunch run with its --node-rank there, or wait longer: --join-timeout",
         )
 

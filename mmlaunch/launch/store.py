@@ -97,6 +97,10 @@ class StoreServer:
         address: to listen on, port 0 for a free one.
         secret: of the run.
 
+    Attributes:
+        address: where it listens.
+        refused: the host of the last one who came without the secret; None: nobody.
+
     Raises:
         OSError: it cannot listen there.
     """
@@ -106,6 +110,7 @@ class StoreServer:
         self._listener = socket.create_server(address, family=family, backlog=1024)
         self._listener.setblocking(False)
         self.address: Address = address[0], self._listener.getsockname()[1]
+        self.refused: str | None = None
         self._secret = secret
         self._values: dict[str, str] = {}
         self._waiting: dict[str, list[_Client]] = defaultdict(list)
@@ -157,13 +162,13 @@ class StoreServer:
 
     def _accept(self) -> None:
         try:
-            accepted = self._listener.accept()[0]
+            accepted, (host, *_) = self._listener.accept()
         except OSError:  # it is gone again, or this process has no descriptor left
             time.sleep(0.01)
             return
         accepted.setblocking(False)
         _set_options(accepted)
-        client = _Client(socket=accepted, proof_until_s=time.monotonic() + _PROOF_S)
+        client = _Client(accepted, host, time.monotonic() + _PROOF_S)
         client.outbox += client.nonce
         self._clients.add(client)
         self._selector.register(accepted, selectors.EVENT_READ, client)
@@ -176,7 +181,9 @@ class StoreServer:
                 self._drop(client)
                 return
             self._answer(client)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            if isinstance(error, RefusedError):
+                self.refused = client.host
             self._drop(client)
 
     def _answer(self, client: _Client) -> None:
@@ -253,12 +260,14 @@ class _Client:
     """A connection, as the server sees it.
 
     Attributes:
+        host: from where it comes.
         proof_until_s: when it must have shown that it knows the secret.
         channel: None before it has.
         request: under way; None between two.
     """
 
     socket: socket.socket
+    host: str
     proof_until_s: float
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
     channel: _Conversation | None = None

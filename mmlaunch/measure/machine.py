@@ -144,9 +144,9 @@ def memory_bytes(processes: int) -> float:
 
 
 def measure_link(
-    operation: str, num_bytes: int, *, device: torch.device, repeat_s: float
+    operation: str, num_bytes: int, *, device: torch.device, repeat_s: float, group: Any = None
 ) -> Timing:
-    """Time one size of an operation over all processes of the job, with cold caches.
+    """Time one size of an operation over all processes of the job or a group, with cold caches.
 
     Args:
         operation: "p2p" (process 0 to 1, half of there and back), "all_reduce" (of
@@ -156,10 +156,11 @@ def measure_link(
         num_bytes: the size.
         device: where the tensors lie.
         repeat_s: seconds to spend, about.
+        group: of the processes that call this; None: all.
     """
-    world = 1 if operation == "copy" else dist.get_world_size()
+    world = 1 if operation == "copy" else dist.get_world_size(group)
     clock = clock_of(device)
-    watch = Stopwatch(clock=clock, peers=Peers(world, device), repeat_s=repeat_s)
+    watch = Stopwatch(clock=clock, peers=Peers(world, device, group), repeat_s=repeat_s)
     tensor = torch.zeros(max(1, num_bytes // 4), device=device)
     part = torch.zeros(max(1, num_bytes // 4 // world), device=device)
     parts = [torch.zeros_like(part) for _ in range(world)]
@@ -167,34 +168,34 @@ def measure_link(
     def step(_: int) -> Sequence[Reading]:
         clock.cool()
         if operation == "p2p":
-            both = _there_and_back(tensor, clock)
+            both = _there_and_back(tensor, clock, group)
             return (lambda: both() / 2,)
         started = clock.mark()
         if operation == "copy":
             tensor.clone()
         elif operation == "all_reduce":
-            dist.all_reduce(tensor.clone())
+            dist.all_reduce(tensor.clone(), group=group)
         else:
-            dist.all_gather(parts, part)
+            dist.all_gather(parts, part, group=group)
         return (clock.since(started),)
 
     return watch.time(step, together=True)[0]
 
 
-def _there_and_back(tensor: Tensor, clock: Clock) -> Reading:
+def _there_and_back(tensor: Tensor, clock: Clock, group: Any) -> Reading:
     """Seconds of it on process 0, from when process 1 is ready; infinite on all others."""
-    rank = dist.get_rank()
+    rank = dist.get_rank(group)
     token = torch.zeros(1, device=tensor.device)
     if rank == 1:
-        dist.send(token, 0)
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+        dist.send(token, group=group, group_dst=0)
+        dist.recv(tensor, group=group, group_src=0)
+        dist.send(tensor, group=group, group_dst=0)
     elif rank == 0:
-        dist.recv(token, 1)
+        dist.recv(token, group=group, group_src=1)
         clock.cool()
         started = clock.mark()
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
+        dist.send(tensor, group=group, group_dst=1)
+        dist.recv(tensor, group=group, group_src=1)
         return clock.since(started)
     return lambda: math.inf
 

@@ -40,13 +40,14 @@ class Peers:
     Args:
         count: how many; 1 needs no process group.
         device: of this process, for the tensors that NCCL wants there.
+        group: of these processes; None: the first ones of all.
     """
 
-    def __init__(self, count: int, device: torch.device) -> None:
+    def __init__(self, count: int, device: torch.device, group: Any = None) -> None:
         self.count = count
         self._device = device
-        members = count > 1 and dist.get_world_size() > count
-        self._group = dist.new_group(list(range(count))) if members else None
+        some = group is None and count > 1 and dist.get_world_size() > count
+        self._group = dist.new_group(list(range(count))) if some else group
 
     def largest(self, value: float) -> float:
         """The largest of all processes' values, on which they agree; everyone waits here."""

@@ -86,7 +86,7 @@ def measure_profile(
         RunFailedError: a process died, or not even the smallest micro-batch could be run.
     """
     workload = load_workload(path)
-    chosen, processes = _choose(device, num_processes)
+    chosen, processes = choose_devices(device, num_processes)
     _check_cluster(cluster, chosen)
     setting = ProfileSetting(
         workload=workload.model_dump(mode="json", exclude_none=True),
@@ -111,7 +111,13 @@ def measure_profile(
     return profile.model_copy(update={"fits": fit_profile(profile)})
 
 
-def _choose(device: DeviceType | None, num_processes: int | None) -> tuple[DeviceType, int]:
+def choose_devices(device: DeviceType | None, num_processes: int | None) -> tuple[DeviceType, int]:
+    """The kind of device to measure, and the processes that measure together on a machine.
+
+    Raises:
+        InvalidInputError: no process.
+        UnfitEnvironmentError: there is no GPU.
+    """
     if num_processes is not None and num_processes < 1:
         raise InvalidInputError(
             f"--nproc {num_processes}: so many processes cannot measure", hint="give 1 or more"
@@ -326,7 +332,7 @@ def _assemble(
     return Profile(
         name=workload.name,
         source="measured",
-        cluster=cluster or measured_cluster(setting, machine, measured),
+        cluster=cluster or measured_cluster(setting.device, setting.processes, machine, measured),
         modules=modules,
         tasks=tasks,
         losses=dict(_loss_profiles(measured)),
@@ -435,38 +441,61 @@ def _loss_profiles(measured: MeasuredPoints) -> Iterator[tuple[str, LossProfile]
 _DEVICE = ("memory_bytes", "peak_flops", "communicator_bytes", "communicator_start_s")
 
 
-def measured_cluster(setting: ProfileSetting, machine: Json, measured: MeasuredPoints) -> Cluster:
-    """This machine as a cluster of one node."""
-    cpu = setting.device == "cpu"
-    is_lone_gpu = any(p["kind"] == "link" and p["operation"] == "copy" for p, _ in measured)
-    world = max(2, setting.processes)
-    ring = {"all_reduce": 2 * (world - 1) / world, "all_gather": (world - 1) / world}
-    collectives = CollectiveLinks(
-        **{name: _link(measured, name, share) for name, share in ring.items() if not is_lone_gpu}
-    )
+def measured_cluster(
+    device: str, per_node: int, machine: Json, measured: MeasuredPoints, *, nodes: int = 1
+) -> Cluster:
+    """The measured machines as a cluster.
+
+    Args:
+        device: "cpu" or "cuda".
+        per_node: devices of a machine.
+        machine: what was found of one device.
+        measured: among others the links; those of several machines say between which.
+        nodes: machines.
+    """
+    cpu = device == "cpu"
+    links = [(p, r) for p, r in measured if p["kind"] == "link"]
+    outside = _links([(p, r) for p, r in links if p.get("between") == "nodes"], nodes)
+    inside = _links([(p, r) for p, r in links if p.get("between") != "nodes"], max(2, per_node))
+    # Machines of one device have no links inside.
+    inside = inside or outside
+    assert inside is not None
+    name = f"cpu-{machine['cores']}" if cpu else f"this-machine-{per_node}"
     return Cluster(
-        name=f"cpu-{machine['cores']}" if cpu else f"this-machine-{setting.processes}",
-        nodes=1,
-        devices_per_node=setting.processes,
+        name=name if nodes == 1 else f"{nodes}-nodes-of-{per_node}",
+        nodes=nodes,
+        devices_per_node=per_node,
         device=Device(
             name=machine["name"],
             type="cpu" if cpu else "cuda",
             **{field: machine[field] for field in _DEVICE if field in machine},
         ),
         links=Links(
-            intra_node=_link(measured, "copy" if is_lone_gpu else "p2p", 1.0),
-            intra_node_collectives=None if is_lone_gpu else collectives,
+            intra_node=inside[0],
+            intra_node_collectives=inside[1],
+            inter_node=outside and outside[0],
+            inter_node_collectives=outside and outside[1],
         ),
     )
 
 
+def _links(measured: MeasuredPoints, world: int) -> tuple[Link, CollectiveLinks | None] | None:
+    """The link that messages take, and those of collectives of so many, as rings; None: no points.
+
+    A lone GPU has copies alone.
+    """
+    if not measured:
+        return None
+    if any(point["operation"] == "copy" for point, _ in measured):
+        return _link(measured, "copy", 1.0), None
+    ring = {"all_reduce": 2 * (world - 1) / world, "all_gather": (world - 1) / world}
+    collectives = {name: _link(measured, name, share) for name, share in ring.items()}
+    return _link(measured, "p2p", 1.0), CollectiveLinks(**collectives)
+
+
 def _link(measured: MeasuredPoints, operation: str, share: float) -> Link:
     """Latency and bandwidth through the sizes; ``share`` of the bytes crosses each link."""
-    sizes = [
-        (p["bytes"] * share, r["seconds"])
-        for p, r in measured
-        if p["kind"] == "link" and p["operation"] == operation
-    ]
+    sizes = [(p["bytes"] * share, r["seconds"]) for p, r in measured if p["operation"] == operation]
     curve = fit_curve([b for b, _ in sizes], [s for _, s in sizes], knots_max=0)
     # Noise can hide the slope: then the largest transfer bounds the bandwidth.
     largest_bytes, largest_s = max(sizes)
