@@ -209,6 +209,10 @@ def run(
     save_every: Annotated[
         int, typer.Option("--save-every", metavar="N", min=0, help="steps between checkpoints")
     ] = 0,
+    async_save: Annotated[
+        bool,
+        typer.Option("--async-save", help="write them while training goes on"),
+    ] = False,
     max_restarts: Annotated[
         int,
         typer.Option("--max-restarts", metavar="N", min=0, help="within an hour, after failures"),
@@ -282,6 +286,7 @@ def run(
         resume=resume or resume_anyway,
         resume_anyway=resume_anyway,
         save_every=save_every,
+        async_save=async_save,
         max_restarts=max_restarts,
         workload=workload,
         settings=parse_settings(settings or ()),

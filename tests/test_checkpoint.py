@@ -35,8 +35,9 @@ from mmlaunch.checkpoint.boxes import (
     shard_boxes,
     whole,
 )
+from mmlaunch.checkpoint.folder import clean, latest
 from mmlaunch.checkpoint.restore import open_checkpoint, prove
-from mmlaunch.checkpoint.save import Entry, clean, latest, save
+from mmlaunch.checkpoint.save import Content, Entry, save
 from mmlaunch.comm import wire
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
 from tests.disk_kills import FORK, killed_at
@@ -70,21 +71,18 @@ def save_all(root: Path, step: int, entries: Sequence[Sequence[Entry]], keep: in
 
     def one(rank: int) -> Any:
         try:
-            return save(
-                root=root,
-                step=step,
-                entries=entries[rank],
-                state={"sampler": {"seed": 3, "step": step}},
-                meta={"plan": "abc"},
-                rank=rank,
-                gather=ranks.gather(rank),
-                keep=keep,
-            )
+            content = content_of(root, step, keep)
+            return save(content, entries[rank], rank=rank, gather=ranks.gather(rank))
         except Exception as exc:
             return exc
 
     with ThreadPoolExecutor(len(entries)) as pool:
         return list(pool.map(one, range(len(entries))))
+
+
+def content_of(root: Path, step: int, keep: int = 2) -> Content:
+    state, meta = {"sampler": {"seed": 3, "step": step}}, {"plan": "abc"}
+    return Content(root=root, step=step, state=state, meta=meta, keep=keep)
 
 
 def parts(full: Tensor, boxes: Sequence[Box]) -> list[tuple[tuple[int, ...], Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.checkpoint.folder import step_folders
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.run.run import RunRecord
 from mmlaunch.run.segments import Segment

@@ -19,15 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
-from mmlaunch.checkpoint.tensorfile import (
-    FileDigest,
-    TensorSpec,
-    file_order,
-    storage_error,
-    sync_folder,
-    write_synced,
-    write_tensors,
-)
+from mmlaunch.checkpoint.folder import FileDigest, sync_folder, write_synced
+from mmlaunch.checkpoint.tensorfile import TensorSpec, file_order, storage_error, write_tensors
 from mmplan.errors import InvalidInputError
 
 # Hugging Face's usual size of a shard.

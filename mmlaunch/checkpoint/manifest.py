@@ -6,9 +6,6 @@ bit of it is seen; the whole is still one JSON document.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,11 +20,11 @@ from pydantic import (
 )
 
 from mmlaunch.checkpoint.boxes import Box
-from mmlaunch.checkpoint.tensorfile import FileDigest, dtype_of
+from mmlaunch.checkpoint.folder import FileDigest, checksum_line
+from mmlaunch.checkpoint.tensorfile import dtype_of
 from mmplan.errors import InvalidInputError
 from mmplan.schema.base import Index, parse_json, read_bytes
 
-MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
 # A hundred thousand boxes have as much: shards of large models on many ranks.
 _MOST_ENTRIES = 5_000_000
@@ -105,17 +102,6 @@ class Manifest(_Strict):
         return self
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The manifest's bytes, checksum line first.
-
-    Raises:
-        TypeError: ``state`` or ``meta`` is not JSON.
-    """
-    fields = manifest.model_dump().items()
-    rest = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in fields) + "}\n"
-    return _checksum_line(rest.encode()) + rest.encode()
-
-
 def decode(path: Path, *, mend: Callable[[], str]) -> Manifest:
     """Read a manifest.
 
@@ -129,7 +115,7 @@ def decode(path: Path, *, mend: Callable[[], str]) -> Manifest:
     try:
         data = read_bytes(path)
         line, newline, rest = data.partition(b"\n")
-        if line + newline != _checksum_line(rest):
+        if line + newline != checksum_line(rest):
             raise InvalidInputError(f"{path} is damaged: its checksum does not match")
         text = data.decode(errors="replace")
         # The checksum's line begins an object, so the whole is one.
@@ -152,18 +138,3 @@ def decode(path: Path, *, mend: Callable[[], str]) -> Manifest:
         raise InvalidInputError(
             ": ".join(filter(None, [str(path), where, said])), hint=mend()
         ) from exc
-
-
-def _checksum_line(rest: bytes) -> bytes:
-    return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n'
-
-
-_STEP_NAME = re.compile(r"step-(\d+)")
-
-
-def step_folders(root: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every complete checkpoint under a root, oldest first."""
-    if not root.is_dir():
-        return []
-    found = ((_STEP_NAME.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())

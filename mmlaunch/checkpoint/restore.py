@@ -13,14 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
-from mmlaunch.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    StoredBox,
-    StoredTensor,
-    decode,
-    step_folders,
-)
+from mmlaunch.checkpoint.folder import MANIFEST_NAME, step_folders
+from mmlaunch.checkpoint.manifest import Manifest, StoredBox, StoredTensor, decode
 from mmlaunch.checkpoint.save import Gather
 from mmlaunch.checkpoint.tensorfile import dtype_of
 from mmlaunch.comm.wire import Failure, caught

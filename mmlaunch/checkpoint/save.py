@@ -8,8 +8,6 @@ are leftovers of a killed save: ``clean`` puts them right.
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,26 +18,20 @@ from typing import Any
 from torch import Tensor
 
 from mmlaunch.checkpoint.boxes import Box, cover, intersect, whole
-from mmlaunch.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MANIFEST_VERSION,
-    Manifest,
-    StoredBox,
-    StoredTensor,
-    encode,
-    step_folders,
-)
-from mmlaunch.checkpoint.tensorfile import (
+from mmlaunch.checkpoint.folder import (
     FileDigest,
-    TensorSpec,
-    dtype_code,
-    storage_error,
+    clean,
+    drop_old,
+    file_of,
+    latest,
+    publish,
     sync_folder,
-    write_synced,
-    write_tensors,
 )
+from mmlaunch.checkpoint.manifest import MANIFEST_VERSION, Manifest, StoredBox, StoredTensor
+from mmlaunch.checkpoint.tensorfile import TensorSpec, dtype_code, storage_error, write_tensors
+from mmlaunch.checkpoint.writer import temporary
 from mmlaunch.comm.wire import Failure, caught
-from mmplan.errors import NotFiniteError, RunFailedError, UnfitEnvironmentError
+from mmplan.errors import NotFiniteError, RunFailedError
 
 # One object of a type per rank, in rank order.
 Gather = Callable[[Any, Any], list[Any]]
@@ -65,8 +57,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Report:
-    """A rank's report to rank 0 after writing its file."""
+class Report:
+    """A rank's report to rank 0 after writing its file.
+
+    Attributes:
+        needed_bytes: of its tensors, also where they could not be written.
+        file: what was written.
+        tensors: the manifest's part for it.
+    """
 
     needed_bytes: int = 0
     file: FileDigest | None = None
@@ -74,32 +72,63 @@ class _Report:
     error: Failure | None = None
 
 
-def save(
-    *,
-    root: Path,
-    step: int,
-    entries: Sequence[Entry],
-    state: dict[str, Any],
-    meta: dict[str, Any],
-    rank: int,
-    gather: Gather,
-    keep: int = 2,
-) -> Path:
-    """Write ``root/step-N``, complete or not at all; every rank calls it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What all ranks of a checkpoint are told beside their tensors.
 
-    All ranks leave with the same verdict: a rank that fails still takes part in the
-    exchange, so none is left waiting. On failure the earlier checkpoints stay.
-
-    Args:
+    Attributes:
         root: folder of the checkpoints, seen by all ranks.
         step: optimizer steps done.
-        entries: this rank's parts. Replicas may be given by several ranks: the lowest
-            rank's copy is the one that is read again.
         state: JSON: step counts, scheduler, sampler. Rank 0's is kept.
         meta: JSON that tells whose checkpoint this is: hashes of plan and workload.
+        keep: how many of the newest checkpoints up to this one stay, at least 1.
+    """
+
+    root: Path
+    step: int
+    state: dict[str, Any]
+    meta: dict[str, Any]
+    keep: int = 2
+
+    @property
+    def final(self) -> Path:
+        """The folder."""
+        return self.root / f"step-{self.step}"
+
+    @property
+    def temp(self) -> Path:
+        """The folder until it is whole."""
+        return temporary(self.root, self.step)
+
+    def manifest(self, reports: Sequence[Report]) -> Manifest:
+        """The table of contents.
+
+        Raises:
+            RunFailedError: the parts do not make up whole tensors.
+        """
+        return Manifest(
+            version=MANIFEST_VERSION,
+            step=self.step,
+            meta=self.meta,
+            state=self.state,
+            files={file_of(i): r.file for i, r in enumerate(reports) if r.file},
+            tensors=_merge([tensor for report in reports for tensor in report.tensors]),
+        )
+
+
+# Puts a rank's tensors (of those specs, by name) where they belong; what the file is.
+Put = Callable[[Sequence[TensorSpec], dict[str, Tensor]], FileDigest]
+
+
+def save(content: Content, entries: Sequence[Entry], *, rank: int, gather: Gather) -> Path:
+    """Write ``root/step-N``, complete or not at all; every rank calls it.
+
+    Args:
+        content: of the checkpoint.
+        entries: this rank's parts. Replicas may be given by several ranks: the lowest
+            rank's copy is the one that is read again.
         rank: this rank.
         gather: takes one object per rank and its type, gives the list in rank order.
-        keep: how many of the newest checkpoints up to this one stay, at least 1.
 
     Returns:
         The new folder.
@@ -109,65 +138,71 @@ def save(
         NotFiniteError: something trained is not finite.
         RunFailedError: the parts do not make up whole tensors, or another rank failed.
     """
-    final, temp = root / f"step-{step}", root / f".step-{step}.tmp"
-    early = caught(lambda: _prepare(root, temp)) if rank == 0 else None
+
+    def put(specs: Sequence[TensorSpec], values: dict[str, Tensor]) -> FileDigest:
+        digest = write_tensors(content.temp / file_of(rank), specs, values.__getitem__)
+        # The names must be on disk before the folder gets its final one.
+        sync_folder(content.temp)
+        return digest
+
+    def finish(reports: Sequence[Report]) -> None:
+        publish(content.temp, content.final, content.manifest(reports).model_dump())
+        drop_old(content.root, content.step, content.keep)
+
+    together(content, entries, rank=rank, gather=gather, put=put, finish=finish)
+    return content.final
+
+
+def together(
+    content: Content,
+    entries: Sequence[Entry],
+    *,
+    rank: int,
+    gather: Gather,
+    put: Put,
+    finish: Callable[[Sequence[Report]], None],
+) -> None:
+    """Have all ranks put their parts of a checkpoint, and rank 0 finish; see :func:`save`.
+
+    All ranks leave with the same verdict: a rank that fails still takes part in the
+    exchange, so none is left waiting. On failure the earlier checkpoints stay.
+
+    Args:
+        content: of the checkpoint.
+        entries: this rank's parts.
+        rank: this rank.
+        gather: see :func:`save`.
+        put: of this rank.
+        finish: called on rank 0, with all ranks' reports.
+    """
+    early = caught(lambda: _prepare(content)) if rank == 0 else None
     gather(None, Any)
-    report = _write_rank(temp, rank, entries)
-    reports = gather(report, _Report)
+    reports = gather(_report(entries, file_of(rank), put), Report)
     failure = early or next((r.error for r in reports if r.error), None)
     if rank == 0:
-        failure = failure or caught(lambda: _publish(temp, final, reports, step, state, meta))
+        failure = failure or caught(lambda: finish(reports))
         if failure:
-            shutil.rmtree(temp, ignore_errors=True)
+            shutil.rmtree(content.temp, ignore_errors=True)
             needed_bytes = sum(r.needed_bytes for r in reports)
-            failure = Failure.of(_for_user(failure.error(), root, step, needed_bytes))
+            failure = Failure.of(for_user(failure.error(), content, needed_bytes))
     verdict = gather(failure, Failure | None)[0]
     gather(None, Any)
     if verdict:
         raise verdict.error()
-    if rank == 0:
-        _drop_old(root, step, keep)
-    return final
 
 
-def latest(root: Path) -> Path | None:
-    """Folder of the newest complete checkpoint; None when there is none.
-
-    Call ``clean`` first where no save can be under way (at the start of a run).
-    """
-    found = step_folders(root)
-    return found[-1][1] if found else None
-
-
-def clean(root: Path) -> None:
-    """Clean up after killed saves: temporary and dropped folders go.
-
-    Only for one process, and only while nothing is being saved.
-    """
-    if not root.is_dir():
-        return
-    for path in root.iterdir():
-        match = re.fullmatch(r"\.(step-\d+)\.(tmp|drop|replaced)", path.name)
-        if match is None:
-            continue
-        home = root / match[1]
-        if match[2] == "replaced" and not home.exists():
-            path.rename(home)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _prepare(root: Path, temp: Path) -> None:
+def _prepare(content: Content) -> None:
+    root = content.root
     if not root.exists():
         root.mkdir(parents=True)
         sync_folder(root.parent)
     clean(root)
-    temp.mkdir()
+    content.temp.mkdir()
 
 
-def _write_rank(temp: Path, rank: int, entries: Sequence[Entry]) -> _Report:
-    """Write this rank's file; a failure is reported, not raised."""
-    name, needed_bytes = f"rank-{rank}.safetensors", 0
+def _report(entries: Sequence[Entry], name: str, put: Put) -> Report:
+    """Put this rank's tensors; a failure is reported, not raised."""
+    needed_bytes = 0
     try:
         _check_finite(entries)
         tensors, values = _describe(entries, name)
@@ -176,14 +211,10 @@ def _write_rank(temp: Path, rank: int, entries: Sequence[Entry]) -> _Report:
             for key, value in values.items()
         ]
         needed_bytes = sum(spec.size_bytes for spec in specs)
-        digest = write_tensors(temp / name, specs, values.__getitem__)
-        # The names must be on disk before the folder gets its final one.
-        sync_folder(temp)
-        return _Report(needed_bytes=needed_bytes, file=digest, tensors=tuple(tensors))
+        file = put(specs, values)
+        return Report(needed_bytes=needed_bytes, file=file, tensors=tuple(tensors))
     except Exception as exc:  # all ranks must reach the exchange, whatever happened
-        with contextlib.suppress(OSError):
-            (temp / name).unlink(missing_ok=True)
-        return _Report(needed_bytes=needed_bytes, error=Failure.of(exc))
+        return Report(needed_bytes=needed_bytes, error=Failure.of(exc))
 
 
 def _check_finite(entries: Sequence[Entry]) -> None:
@@ -235,45 +266,6 @@ def _stored(entry: Entry, dtype: str, boxes: Sequence[StoredBox]) -> StoredTenso
     )
 
 
-def _publish(
-    temp: Path,
-    final: Path,
-    reports: Sequence[_Report],
-    step: int,
-    state: dict[str, Any],
-    meta: dict[str, Any],
-) -> None:
-    """Rank 0: write the manifest and give the folder its final name."""
-    files = {f"rank-{i}.safetensors": r.file for i, r in enumerate(reports) if r.file}
-    _check_all_here(temp, files)
-    manifest = Manifest(
-        version=MANIFEST_VERSION,
-        step=step,
-        meta=meta,
-        state=state,
-        files=files,
-        tensors=_merge([tensor for report in reports for tensor in report.tensors]),
-    )
-    write_synced(temp / MANIFEST_NAME, [encode(manifest)])
-    sync_folder(temp)
-    if final.exists():
-        # The same step again, after going on from an earlier checkpoint. Two renames:
-        # ``clean`` undoes the first one if a kill falls between them.
-        final.rename(final.with_name(f".{final.name}.replaced"))
-    temp.rename(final)
-    sync_folder(final.parent)
-
-
-def _check_all_here(temp: Path, files: dict[str, FileDigest]) -> None:
-    for name, file in files.items():
-        path = temp / name
-        if not path.exists() or path.stat().st_size != file.size_bytes:
-            raise UnfitEnvironmentError(
-                f"{temp} is not one folder for all ranks: {name} was written elsewhere",
-                hint="give --run-dir a file system that all nodes share",
-            )
-
-
 def _merge(tensors: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:
     """One record per tensor, replicas dropped; together they must be whole."""
     merged: dict[tuple[str, str], StoredTensor] = {}
@@ -302,28 +294,16 @@ def _without_replicas(tensor: StoredTensor) -> StoredTensor:
     return tensor.model_copy(update={"boxes": tuple(first_of.values())})
 
 
-def _drop_old(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest checkpoints up to this step; renamed first, so never half.
-
-    Failing to remove is no reason to end a run: the next save tries again.
-    """
-    up_to_now = [path for number, path in step_folders(root) if number <= step]
-    with contextlib.suppress(OSError):
-        for path in up_to_now[: -max(keep, 1)]:
-            path.rename(root / f".{path.name}.drop")
-        clean(root)
-
-
-def _for_user(failure: Exception, root: Path, step: int, needed_bytes: int) -> Exception:
+def for_user(failure: Exception, content: Content, needed_bytes: int) -> Exception:
     """An error of the file system in the user's terms; others stay as they are."""
     if not isinstance(failure, OSError):
         return failure
-    kept = latest(root)
+    kept = latest(content.root)
     goes_on = f"goes on from {kept.name}" if kept else "no earlier checkpoint was kept"
     return storage_error(
         failure,
-        what=f"the checkpoint of step {step}",
-        folder=root,
+        what=f"the checkpoint of step {content.step}",
+        folder=content.root,
         needed_bytes=needed_bytes,
         mend=f"make room, then run again with --resume ({goes_on}), or choose another --run-dir",
     )

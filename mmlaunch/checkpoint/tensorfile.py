@@ -8,11 +8,9 @@ Format: https://github.com/huggingface/safetensors#format.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mmlaunch.checkpoint.folder import FileDigest, write_synced
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.wording import size
 
@@ -37,6 +36,8 @@ _CODES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Of the header's length, and to which the header is filled up.
+_LENGTH_BYTES = 8
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
@@ -52,14 +53,6 @@ class TensorSpec:
     def size_bytes(self) -> int:
         """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileDigest:
-    """Size and hash of a file, checked when it is read again."""
-
-    size_bytes: int
-    sha256: str
 
 
 def dtype_code(dtype: torch.dtype) -> str:
@@ -105,29 +98,7 @@ def write_tensors(
         OSError: the disk is full, or any other failure of the file system.
         ValueError: ``read`` gave another type or shape than the spec says.
     """
-    return write_synced(path, _contents(file_order(specs), read))
-
-
-def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-    """Write a file chunk by chunk and sync it."""
-    digest, size_bytes = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size_bytes += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileDigest(size_bytes=size_bytes, sha256=digest.hexdigest())
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder (new files, renames) survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return write_synced(path, _contents(specs, read))
 
 
 def storage_error(
@@ -156,14 +127,31 @@ def storage_error(
     )
 
 
+def layout(specs: Sequence[TensorSpec]) -> tuple[bytes, list[tuple[TensorSpec, int]], int]:
+    """A file's first bytes, every tensor with the place of its own, and the file's size."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    ordered, starts = file_order(specs), [0]
+    for spec in ordered:
+        starts.append(starts[-1] + spec.size_bytes)
+        entries[spec.name] = {
+            "dtype": dtype_code(spec.dtype),
+            "shape": list(spec.shape),
+            "data_offsets": starts[-2:],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    places = [len(head) + start for start in starts]
+    return head, list(zip(ordered, places, strict=False)), places[-1]
+
+
 def _contents(
     specs: Sequence[TensorSpec], read: Callable[[str], Tensor]
 ) -> Iterator[bytes | memoryview]:
-    """Bytes of the file: length of the header, header, every tensor."""
-    header = _header(specs)
-    yield len(header).to_bytes(8, "little")
-    yield header
-    for spec in specs:
+    """Bytes of the file: its head, every tensor."""
+    head, places, _ = layout(specs)
+    yield head
+    for spec, _ in places:
         tensor = read(spec.name)
         if tensor.dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
             raise ValueError(
@@ -172,18 +160,3 @@ def _contents(
             )
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
-
-
-def _header(specs: Sequence[TensorSpec]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for spec in specs:
-        stop = start + spec.size_bytes
-        entries[spec.name] = {
-            "dtype": dtype_code(spec.dtype),
-            "shape": list(spec.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(entries).encode()
-    return text + b" " * (-len(text) % 8)

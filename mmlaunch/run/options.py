@@ -26,6 +26,7 @@ class RunOptions:
     resume: bool = False
     resume_anyway: bool = False
     save_every: int = 0
+    async_save: bool = False
     max_restarts: int = 0
     workload: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.checkpoint.folder import step_folders
 from mmplan.errors import InvalidInputError, MMPlanError, UnfitEnvironmentError
 from mmplan.schema.agreement import plan_differences
 from mmplan.schema.base import save_document

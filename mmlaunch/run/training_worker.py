@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmlaunch.checkpoint import save as checkpoints
-from mmlaunch.checkpoint.manifest import step_folders
+from mmlaunch.checkpoint.background import Saved
+from mmlaunch.checkpoint.folder import clean, step_folders
 from mmlaunch.checkpoint.restore import prove
 from mmlaunch.comm.transport import DistTransport
 from mmlaunch.launch import failures
@@ -200,11 +200,35 @@ class _Trainer:
                 memory.end(_tensors(session))
             # The last step is saved too: a later run may go on from it with more --steps.
             due = save_every and (step == job.steps or step % save_every == 0)
-            if stopped or due or (step == segment.until and step < job.steps):
-                path = session.save(self._ctx.run_dir / CHECKPOINTS)
+            at_end = stopped or step == segment.until
+            self._hear_of(session.saved(wait=bool(due or at_end)))
+            folder = self._ctx.run_dir / CHECKPOINTS
+            if due and not at_end and job.options.async_save:
+                self._begin_save(session, folder)
                 memory.forget()
-                _report(self._ctx, {"kind": "checkpoint", "step": step, "path": str(path)})
+            elif stopped or due or (at_end and step < job.steps):
+                path = session.save(folder)
+                memory.forget()
+                self._hear_of(Saved(step=step, path=path))
         return stopped, spans
+
+    def _begin_save(self, session: Session, folder: Path) -> None:
+        try:
+            session.begin_save(folder)
+        except UnfitEnvironmentError as error:
+            # The same on all ranks.
+            self._hear_of(Saved(step=session.step_count, error=error))
+
+    def _hear_of(self, saved: Saved | None) -> None:
+        """Tell the launcher how a save has ended."""
+        if saved is None:
+            return
+        if saved.error is not None:
+            message = f"step {saved.step} is not saved, training goes on: {saved.error.message}"
+            _report(self._ctx, {"kind": "note", "message": message})
+        else:
+            event = {"kind": "checkpoint", "step": saved.step, "path": str(saved.path)}
+            _report(self._ctx, event)
 
 
 def _tensors(session: Session) -> Iterator[Tensor]:
@@ -253,7 +277,7 @@ def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path 
 
 def _choose(ctx: WorkerContext, folder: Path, damaged: set[int]) -> int | None:
     """The step of the newest checkpoint but for those that are damaged or killed attempts."""
-    checkpoints.clean(folder)
+    clean(folder)
     saved = [step for step, _ in step_folders(folder)]
     fatal = failures.died_on(ctx.failures_dir, attempt=ctx.attempt, saved=saved)
     left = [step for step in saved if step not in damaged | fatal]

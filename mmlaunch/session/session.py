@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mmlaunch.checkpoint import save as checkpoints
+from mmlaunch.checkpoint.background import BackgroundSaves, Saved
 from mmlaunch.checkpoint.restore import open_checkpoint, prove
+from mmlaunch.checkpoint.save import Content
+from mmlaunch.checkpoint.save import save as save_together
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
@@ -260,6 +262,7 @@ class Session:
         )
         # Emulated steps update nothing.
         every = 0 if emulation is not None else workload.train.compare_replicas
+        self._saves: BackgroundSaves | None = None
         self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
         if warm:
@@ -373,6 +376,8 @@ class Session:
                 block by an exception does so.
         """
         self._data.close()
+        if self._saves is not None:
+            self._saves.close(failed=failed)
         if self._owns_process_group:
             self._heartbeat.done()
             process_group.leave(failed=failed)
@@ -486,31 +491,49 @@ class Session:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
             RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
+        content, entries = self._to_save(folder, keep)
+        gather = self.transport.gather_objects
+        path = save_together(content, entries, rank=self.rank, gather=gather)
+        for hook in self.hooks.on_checkpoint:
+            hook(self, path)
+        return path
+
+    def begin_save(self, folder: str | Path, *, keep: int = 2) -> None:
+        """As :meth:`save`, but written while training goes on; :meth:`saved` says how it ended."""
+        if self._saves is None:
+            self._saves = BackgroundSaves(self.transport)
+        self._saves.begin(*self._to_save(folder, keep))
+
+    def saved(self, *, wait: bool = False) -> Saved | None:
+        """How the save that :meth:`begin_save` began has ended, once; None where none has.
+
+        Args:
+            wait: until it has.
+        """
+        if self._saves is None:
+            return None
+        found = self._saves.ended(wait=wait)
+        if found is not None and found.path is not None:
+            for hook in self.hooks.on_checkpoint:
+                hook(self, found.path)
+        return found
+
+    def _to_save(self, folder: str | Path, keep: int) -> tuple[Content, list[Entry]]:
         self._heartbeat.phase("saving", self.step_count)
         # One copy is written: it must be that of all.
         if self._replicas:
             self._replicas.compare(self.step_count)
-        path = checkpoints.save(
-            root=Path(folder),
-            step=self.step_count,
-            entries=[
-                *self._state.entries(self.optimizer, self.update.slices),
-                *(self._inactive.entries() if self._inactive else []),
-            ],
-            state={
-                "step": self.step_count,
-                "seed": self.workload.train.seed,
-                "optimizer": self.workload.train.optimizer,
-                "identity": identity_of(self.workload),
-            },
-            meta=self._meta,
-            rank=self.rank,
-            gather=self.transport.gather_objects,
-            keep=keep,
+        state = {
+            "step": self.step_count,
+            "seed": self.workload.train.seed,
+            "optimizer": self.workload.train.optimizer,
+            "identity": identity_of(self.workload),
+        }
+        content = Content(
+            root=Path(folder), step=self.step_count, state=state, meta=self._meta, keep=keep
         )
-        for hook in self.hooks.on_checkpoint:
-            hook(self, path)
-        return path
+        entries = self._state.entries(self.optimizer, self.update.slices)
+        return content, [*entries, *(self._inactive.entries() if self._inactive else [])]
 
     def load(self, path: str | Path, *, anyway: bool = False, proven: bool = False) -> list[str]:
         """Take parameters, optimizer state and step count from a checkpoint of any plan.
