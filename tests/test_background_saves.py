@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: whole, of their step, and never in the way."""
+"""Checkpoints that are written while training goes on: whole, and of their step."""
 
 from __future__ import annotations
 

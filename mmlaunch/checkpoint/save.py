@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mmlaunch.checkpoint.boxes import Box, cover, intersect, whole
@@ -221,11 +222,16 @@ def _check_finite(entries: Sequence[Entry]) -> None:
     """A checkpoint that nobody can go on from is worse than none: it takes a good one's place."""
     for entry in entries:
         for _, value in entry.boxes if entry.trained else ():
-            if not value.isfinite().all():
+            if not _is_finite(value):
                 raise NotFiniteError(
                     f"{entry.name} ({entry.kind}) is not finite and is not saved",
                     hint="lower the learning rate; earlier checkpoints stay",
                 )
+
+
+def _is_finite(value: Tensor) -> bool:
+    """In one pass, without a tensor of answers: NaN is least and largest of all."""
+    return not value.numel() or bool(torch.stack(value.aminmax()).isfinite().all())
 
 
 def _describe(entries: Sequence[Entry], file: str) -> tuple[list[StoredTensor], dict[str, Tensor]]:

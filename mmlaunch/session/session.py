@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mmlaunch.checkpoint.background import BackgroundSaves, Saved
 from mmlaunch.checkpoint.restore import open_checkpoint, prove
-from mmlaunch.checkpoint.save import Content
+from mmlaunch.checkpoint.save import Content, Entry
 from mmlaunch.checkpoint.save import save as save_together
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.transport import DistTransport, Transport
