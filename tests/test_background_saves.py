@@ -35,6 +35,8 @@ class Savers:
 
     def __init__(self) -> None:
         ranks = Ranks(2)
+        # A writer ends with the thread that started it.
+        self.pool = ThreadPoolExecutor(2)
         self.of = [
             BackgroundSaves(
                 cast(
@@ -57,8 +59,7 @@ class Savers:
         return self._all(lambda rank: self.of[rank].ended(wait=True))
 
     def _all(self, call: Callable[[int], Any]) -> list[Any]:
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(call, range(2)))
+        return list(self.pool.map(call, range(2)))
 
 
 @contextmanager
@@ -69,6 +70,7 @@ def savers() -> Generator[Savers]:
     finally:
         for saves in made.of:
             saves.close()
+        made.pool.shutdown()
 
 
 def test_a_save_is_that_of_its_step_whatever_comes_after(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ class BackgroundSaves:
         Args:
             failed: without a wait for the save that is under way.
         """
+        if not failed:
+            self.ended(wait=True)
         if self._writer is not None:
             if failed:
                 self._writer.kill()

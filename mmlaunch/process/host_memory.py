@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self.descriptor = os.memfd_create("mmlaunch-state")
+        self.descriptor = _file_in_memory()
         self._size = 0
         self._locked: Tensor | None = None
 
@@ -52,6 +53,14 @@ class HostMemory:
         if self._locked is not None:
             _check(_cudart().cudaHostUnregister(self._locked.data_ptr()))
             self._locked = None
+
+
+def _file_in_memory() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("mmlaunch-state")
+    # Elsewhere than on Linux the system's cache is the memory.
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _cudart() -> Any:

@@ -512,6 +512,8 @@ class Session:
         """
         if self._saves is None:
             return None
+        if wait:
+            self._heartbeat.phase("saving", self.step_count)
         found = self._saves.ended(wait=wait)
         if found is not None and found.path is not None:
             for hook in self.hooks.on_checkpoint:
