@@ -3,7 +3,7 @@
     python benchmarks/bench_save.py [--megabytes 200] [--pairs 5] [--write-docs]
 
 Two ranks hold some state each and compute on one core each; a step is matrix products of some
-50 ms. Blocks of steps are timed in turns: without a save, with one that the ranks wait for, and
+100 ms. Blocks of steps are timed in turns: without a save, with one that the ranks wait for, and
 with one that other processes write. A save's stall is the time of its call. What it takes from the
 steps besides is the whole block's time over that of a block without a save: here the writing
 processes share the two cores with the ranks.
@@ -102,8 +102,8 @@ def race(ctx: WorkerContext, megabytes: int, pairs: int) -> dict[str, list[list[
             stall_s = time.perf_counter() - began_s
             for _ in range(BLOCK):
                 _step(state, factor)
-            times = torch.tensor([stall_s, time.perf_counter() - began_s])
             saved = saves.ended(wait=True)
+            times = torch.tensor([stall_s, time.perf_counter() - began_s])
             if saved is not None and saved.error is not None:
                 raise saved.error
             dist.all_reduce(times, op=dist.ReduceOp.MAX)

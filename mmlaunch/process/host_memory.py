@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# All pages at once: one by one, as they are met, they take longer than the copies into them.
+_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+
 
 class HostMemory:
     """A file in memory, as large as the largest use of it so far.
@@ -38,7 +41,8 @@ class HostMemory:
         if num_bytes > self._size:
             os.ftruncate(self.descriptor, num_bytes)
             self._size = num_bytes
-        mapped = torch.frombuffer(mmap.mmap(self.descriptor, num_bytes), dtype=torch.uint8)
+        mapping = mmap.mmap(self.descriptor, num_bytes, flags=_MAP)
+        mapped = torch.frombuffer(mapping, dtype=torch.uint8)
         if self._on_gpu:
             _check(_cudart().cudaHostRegister(mapped.data_ptr(), num_bytes, 0))
             self._locked = mapped
