@@ -29,10 +29,16 @@ PORT = 29411
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Generator[list[Host]]:
-    """Two machines."""
-    with network(2) as made:
+def machines() -> Generator[list[Host]]:
+    """Three machines."""
+    with network(3) as made:
         yield made
+
+
+@pytest.fixture
+def hosts(machines: list[Host]) -> list[Host]:
+    """Two of them."""
+    return machines[:2]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +127,9 @@ def test_any_order_gives_the_weights_of_one_machine(
     assert not list((tmp_path / "run").glob("launch-*"))
 
 
-def test_three_machines_of_which_one_comes_a_minute_late(start: Started, tmp_path: Path) -> None:
+def test_three_machines_of_which_one_comes_a_minute_late(
+    start: Started, machines: list[Host], tmp_path: Path
+) -> None:
     workload, plan = copy_workload(tmp_path), tmp_path / "plan.json"
     profile = given_profile(tmp_path / "profile.json", three_nodes)
     solve = ["solve", workload, "--profile", profile, "--solver", "distmm", "-o", plan]
@@ -129,11 +137,10 @@ def test_three_machines_of_which_one_comes_a_minute_late(start: Started, tmp_pat
     assert done.code == 0, done.err
     alone = commands.run("mmlaunch", "run", plan, "--run-dir", "alone", cwd=tmp_path)
     assert alone.code == 0, alone.err
-    with network(3) as hosts:
-        processes = [start(hosts[n], hosts[0], n, nodes=3, plan=plan) for n in (2, 0)]
-        time.sleep(60)
-        processes.append(start(hosts[1], hosts[0], 1, nodes=3, plan=plan))
-        said = ends(processes)
+    processes = [start(machines[n], machines[0], n, nodes=3, plan=plan) for n in (2, 0)]
+    time.sleep(60)
+    processes.append(start(machines[1], machines[0], 1, nodes=3, plan=plan))
+    said = ends(processes)
     assert [one.returncode for one in processes] == [0, 0, 0], said
     expected = load_file(tmp_path / "alone" / "final.safetensors")
     weights = load_file(tmp_path / "run" / "final.safetensors")

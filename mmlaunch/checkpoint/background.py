@@ -22,7 +22,7 @@ from torch import Tensor
 from mmlaunch.checkpoint.folder import FileDigest
 from mmlaunch.checkpoint.save import Content, Entry, Report, for_user, together
 from mmlaunch.checkpoint.tensorfile import TensorSpec, layout
-from mmlaunch.checkpoint.writer import Job, Written, tell
+from mmlaunch.checkpoint.writer import FileJob, Written, tell
 from mmlaunch.comm.transport import Transport
 from mmlaunch.process.host_memory import HostMemory
 from mmplan.errors import MMPlanError, RunFailedError, UnfitEnvironmentError
@@ -55,7 +55,7 @@ class BackgroundSaves:
         self._transport, self._rank = transport, transport.rank
         self._memory = HostMemory(transport.device)
         self._writer: subprocess.Popen[str] | None = None
-        self._under_way: tuple[Content, Job] | None = None
+        self._under_way: tuple[Content, FileJob] | None = None
 
     def begin(self, content: Content, entries: Sequence[Entry]) -> None:
         """Copy the tensors and have them written; the last save must have ended.
@@ -66,7 +66,7 @@ class BackgroundSaves:
             RunFailedError: the parts do not make up whole tensors, or another rank failed.
         """
         assert self._under_way is None
-        job = Job(
+        job = FileJob(
             root=str(content.root),
             step=content.step,
             rank=self._rank,
@@ -159,7 +159,7 @@ class BackgroundSaves:
             pass_fds=[descriptor],
         )
 
-    def _bury(self, job: Job) -> Written:
+    def _bury(self, job: FileJob) -> Written:
         """What became of a writer that died, said to rank 0 in its place."""
         assert self._writer is not None
         code, self._writer = self._writer.wait(), None

@@ -3,9 +3,9 @@
     python -m mmlaunch.checkpoint.writer MEMORY
 
 MEMORY is the descriptor of a file in memory that holds a rank's file as it is to be. Each line on
-stdin is a job (:class:`Job` as JSON), each line on stdout says that its file is written, or what
-went wrong. The writer of rank 0 waits for the files of all others and gives the folder its name.
-It imports no torch: it starts in a moment and takes some 15 MB.
+stdin is a :class:`FileJob` as JSON, each line on stdout says that its file is written, or what went
+wrong. The writer of rank 0 waits for the files of all others and gives the folder its name. It
+imports no torch: it starts in a moment and takes some 15 MB.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class FileJob:
     """One rank's file of one checkpoint.
 
     Attributes:
@@ -83,7 +83,7 @@ def temporary(root: Path, step: int) -> Path:
     return root / f".step-{step}.tmp"
 
 
-def tell(job: Job, written: Written) -> None:
+def tell(job: FileJob, written: Written) -> None:
     """Leave word for rank 0 of how a rank's file went; without the folder there is nobody to tell.
 
     Raises:
@@ -104,13 +104,13 @@ def main(memory: int) -> int:
     # Where ranks need all cores, they come first.
     os.nice(_NICE)
     for line in sys.stdin:
-        written = _carry_out(Job(**json.loads(line)), memory)
+        written = _carry_out(FileJob(**json.loads(line)), memory)
         sys.stdout.write(json.dumps(asdict(written)) + "\n")
         sys.stdout.flush()
     return 0
 
 
-def _carry_out(job: Job, memory: int) -> Written:
+def _carry_out(job: FileJob, memory: int) -> Written:
     try:
         file = write_synced(job.temp / file_of(job.rank), _chunks(memory, job.size_bytes))
         sync_folder(job.temp)
@@ -134,7 +134,7 @@ def _chunks(memory: int, size_bytes: int) -> Iterator[bytes]:
         yield os.pread(memory, min(_CHUNK, size_bytes - start), start)
 
 
-def _finish(job: Job, manifest: Mapping[str, Any]) -> Written:
+def _finish(job: FileJob, manifest: Mapping[str, Any]) -> Written:
     """Wait for all files, and publish; what another rank says of its file where that failed."""
     names = manifest["files"]
     told = [_told(job.temp, rank) for rank in range(len(names))]
