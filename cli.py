@@ -38,6 +38,7 @@ from mmplan.commands.options import (
     TimeoutOption,
     WorkloadOption,
     check_output,
+    count_or_auto,
     names,
 )
 from mmplan.errors import (
@@ -237,8 +238,13 @@ def run(
     join_timeout: JoinTimeoutOption = 900.0,
     secret_file: SecretFileOption = None,
     num_workers: Annotated[
-        int, typer.Option("--num-workers", metavar="N", min=0, help="data processes per rank")
-    ] = 0,
+        str,
+        typer.Option(
+            "--num-workers",
+            metavar="N",
+            help="data processes of each rank and task; auto: as many as their samples cost",
+        ),
+    ] = "auto",
     emulate: Annotated[
         bool,
         typer.Option(
@@ -302,7 +308,7 @@ def run(
         ),
         timeout_s=timeout,
         start_timeout_s=start_timeout,
-        num_workers=num_workers,
+        num_workers=count_or_auto("--num-workers", num_workers),
         emulation=emulation,
     )
     prepared = prepare(options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import random
+import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -213,12 +214,16 @@ class StepData:
         ranges: the batch positions that were loaded, disjoint and in order.
         indices: the dataset indices that stand there, one after another.
         fields: per field the loaded samples, one after another.
+        load_s: that loading them took, in whichever process did it.
+        core_s: of that a core's time; the rest are waits, as for files.
     """
 
     step: int
     ranges: Sequence[tuple[int, int]]
     fields: Mapping[str, Field]
     indices: Sequence[int] = ()
+    load_s: float = 0.0
+    core_s: float = 0.0
 
     def get(self, field: str, start: int, stop: int) -> Field:
         """Samples at batch positions [start, stop), as a view.
@@ -252,6 +257,7 @@ class StepLoader(Iterator[StepData]):
         order: permutes each step's batch, alike on all ranks.
         start_step: first step to give.
         num_workers: loading processes; 0 loads in this one.
+        ahead: steps that each of them is ahead at most.
         pin_memory: give page-locked tensors, for copies to a GPU.
 
     Raises:
@@ -271,6 +277,7 @@ class StepLoader(Iterator[StepData]):
         order: Order | None = None,
         start_step: int = 0,
         num_workers: int = 0,
+        ahead: int = 2,
         pin_memory: bool = False,
     ) -> None:
         check_dataset(dataset, batch)
@@ -287,6 +294,7 @@ class StepLoader(Iterator[StepData]):
             batch_sampler=cast(Any, _steps(dataset, batch, seed, start_step)),
             collate_fn=_as_is,
             num_workers=num_workers,
+            prefetch_factor=ahead if num_workers else None,
             pin_memory=pin_memory,
             worker_init_fn=guard_loader,
             # A generator of its own: the default one would be advanced here, and with it
@@ -302,8 +310,16 @@ class StepLoader(Iterator[StepData]):
         got = self._next_batch(self._batches)
         if isinstance(got, _Failure):
             raise got.error from (RuntimeError(got.trace) if got.trace else None)
-        indices, fields = got
-        data = StepData(step=self._step, ranges=self._ranges, fields=fields, indices=indices)
+        # A tuple until here: of other objects nothing would be page-locked.
+        indices, fields, load_s, core_s = got
+        data = StepData(
+            step=self._step,
+            ranges=self._ranges,
+            fields=fields,
+            indices=indices,
+            load_s=load_s,
+            core_s=core_s,
+        )
         self._step += 1
         return data
 
@@ -364,17 +380,20 @@ class _Reader(Dataset[Any]):
 
     def __getitems__(
         self, batches: list[_StepBatch]
-    ) -> tuple[list[int], dict[str, Field]] | _Failure:
-        """Indices and fields of one step's samples, in place of DataLoader's calls per sample."""
+    ) -> tuple[list[int], dict[str, Field], float, float] | _Failure:
+        """One step's samples and the times of :class:`StepData`, in place of calls per sample."""
         if not self.ranges or not self.fields:
-            return [], {}
+            return [], {}, 0.0, 0.0
+        began_s, core_began_s = time.perf_counter(), time.thread_time()
         try:
             with _own_random_numbers():
                 keys = self._keys(*batches)
                 samples = self._load_all(keys)
                 _seed_random_numbers(self.seed, *keys[0])
                 indices = [index for _, index in keys]
-                return indices, self._batch(samples, indices)
+                fields = self._batch(samples, indices)
+            load_s, core_s = time.perf_counter() - began_s, time.thread_time() - core_began_s
+            return indices, fields, load_s, core_s
         except MMPlanError as exc:
             cause = exc.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None

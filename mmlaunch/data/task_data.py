@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mmlaunch.data.loader import StepData, StepLoader, check_fields
+from mmlaunch.data.loading_processes import Loading, sent_bytes
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.program.model import Program
 from mmplan.reordering.batch_order import BatchOrder
@@ -154,7 +155,8 @@ class TaskData:
         pin_memory: bool,
     ) -> None:
         self._workload, self._folder, self._tasks = workload, folder, tasks
-        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._pin_memory = pin_memory
+        self._loading = {name: Loading(processes=num_workers) for name in tasks}
         self._rank, self._needs = rank, rank_needs(program, rank)
         self._datasets = {n: self._dataset(v) for n, v in tasks.items() if n in self._needs}
         self._orders = {
@@ -191,10 +193,20 @@ class TaskData:
                 fields=need.fields,
                 start_step=step,
                 order=self._orders[task],
-                num_workers=self._num_workers,
+                num_workers=self._loading[task].processes,
+                ahead=self._loading[task].ahead,
                 pin_memory=self._pin_memory,
             )
         return next(self._loaders[task])
+
+    def use(self, loading: Mapping[str, Loading]) -> None:
+        """Load tasks in other processes from the next step on."""
+        self.close()
+        self._loading.update(loading)
+
+    def sent_bytes(self, task: str, most: float) -> int | None:
+        """See :func:`mmlaunch.data.loading_processes.sent_bytes`."""
+        return sent_bytes(self._datasets[task], most)
 
     def close(self) -> None:
         """Stop loading; the next step asked for may be any."""

@@ -18,6 +18,7 @@ class RunOptions:
     Attributes:
         settings: fields of the workload that ``--set`` gives other values, dotted.
         meeting: the machines of the run.
+        num_workers: loading processes of each rank and task; None to choose them.
     """
 
     plan: Path
@@ -34,5 +35,5 @@ class RunOptions:
     meeting: Meeting = field(default_factory=Meeting)
     timeout_s: float = 300.0
     start_timeout_s: float = 900.0
-    num_workers: int = 0
+    num_workers: int | None = None
     emulation: Timings | None = None

@@ -23,6 +23,7 @@ from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.device import garbage_steps
 from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.run.data_watch import DataWatch
 from mmlaunch.run.loss_jumps import LossJumps
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
@@ -35,6 +36,8 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "final.safetensors"
 NOT_FINITE = "not-finite"
+# Ranks in a step's line whose waiting for data is told.
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,7 @@ class _Trainer:
     def __init__(self, ctx: WorkerContext, job: TrainJob, transport: DistTransport) -> None:
         self._ctx, self._job, self._transport = ctx, job, transport
         self._log: _Metrics | None = None
+        self._data_watch = DataWatch(ctx, job.options.num_workers)
 
     def train(self, index: int, checkpoint: Path | None, *, proven: bool = False) -> TrainResult:
         """Train one segment to its end, from a checkpoint or from the initial weights.
@@ -142,13 +146,14 @@ class _Trainer:
             timeout_s=ctx.timeout_s,
             transport=self._transport,
             heartbeat=ctx.heartbeat,
-            num_workers=options.num_workers,
+            num_workers=options.num_workers or 0,
             should_stop=ctx.should_stop,
             emulation=options.emulation,
             row_sha256=job.row_hashes[index][ctx.rank],
         ) as session:
             if ctx.rank == 0:
                 session.hooks.on_not_finite.append(partial(_keep_not_finite, ctx))
+            self._data_watch.follow(session, segment.until)
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
             # Before any state is there, and after all imports: optimizers' are large too.
@@ -342,13 +347,14 @@ class _Metrics:
     def add(self, session: Session, result: StepResult) -> None:
         """Append a step and tell the launcher."""
         samples = sum(session.program.batches.values())
-        entry: dict[str, float | None] = {
+        entry: dict[str, Any] = {
             "step": result.step,
             "loss": None if self._emulated else result.loss,
             "iteration_s": result.iteration_s,
             "samples_per_s": samples / result.iteration_s,
             "update_s": result.update_s,
             "data_s": result.data_s,
+            "data_s_by_rank": longest_waits(result.data_s_by_rank),
         }
         if result.grad_norm is not None:
             entry["grad_norm"] = result.grad_norm
@@ -359,7 +365,8 @@ class _Metrics:
         try:
             # JSON has no NaN: such a loss is written as null.
             finite = {
-                k: v if v is not None and abs(v) < float("inf") else None for k, v in entry.items()
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in entry.items()
             }
             self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
@@ -370,7 +377,7 @@ class _Metrics:
             ) from None
         self._ctx.report({"kind": "step", **finite})
 
-    def _look_at(self, result: StepResult, entry: dict[str, float | None]) -> None:
+    def _look_at(self, result: StepResult, entry: dict[str, Any]) -> None:
         """Name a loss that jumps: each in the metrics, the first of several in the log."""
         usual = self._jumps.add(result.loss)
         if usual is not None:
@@ -379,6 +386,12 @@ class _Metrics:
                 said = f"step {result.step}: the loss jumps from about {usual:.4g} to"
                 _report(self._ctx, {"kind": "note", "message": f"{said} {result.loss:.4g}"})
         self._high = usual is not None
+
+
+def longest_waits(waits_s: Sequence[float]) -> dict[str, float]:
+    """The longest of the ranks' waits, in microseconds' precision: a line is short at any size."""
+    ranks = sorted(range(len(waits_s)), key=lambda rank: -waits_s[rank])
+    return {str(rank): round(waits_s[rank], 6) for rank in ranks[:_LISTED]}
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

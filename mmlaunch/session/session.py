@@ -358,6 +358,11 @@ class Session:
         return self.update.optimizer
 
     @property
+    def data(self) -> TaskData:
+        """This rank's loading of samples."""
+        return self._data
+
+    @property
     def rank(self) -> int:
         """This rank."""
         return self.transport.rank
@@ -428,11 +433,15 @@ class Session:
         began = time.perf_counter()
         part, spans = self.executor.run(self.step_count, data, timed=timed)
         vote = torch.full_like(part, self._should_stop())
-        total = torch.stack([part, vote, self.update.has_faults()])
+        waits = part.new_zeros(self.transport.world_size)
+        # Assigned as an item, a number would be copied to the device, and the copy waited for.
+        waits[self.rank].fill_(began - asked)
+        total = torch.cat([torch.stack([part, vote, self.update.has_faults()]), waits])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
         # All that the host must know of the step in one wait for the device.
-        loss, votes, faults, *num_ranks = torch.cat([total, self._reductions.num_ranks()]).tolist()
-        self._reductions.drop_missing(num_ranks)
+        found = torch.cat([total, self._reductions.num_ranks()]).tolist()
+        loss, votes, faults = found[:3]
+        self._reductions.drop_missing(found[len(total) :])
         return StepResult(
             step=self.step_count,
             loss=loss,
@@ -440,6 +449,7 @@ class Session:
             iteration_s=time.perf_counter() - began,
             update_s=0.0,
             data_s=began - asked,
+            data_s_by_rank=found[3 : len(total)],
             stop=votes > 0,
             finite=math.isfinite(loss) and not faults,
             spans=spans,
@@ -615,6 +625,7 @@ class StepResult:
         iteration_s: forward, backward, communication and losses.
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
+        data_s_by_rank: the same of every rank.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
         finite: whether the loss and all summed gradients are numbers; else nothing was updated.
         spans: when each instruction of this rank ran; empty unless asked for.
@@ -626,6 +637,7 @@ class StepResult:
     iteration_s: float
     update_s: float
     data_s: float
+    data_s_by_rank: list[float]
     stop: bool
     finite: bool
     spans: list[InstructionSpan]

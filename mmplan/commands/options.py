@@ -39,6 +39,21 @@ def counts(option: str, text: str | None) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def count_or_auto(option: str, text: str) -> int | None:
+    """A number from 0 on; None for ``auto``.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise InvalidInputError(
+            f"{option} {text}: neither auto nor a number from 0 on", hint=f"{option} 4"
+        )
+    return int(text)
+
+
 def check_output(option: str, path: Path | None) -> None:
     """Check before the work that its file can be written.
 

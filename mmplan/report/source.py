@@ -35,7 +35,11 @@ WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One line of ``metrics.jsonl``; None where the value was not finite or not written."""
+    """One line of ``metrics.jsonl``; None where the value was not finite or not written.
+
+    Attributes:
+        waits: ranks and their seconds of waiting for data, of those that waited longest.
+    """
 
     step: int
     loss: float | None
@@ -43,6 +47,7 @@ class StepMetrics:
     update_s: float | None
     data_s: float | None
     samples_per_s: float | None
+    waits: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +283,16 @@ def _step(line: bytes) -> StepMetrics | None:
         entry = json.loads(line)
         names = ("loss", "iteration_s", "update_s", "data_s", "samples_per_s")
         values = {name: _finite(entry.get(name)) for name in names}
-        return StepMetrics(step=_count(entry["step"]), **values)
+        waits = entry.get("data_s_by_rank", {}).items()
+        return StepMetrics(
+            step=_count(entry["step"]),
+            **values,
+            waits=tuple(
+                (_count(int(rank)), seconds)
+                for rank, w in waits
+                if (seconds := _finite(w)) is not None
+            ),
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

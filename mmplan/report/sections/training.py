@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from mmplan.report import numbers as fmt
 from mmplan.report.html import markup, plots
 from mmplan.report.source import ReportData, Run, RunSegment
 from mmplan.wording import counted
+
+# Ranks in the table of those that waited for data.
+_MOST_RANKS = 8
 
 
 def training_section(data: ReportData) -> str:
@@ -34,7 +39,8 @@ def training_section(data: ReportData) -> str:
         + _time_picture(run, segments)
         + _throughput_picture(run, segments)
     )
-    return notes + markup.element("div", pictures, class_="pair") + _time_table(data, run)
+    tables = _time_table(data, run) + _waiting_table(run)
+    return notes + markup.element("div", pictures, class_="pair") + tables
 
 
 def _segments(data: ReportData, run: Run) -> tuple[RunSegment, ...]:
@@ -199,3 +205,20 @@ def _time_table(data: ReportData, run: Run) -> str:
             rows.append((name, predicted, *(fmt.seconds(v) for v in (low, middle, high))))
     columns = ("per step", ">predicted", ">10th percentile", ">median", ">90th percentile")
     return markup.table(columns, rows, label="Times of a step") if rows else ""
+
+
+def _waiting_table(run: Run) -> str:
+    """The ranks that waited for data, longest first."""
+    waited_s: defaultdict[int, float] = defaultdict(float)
+    steps = [s for s in run.current[run.warm_up :] if s.waits and s.iteration_s is not None]
+    for rank, wait_s in chain.from_iterable(step.waits for step in steps):
+        waited_s[rank] += wait_s
+    took_s = sum((s.iteration_s or 0.0) + (s.update_s or 0.0) + (s.data_s or 0.0) for s in steps)
+    longest = sorted(waited_s, key=lambda rank: -waited_s[rank])[:_MOST_RANKS]
+    rows = [
+        (str(rank), fmt.seconds(waited_s[rank] / len(steps)), fmt.percent(waited_s[rank] / took_s))
+        for rank in longest
+        if took_s > 0
+    ]
+    columns = ("rank", ">waiting for data, mean of a step", ">of the time")
+    return markup.table(columns, rows, label="Waiting for data by rank") if rows else ""

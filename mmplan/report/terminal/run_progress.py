@@ -14,6 +14,9 @@ from mmplan.schema.plan import Plan
 from mmplan.simulation.predict import simulate_plan
 from mmplan.wording import counted
 
+# Of a step: shorter waits for data are not spoken of.
+_SAID_SHARE = 0.05
+
 
 def follow(
     out: Output, bar: Progress, plan: Plan, total: int, *, emulated: bool = False
@@ -39,7 +42,7 @@ def follow(
                     done,
                     total,
                     f"{'' if emulated else loss}{event['samples_per_s']:.0f} samples/s  iteration "
-                    f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f})",
+                    f"{1e3 * took:.1f} ms (predicted {1e3 * predicted_s:.1f}){_waiting(event)}",
                 )
             case {"kind": "segment"}:
                 segment = event["segment"]
@@ -53,6 +56,8 @@ def follow(
                 out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
             case {"kind": "note"}:
                 out.text(event["message"])
+            case {"kind": "hint"}:
+                out.hint(event["message"])
             case {"launcher": "restart"}:
                 out.text(f"starting all workers again: {event['cause']}")
             case {"launcher": "stop-requested"}:
@@ -61,6 +66,13 @@ def follow(
                 pass  # a checkpoint: the folder shows it
 
     return on_event
+
+
+def _waiting(step: Mapping[str, Any]) -> str:
+    """The share of a step in which a rank waited for data, where it is more than a few percent."""
+    rank, longest_s = next(iter(step["data_s_by_rank"].items()))
+    share = longest_s / (step["data_s"] + step["iteration_s"] + step["update_s"])
+    return f"  waiting for data {share:.0%} (rank {rank})" if share >= _SAID_SHARE else ""
 
 
 def write_run_trace(
