@@ -1,8 +1,10 @@
-"""Waiting for data: the loading processes that are chosen, what is said of it, and where it stands."""
+"""Waiting for data: the loading processes that are chosen, and what is said of it."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from mmlaunch.data.loading_processes import LoadCost, Loading, choose, sent_byte
 from mmlaunch.run.data_watch import DataWatch, hint_of, said_of
 from mmlaunch.run.training_worker import longest_waits
 from mmlaunch.session.session import StepResult
+from tests.birds import copy_workload, edited, two_rank_plan
+from tests.commands import run
 
 COST = LoadCost(
     rank=0,
@@ -216,3 +220,34 @@ def test_ranks_of_one_choice_are_said_together() -> None:
     found = [Loading(processes=n) for n in (1, 2, 0, 0, 3, 0, 1, 0)]
     said = "data: 3 loading processes on ranks 0,2, 1 loading process on rank 3; "
     assert said_of(costs, found).startswith(said)
+
+
+# ---- runs ----
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_chooses_processes_for_slow_samples_and_trains_the_same(tmp_path: Path) -> None:
+    """Samples that wait 12 ms each, as for files: 16 of them are longer than the rest of a step."""
+    workload = copy_workload(tmp_path)
+    data = workload.parent / "birds" / "data.py"
+    edited(data, "import torch\n", "import time\n\nimport torch\n")
+    edited(data, "        return {\n", "        time.sleep(0.012)\n        return {\n")
+    (tmp_path / "plans").mkdir()
+    plan = two_rank_plan(workload, tmp_path / "plans" / "plan.json")
+    losses: list[list[float]] = []
+    for number, said, hinted in (("auto", True, False), ("0", False, True)):
+        folder = tmp_path / number
+        where = ("--run-dir", folder, "--steps", 100, "--num-workers", number)
+        done = run("mmlaunch", "run", plan, *where, cwd=tmp_path, timeout_s=280)
+        assert done.code == 0, done.err
+        assert ("data: 2 loading processes on ranks 0-1; " in done.out) == said, done.out
+        if hinted:
+            assert "hint: steps wait " in done.err
+            assert "of their time for data (rank " in done.err
+            assert "most): --num-workers 2 (a sample takes 12 ms, a step needs 16)" in done.err
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.append([step["loss"] for step in steps])
+        assert all(step["data_s_by_rank"].keys() == {"0", "1"} for step in steps)
+        assert "waiting for data" in done.err
+    assert losses[0] == losses[1]

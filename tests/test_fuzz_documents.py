@@ -103,7 +103,14 @@ class Job:
         ]
         write_trace(self.run_dir / "trace.json", *events)
         steps = [
-            {"step": step, "loss": 1.5, "iteration_s": 0.1, "data_s": 0.01, "samples_per_s": 160.0}
+            {
+                "step": step,
+                "loss": 1.5,
+                "iteration_s": 0.1,
+                "data_s": 0.01,
+                "data_s_by_rank": {"1": 0.02, "0": 0.01},
+                "samples_per_s": 160.0,
+            }
             for step in range(8)
         ]
         lines = "".join(f"{json.dumps(step)}\n" for step in steps)

@@ -143,6 +143,8 @@ def make_run(folder: Path, *, steps: int = 40, slowdown: float = 1.25, **names: 
                 "samples_per_s": 1.0,
                 "update_s": 1e-3,
                 "data_s": 1e-4,
+                # Ranks 0 and 1 are never among the longest.
+                "data_s_by_rank": {str(r): 1e-3 * r for r in range(9, 1, -1)},
             }
         )
         for step in range(steps)
@@ -470,6 +472,17 @@ def test_one_line_of_metrics_is_enough(tmp_path: Path) -> None:
     assert data.run.warm_up == 0
     assert "Loss: 4 at step 0" in training_section(data)
     assert "the median of 1 step." in overview_section(data)
+
+
+def test_ranks_that_waited_for_data_are_named_longest_first(hostile_run: Path) -> None:
+    data = load_source(hostile_run)
+    assert data.run is not None
+    assert data.run.iteration_s is not None
+    share = 9e-3 / (data.run.iteration_s + 1e-3 + 1e-4)
+    _, table = training_section(data).split('aria-label="Waiting for data by rank"')
+    rows = re.findall(r"<td>(\d)</td><td[^>]*>(\d ms)</td><td[^>]*>([\d.]+%)</td>", table)
+    assert [row[:2] for row in rows] == [(str(rank), f"{rank} ms") for rank in range(9, 1, -1)]
+    assert rows[0][2] == f"{100 * share:.1f}%"
 
 
 def test_measured_memory_stands_beside_the_predicted(tmp_path: Path) -> None:
