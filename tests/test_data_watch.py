@@ -19,6 +19,9 @@ from mmlaunch.data.loading_processes import LoadCost, Loading, choose, sent_byte
 from mmlaunch.run.data_watch import DataWatch, hint_of, said_of
 from mmlaunch.run.training_worker import longest_waits
 from mmlaunch.session.session import StepResult
+from mmplan.commands.options import count_or_auto
+from mmplan.errors import InvalidInputError
+from mmplan.report.terminal.run_progress import follow
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
 
@@ -207,6 +210,31 @@ def test_short_runs_hear_nothing() -> None:
     watched = Watched(None, until=80)
     watched.steps(80, waited_s=0.12)
     assert (watched.told, watched.used) == ([], [])
+
+
+def test_the_progress_tells_longer_waits_and_the_hint() -> None:
+    said: list[Any] = []
+    out: Any = SimpleNamespace(hint=said.append)
+    bar: Any = SimpleNamespace(update=lambda *parts: said.append(parts[2]))
+    plan: Any = SimpleNamespace(predicted=SimpleNamespace(iteration_s=0.05))
+    show = follow(out, bar, plan, 9)
+    step = {"kind": "step", "step": 1, "loss": 1.0, "samples_per_s": 9.0, "data_s": 0.0}
+    step |= {"iteration_s": 0.09, "update_s": 0.01}
+    for longest_s in (0.034, 0.004):
+        show({**step, "data_s_by_rank": {"3": longest_s, "0": 0.0}})
+    show({"kind": "hint", "message": "more of them"})
+    usual = "loss 1.0000  9 samples/s  iteration 90.0 ms (predicted 50.0)"
+    assert said == [f"{usual}  waiting for data 34% (rank 3)", usual, "more of them"]
+
+
+@pytest.mark.parametrize("text", ["-1", "many", "1.5", ""])
+def test_other_numbers_of_processes_are_refused(text: str) -> None:
+    assert (count_or_auto("--num-workers", "auto"), count_or_auto("--num-workers", "3")) == (
+        None,
+        3,
+    )
+    with pytest.raises(InvalidInputError, match=f"--num-workers {text}: neither auto nor"):
+        count_or_auto("--num-workers", text)
 
 
 def test_a_hint_names_what_stands_in_the_way() -> None:
