@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,20 @@ def test_final_weights_have_a_single_process_s_names_and_values(name: str, tmp_p
     assert "t.2.0.weight" not in written
     for key, value in expected.items():
         assert torch.equal(written[key], value), key
+
+
+def test_every_rank_knows_how_long_each_waited_for_data() -> None:
+    def body(session: Session) -> StepResult:
+        if session.rank == 2:
+            session.hooks.on_data.append(lambda *_: time.sleep(0.05))
+        return session.step()
+
+    results = run_ranks(plan_of("pipeline and replicas"), ADAMW, body)
+    assert len(results) == len(results[0].data_s_by_rank) > 2
+    for rank, result in enumerate(results):
+        assert result.data_s_by_rank == results[0].data_s_by_rank
+        assert result.data_s_by_rank[rank] == result.data_s
+    assert results[2].data_s >= 0.05
 
 
 def test_evaluate_gives_every_rank_what_rank_0_computes() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import json
 import multiprocessing
 import runpy
 import shutil
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -89,6 +91,33 @@ def test_an_index_of_other_shards_is_made_anew(folder: Path) -> None:
     write_shards(folder, (5, 2, 7))
     assert open_shards(folder)[6]["label"].item() == 6
     assert (folder / "part-0.index").read_bytes() != index
+
+
+def test_a_million_samples_open_with_the_work_of_a_few(folder: Path) -> None:
+    """By calls: nothing is read or made for each sample; benchmarks/bench_data.py has the time."""
+    assert len(open_shards(folder)) == sum(SIZES)
+    _, few = _calls(lambda: open_shards(folder))
+    path = folder / "part-0.index"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps({**json.loads(content[8:start]), "samples": 10**6}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + content[start:])
+        file.truncate(8 + len(header) + 16 * 10**6)
+    data, many = _calls(lambda: open_shards(folder))
+    assert len(data) == 10**6
+    assert many < few + 100
+    assert few < 5000
+
+
+def _calls(run: Callable[[], TarShards]) -> tuple[TarShards, int]:
+    counts = Counter[str]()
+    sys.setprofile(lambda _, event, __: counts.update([event]))
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return result, counts["call"] + counts["c_call"]
 
 
 def test_processes_that_start_together_make_one_index(folder: Path) -> None:
