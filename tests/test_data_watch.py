@@ -206,6 +206,15 @@ def test_a_given_number_stays_and_a_hint_names_the_better_one() -> None:
 
 
 @pytest.mark.usefixtures("_places")
+def test_steps_that_wait_for_long_need_fewer_to_choose() -> None:
+    watched = Watched(None, until=1000)
+    watched.steps(3, waited_s=9.0)
+    assert watched.used == []
+    watched.steps(1, waited_s=9.0)
+    assert len(watched.used) == 1
+
+
+@pytest.mark.usefixtures("_places")
 def test_short_runs_hear_nothing() -> None:
     watched = Watched(None, until=80)
     watched.steps(80, waited_s=0.12)

@@ -23,6 +23,8 @@ from mmplan.wording import counted, rank_ranges
 # Steps left out while caches and allocators, or loading processes, begin; then those looked at to
 # choose, and those between two looks at the waiting.
 _WARM_UP, _MEASURED, _WATCHED = 2, 6, 20
+# Waiting after which fewer steps must do to choose.
+_PATIENCE_S = 10.0
 # Of a step: waiting that is worth a line.
 _HINTED = 0.05
 # Of a rank's share of the memory and of the shared memory, for its loading processes.
@@ -43,7 +45,7 @@ class DataWatch:
 
     def follow(self, session: Session, until: int) -> None:
         """Watch a session's steps until their last one."""
-        self._until, self._seen = until, 0
+        self._until, self._seen, self._first_s = until, 0, 0.0
         self._loads: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self._parts: dict[str, StepData] = {}
         self._rests: list[float] = []
@@ -65,7 +67,9 @@ class DataWatch:
         rest_s = result.iteration_s + result.update_s
         if not self._best:
             self._rests.append(rest_s)
-            if len(self._rests) == _MEASURED:
+            # The same on all ranks, which choose after the same step.
+            self._first_s += max(result.data_s_by_rank)
+            if len(self._rests) == _MEASURED or self._first_s > _PATIENCE_S:
                 self._choose(session)
         elif session.rank == 0 and not self._hinted:
             self._waits = [*map(add, self._waits, result.data_s_by_rank)]
