@@ -50,12 +50,12 @@ class DataWatch:
         self._parts: dict[str, StepData] = {}
         self._rests: list[float] = []
         self._costs: list[LoadCost] = []
-        self._best: list[Loading] = []
+        self._best: list[Loading] | None = None
         session.hooks.on_data.append(self._on_data)
         session.hooks.on_step.append(self._on_step)
 
     def _on_data(self, _: Session, data: Mapping[str, StepData]) -> None:
-        if not self._best and self._seen >= _WARM_UP:
+        if self._best is None and self._seen >= _WARM_UP:
             for task, part in data.items():
                 self._loads[task].append((part.load_s, part.core_s))
                 self._parts[task] = part
@@ -65,7 +65,7 @@ class DataWatch:
         if self._seen <= _WARM_UP:
             return
         rest_s = result.iteration_s + result.update_s
-        if not self._best:
+        if self._best is None:
             self._rests.append(rest_s)
             # The same on all ranks, which choose after the same step.
             self._first_s += max(result.data_s_by_rank)
@@ -75,7 +75,7 @@ class DataWatch:
             self._waits = [*map(add, self._waits, result.data_s_by_rank)]
             self._took_s += result.data_s + rest_s
             if self._seen % _WATCHED == 0:
-                self._look(self._until - session.step_count)
+                self._look(self._until - session.step_count, self._best)
                 self._begin_look(session.transport.world_size)
 
     def _choose(self, session: Session) -> None:
@@ -84,19 +84,19 @@ class DataWatch:
         mine = [self._cost(session, task, left) for task in self._loads]
         everyone = session.transport.gather_objects(mine, list[LoadCost])
         self._costs = [*chain.from_iterable(everyone)]
-        self._best = choose(self._costs, left)
+        self._best = best = choose(self._costs, left)
         self._loads.clear()
         self._parts.clear()
         self._seen = 0
         self._begin_look(session.transport.world_size)
-        if self._processes is None and any(found.processes for found in self._best):
-            pairs = zip(self._costs, self._best, strict=True)
+        if self._processes is None and any(found.processes for found in best):
+            pairs = zip(self._costs, best, strict=True)
             session.data.use({c.task: f for c, f in pairs if c.rank == session.rank})
-            self._tell("note", said_of(self._costs, self._best))
+            self._tell("note", said_of(self._costs, best))
 
     def _cost(self, session: Session, task: str, left: int) -> LoadCost:
         loads, part, device = self._loads[task], self._parts[task], self._ctx.device
-        load_s, rest_s = median(load for load, _ in loads), median(self._rests)
+        load_s = median(load for load, _ in loads)
         num_local = int(os.environ["LOCAL_WORLD_SIZE"])
         room = _MEMORY_SHARE / num_local / len(self._loads)
         memory = room * memory_bytes(1)
@@ -108,10 +108,10 @@ class DataWatch:
             load_s=load_s,
             longest_s=max(load for load, _ in loads),
             core_s=median(core for _, core in loads),
-            rest_s=rest_s,
+            rest_s=median(self._rests),
             batch_bytes=sum(_num_bytes(value) for value in part.fields.values()),
             # Counting takes a while, and of cheap samples nobody asks.
-            sent_bytes=session.data.sent_bytes(task, memory) if pays(load_s, rest_s, left) else 0,
+            sent_bytes=session.data.sent_bytes(task, memory) if pays(load_s, 0.0, left) else 0,
             memory_bytes=memory,
             shared_bytes=min(memory, room * _free_shared_bytes()),
             place=f"{os.environ['GROUP_RANK']}:{bound}",
@@ -122,7 +122,7 @@ class DataWatch:
     def _begin_look(self, num_ranks: int) -> None:
         self._waits, self._took_s, self._from = [0.0] * num_ranks, 0.0, self._seen
 
-    def _look(self, left: int) -> None:
+    def _look(self, left: int, best: list[Loading]) -> None:
         """Say once what would help, where much of the time to come would be spent waiting."""
         longest_s = max(self._waits)
         share, steps = longest_s / self._took_s, self._seen - self._from
@@ -130,7 +130,7 @@ class DataWatch:
             return
         self._hinted = True
         rank = self._waits.index(longest_s)
-        self._tell("hint", hint_of(share, rank, self._costs, self._best, self._processes))
+        self._tell("hint", hint_of(share, rank, self._costs, best, self._processes))
 
     def _tell(self, kind: str, message: str) -> None:
         if self._ctx.rank == 0:
