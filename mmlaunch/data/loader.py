@@ -215,7 +215,7 @@ class StepData:
         indices: the dataset indices that stand there, one after another.
         fields: per field the loaded samples, one after another.
         load_s: that loading them took, in whichever process did it.
-        core_s: of that a core's time; the rest are waits, as for files.
+        core_s: of that the time on a core, or ready for one; the rest are waits, as for files.
     """
 
     step: int
@@ -384,7 +384,7 @@ class _Reader(Dataset[Any]):
         """One step's samples and the times of :class:`StepData`, in place of calls per sample."""
         if not self.ranges or not self.fields:
             return [], {}, 0.0, 0.0
-        began_s, core_began_s = time.perf_counter(), time.thread_time()
+        began_s, core_began_s = time.perf_counter(), _core_s()
         try:
             with _own_random_numbers():
                 keys = self._keys(*batches)
@@ -392,7 +392,7 @@ class _Reader(Dataset[Any]):
                 _seed_random_numbers(self.seed, *keys[0])
                 indices = [index for _, index in keys]
                 fields = self._batch(samples, indices)
-            load_s, core_s = time.perf_counter() - began_s, time.thread_time() - core_began_s
+            load_s, core_s = time.perf_counter() - began_s, _core_s() - core_began_s
             return indices, fields, load_s, core_s
         except MMPlanError as exc:
             cause = exc.__cause__
@@ -476,6 +476,16 @@ def _own_random_numbers() -> Generator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
         torch.set_rng_state(before[2])
+
+
+def _core_s() -> float:
+    """Seconds that this thread ran or, where others had all cores, was ready to."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            ran_ns, ready_ns, _ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return time.thread_time()
+    return (ran_ns + ready_ns) / 1e9
 
 
 def _random_state() -> tuple[object, ...]:

@@ -39,7 +39,7 @@ class LoadCost:
         samples: that it loads for a step.
         load_s: for a step's samples in one process; the median.
         longest_s: the largest of these.
-        core_s: of ``load_s`` a core's time.
+        core_s: of ``load_s`` what a core takes.
         rest_s: of the rank's step without its wait for data.
         batch_bytes: of a step's samples.
         sent_bytes: of the dataset; None where it cannot be sent to another process.
