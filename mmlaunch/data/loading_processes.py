@@ -6,13 +6,12 @@ with a step of s seconds if n * s is more than the seconds of loading.
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -153,39 +152,27 @@ def sent_bytes(dataset: Any, most: float) -> int | None:
     try:
         sizer.dump(dataset)
     except Exception:  # whatever a dataset says of it
-        return sizer.counter.num_bytes if sizer.counter.num_bytes > most else None
-    return sizer.counter.num_bytes
+        return sizer.num_bytes if sizer.num_bytes > most else None
+    return sizer.num_bytes
 
 
 class _Sizer(pickle.Pickler):
-    """Counts bytes, those of tensors without a copy."""
+    """Its own file, which counts bytes and keeps none; of tensors without a copy."""
 
     def __init__(self, most: float) -> None:
-        self.counter = _Counter(most)
-        super().__init__(self.counter, protocol=pickle.HIGHEST_PROTOCOL)
+        self._most, self.num_bytes = most, 0
+        super().__init__(cast(Any, self), protocol=pickle.HIGHEST_PROTOCOL)
+
+    def write(self, data: Any) -> None:
+        self._add(memoryview(data).nbytes)
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
-        self.counter.add(value.nbytes)
+        self._add(value.nbytes)
         return int, ()
 
-
-class _Counter(io.RawIOBase):
-    def __init__(self, most: float) -> None:
-        self._most, self.num_bytes = most, 0
-
-    def write(self, data: Any, /) -> int:
-        """Count what nobody keeps."""
-        self.add(memoryview(data).nbytes)
-        return memoryview(data).nbytes
-
-    def add(self, num_bytes: int) -> None:
-        """Count, and end the counting where it is too much.
-
-        Raises:
-            OverflowError: it is.
-        """
+    def _add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if self.num_bytes > self._most:
             raise OverflowError

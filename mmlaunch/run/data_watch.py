@@ -21,8 +21,10 @@ from mmplan.ragged import Ragged
 from mmplan.wording import counted, rank_ranges
 
 # Steps left out while caches and allocators, or loading processes, begin; then those looked at to
-# choose, and those between two looks at the waiting.
-_WARM_UP, _MEASURED, _WATCHED = 2, 6, 20
+# choose; and those between two looks at the waiting.
+_WARM_UP = 2
+_MEASURED = 6
+_WATCHED = 20
 # Waiting after which fewer steps must do to choose.
 _PATIENCE_S = 10.0
 # Of a step: waiting that is worth a line.
