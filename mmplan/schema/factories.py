@@ -181,10 +181,10 @@ def _made_dataset(data: DataSpec, folder: Path, field: str) -> Any:
     factory = import_factory(data.factory, folder, field=f"{field}.factory")
     dataset = _call(factory, data.args, folder, field=field)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if missing:
+    if missing or isinstance(dataset, Mapping):
         raise InvalidInputError(
-            f"{field}.factory: {data.factory} returned a {type(dataset).__name__} "
-            f"without {missing[0]}",
+            f"{field}.factory: {data.factory} returned a {type(dataset).__name__}"
+            + (f" without {missing[0]}" if missing else ", which has names in place of an order"),
             hint="return a map-style dataset: __len__ and __getitem__(index) -> dict; the order of "
             "a stream would change with ranks and processes",
         )
