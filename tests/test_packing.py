@@ -1,4 +1,4 @@
-"""Packs of ragged samples: whole, full, the same for a seed, and with the gradients of each apart."""
+"""Packs of ragged samples: whole, full, the same for a seed, with the gradients of samples apart."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from mmplan.schema.workload import DataSpec, Workload
 from mmplan.sources.mixture import Mixture
 from mmplan.sources.packing import Packed, best_fit
 from mmplan.zoo.interleaved import synthetic
+from mmplan.zoo.losses import token_cross_entropy
 from tests.programs import loss, make_plan, unit
 from tests.training import train_planned, worst_difference
 
@@ -317,3 +318,21 @@ def test_gradients_are_those_of_the_samples_unpacked(name: str) -> None:
     found = train_planned(planned(PLANS[name]), workload, 2)
     weights = {n: p.detach() for n, p in parameters.items()}
     assert worst_difference(found.weights, weights) < 1e-12
+
+
+def test_targets_of_packs_stay_within_their_sample() -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths = [[3, 1], [2], [0, 4, 1]]
+    packs = [sum(own) for own in lengths]
+    total = sum(packs)
+    logits = torch.randn(total, 5, generator=draw, dtype=torch.float64)
+    labels = torch.randint(5, (total,), generator=draw)
+    each = [torch.tensor(own) for own in lengths]
+    apart = Ragged(torch.cat(each), torch.tensor([len(own) for own in lengths]))
+    fields = {"labels": Ragged(labels, torch.tensor(packs)), "labels_lengths": apart}
+    loss_of = token_cross_entropy()
+    alone = Ragged(labels, apart.values)
+    assert loss_of.count(fields).tolist() == [2, 1, 3]
+    assert loss_of.count({"labels": alone}).sum() == 6
+    found = loss_of(Ragged(logits, torch.tensor(packs)), *fields.values())
+    assert torch.equal(found, loss_of(Ragged(logits, apart.values), alone))

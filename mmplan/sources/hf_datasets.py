@@ -149,7 +149,7 @@ def _loaded(path: str) -> Any:
     except ModuleNotFoundError as error:
         raise UnfitEnvironmentError(
             f"mmplan.sources.hf_datasets needs {error.name}, which is not installed",
-            hint='pip install "mmplan[datasets]"',
+            hint='pip install -e ".[datasets]" has it, or pip install "datasets>=4"',
         ) from error
     try:
         return datasets.load_from_disk(path, keep_in_memory=False)

@@ -110,7 +110,7 @@ class Packed:
         except (KeyError, AttributeError, TypeError, RuntimeError) as error:
             raise InvalidInputError(
                 f"samples {', '.join(map(str, samples))} do not join: {error}",
-                hint="give all samples the same fields, each with one type and shape of rows",
+                hint="give all samples the same fields, each with rows of one shape",
             ) from error
 
     def _work(self, index: int) -> dict[str, float]:
@@ -122,8 +122,6 @@ class Packed:
         return total
 
     def _samples(self, index: int) -> list[int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"{index} of {len(self)} packs")
         return self._order[self._starts[index] : self._starts[index + 1]].tolist()
 
     def _sample(self, index: int) -> Mapping[str, Any]:
