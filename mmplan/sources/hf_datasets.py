@@ -18,7 +18,7 @@ Anything else (text, images, lists of lists of any length) needs ``decode``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ from mmplan.arrays import Ints
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import import_factory, workload_folder
+from mmplan.sources.tar_shards import Decode
 
-Decode = Callable[[dict[str, Any]], Mapping[str, Any]]
 # The size of an axis that differs from sample to sample.
 _ANY = -1
 
