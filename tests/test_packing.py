@@ -172,6 +172,7 @@ def test_arguments_that_make_no_sense_are_refused(args: dict[str, Any], said: st
     [
         (Dense(), [2, 2, 2], "no ragged field 'x'"),
         (Mixture([Sequences(), Sequences()], [1, 2]), [1] * 120, "Mixture cannot be packed"),
+        (Mixture([Sequences(), Sequences()], [1, 2], 120), [1] * 120, "Mixture cannot be packed"),
         (Sequences(), [1.5] * 60, r"the lengths are \[60\] of float64, the source has 60 samples"),
         (Sequences(), [1] * 59, r"the lengths are \[59\] of int64"),
     ],

@@ -30,7 +30,7 @@ from mmplan.arrays import Ints
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_part, workload_folder
-from mmplan.sources.orders import epoch_length
+from mmplan.sources.orders import epoch_order
 
 
 def packed(
@@ -145,7 +145,8 @@ class Packed:
 
     def _check_part(self) -> None:
         part, field = self._part, self._field
-        if epoch_length(part) != len(part) or hasattr(part, "collate"):
+        once = np.array_equal(np.sort(epoch_order(part, 0, 0)), np.arange(len(part)))
+        if not once or hasattr(part, "collate"):
             raise InvalidInputError(
                 f"{type(part).__name__} cannot be packed: its samples come by weights, or are put "
                 "together by a collate of its own",
