@@ -29,7 +29,7 @@ from tests.streams import (
 )
 
 pytest.importorskip("datasets")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORKERS = (0, 1, 3)
 
@@ -70,7 +70,7 @@ def test_every_source_under_every_plan(
     assert recorded([log]) == stream
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_killed_at_any_step_and_resumed_under_other_plans(
     folder: Path, stream: dict[str, list[Seen]], tmp_path: Path, seed: int
 ) -> None:
