@@ -5,7 +5,6 @@ Real runs write down what their blocks are given; see tests/streams.py.
 
 from __future__ import annotations
 
-import itertools
 import random
 import subprocess
 import time
@@ -32,6 +31,8 @@ pytest.importorskip("datasets")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORKERS = (0, 1, 3)
+# Each rank has loading processes for each task: of all nine runs some, a kill has the others.
+RUNS = [("one", 0), ("one", 3), ("replicas", 1), ("spread", 0), ("spread", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def arguments(folder: Path, run_dir: Path, plan: str, workers: int) -> list[obje
     return ["run", folder / f"{plan}.json", *where, "--num-workers", workers]
 
 
-@pytest.mark.parametrize(("plan", "workers"), [*itertools.product(PLANS, WORKERS)])
+@pytest.mark.parametrize(("plan", "workers"), RUNS)
 def test_every_source_under_every_plan(
     folder: Path, stream: dict[str, list[Seen]], tmp_path: Path, plan: str, workers: int
 ) -> None:
@@ -70,7 +71,7 @@ def test_every_source_under_every_plan(
     assert recorded([log]) == stream
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_any_step_and_resumed_under_other_plans(
     folder: Path, stream: dict[str, list[Seen]], tmp_path: Path, seed: int
 ) -> None:
