@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mmlaunch.data.loader import StepLoader, step_indices
+from mmlaunch.session.reference import _Samples
 from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import DataSpec, load_workload
@@ -399,6 +400,15 @@ def test_the_stream_follows_from_seed_and_step(folder: Path, kind: str, workers:
                     assert values.reshape(high - low, -1)[:, 0].tolist() == expected[step][low:high]
         finally:
             loader.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verification_takes_the_same_samples(folder: Path, kind: str) -> None:
+    data = sources(folder)[kind]
+    reference = object.__new__(_Samples)
+    reference.dataset, reference._batch, reference._seed = data, 6, 3
+    steps = range(9)
+    assert [reference.indices(s) for s in steps] == [step_indices(data, 6, 3, s) for s in steps]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -394,17 +394,25 @@ class _Samples:
         )
 
     def indices(self, step: int) -> list[int]:
-        """Batch s mod n of epoch s div n, whose order is drawn from seed + epoch."""
-        epoch, index = divmod(step, len(self.dataset) // self._batch)
-        draws = torch.Generator().manual_seed(self._seed + epoch)
-        order = torch.randperm(len(self.dataset), generator=draws).tolist()
+        """Batch s mod n of epoch s div n, whose order is its own or drawn from seed + epoch."""
+        epoch, index = self._place(step)
+        if hasattr(self.dataset, "epoch_order"):
+            order = self.dataset.epoch_order(self._seed, epoch).tolist()
+        else:
+            draws = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(len(self.dataset), generator=draws).tolist()
         return order[index * self._batch : (index + 1) * self._batch]
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the number of its batch there."""
+        samples = getattr(self.dataset, "epoch_length", None) or len(self.dataset)
+        return divmod(step, samples // self._batch)
 
     def load(self, step: int, indices: Sequence[int]) -> dict[str, Value]:
         """The fields of a batch."""
         if not self._fields:
             return {}
-        epoch = step // (len(self.dataset) // self._batch)
+        epoch, _ = self._place(step)
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         samples: list[Any] = []
         for index in indices:

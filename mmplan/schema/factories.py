@@ -153,17 +153,23 @@ def build_dataset(data: DataSpec, folder: Path, *, seed: int = 0, field: str = "
         return _made_dataset(data, folder, field)
 
 
-def build_part(data: DataSpec, *, field: str) -> Any:
+def build_part(part: Mapping[str, Any], *, field: str) -> Any:
     """A dataset that the factory of another one asks for, under the same seed.
 
     Args:
-        data: the factory and its arguments.
+        part: ``factory`` and ``args`` (none by default).
         field: the place in the other's arguments, for errors.
 
     Raises:
-        InvalidInputError: as :func:`build_dataset`.
+        InvalidInputError: no factory, or a field that is neither; else as :func:`build_dataset`.
     """
-    return _made_dataset(data, workload_folder(), field)
+    unknown = sorted(set(part) - {"factory", "args"})
+    if unknown or "factory" not in part:
+        raise InvalidInputError(
+            f"{field}: {f'unknown field {unknown[0]!r}' if unknown else 'no factory'}",
+            hint="a dataset has factory and args; in a mixture weight too",
+        )
+    return _made_dataset(DataSpec(**part), workload_folder(), field)
 
 
 def workload_folder() -> Path:
@@ -175,11 +181,12 @@ def _made_dataset(data: DataSpec, folder: Path, field: str) -> Any:
     factory = import_factory(data.factory, folder, field=f"{field}.factory")
     dataset = _call(factory, data.args, folder, field=field)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-    if missing:
+    if missing or isinstance(dataset, Mapping):
         raise InvalidInputError(
-            f"{field}.factory: {data.factory} returned a {type(dataset).__name__} "
-            f"without {missing[0]}",
-            hint="return a map-style dataset: __len__ and __getitem__(index) -> dict",
+            f"{field}.factory: {data.factory} returned a {type(dataset).__name__}"
+            + (f" without {missing[0]}" if missing else ", which has names in place of an order"),
+            hint="return a map-style dataset: __len__ and __getitem__(index) -> dict; the order of "
+            "a stream would change with ranks and processes",
         )
     _check_sample(dataset, data, folder, field)
     return dataset

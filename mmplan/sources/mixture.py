@@ -23,7 +23,6 @@ import numpy as np
 from mmplan.arrays import Indices
 from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_part
-from mmplan.schema.workload import DataSpec
 from mmplan.sources.orders import epoch_length, epoch_order
 
 
@@ -44,19 +43,13 @@ def mixture(parts: Sequence[Mapping[str, Any]], epoch: int | None = None) -> Mix
     datasets: list[Any] = []
     weights: list[float] = []
     for number, part in enumerate(parts):
-        unknown = sorted(set(part) - {"factory", "args", "weight"})
-        if unknown or "factory" not in part:
-            raise InvalidInputError(
-                f"parts[{number}]: {f'unknown field {unknown[0]!r}' if unknown else 'no factory'}",
-                hint="a part has factory, args and weight",
-            )
         weight = part.get("weight", 1)
         if not isinstance(weight, int | float) or not 0 < weight < inf:
             raise InvalidInputError(
                 f"parts[{number}].weight is {weight!r}", hint="give a number above 0"
             )
-        data = DataSpec(factory=part["factory"], args=part.get("args", {}))
-        datasets.append(build_part(data, field=f"parts[{number}]"))
+        own = {name: value for name, value in part.items() if name != "weight"}
+        datasets.append(build_part(own, field=f"parts[{number}]"))
         weights.append(float(weight))
     return Mixture(datasets, weights, epoch)
 

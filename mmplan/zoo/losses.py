@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -227,18 +228,21 @@ class TokenCrossEntropy(nn.Module):
         self.shift = shift
         self.ignore_index = ignore_index
 
-    def forward(self, logits: Tensor | Ragged, labels: Tensor | Ragged) -> Tensor:
+    def forward(
+        self, logits: Tensor | Ragged, labels: Tensor | Ragged, lengths: Ragged | None = None
+    ) -> Tensor:
         """Sum of the cross entropy over the targets.
 
         Args:
             logits: [B, T, V], or ragged with values [tokens, V].
             labels: [B, T] int64, or ragged with values [tokens]; ``ignore_index``
                 where there is no target.
+            lengths: of packs (:mod:`mmplan.sources.packing`), the tokens of each sample.
         """
         scores = logits.values if isinstance(logits, Ragged) else logits.flatten(0, 1)
         return functional.cross_entropy(
             scores,
-            self._targets(labels).flatten(),
+            self._targets(labels, lengths).flatten(),
             ignore_index=self.ignore_index,
             reduction="sum",
         )
@@ -252,27 +256,31 @@ class TokenCrossEntropy(nn.Module):
         Raises:
             InvalidInputError: it is not clear which field holds the labels.
         """
-        only = next(iter(fields)) if len(fields) == 1 else None
-        name = self.field or only
+        # Packs have the labels' lengths beside them.
+        own = [name for name in fields if name.removesuffix("_lengths") not in {*fields} - {name}]
+        name = self.field or (own[0] if len(own) == 1 else None)
         if name is None or name not in fields:
             raise InvalidInputError(
                 f"token_cross_entropy has no labels: field {name!r}, its data {sorted(fields)}",
                 hint="name the field of the labels: args: {field: NAME}",
             )
         labels = fields[name]
-        is_target = (self._targets(labels) != self.ignore_index).long()
+        lengths: Any = fields.get(f"{name}_lengths")
+        is_target = (self._targets(labels, lengths) != self.ignore_index).long()
         if not isinstance(labels, Ragged):
             return is_target.sum(dim=1)
         return is_target.new_zeros(len(labels.lengths)).index_add(0, samples_of(labels), is_target)
 
-    def _targets(self, labels: Tensor | Ragged) -> Tensor:
+    def _targets(self, labels: Tensor | Ragged, lengths: Ragged | None) -> Tensor:
         """What each position predicts, in the shape of the labels' values."""
         values = labels.values if isinstance(labels, Ragged) else labels
         if not self.shift:
             return values
         targets = values.roll(-1, dims=-1)
         if isinstance(labels, Ragged):
-            sample = samples_of(labels)
+            sample = samples_of(
+                Ragged(labels.values, lengths.values) if lengths is not None else labels
+            )
             is_last = torch.cat([sample[1:] != sample[:-1], torch.ones_like(sample[:1]).bool()])
             return targets.masked_fill(is_last, self.ignore_index)
         targets[:, -1] = self.ignore_index
