@@ -245,6 +245,18 @@ def run(
             help="data processes of each rank and task; auto: as many as their samples cost",
         ),
     ] = "auto",
+    data_address: Annotated[
+        str | None,
+        typer.Option(
+            "--data-address", metavar="HOST:PORT", help="of mmlaunch data --head, which loads data"
+        ),
+    ] = None,
+    data_wait: Annotated[
+        float,
+        typer.Option(
+            "--data-wait", metavar="S", min=0, help="seconds without a producer until it stops"
+        ),
+    ] = 240.0,
     emulate: Annotated[
         bool,
         typer.Option(
@@ -309,6 +321,8 @@ def run(
         timeout_s=timeout,
         start_timeout_s=start_timeout,
         num_workers=count_or_auto("--num-workers", num_workers),
+        data_address=data_address,
+        data_wait_s=data_wait,
         emulation=emulation,
     )
     prepared = prepare(options)
@@ -329,8 +343,9 @@ def run(
         write_run_trace(out, segment.plan, segment.path, summary.spans, trace)
     out.data({"run_dir": str(summary.run_dir), "steps": summary.steps, "stopped": summary.stopped})
     if summary.stopped:
+        why = f"without a producer at {data_address}" if summary.starved else "on request"
         raise StoppedError(
-            f"stopped on request after step {summary.steps}, saved in {summary.run_dir}",
+            f"stopped {why} after step {summary.steps}, saved in {summary.run_dir}",
             hint=f"go on with: mmlaunch run {plan} --resume --run-dir {summary.run_dir}",
         )
     done = "emulated, nothing was trained" if emulate else "done"
@@ -610,6 +625,55 @@ def verify(
         f"after a reload on 1 rank, equal one process's: worst difference {verdict.worst:.2g} of "
         f"the largest gradient, at most {verdict.share:.0%} of what rounding allows"
     )
+
+
+@mmlaunch_app.command()
+def data(
+    head: Annotated[bool, typer.Option("--head", help="begin a cluster")] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="of the head; with --head where it listens, default: port 6379",
+        ),
+    ] = None,
+    cpus: Annotated[
+        int | None,
+        typer.Option("--cpus", metavar="N", min=0, help="that load data; default: all of them"),
+    ] = None,
+    store: Annotated[
+        int | None,
+        typer.Option(
+            "--object-store-memory",
+            metavar="BYTES",
+            min=80_000_000,
+            help="of samples that wait; default: 30% of the memory",
+        ),
+    ] = None,
+) -> None:
+    """Load data for runs on other machines, as a node of a Ray cluster, until SIGTERM."""
+    from mmlaunch.data.ray_node import RayNode, serve, take_settings
+    from mmlaunch.launch.addresses import parse_endpoint
+    from mmplan.processes import num_cores
+
+    if address is not None:
+        parse_endpoint(address, "--address")
+    elif not head:
+        raise InvalidInputError(
+            "mmlaunch data begins a cluster or joins one",
+            hint="give --head, or --address HOST:PORT of a head",
+        )
+    token = take_settings("mmlaunch data", make_token=head)
+    out, cores = Output(), num_cores() if cpus is None else cpus
+    node = RayNode(address=address, head=head, cpus=cores, store_bytes=store)
+
+    def up() -> None:
+        out.text(f"{counted(cores, 'core')} for data at {node.address()}, token in {token}")
+        if head:
+            out.hint(f"mmlaunch data --address {node.address()}, with the same token")
+
+    serve(node, on_up=up)
 
 
 RunDirOption = Annotated[

@@ -5,8 +5,10 @@
 A million samples of one small member lie in ten shards. The index is made, then opened by another
 process. The first batch is asked for at step 0 and at step a million, by three orders. A consumer
 that takes 60 ms for a step of 32 samples then reads samples whose decoding takes 1.5 ms of a core:
-in the step itself, and in one and three loading processes. The consumer sleeps, as a host does
-while its device computes, so the loading processes have the cores.
+in the step itself, in one and three loading processes, and by one and two producers of a Ray
+cluster on this machine, of a core each. Ragged samples have nine rows in one of eight and one row
+in the others, and the same time a row. The consumer sleeps, as a host does while its device
+computes, so whoever loads has the cores.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import secrets
+import socket
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,10 @@ import torch
 from page import conditions, table, write_section
 
 from mmlaunch.data.loader import StepLoader, step_indices
+from mmlaunch.data.producers import DataSource, Producers, RemoteLoader
+from mmlaunch.data.ray_node import RayNode, joined, take_settings
+from mmplan.ragged import Ragged
+from mmplan.schema.workload import DataSpec
 from mmplan.sources.mixture import Mixture
 from mmplan.sources.tar_shards import TarShards
 
@@ -35,7 +44,11 @@ STEP_S = 0.06
 DECODE_S = 0.0015
 LATE = 1_000_000
 WORKERS = (0, 1, 3)
-WARM_UP = 4
+PRODUCERS = (1, 2)
+# Producers import torch first.
+WARM_UP = 12
+# A row of every eighth sample stands for nine: the mean is two.
+LONG, EVERY = 9, 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,12 +97,24 @@ def _label(members: dict[str, Any]) -> dict[str, Any]:
     return {"label": torch.tensor(int(members["cls"]))}
 
 
-def _decoded(members: dict[str, Any]) -> dict[str, Any]:
+def equal(members: dict[str, Any]) -> dict[str, Any]:
     """A sample whose decoding keeps a core for a while."""
-    until = time.thread_time() + DECODE_S
+    _compute(DECODE_S)
+    return _label(members)
+
+
+def ragged(members: dict[str, Any]) -> dict[str, Any]:
+    """One whose decoding takes as long on average, and a time for each row."""
+    sample = _label(members)
+    rows = LONG if int(sample["label"]) % EVERY == 0 else 1
+    _compute(DECODE_S * rows * EVERY / (LONG + EVERY - 1))
+    return sample | {"rows": Ragged(torch.zeros(rows, 256), torch.tensor([rows]))}
+
+
+def _compute(seconds: float) -> None:
+    until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
-    return _label(members)
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -119,27 +144,65 @@ def _starts(shards: Sequence[Path], index: Path, data: TarShards) -> str:
 def _waits(shards: Sequence[Path], index: Path, steps: int) -> str:
     """The share of a step in which its consumer waits for samples."""
     rows: list[list[str]] = []
-    alone_s = 0.0
-    for workers in WORKERS:
-        loader = StepLoader(
-            TarShards(shards, index, _decoded),
-            batch=BATCH,
+    for decode in (equal, ragged):
+        data = TarShards(shards, index, decode)
+        arguments: dict[str, Any] = {
+            "batch": BATCH,
+            "seed": 0,
+            "ranges": [(0, BATCH)],
+            "fields": sorted(data[0]),
+        }
+        alone_s = 0.0
+
+        def row(made: str, loader: StepLoader, kind: str = decode.__name__) -> None:
+            nonlocal alone_s
+            waited_s, step_s = _consumed(loader, steps)
+            alone_s = alone_s or step_s
+            ratio = f"{alone_s / step_s:.2f}"
+            rows.append([kind, made, f"{1e3 * step_s:.1f} ms", f"{waited_s / step_s:.1%}", ratio])
+
+        for workers in WORKERS:
+            loader = StepLoader(data, num_workers=workers, **arguments)
+            row(f"{workers} loading processes" if workers else "in the step", loader)
+        source = DataSource(
+            data=DataSpec(
+                factory="mmplan.sources.tar_shards:tar_shards",
+                args={
+                    "shards": f"{shards[0].parent}/shard-{{0..{len(shards) - 1}}}.tar",
+                    "decode": f"bench_data:{decode.__name__}",
+                    "index": str(index),
+                },
+            ),
+            folder=Path(__file__).parent,
             seed=0,
-            ranges=[(0, BATCH)],
-            fields=["label"],
-            num_workers=workers,
+            field="data",
         )
-        waited_s, step_s = _consumed(loader, steps)
-        alone_s = alone_s or step_s
-        rows.append(
-            [
-                f"{workers} loading processes" if workers else "in the step",
-                f"{1e3 * step_s:.1f} ms",
-                f"{waited_s / step_s:.1%}",
-                f"{alone_s / step_s:.2f}",
-            ]
-        )
-    return table(["samples are made", "a step", "of it waiting", "steps/s by those of 0"], rows)
+        for count in PRODUCERS:
+            with _cluster(count) as producers:
+                loader = RemoteLoader(data, source=source, producers=producers, **arguments)
+                row(f"{count} remote producers", loader)
+    header = ["samples", "made", "a step", "of it waiting", "steps/s by those of 0"]
+    return table(header, rows)
+
+
+@contextmanager
+def _cluster(count: int) -> Generator[Producers]:
+    """A head without cores, and nodes of one core each."""
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    take_settings("the benchmark")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with ExitStack() as stack:
+        for cores in (0,) + (1,) * count:
+            head = cores == 0
+            node = RayNode(address=address, head=head, cpus=cores, store_bytes=200_000_000)
+            stack.callback(node.close)
+            node.start()
+            node.wait()
+            address = node.address()
+        folder = stack.enter_context(joined(address))
+        yield Producers(address=address, folder=folder, wait_s=60.0)
 
 
 def _consumed(loader: StepLoader, steps: int) -> tuple[float, float]:

@@ -155,6 +155,7 @@ class Watched:
             data_s=waited_s,
             data_s_by_rank=[waited_s, 0.001],
             stop=False,
+            starved=False,
             finite=True,
             spans=[],
         )

@@ -11,7 +11,7 @@ import multiprocessing
 import random
 import time
 import traceback
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -285,30 +285,44 @@ class StepLoader(Iterator[StepData]):
         self._step = start_step
         if self._ranges and not 0 <= self._ranges[0][0] < self._ranges[-1][1] <= batch:
             raise InvalidInputError(f"batch positions {self._ranges} of a batch of {batch}")
-        if num_workers and multiprocessing.get_start_method() == "forkserver":
+        self._batch, self._num_workers, self._ahead = batch, num_workers, ahead
+        self._pin_memory = pin_memory
+        self._reader = Reader(dataset, tuple(fields), seed, self._ranges, order)
+        self._batches: Iterator[Any] | None = self._open()
+
+    def _open(self) -> Iterator[Any]:
+        """What :class:`Reader` gives of this step and of those that follow."""
+        if self._num_workers and multiprocessing.get_start_method() == "forkserver":
             # A rank that a fork server started has none of its own: unguarded, the loader's
             # would outlive it.
             fork_server.start()
-        loader = DataLoader(
-            _Reader(dataset, tuple(fields), seed, self._ranges, order),
-            batch_sampler=cast(Any, _steps(dataset, batch, seed, start_step)),
+        reader = self._reader
+        steps = _steps(reader.dataset, self._batch, reader.seed, self._step)
+        return iter(self._loader(reader, steps, self._num_workers))
+
+    def _loader(
+        self, reader: Dataset[Any], steps: Iterable[Any], num_workers: int, **more: Any
+    ) -> DataLoader[Any]:
+        return DataLoader(
+            reader,
+            batch_sampler=cast(Any, steps),
             collate_fn=_as_is,
             num_workers=num_workers,
-            prefetch_factor=ahead if num_workers else None,
-            pin_memory=pin_memory,
+            prefetch_factor=self._ahead if num_workers else None,
+            pin_memory=self._pin_memory,
             worker_init_fn=guard_loader,
             # A generator of its own: the default one would be advanced here, and with it
             # the model's random numbers.
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(self._reader.seed),
+            **more,
         )
-        self._batches: Iterator[Any] | None = iter(loader)
 
     def __next__(self) -> StepData:
         """The next step's data."""
         if self._batches is None:
             raise StopIteration
         got = self._next_batch(self._batches)
-        if isinstance(got, _Failure):
+        if isinstance(got, LoadFailure):
             raise got.error from (RuntimeError(got.trace) if got.trace else None)
         # A tuple until here: of other objects nothing would be page-locked.
         indices, fields, load_s, core_s = got
@@ -343,7 +357,7 @@ class StepLoader(Iterator[StepData]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
+class LoadFailure:
     """An error on its way out of a loading process, which would reword any exception."""
 
     error: MMPlanError
@@ -351,7 +365,7 @@ class _Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StepBatch:
+class StepBatch:
     """A step's whole batch: its dataset indices, as they are drawn."""
 
     step: int
@@ -359,16 +373,19 @@ class _StepBatch:
     indices: Sequence[int]
 
 
-def _steps(dataset: Any, batch: int, seed: int, start_step: int) -> Iterator[list[_StepBatch]]:
-    """Each step's batch; where it is read it is put in order and cut."""
+def step_batch(dataset: Any, batch: int, seed: int, step: int) -> StepBatch:
+    """A step's batch; where it is read it is put in order and cut."""
+    indices = step_indices(dataset, batch, seed, step)
+    return StepBatch(step=step, epoch=step // (epoch_length(dataset) // batch), indices=indices)
+
+
+def _steps(dataset: Any, batch: int, seed: int, start_step: int) -> Iterator[list[StepBatch]]:
     for step in count(start_step):
-        indices = step_indices(dataset, batch, seed, step)
-        epoch = step // (epoch_length(dataset) // batch)
-        yield [_StepBatch(step=step, epoch=epoch, indices=indices)]
+        yield [step_batch(dataset, batch, seed, step)]
 
 
 @dataclass
-class _Reader(Dataset[Any]):
+class Reader(Dataset[Any]):
     """Loads and batches a step's samples in one go, in a loading process or here."""
 
     dataset: Any
@@ -379,8 +396,8 @@ class _Reader(Dataset[Any]):
     draws: bool = False
 
     def __getitems__(
-        self, batches: list[_StepBatch]
-    ) -> tuple[list[int], dict[str, Field], float, float] | _Failure:
+        self, batches: list[StepBatch]
+    ) -> tuple[list[int], dict[str, Field], float, float] | LoadFailure:
         """One step's samples and the times of :class:`StepData`, in place of calls per sample."""
         if not self.ranges or not self.fields:
             return [], {}, 0.0, 0.0
@@ -397,9 +414,9 @@ class _Reader(Dataset[Any]):
         except MMPlanError as exc:
             cause = exc.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None
-            return _Failure(error=exc, trace=trace)
+            return LoadFailure(error=exc, trace=trace)
 
-    def _keys(self, batch: _StepBatch) -> list[tuple[int, int]]:
+    def _keys(self, batch: StepBatch) -> list[tuple[int, int]]:
         """(epoch, dataset index) of every sample to load."""
         order = self.order
         indices = batch.indices if order is None else order(batch.indices, batch.step)

@@ -8,7 +8,7 @@ loss, does not depend on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from mmlaunch.data.loader import StepData, StepLoader, check_fields
 from mmlaunch.data.loading_processes import Loading, sent_bytes
+from mmlaunch.data.producers import DataSource, NoProducersError, Producers, RemoteLoader
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.program.model import Program
 from mmplan.reordering.batch_order import BatchOrder
-from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import TaskView, Workload
 
 
@@ -138,6 +138,10 @@ class TaskData:
         rank: this rank.
         num_workers: data loading processes.
         pin_memory: whether batches go to a GPU.
+        producers: prepare the data in place of loading processes.
+
+    Attributes:
+        starved: why the last step got samples of an earlier one; else None.
 
     Raises:
         InvalidInputError: a task has no data, or a dataset is wrong.
@@ -153,6 +157,7 @@ class TaskData:
         rank: int,
         num_workers: int,
         pin_memory: bool,
+        producers: Producers | None = None,
     ) -> None:
         self._workload, self._folder, self._tasks = workload, folder, tasks
         self._pin_memory = pin_memory
@@ -164,10 +169,26 @@ class TaskData:
             for name, dataset in self._datasets.items()
         }
         self._loaders: dict[str, StepLoader] = {}
+        self._producers = _as_seen_by(rank, program, producers) if producers else None
+        self._last: dict[str, StepData] = {}
+        self.starved: NoProducersError | None = None
 
     def step(self, step: int) -> dict[str, StepData]:
-        """This rank's data of a step; steps are asked for one after another."""
-        return {name: self.of_task(name, step) for name in self._needs}
+        """This rank's data of a step; steps are asked for one after another.
+
+        Where no producer comes the samples are those of an earlier step, and ``starved`` is set:
+        other ranks are in the step by then, and all can leave it only at its end.
+        """
+        return {name: self._of_task_or_earlier(name, step) for name in self._needs}
+
+    def _of_task_or_earlier(self, task: str, step: int) -> StepData:
+        try:
+            return self.of_task(task, step)
+        except NoProducersError as error:
+            if task not in self._last:
+                raise
+            self.starved = error
+            return self._last[task]
 
     def of_task(self, task: str, step: int) -> StepData:
         """The data of one task.
@@ -184,20 +205,30 @@ class TaskData:
 
     def _next(self, task: str, step: int) -> StepData:
         if task not in self._loaders:
-            need = self._needs[task]
-            self._loaders[task] = StepLoader(
-                self._datasets[task],
-                batch=self._tasks[task].batch,
-                seed=self._workload.train.seed,
-                ranges=need.ranges,
-                fields=need.fields,
-                start_step=step,
-                order=self._orders[task],
-                num_workers=self._loading[task].processes,
-                ahead=self._loading[task].ahead,
-                pin_memory=self._pin_memory,
-            )
-        return next(self._loaders[task])
+            self._loaders[task] = self._loader(task, step)
+        data = next(self._loaders[task])
+        if self._producers is not None:
+            self._last[task] = data
+        return data
+
+    def _loader(self, task: str, step: int) -> StepLoader:
+        need, view = self._needs[task], self._tasks[task]
+        arguments: dict[str, Any] = {
+            "batch": view.batch,
+            "seed": self._workload.train.seed,
+            "ranges": need.ranges,
+            "fields": need.fields,
+            "start_step": step,
+            "order": self._orders[task],
+            "num_workers": self._loading[task].processes,
+            "ahead": self._loading[task].ahead,
+            "pin_memory": self._pin_memory,
+        }
+        dataset, producers = self._datasets[task], self._producers
+        if producers is None or not need.fields:
+            return StepLoader(dataset, **arguments)
+        source = source_of(self._workload, view, self._folder)
+        return RemoteLoader(dataset, source=source, producers=producers, **arguments)
 
     def use(self, loading: Mapping[str, Loading]) -> None:
         """Load tasks in other processes from the next step on."""
@@ -227,12 +258,29 @@ def open_dataset(workload: Workload, view: TaskView, folder: Path) -> Any:
     Raises:
         InvalidInputError: the task has no data, or the data factory is wrong.
     """
+    return source_of(workload, view, folder).open()
+
+
+def source_of(workload: Workload, view: TaskView, folder: Path) -> DataSource:
+    """How the dataset of a task is made.
+
+    Raises:
+        InvalidInputError: the task has no data.
+    """
     if view.data is None:
         raise InvalidInputError(
             f"task {view.name} has no data", hint="add data: {factory: ...} to the workload"
         )
     field = "data" if view.data == workload.data else f"tasks.{view.name}.data"
-    return build_dataset(view.data, folder, seed=workload.train.seed, field=field)
+    return DataSource(data=view.data, folder=folder, seed=workload.train.seed, field=field)
+
+
+def _as_seen_by(rank: int, program: Program, producers: Producers) -> Producers:
+    """Its share of the cluster; of the ranks that load the first one tells of it."""
+    needs = {r: rank_needs(program, r) for r in range(program.num_ranks)}
+    loading = [r for r, found in needs.items() if any(need.fields for need in found.values())]
+    tell = producers.tell if rank == loading[0] else lambda _: None
+    return replace(producers, ranks=len(loading), tell=tell)
 
 
 @dataclass(slots=True)

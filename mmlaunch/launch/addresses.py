@@ -16,8 +16,8 @@ _SIOCGIFADDR = 0x8915
 LOOPBACK = "127.0.0.1"
 
 
-def parse_endpoint(endpoint: str) -> Address:
-    """HOST:PORT as two.
+def parse_endpoint(endpoint: str, option: str = "--rdzv-endpoint") -> Address:
+    """HOST:PORT, which an option gave, as two.
 
     Raises:
         InvalidInputError: it is none.
@@ -25,7 +25,7 @@ def parse_endpoint(endpoint: str) -> Address:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidInputError(
-            f"--rdzv-endpoint {endpoint}: no HOST:PORT", hint="as in --rdzv-endpoint node0:29400"
+            f"{option} {endpoint}: no HOST:PORT", hint=f"as in {option} node0:29400"
         )
     return host.strip("[]"), int(port)
 

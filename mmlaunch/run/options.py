@@ -19,6 +19,8 @@ class RunOptions:
         settings: fields of the workload that ``--set`` gives other values, dotted.
         meeting: the machines of the run.
         num_workers: loading processes of each rank and task; None to choose them.
+        data_address: HOST:PORT of the cluster that prepares data; None to load on the machines.
+        data_wait_s: longest wait of a step while that has no producer.
     """
 
     plan: Path
@@ -36,4 +38,6 @@ class RunOptions:
     timeout_s: float = 300.0
     start_timeout_s: float = 900.0
     num_workers: int | None = None
+    data_address: str | None = None
+    data_wait_s: float = 240.0
     emulation: Timings | None = None

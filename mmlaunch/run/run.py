@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -52,7 +53,8 @@ class RunSummary:
     Attributes:
         spans: rank to the (instruction index, start_s, end_s) of its last step.
         memory_bytes: rank to the peak of its steps, of ranks whose system tells.
-        stopped: whether it saved and ended early on request.
+        stopped: whether it saved and ended early, on request or for want of data.
+        starved: whether for want of data.
         segment: the last one that ran.
     """
 
@@ -60,6 +62,7 @@ class RunSummary:
     run_dir: Path
     steps: int
     stopped: bool
+    starved: bool
     spans: dict[int, list[tuple[int, float, float]]]
     memory_bytes: dict[int, int]
 
@@ -104,6 +107,12 @@ def prepare(options: RunOptions) -> Prepared:
             raise InvalidInputError(
                 f"--{name} {value:g}: not a number of seconds", hint="the default is long enough"
             )
+    if options.data_address is not None and options.data_wait_s >= options.timeout_s:
+        raise InvalidInputError(
+            f"--data-wait {options.data_wait_s:g}: ranks that wait for others give up after "
+            f"--timeout {options.timeout_s:g}",
+            hint="make --timeout longer by more than a step takes",
+        )
     plan = load_plan(options.plan)
     path = find_workload(plan, options.plan, options.workload)
     stated = load_workload(path)
@@ -220,27 +229,29 @@ def run(
             record.restart(event["cause"])
         on_event(event)
 
-    job = TrainJob(
-        segments=segments,
-        row_hashes=row_hashes,
-        workload=prepared.workload_path.absolute(),
-        settings=prepared.settings,
-        steps=steps,
-        options=options,
-    )
     try:
-        told = _launcher()(
-            entry="mmlaunch.run.training_worker:train",
-            args=(job,),
-            num_ranks=prepared.plan.devices,
-            run_dir=run_dir,
-            timeout_s=options.timeout_s,
-            start_timeout_s=options.start_timeout_s,
-            max_restarts=options.max_restarts,
-            meeting=options.meeting,
-            per_node=_per_node(prepared.plan, options),
-            on_event=on_worker_event,
-        )
+        with _data_node(options.data_address) as data_node:
+            job = TrainJob(
+                segments=segments,
+                row_hashes=row_hashes,
+                workload=prepared.workload_path.absolute(),
+                settings=prepared.settings,
+                steps=steps,
+                options=options,
+                data_node=data_node,
+            )
+            told = _launcher()(
+                entry="mmlaunch.run.training_worker:train",
+                args=(job,),
+                num_ranks=prepared.plan.devices,
+                run_dir=run_dir,
+                timeout_s=options.timeout_s,
+                start_timeout_s=options.start_timeout_s,
+                max_restarts=options.max_restarts,
+                meeting=options.meeting,
+                per_node=_per_node(prepared.plan, options),
+                on_event=on_worker_event,
+            )
     except (MMPlanError, KeyboardInterrupt):
         if writes and not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
@@ -254,6 +265,7 @@ def run(
         run_dir=run_dir,
         steps=results[0].step,
         stopped=results[0].stopped,
+        starved=results[0].starved,
         segment=segments[results[0].segment],
         spans={result.rank: result.spans for result in results},
         memory_bytes=held,
@@ -342,6 +354,15 @@ def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
 
     program = compile_plan(prepared.plan)
     return compare_original(prepared.workload, prepared.workload_path.parent, program, original)
+
+
+def _data_node(address: str | None) -> AbstractContextManager[Path | None]:
+    """This machine in the cluster that prepares data."""
+    if address is None:
+        return nullcontext()
+    from mmlaunch.data.ray_node import joined
+
+    return joined(address)
 
 
 def _launcher() -> Launcher:

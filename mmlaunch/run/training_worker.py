@@ -18,6 +18,7 @@ from mmlaunch.checkpoint.background import Saved
 from mmlaunch.checkpoint.folder import clean, step_folders
 from mmlaunch.checkpoint.restore import prove
 from mmlaunch.comm.transport import DistTransport
+from mmlaunch.data.producers import Producers
 from mmlaunch.launch import failures
 from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.device import garbage_steps
@@ -51,6 +52,7 @@ class TrainJob:
         settings: fields of the workload with other values, dotted.
         steps: optimizer steps in all.
         options: of the command line.
+        data_node: folder of this machine's node of the cluster that prepares data.
     """
 
     segments: Sequence[Segment]
@@ -59,6 +61,7 @@ class TrainJob:
     settings: Mapping[str, Any]
     steps: int
     options: RunOptions
+    data_node: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,8 @@ class TrainResult:
 
     Attributes:
         step: steps done.
-        stopped: whether it ended early on request.
+        stopped: whether it ended early, on request or for want of data.
+        starved: whether for want of data.
         segment: index of the segment that it ended in.
         spans: (instruction index, start_s, end_s) of the last step on this rank.
         memory_bytes: the peak of the segment's steps; None where the system does not tell.
@@ -76,6 +80,7 @@ class TrainResult:
     rank: int
     step: int
     stopped: bool
+    starved: bool = False
     segment: int
     spans: list[tuple[int, float, float]]
     memory_bytes: int | None = None
@@ -147,13 +152,15 @@ class _Trainer:
             transport=self._transport,
             heartbeat=ctx.heartbeat,
             num_workers=options.num_workers or 0,
+            producers=_producers(ctx, job),
             should_stop=ctx.should_stop,
             emulation=options.emulation,
             row_sha256=job.row_hashes[index][ctx.rank],
         ) as session:
             if ctx.rank == 0:
                 session.hooks.on_not_finite.append(partial(_keep_not_finite, ctx))
-            self._data_watch.follow(session, segment.until)
+            if job.data_node is None:
+                self._data_watch.follow(session, segment.until)
             for note in session.notes:
                 _report(ctx, {"kind": "note", "message": note})
             # Before any state is there, and after all imports: optimizers' are large too.
@@ -167,13 +174,14 @@ class _Trainer:
                 self._transport.gather_objects(None)
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
-                stopped, spans = self._steps(session, segment, memory, garbage)
+                stopped, starved, spans = self._steps(session, segment, memory, garbage)
             if not stopped and session.step_count >= job.steps and options.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
                 rank=ctx.rank,
                 step=session.step_count,
                 stopped=stopped,
+                starved=starved,
                 segment=index,
                 spans=spans,
                 memory_bytes=memory.most_bytes,
@@ -181,8 +189,8 @@ class _Trainer:
 
     def _steps(
         self, session: Session, segment: Segment, memory: PeakMemory, garbage: PacedGarbage
-    ) -> tuple[bool, list[tuple[int, float, float]]]:
-        """Train and save; whether a stop was asked for, and the last step's times."""
+    ) -> tuple[bool, bool, list[tuple[int, float, float]]]:
+        """Train and save; whether it stopped early, for want of data, and the last step's times."""
         job, save_every = self._job, self._job.options.save_every
         if self._log is None and session.rank == 0:
             emulated = job.options.emulation is not None
@@ -190,13 +198,14 @@ class _Trainer:
             self._log = _Metrics(self._ctx, session.step_count, jumps, emulated=emulated)
         # On CUDA only the last step is timed: that takes two events for each instruction.
         on_cpu = self._ctx.device.device.type == "cpu"
-        stopped, spans = False, []
+        stopped, starved, spans = False, False, []
         memory.forget()
         while session.step_count < segment.until and not stopped:
             result = session.step(timed=on_cpu or session.step_count == job.steps - 1)
             memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
-            if self._log is not None:
+            starved = result.starved
+            if self._log is not None and not starved:
                 self._log.add(session, result)
             step = session.step_count
             garbage.after_step(step)
@@ -215,7 +224,7 @@ class _Trainer:
                 path = session.save(folder)
                 memory.forget()
                 self._hear_of(Saved(step=step, path=path))
-        return stopped, spans
+        return stopped, starved, spans
 
     def _begin_save(self, session: Session, folder: Path) -> None:
         try:
@@ -234,6 +243,18 @@ class _Trainer:
         else:
             event = {"kind": "checkpoint", "step": saved.step, "path": str(saved.path)}
             _report(self._ctx, event)
+
+
+def _producers(ctx: WorkerContext, job: TrainJob) -> Producers | None:
+    if job.data_node is None:
+        return None
+    return Producers(
+        address=str(job.options.data_address),
+        folder=job.data_node,
+        wait_s=job.options.data_wait_s,
+        tell=lambda line: ctx.report({"kind": "note", "message": line}),
+        should_stop=ctx.should_stop,
+    )
 
 
 def _tensors(session: Session) -> Iterator[Tensor]:

@@ -33,6 +33,7 @@ from mmlaunch.checkpoint.save import save as save_together
 from mmlaunch.comm.batches import Tree, map_tensors
 from mmlaunch.comm.transport import DistTransport, Transport
 from mmlaunch.data.loader import StepData
+from mmlaunch.data.producers import Producers
 from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.compiled_blocks import CompiledBlocks
@@ -103,6 +104,7 @@ class Session:
         transport: this rank's; its world has as many ranks as the plan.
         heartbeat: told of every instruction.
         num_workers: data loading processes of this rank.
+        producers: prepare the data in their place.
         meta: kept in checkpoints: the plan's hash.
         should_stop: asked once a step; see :class:`StepResult`.
         emulation: compute nothing, wait for such times instead; then nothing is updated.
@@ -130,6 +132,7 @@ class Session:
         transport: Transport,
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
+        producers: Producers | None = None,
         meta: dict[str, Any] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
@@ -188,6 +191,7 @@ class Session:
             rank=transport.rank,
             num_workers=num_workers,
             pin_memory=transport.device.type == "cuda",
+            producers=producers,
         )
         precision = TrainingPrecision(workload.train.precision, transport.device)
         self._heartbeat.phase("building the model")
@@ -283,6 +287,7 @@ class Session:
         transport: Transport | None = None,
         heartbeat: Heartbeat | None = None,
         num_workers: int = 0,
+        producers: Producers | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         emulation: Timings | None = None,
         row_sha256: str | None = None,
@@ -298,6 +303,7 @@ class Session:
             transport: of the process group; default: one of the session's own.
             heartbeat: told of every instruction.
             num_workers: data loading processes of this rank.
+            producers: prepare the data in their place.
             should_stop: asked once a step.
             emulation: compute nothing, wait for such times instead.
             row_sha256: of the row that this rank must execute.
@@ -336,6 +342,7 @@ class Session:
                 transport=transport or DistTransport(device.device, watch, timeout_s),
                 heartbeat=watch,
                 num_workers=num_workers,
+                producers=producers,
                 should_stop=should_stop,
                 emulation=emulation,
                 row_sha256=row_sha256,
@@ -404,6 +411,9 @@ class Session:
             RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
         done = self.forward_backward(timed=timed)
+        if done.starved:
+            self.update.skip()
+            return done
         if not (done.finite or self._emulation):
             return self._skip(done)
         self._skipped = 0
@@ -436,11 +446,13 @@ class Session:
         waits = part.new_zeros(self.transport.world_size)
         # Assigned as an item, a number would be copied to the device, and the copy waited for.
         waits[self.rank].fill_(began - asked)
-        total = torch.cat([torch.stack([part, vote, self.update.has_faults()]), waits])
+        starved = torch.full_like(part, self._data.starved is not None)
+        said = torch.stack([part, vote, starved, self.update.has_faults()])
+        total = torch.cat([said, waits])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
         # All that the host must know of the step in one wait for the device.
         found = torch.cat([total, self._reductions.num_ranks()]).tolist()
-        loss, votes, faults = found[:3]
+        loss, votes, starving, faults = found[: len(said)]
         self._reductions.drop_missing(found[len(total) :])
         return StepResult(
             step=self.step_count,
@@ -449,8 +461,9 @@ class Session:
             iteration_s=time.perf_counter() - began,
             update_s=0.0,
             data_s=began - asked,
-            data_s_by_rank=found[3 : len(total)],
-            stop=votes > 0,
+            data_s_by_rank=found[len(said) : len(total)],
+            stop=votes + starving > 0,
+            starved=starving > 0,
             finite=math.isfinite(loss) and not faults,
             spans=spans,
         )
@@ -627,6 +640,7 @@ class StepResult:
         data_s: waiting for the batch's data before that.
         data_s_by_rank: the same of every rank.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
+        starved: whether a rank had no data: the step is not done, and stop is set.
         finite: whether the loss and all summed gradients are numbers; else nothing was updated.
         spans: when each instruction of this rank ran; empty unless asked for.
     """
@@ -639,6 +653,7 @@ class StepResult:
     data_s: float
     data_s_by_rank: list[float]
     stop: bool
+    starved: bool
     finite: bool
     spans: list[InstructionSpan]
 
