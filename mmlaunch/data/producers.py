@@ -48,7 +48,7 @@ _LOOK_S = 1.0
 _RETRIES = 3
 
 # Bytes, name of the type, shape.
-Packed = tuple[NDArray[np.uint8], str, tuple[int, ...]]
+PackedTensor = tuple[NDArray[np.uint8], str, tuple[int, ...]]
 
 
 class NoProducersError(UnfitEnvironmentError):
@@ -390,19 +390,19 @@ def _unpacked(got: Any) -> Any:
     return indices, {name: unpack(packed) for name, packed in fields.items()}, *more
 
 
-def pack(value: Field) -> tuple[Packed, ...]:
+def pack(value: Field) -> tuple[PackedTensor, ...]:
     """A field as bytes that need no pickling; NumPy lacks some of torch's types."""
     parts = value if isinstance(value, Ragged) else (value,)
     return tuple(_packed(part) for part in parts)
 
 
-def unpack(packed: tuple[Packed, ...]) -> Field:
+def unpack(packed: tuple[PackedTensor, ...]) -> Field:
     """The field again, on the same memory."""
     parts = [_tensor(*part) for part in packed]
     return Ragged(*parts) if len(parts) == 2 else parts[0]
 
 
-def _packed(tensor: Tensor) -> Packed:
+def _packed(tensor: Tensor) -> PackedTensor:
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return content, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
