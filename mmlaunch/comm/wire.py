@@ -27,6 +27,8 @@ from mmplan.errors import (
 )
 
 _TENSOR = "$tensor"
+# What a user reads; one that is of two kinds is of the first.
+_KNOWN = (InvalidInputError, UnfitEnvironmentError, NotFiniteError, RunFailedError)
 _LENGTH_BYTES = 8
 
 # A type of numbers in a dataclass that travels.
@@ -101,13 +103,14 @@ class Failure:
         if isinstance(error, OSError) and error.errno is not None:
             return cls(kind="OSError", message=error.strerror or str(error), errno=error.errno)
         hint = error.hint if isinstance(error, MMPlanError) else None
-        return cls(kind=type(error).__name__, message=str(error), hint=hint)
+        kind = next((known for known in _KNOWN if isinstance(error, known)), type(error))
+        return cls(kind=kind.__name__, message=str(error), hint=hint)
 
     def error(self) -> Exception:
         """The exception again; one that is not for the user becomes a failed run."""
         if self.errno is not None:
             return OSError(self.errno, self.message)
-        for known in (InvalidInputError, UnfitEnvironmentError, NotFiniteError, RunFailedError):
+        for known in _KNOWN:
             if self.kind == known.__name__:
                 return known(self.message, hint=self.hint)
         return RunFailedError(f"{self.kind}: {self.message}", hint=self.hint)

@@ -148,7 +148,8 @@ class RemoteLoader(StepLoader):
         return batches
 
     def _next_batch(self, batches: Iterator[Any]) -> Any:
-        began_s = time.monotonic()
+        # Since nobody is there: a process that still starts has not looked yet.
+        absent_s: float | None = None
         while True:
             try:
                 got = next(batches)
@@ -162,8 +163,11 @@ class RemoteLoader(StepLoader):
                     time.sleep(_LOOK_S)
                     self._status.close()
                     batches = self._batches = self._open()
-                if not self._cores:
-                    self._wait_on(time.monotonic() - began_s)
+                if self._cores == 0:
+                    absent_s = absent_s or time.monotonic()
+                    self._wait_on(time.monotonic() - absent_s)
+                else:
+                    absent_s = None
                 continue
             self._hear()
             if self._told:
@@ -178,7 +182,7 @@ class RemoteLoader(StepLoader):
                 f"no producer at {where.address} for {waited_s:.0f} s",
                 hint="start one: mmlaunch data --address",
             )
-        if self._cores == 0 and not self._told:
+        if not self._told:
             self._told = True
             step = f"step {self._step} waits {where.wait_s:g} s for one"
             where.tell(f"no producer at {where.address}: {step}")
