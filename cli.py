@@ -651,6 +651,7 @@ def data(
             help="of samples that wait; default: 30% of the memory",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Load data for runs on other machines, as a node of a Ray cluster, until SIGTERM."""
     from mmlaunch.data.ray_node import RayNode, serve, take_settings
@@ -665,11 +666,12 @@ def data(
             hint="give --head, or --address HOST:PORT of a head",
         )
     token = take_settings("mmlaunch data", make_token=head)
-    out, cores = Output(), num_cores() if cpus is None else cpus
+    out, cores = Output(as_json=as_json), num_cores() if cpus is None else cpus
     node = RayNode(address=address, head=head, cpus=cores, store_bytes=store)
 
     def up() -> None:
         out.text(f"{counted(cores, 'core')} for data at {node.address()}, token in {token}")
+        out.data({"address": node.address(), "cores": cores, "token": token})
         if head:
             out.hint(f"mmlaunch data --address {node.address()}, with the same token")
 

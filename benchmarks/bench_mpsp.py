@@ -34,6 +34,7 @@ from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import Evaluator
 from mmplan.solvers.mpsp.search import find_schedules
 from mmplan.solvers.mpsp.wavefront import wavefront
+from mmplan.solvers.search_budget import SearchBudget
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -91,9 +92,9 @@ def make_chain(rng: np.random.Generator, index: int, devices: int, after: tuple[
 def measure(instance: Instance, seconds: float) -> Result:
     """Plan one instance each way."""
     tables = [chain.both_s for chain in instance.chains]
-    bound_s = phase_bound(instance, tables, BOUND_S)
+    bound_s = phase_bound(instance, tables, SearchBudget(BOUND_S))
     started = time.perf_counter()
-    drafts = find_schedules(instance, bound_s=bound_s, limit_s=seconds)
+    drafts = find_schedules(instance, bound_s=bound_s, budget=SearchBudget(seconds))
     took = time.perf_counter() - started
     evaluator = Evaluator(instance)
     ours = min(evaluator.run(draft).total_s for draft in drafts.values())
@@ -127,8 +128,8 @@ def by_optimum(rng: np.random.Generator, *, graph: bool, seconds: float) -> list
         tables = [own.forward_s for own in instance.chains]
         best = optimum(instance, tables, limit_s=OPTIMUM_S, tick_s=1.0)
         if best.proven:
-            bound_s = phase_bound(instance, tables, BOUND_S)
-            drafts = find_schedules(instance, bound_s=2 * bound_s, limit_s=seconds)
+            bound_s = phase_bound(instance, tables, SearchBudget(BOUND_S))
+            drafts = find_schedules(instance, bound_s=2 * bound_s, budget=SearchBudget(seconds))
             found_s = min(Evaluator(instance).run(draft).forward_s for draft in drafts.values())
             ours.append(found_s / best.seconds)
             bounds.append(bound_s / best.seconds)

@@ -59,6 +59,15 @@ def _kinds() -> dict[str, Plan]:
         batch=8,
         task_weights={"default": 0.7},
     )
+    # Rank 0 sends itself outputs of a and of b, and takes them in another order.
+    both: list[list[list[int]]] = [[[0]], [[1]]]
+    found["messages of a rank to itself"] = make_plan(
+        unit("a", "x", kind="1f1b", ranks=both[:1]),
+        unit("b", "a", k=2, kind="1f1b", ranks=both[:1]),
+        unit("c", "b", k=2, dp=2, kind="1f1b", ranks=both),
+        losses=[loss("lm", "c", "labels")],
+        batch=16,
+    )
     found["contrastive with frozen blocks"] = make_plan(
         unit("v", pp=2, k=4, frozen=((0, 1),)), unit("t", dp=2, k=2), losses=[CLIP], batch=16
     )

@@ -1,75 +1,61 @@
-"""Searches end by what they did: a busy machine finds the same plans, a very slow one ends too."""
+"""Searches end by what they did: however late the clock is, the plan is the same."""
 
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+import time
+from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mmplan.solvers import search_budget as effort
-from mmplan.solvers.distmm.chained_modules import ChainSearch, Choice
-from mmplan.solvers.distmm.module_options import Option
-from mmplan.solvers.search_budget import CLOCK_FACTOR, SearchBudget
+from mmplan.errors import MMPlanError
+from mmplan.schema.workload import Workload
+from mmplan.solvers.registry import BASELINES, SOLVERS
+from mmplan.solvers.search_budget import SearchBudget
+from tests.solving import module_profile, profile, run_solve, workload
 
 
-def clock(monkeypatch: pytest.MonkeyPatch, step_s: float) -> None:
-    """Every look at the clock finds it so much later."""
-    ticks = itertools.count(step=step_s)
-    monkeypatch.setattr(effort, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-
-
-def test_what_was_spent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, 0.0)
+def test_what_a_part_spends_is_gone_from_the_whole() -> None:
     own = SearchBudget(1.0)
-    own.spend(0.75)
-    assert (own.left_s, own.is_over) == (0.25, False)
-    own.spend(0.25)
-    assert own.is_over
+    own.spend(0.5)
+    part = own.part(0.25)
+    part.spend(0.125)
+    assert (part.left_s, own.left_s) == (0.125, 0.375)
+    part.spend(0.25)
+    assert part.is_over and not own.is_over
+    assert own.part(9.0).left_s == own.left_s == 0.125
+    own.spend(0.125)
+    assert own.is_over and own.part(1.0).is_over
 
 
-def test_the_clock_ends_what_takes_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock(monkeypatch, 1.0)
-    own = SearchBudget(2.0)
-    assert [own.is_over for _ in range(2 * CLOCK_FACTOR + 2)].index(True) == 2 * CLOCK_FACTOR
+TOWERS = {"a": module_profile(6), "b": module_profile(4, 1), "c": module_profile(3, 2)}
+JOBS: dict[str, Workload] = {
+    "chain": workload({"a": {}, "b": {"inputs": ["a"]}, "c": {"inputs": ["b"]}}, batch=16),
+    "towers": workload({"a": {}, "b": {}, "c": {}}, batch=16),
+}
 
 
-def options(seed: int) -> list[Option]:
-    rng = np.random.default_rng(seed)
-    return [
-        Option(
-            tp=1,
-            pp=1,
-            dp=dp,
-            share=1,
-            size=1,
-            pinned=False,
-            count=int(rng.integers(1, 5)),
-            kind="1f1b",
-            lead=1,
-            interval_s=1.0,
-            forward_s=float(rng.random()) / dp,
-            backward_s=float(rng.random()) / dp,
-            transfers_s=0.0,
-            transfer_s=0.0,
-            reduce_s=0.0,
-            busy_s=1.0,
-            rounds=1,
-            even=True,
-        )
-        for dp in range(1, 30)
-    ]
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    ("solver", "method"), [*((name, None) for name in (*SOLVERS, *BASELINES)), ("convex", "cvxpy")]
+)
+def test_no_solver_looks_at_the_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, solver: str, method: str | None, job: str
+) -> None:
+    """Every look at the clock finds it an hour later. The budget is too small for most searches."""
+    costs = profile(TOWERS, 6)
 
+    def found() -> str:
+        try:
+            plan = run_solve(
+                tmp_path, JOBS[job], costs, solver=solver, method=method, budget_s=0.02
+            )
+        except MMPlanError as error:
+            return str(error)
+        report = plan.solver.model_copy(update={"seconds": 0.0})
+        return plan.model_copy(update={"solver": report}).model_dump_json()
 
-def test_a_busy_machine_finds_the_same_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(step_s: float, seconds: float) -> list[Choice]:
-        clock(monkeypatch, step_s)
-        chain = ChainSearch(
-            [options(s) for s in range(4)], edges=[(0, 1), (1, 3)], rounds=1, devices=48
-        )
-        return chain.best_first(top=8, budget=SearchBudget(seconds))
-
-    quiet = found(0.0, 0.02)
-    assert quiet == found(1e-4, 0.02)
-    assert quiet[0].bound_s < found(0.0, 10.0)[0].bound_s  # it did not see all
+    quiet, ticks = found(), itertools.count(step=3600.0)
+    for clock in ("monotonic", "perf_counter", "time", "process_time"):
+        monkeypatch.setattr(time, clock, lambda: next(ticks))
+    assert found() == quiet

@@ -25,6 +25,7 @@ from mmplan.solvers.mpsp.instance import Chain, Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, Evaluator
 from mmplan.solvers.mpsp.search import find_schedules, sequential_schedule
 from mmplan.solvers.mpsp.wavefront import wavefront
+from mmplan.solvers.search_budget import SearchBudget
 from tests.mpsp_cases import brute_force, chain, instances, overloads, schedules
 
 SLACK = 1 + 1e-9
@@ -40,7 +41,7 @@ def _all_bounds(instance: Instance) -> list[float]:
     return [
         level_bound(curves, instance.devices),
         dag_bound(curves, [c.after for c in instance.chains], instance.devices)[0],
-        configuration_bound(instance.chains, tables, instance.devices, limit_s=5)[0],
+        configuration_bound(instance.chains, tables, instance.devices, budget=SearchBudget(5))[0],
     ]
 
 
@@ -65,8 +66,8 @@ def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
     instance = data.draw(instances())
     timed = Evaluator(instance).run(schedule := data.draw(schedules(instance)))
     assert not overloads(instance, schedule, timed.starts)
-    forward_s = phase_bound(instance, _forward(instance), 5)
-    backward_s = phase_bound(instance, [c.backward_s for c in instance.chains], 5)
+    forward_s = phase_bound(instance, _forward(instance), SearchBudget(5))
+    backward_s = phase_bound(instance, [c.backward_s for c in instance.chains], SearchBudget(5))
     assert forward_s <= timed.forward_s * SLACK
     assert backward_s <= timed.backward_s * SLACK
 
@@ -77,7 +78,7 @@ def test_no_bound_exceeds_a_random_schedule(data: st.DataObject) -> None:
 @example(Instance(chains=tuple(chain([1], [6.0]) for _ in range(9)), devices=4))
 def test_schedules_are_valid_and_no_worse_than_the_tasks_in_turn(instance: Instance) -> None:
     evaluator = Evaluator(instance)
-    found = find_schedules(instance, bound_s=0.0, limit_s=0.02)
+    found = find_schedules(instance, bound_s=0.0, budget=SearchBudget(0.02))
     times: dict[str, float] = {}
     for label, schedule in found.items():
         timed = evaluator.run(schedule)
@@ -110,7 +111,7 @@ def test_the_search_finds_the_optimum_of_tiny_instances(instance: Instance) -> N
         devices=instance.devices,
     )
     optimum = brute_force(only, _forward(only))
-    found = find_schedules(only, bound_s=2 * optimum, limit_s=0.3)
+    found = find_schedules(only, bound_s=2 * optimum, budget=SearchBudget(0.3))
     best = min(Evaluator(only).run(schedule).forward_s for schedule in found.values())
     # List scheduling leaves no device idle on purpose; the best order of all may have to.
     assert optimum / SLACK <= best <= 1.34 * optimum
@@ -209,8 +210,8 @@ def test_graphs_of_many_metaops_end_near_their_bound() -> None:
     ratios: list[float] = []
     for size in ((10, 16), (20, 32), (20, 64), (30, 64)) * 2:
         instance = random_graph(rng, *size)
-        bound_s = phase_bound(instance, [c.both_s for c in instance.chains], 5)
-        found = find_schedules(instance, bound_s=bound_s, limit_s=1.0)
+        bound_s = phase_bound(instance, [c.both_s for c in instance.chains], SearchBudget(5))
+        found = find_schedules(instance, bound_s=bound_s, budget=SearchBudget(1.0))
         best_s = min(Evaluator(instance).run(schedule).total_s for schedule in found.values())
         ratios.append(best_s / bound_s)
     assert median(ratios) <= 1.06, sorted(ratios)
@@ -224,8 +225,8 @@ def test_the_papers_value_is_no_bound() -> None:
     )
     # Forward and backward: 1 + 2 times the forward.
     assert continuous_optimum(two, [0, 1]) == pytest.approx(3 * 9.0)
-    assert phase_bound(two, _forward(two), 1) == pytest.approx(8.0, rel=1e-6)
-    best = find_schedules(two, bound_s=24.0, limit_s=0.2)
+    assert phase_bound(two, _forward(two), SearchBudget(1)) == pytest.approx(8.0, rel=1e-6)
+    best = find_schedules(two, bound_s=24.0, budget=SearchBudget(0.2))
     assert min(Evaluator(two).run(d).forward_s for d in best.values()) == pytest.approx(8.0)
 
 
@@ -235,13 +236,13 @@ def test_as_many_metaops_as_devices() -> None:
     assert continuous_optimum(four, range(4)) == pytest.approx(3 * 6.0)
     five = Instance(chains=tuple(chain([1], [6]) for _ in range(5)), devices=4)
     assert continuous_optimum(five, range(5)) == pytest.approx(3 * 30.0)
-    assert phase_bound(four, _forward(four), 1) == pytest.approx(6.0)
+    assert phase_bound(four, _forward(four), SearchBudget(1)) == pytest.approx(6.0)
 
 
 def test_more_metaops_than_devices() -> None:
     five = Instance(chains=tuple(chain([1], [4], blocks=4) for _ in range(5)), devices=2)
-    assert phase_bound(five, _forward(five), 1) == pytest.approx(10.0, rel=1e-6)
-    found = find_schedules(five, bound_s=0.0, limit_s=0.3)
+    assert phase_bound(five, _forward(five), SearchBudget(1)) == pytest.approx(10.0, rel=1e-6)
+    found = find_schedules(five, bound_s=0.0, budget=SearchBudget(0.3))
     best = min(Evaluator(five).run(d).forward_s for d in found.values())
     # A chain stays in one piece in time but may change its device: 12 without any gap left.
     assert 10.0 <= best <= 12.0
@@ -253,7 +254,7 @@ def test_configurations_know_counts_that_do_not_fill_the_devices() -> None:
     seven = Instance(chains=chains, devices=7)
     curves = [curve(c.counts, c.forward_s) for c in seven.chains]
     assert level_bound(curves, 7) == pytest.approx(24 / 7)
-    bound_s, _ = configuration_bound(seven.chains, _forward(seven), 7, limit_s=1)
+    bound_s, _ = configuration_bound(seven.chains, _forward(seven), 7, budget=SearchBudget(1))
     assert bound_s == pytest.approx(4.0, rel=1e-3)
 
 

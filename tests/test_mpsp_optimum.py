@@ -12,6 +12,7 @@ from mmplan.solvers.mpsp.bounds import phase_bound
 from mmplan.solvers.mpsp.instance import Chain, Instance
 from mmplan.solvers.mpsp.list_schedule import Evaluator
 from mmplan.solvers.mpsp.search import find_schedules
+from mmplan.solvers.search_budget import SearchBudget
 from tests.mpsp_cases import brute_force, chain, instances
 
 pytest.importorskip("ortools", reason="the optima are ortools'; pip install ortools")
@@ -46,8 +47,8 @@ def test_cp_sat_and_brute_force_agree(instance: Instance) -> None:
 def test_no_bound_exceeds_the_optimum_and_no_schedule_is_shorter(instance: Instance) -> None:
     tables = [own.forward_s for own in instance.chains]
     found = optimum(instance, tables, limit_s=5, tick_s=1.0)
-    assert phase_bound(instance, tables, 5) <= found.seconds * (1 + 1e-9)
-    schedules = find_schedules(instance, bound_s=0.0, limit_s=0.05)
+    assert phase_bound(instance, tables, SearchBudget(5)) <= found.seconds * (1 + 1e-9)
+    schedules = find_schedules(instance, bound_s=0.0, budget=SearchBudget(0.05))
     best_s = min(Evaluator(instance).run(own).forward_s for own in schedules.values())
     assert best_s >= found.bound_s * (1 - 1e-9)
 
@@ -88,7 +89,9 @@ def test_within_a_percent_of_the_optimum_in_the_median(graph: bool) -> None:
         if not best.proven:
             continue
         schedules = find_schedules(
-            instance, bound_s=2 * phase_bound(instance, tables, 1), limit_s=1.0
+            instance,
+            bound_s=2 * phase_bound(instance, tables, SearchBudget(1)),
+            budget=SearchBudget(1),
         )
         ratios.append(
             min(Evaluator(instance).run(own).forward_s for own in schedules.values()) / best.seconds

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.mpsp.placement import Placed, RankGroups, UnplacedSlice, pack, place
+from mmplan.solvers.search_budget import SearchBudget
 from tests.solving import cluster
 
 
@@ -127,7 +126,7 @@ def test_a_placement_is_found_wherever_one_exists(
     case: tuple[list[UnplacedSlice], int, float],
 ) -> None:
     slices, devices, memory_bytes = case
-    packed = pack(slices, devices, memory_bytes, deadline=time.monotonic() + 20)
+    packed = pack(slices, devices, memory_bytes, budget=SearchBudget(20))
     assert (packed is not None) == some_placement_exists(slices, memory_bytes)
     if packed is not None:
         assert fits(slices, packed, memory_bytes)
@@ -141,7 +140,7 @@ def test_what_is_placed_fits_and_is_a_schedule(
 ) -> None:
     slices, devices, memory_bytes = case
     where = Cluster.model_validate(cluster(devices, memory_bytes=memory_bytes))
-    placed = place(slices, where, devices, limit_s=20)
+    placed = place(slices, where, devices, budget=SearchBudget(20))
     assert isinstance(placed, Placed) == some_placement_exists(slices, memory_bytes)
     if not isinstance(placed, Placed):
         assert placed > 0
@@ -165,11 +164,11 @@ def test_packing_goes_back_many_times_within_a_second() -> None:
         for t, triple in enumerate(triples)
         for i, size in enumerate(triple)
     ]
-    found = pack(slices, 8, 12.0, deadline=time.monotonic() + 5)
+    found = pack(slices, 8, 12.0, budget=SearchBudget(5))
     assert found is not None
     assert fits(slices, found, 12.0)
 
 
 def test_a_search_without_time_finds_nothing() -> None:
     slices, devices, memory_bytes = EXCHANGE
-    assert pack(slices, devices, memory_bytes, deadline=-math.inf) is None
+    assert pack(slices, devices, memory_bytes, budget=SearchBudget(0)) is None

@@ -70,7 +70,7 @@ def take_settings(what: str, *, make_token: bool = False) -> str:
     if importlib.util.find_spec("ray") is None:
         raise UnfitEnvironmentError(
             f"{what} needs the package ray, which is not installed",
-            hint="pip install 'mmplan[ray]'",
+            hint='pip install -e ".[ray]" has it, or pip install "ray>=2.52"',
         )
     os.environ.update(_SETTINGS)
     if os.environ.get("RAY_AUTH_TOKEN"):

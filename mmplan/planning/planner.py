@@ -65,8 +65,6 @@ INSTRUCTIONS_PER_S = 100_000
 INSTRUCTIONS_PER_PLAN = 1_000
 # Patience is longer by this factor while no plan fits the memory; chosen by hand.
 PATIENCE_WITHOUT_PLAN = 4
-# Most seconds on the clock for each second of patience, on a slow or busy machine; by hand.
-CLOCK_FACTOR = 5
 # Up to this many devices the search looks at all of them; chosen by hand.
 ALWAYS_SEARCHED = 2_048
 # A plan's file lists the peak memory of each of its devices.
@@ -244,14 +242,11 @@ class _CandidatePlans:
             plans += self._try(solution, candidate)
         # No plan is begun for which too little patience is left.
         each = self._effort / max(1, len(first))
-        effort_before, began = self._effort, time.monotonic()
+        effort_before = self._effort
         for position, (solution, candidate) in enumerate(others):
             limit_s = patience_s if plans else PATIENCE_WITHOUT_PLAN * patience_s
             spent = self._effort - effort_before + each
-            if (
-                spent > limit_s * INSTRUCTIONS_PER_S
-                or time.monotonic() - began > CLOCK_FACTOR * limit_s
-            ):
+            if spent > limit_s * INSTRUCTIONS_PER_S:
                 self._search_notes.append(
                     f"{len(others) - position} of {counted(total, 'plan')} "
                     "were not simulated for lack of time; a larger --budget looks at them"

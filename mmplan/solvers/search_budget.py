@@ -1,17 +1,10 @@
-"""The budget of a search: counted work, not time on the clock.
+"""The budget of a search: counted work, never time on the clock.
 
 With a clock, a busy machine would find worse plans, and solvers that run beside others would be at
-a disadvantage. So a search pays for its steps at the prices of a quiet core. The clock ends only
-searches that take many times as long.
+a disadvantage. So a search pays for its steps at the prices of a quiet core.
 """
 
 from __future__ import annotations
-
-import time
-
-# Seconds on the clock at most, over those of the budget: five processes may share a core before
-# plans change. Chosen by hand.
-CLOCK_FACTOR = 5
 
 
 class SearchBudget:
@@ -19,22 +12,29 @@ class SearchBudget:
 
     Args:
         seconds: of a quiet core.
+        whole: the budget of which this is a part; what this one spends, that one spends too.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, whole: SearchBudget | None = None) -> None:
         self._left_s = seconds
-        self._until = time.monotonic() + CLOCK_FACTOR * seconds
+        self._whole = whole
+
+    def part(self, seconds: float) -> SearchBudget:
+        """A budget for one part of the search; what it leaves stays in this one."""
+        return SearchBudget(max(0.0, min(seconds, self._left_s)), self)
 
     def spend(self, seconds: float) -> None:
         """Pay for a step that takes so many seconds on a quiet core."""
         self._left_s -= seconds
+        if self._whole is not None:
+            self._whole.spend(seconds)
 
     @property
     def left_s(self) -> float:
         """Seconds of a quiet core; 0 or less at the end."""
-        return self._left_s if time.monotonic() <= self._until else 0.0
+        return self._left_s
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left."""
-        return self.left_s <= 0
+        return self._left_s <= 0

@@ -19,7 +19,6 @@ Shape suffixes: C = candidates, K = modules.
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,10 +34,15 @@ from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest_after, plan_value
 from mmplan.solvers.convex.module_tables import FIXED, LOSS, STATE, Table
 from mmplan.solvers.problem import Problem
+from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import counted
 
 # A quotient so little below a whole number of stages is that number.
 ROUNDING = 1e-6
+# Seconds of a quiet core: a frame, each of its candidates, and a program of CVXPY with rounding.
+_FRAME_S = 4e-4
+_CANDIDATE_S = 1e-6
+_PROGRAM_S = 4e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,13 +262,13 @@ class RelaxedPlans:
 def relax(problem: Problem) -> RelaxedPlans:
     """Solve relaxations with CVXPY, best first, and round them.
 
-    Stops when no relaxation left can round to a better plan, or at the budget's end once
+    Stops when no relaxation left can round to a better plan, or at the end of the budget once
     there is a plan.
 
     Raises:
         InfeasibleError: no relaxation has a solution, or none rounds to a plan that fits.
     """
-    deadline = time.monotonic() + problem.request.budget_s
+    budget = SearchBudget(problem.request.budget_s)
     pipelines = Pipelines(problem, microbatches=[1], interleaved=False, divisible=True)
     relaxation = Relaxation(pipelines)
     bounds = {
@@ -274,18 +278,20 @@ def relax(problem: Problem) -> RelaxedPlans:
     rows: list[Iterator[tuple[float, int, int, Candidates]]] = []
     skipped_s = float("inf")
     for index, frame in enumerate(frames):
-        if rows and time.monotonic() > deadline:
+        if rows and budget.is_over:
             skipped_s = bounds[frame]
             break
-        rows.append(_rows(index, relaxation.candidates(frame)))
+        found = relaxation.candidates(frame)
+        budget.spend(_FRAME_S + _CANDIDATE_S * len(found.value_s))
+        rows.append(_rows(index, found))
     plans: list[FormulaPlan] = []
     bound_s = skipped_s
     program = AlgorithmOne(len(pipelines.modules))
     for value, _, row, found in merge(*rows, key=lambda item: item[:3]):
         worst = sorted(p.value_s for p in plans)[: problem.request.top][-1:]
-        late = bool(plans) and time.monotonic() > deadline
-        if late or (len(plans) >= problem.request.top and value >= worst[0]):
+        if (plans and budget.is_over) or (len(plans) >= problem.request.top and value >= worst[0]):
             break
+        budget.spend(_PROGRAM_S)
         solved = program.solve(
             steady_s=(found.frame.steps - 1) * found.work_s[row],
             warm_s=np.zeros(len(pipelines.modules)),

@@ -19,7 +19,6 @@ bound.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from mmplan.solvers.mpsp.instance import (
     scaling_classes,
 )
 from mmplan.solvers.pareto import lower_hull
+from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import counted
 
 # Bisection steps of the continuous optimum: more than a double has bits.
@@ -46,6 +46,12 @@ _LP_TOLERANCE = 1e-7
 _COLUMN_GAP = 5e-4
 # Weight of the best dual prices so far in pricing (Wentges' smoothing). Chosen by hand.
 _SMOOTHING = 0.8
+# Seconds of a quiet core: a master program, and each entry of its matrix; pricing, and each value
+# of the knapsack.
+_MASTER_S = 6e-4
+_ENTRY_S = 3e-7
+_PRICE_S = 1.5e-4
+_CELL_S = 1.5e-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -172,7 +178,7 @@ class Column:
 
 
 def configuration_bound(
-    chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, limit_s: float
+    chains: Sequence[Chain], tables: Sequence[Floats], devices: int, *, budget: SearchBudget
 ) -> tuple[float, list[Column]]:
     """The bound over combinations of counts, by column generation.
 
@@ -181,12 +187,12 @@ def configuration_bound(
 
     Args:
         tables: ``[K, L]`` seconds of each chain: of one phase, or of both.
-        limit_s: seconds after which no further column is looked for.
+        budget: no further column is looked for when it is over.
 
     Returns:
         The bound in seconds, and the configurations with a positive duration.
     """
-    return _ColumnGeneration(chains, tables, devices).run(time.monotonic() + limit_s)
+    return _ColumnGeneration(chains, tables, devices).run(budget)
 
 
 class _ColumnGeneration:
@@ -204,9 +210,10 @@ class _ColumnGeneration:
             np.where(sizes >= counts[:, None], sizes - counts[:, None], devices + 1)
             for counts in self._counts
         ]
+        self._cells = sum(own.size for own in self._left)
         self._columns: list[ConfigurationChoices] = []
 
-    def run(self, deadline: float) -> tuple[float, list[Column]]:
+    def run(self, budget: SearchBudget) -> tuple[float, list[Column]]:
         if not self._rows:
             return 0.0, []
         for m, c in self._rows:
@@ -215,10 +222,12 @@ class _ColumnGeneration:
         bound_s = 0.0
         while True:
             seconds, duals = self._master()
+            budget.spend(_MASTER_S + _ENTRY_S * len(self._rows) * len(self._columns))
             total, added = float(duals.sum()), False
             # Prices between the best so far and the master's need fewer rounds (Wentges).
             for prices in (_SMOOTHING * centre + (1 - _SMOOTHING) * duals, duals):
                 value, column = self._price(prices)
+                budget.spend(_PRICE_S + _CELL_S * self._cells)
                 least_s = float(prices.sum()) / value * (1 - _LP_TOLERANCE)
                 if least_s > bound_s:
                     bound_s, centre = least_s, prices
@@ -229,7 +238,7 @@ class _ColumnGeneration:
                     self._columns.append(column)
                     added = True
                     break
-            if not added or total <= bound_s * (1 + _COLUMN_GAP) or time.monotonic() > deadline:
+            if not added or total <= bound_s * (1 + _COLUMN_GAP) or budget.is_over:
                 break
         used = [
             Column(seconds=float(x), choices=choices)
@@ -358,12 +367,12 @@ def maximize(gain: Floats, matrix: Floats, limit: Floats) -> tuple[Floats, Float
     return x[:columns], np.maximum(table[rows, columns:-1], 0.0)
 
 
-def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) -> float:
+def phase_bound(instance: Instance, tables: Sequence[Floats], budget: SearchBudget) -> float:
     """The best of the three bounds for one phase, in seconds.
 
     Args:
         tables: ``[K, L]`` seconds of every chain in that phase.
-        limit_s: seconds for the configuration program.
+        budget: of the configuration program.
     """
     chains, devices = instance.chains, instance.devices
     curves = [curve(c.counts, table) for c, table in zip(chains, tables, strict=True)]
@@ -372,7 +381,7 @@ def phase_bound(instance: Instance, tables: Sequence[Floats], limit_s: float) ->
     found = [level_bound(curves, devices)]
     if instance.levels > 1:
         found.append(dag_bound(curves, [c.after for c in chains], devices)[0])
-    found.append(configuration_bound(chains, tables, devices, limit_s=limit_s)[0])
+    found.append(configuration_bound(chains, tables, devices, budget=budget)[0])
     return max(found)
 
 
@@ -394,21 +403,21 @@ class RoundBounds:
     curves: tuple[ScalingCurve, ...]
 
 
-def round_bounds(instance: Instance, rounds: int, limit_s: float) -> RoundBounds:
+def round_bounds(instance: Instance, rounds: int, budget: SearchBudget) -> RoundBounds:
     """The bounds of one round.
 
     Args:
         instance: every MetaOp on its own best degrees.
         rounds: of a step.
-        limit_s: seconds for the configuration programs of both phases.
+        budget: of the configuration programs of both phases.
     """
-    chains = instance.chains
-    forward_s = phase_bound(instance, [c.forward_s for c in chains], limit_s / 2)
+    chains, half_s = instance.chains, budget.left_s / 2
+    forward_s = phase_bound(instance, [c.forward_s for c in chains], budget.part(half_s))
     ratio = backward_ratio(chains)
     if ratio is not None:
         backward_s = ratio * forward_s
     else:
-        backward_s = phase_bound(instance, [c.backward_s for c in chains], limit_s / 2)
+        backward_s = phase_bound(instance, [c.backward_s for c in chains], budget.part(half_s))
     area_s = sum(
         float((np.array(c.counts)[:, None] * table).min(axis=0).sum())
         for c in chains

@@ -185,13 +185,18 @@ class ScheduleTimes:
 
 
 class Evaluator:
-    """Times both phases of schedules; one phase is decoded where the two are in proportion."""
+    """Times both phases of schedules; one phase is decoded where the two are in proportion.
+
+    Attributes:
+        decoded: segments started in all schedules so far; mirrored ones count twice.
+    """
 
     def __init__(self, instance: Instance) -> None:
         chains = instance.chains
         self.instance = instance
         counts, after = [c.counts for c in chains], [c.after for c in chains]
         then = instance.successors()
+        self.decoded = 0
         self._ratio = backward_ratio(chains)
         # The wait at a cut does not depend on the phase. Where the backward is computed as a
         # multiple of the forward, the forward's wait is scaled so that both together are twice one.
@@ -214,12 +219,14 @@ class Evaluator:
     def run(self, schedule: ChainSchedule, limit_s: float = math.inf) -> ScheduleTimes:
         """Times of both phases; infinite where the forward ends later than ``limit_s``."""
         forward_s, starts = self._forward.run(schedule, limit_s)
+        self.decoded += sum(map(len, starts))
         if forward_s == math.inf:
             backward_s = forward_s
         elif self._ratio is not None:
             backward_s = self._ratio * forward_s
         else:
             backward_s, _ = self._backward.run(self._mirrored(schedule, starts))
+            self.decoded += 2 * sum(map(len, starts))
         return ScheduleTimes(forward_s=forward_s, backward_s=backward_s, starts=starts)
 
     def area(self, m: int, own: Sequence[ChainSegment]) -> float:

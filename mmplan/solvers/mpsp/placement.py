@@ -16,7 +16,6 @@ Shape suffixes: N = ranks; B = blocks of a slice.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -28,6 +27,7 @@ from mmplan.arrays import Floats, Indices, Ints
 from mmplan.costs.links import collective, collective_s, message
 from mmplan.schema.cluster import Cluster
 from mmplan.solvers.sample_split import split_evenly
+from mmplan.solvers.search_budget import SearchBudget
 
 
 def transfer_s(
@@ -132,6 +132,8 @@ _SAME_INSTANT = 1e-9
 _MEMORY_WEIGHTS = (0.3, 3.0, 30.0)
 # Communicators that a rank is assumed to have; the simulation counts them. Chosen by hand.
 _ASSUMED_COMMUNICATORS = 8
+# Seconds of a quiet core for a step of the search by memory, for each group of a slice.
+_PACKED_S = 2e-6
 # Cost of input from another rank of the same node, as a share of that from another node.
 _SAME_NODE = 0.5
 
@@ -234,7 +236,7 @@ _Contents = tuple[int, float]
 
 
 def pack(
-    slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, *, deadline: float
+    slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, *, budget: SearchBudget
 ) -> list[RankGroups] | None:
     """Groups of ranks for every slice by memory alone: a depth-first search with backtracking.
 
@@ -245,19 +247,23 @@ def pack(
     equal contents one is tried; a state that failed is not tried again, in whatever order its ranks
     are.
 
-    None where there is no such placement, or none was found before ``deadline``, a time of the
-    monotonic clock.
+    None where there is no such placement, or none was found before the budget was over.
     """
-    return _Packing(slices, devices, memory_bytes, deadline).run()
+    return _Packing(slices, devices, memory_bytes, budget).run()
 
 
 class _Packing:
     def __init__(
-        self, slices: Sequence[UnplacedSlice], devices: int, memory_bytes: float, deadline: float
+        self,
+        slices: Sequence[UnplacedSlice],
+        devices: int,
+        memory_bytes: float,
+        budget: SearchBudget,
     ) -> None:
         self._slices = slices
         self._memory_bytes = memory_bytes * (1 + _ROUNDING)
-        self._deadline = deadline
+        self._budget = budget
+        self._step_s = _PACKED_S * sum(own.num_groups for own in slices)
         self._contents: list[_Contents] = [(0, 0.0)] * devices
         self._chosen: list[list[int]] = [[] for _ in slices]
         alone_bytes = [float(own.fixed_bytes.sum()) + own.activation_bytes for own in slices]
@@ -277,8 +283,9 @@ class _Packing:
         keys: list[object] = [None]
         undo: list[list[_Contents]] = []
         while stack:
-            if time.monotonic() > self._deadline:
+            if self._budget.is_over:
                 return None
+            self._budget.spend(self._step_s)
             i = steps[len(stack) - 1]
             group = next(stack[-1], None)
             if group is None:
@@ -424,28 +431,28 @@ def place(
     cluster: Cluster,
     devices: int,
     *,
-    limit_s: float,
+    budget: SearchBudget,
     streamed: bool = False,
 ) -> Placed | float:
     """Ranks for every slice.
 
     Args:
         slices: producers before consumers.
-        limit_s: seconds for the search by memory alone, where no choice in the order of time fits.
+        budget: of the search by memory alone, where no choice in the order of time fits.
         streamed: a slice starts with the first micro-batch that its producer has finished;
             otherwise when all micro-batches are finished.
 
     Returns:
         The placement; where none was found, the least memory shortfall of a rank in bytes.
     """
-    deadline, shortfall_bytes = time.monotonic() + limit_s, math.inf
+    shortfall_bytes = math.inf
     for weight in _MEMORY_WEIGHTS:
         found = _Attempt(slices, cluster, devices, weight, streamed).run()
         if isinstance(found, Placed):
             return found
         shortfall_bytes = min(shortfall_bytes, found)
-    if limit_s > 0:
-        packed = pack(slices, devices, _memory_bytes(cluster), deadline=deadline)
+    if not budget.is_over:
+        packed = pack(slices, devices, _memory_bytes(cluster), budget=budget)
         if packed:
             weight = _MEMORY_WEIGHTS[0]
             found = _Attempt(slices, cluster, devices, weight, streamed, packed).run()

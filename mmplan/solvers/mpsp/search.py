@@ -1,10 +1,9 @@
-"""Search for short schedules: initial schedules, then simulated annealing, within a time limit."""
+"""Search for short schedules: initial schedules, then simulated annealing, within a budget."""
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +11,11 @@ from mmplan.solvers.mpsp.bounds import Column, configuration_bound, curve, dag_b
 from mmplan.solvers.mpsp.initial_schedules import FluidScheduler, from_columns, portfolio
 from mmplan.solvers.mpsp.instance import Instance, scaling_classes
 from mmplan.solvers.mpsp.list_schedule import ChainSchedule, ChainSegment, ChainSegments, Evaluator
+from mmplan.solvers.search_budget import SearchBudget
 
 # The values below are chosen by hand. The shares trade one kind of initial schedule against
 # another; none of them decides alone, since the best schedule of all kinds is annealed last.
-# Share of the time limit for the configuration program that guides the search.
+# Share of the budget for the configuration program that guides the search.
 _GUIDE_SHARE = 0.3
 # Share of the rest for bi-point schedules.
 _PORTFOLIO_SHARE = 0.1
@@ -25,7 +25,7 @@ _COLUMNS_SHARE = 0.1
 _FLUID_SHARE = 0.5
 # Initial schedules that are annealed before the best one is chosen.
 _TRIALS = 3
-# Share of the seconds after the initial schedules for each of these.
+# Share of what the initial schedules leave for each of these.
 _TRIAL_SHARE = 0.1
 # The same for the best schedule without cuts. The best schedule of all has what remains.
 _UNCUT_SHARE = 0.1
@@ -51,24 +51,30 @@ _ONE_MOVE = 0.7
 _MANY_COUNTS = 20
 # Segments of a chain at most: cuts move activations.
 _MAX_SEGMENTS = 4
+# Seconds of a quiet core. A segment decoded, and a move of the annealing beside that.
+_SEGMENT_S = 2e-6
+_MOVE_S = 2.5e-5
+# An initial schedule, for each chain and each of its counts.
+_CHAIN_S = 1.5e-5
+_COUNT_S = 5e-7
+# A fluid schedule, for each chain and each pair of them.
+_FLUID_CHAIN_S = 5e-5
+_FLUID_PAIR_S = 5e-6
 
 
 def find_schedules(
-    instance: Instance, *, bound_s: float, limit_s: float
+    instance: Instance, *, bound_s: float, budget: SearchBudget
 ) -> dict[str, ChainSchedule]:
-    """The best schedules that are found within the time limit, by a label; equal ones once.
+    """The best schedules that are found within the budget, by a label; equal ones once.
 
     They are the best of all, the best with one segment for each chain (which moves no activations
     within a MetaOp), and the tasks one after another.
 
     Args:
         bound_s: no schedule's forwards and backwards take less.
-        limit_s: seconds.
     """
-    begun = time.monotonic()
-    targets, columns = _guides(instance, limit_s * _GUIDE_SHARE)
-    left_s = limit_s - (time.monotonic() - begun)
-    best, uncut = _search(Evaluator(instance), targets, columns, bound_s, max(left_s, 0.0))
+    targets, columns = _guides(instance, budget.part(budget.left_s * _GUIDE_SHARE))
+    best, uncut = _search(Evaluator(instance), targets, columns, bound_s, budget)
     schedules = {
         "the best schedule of slices": best,
         "one slice for each MetaOp": uncut,
@@ -93,7 +99,7 @@ def sequential_schedule(instance: Instance) -> ChainSchedule:
     )
 
 
-def _guides(instance: Instance, limit_s: float) -> tuple[list[list[float]], list[Column]]:
+def _guides(instance: Instance, budget: SearchBudget) -> tuple[list[list[float]], list[Column]]:
     """Target seconds of the chains, by level and over the graph, and configurations.
 
     Configurations know no order, so there are none for several levels.
@@ -102,7 +108,7 @@ def _guides(instance: Instance, limit_s: float) -> tuple[list[list[float]], list
     curves = [curve(c.counts, c.both_s) for c in chains]
     if instance.levels == 1:
         tables = [c.both_s for c in chains]
-        _, columns = configuration_bound(chains, tables, devices, limit_s=limit_s)
+        _, columns = configuration_bound(chains, tables, devices, budget=budget)
         return [[level_bound(curves, devices)] * len(chains)], columns
     by_level = [0.0] * len(chains)
     for members in map(instance.of_level, range(instance.levels)):
@@ -116,30 +122,30 @@ def _search(
     targets: Sequence[Sequence[float]],
     columns: Sequence[Column],
     bound_s: float,
-    limit_s: float,
+    budget: SearchBudget,
 ) -> tuple[ChainSchedule, ChainSchedule]:
     """The best schedule, and the best one with one segment for each chain."""
-    begun = time.monotonic()
     rng = random.Random(0)
-    instance = evaluator.instance
-    # Each kind has its share of the seconds, and at least one schedule.
-    until = begun + limit_s * _PORTFOLIO_SHARE
-    pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), until)]
+    instance, all_s = evaluator.instance, budget.left_s
+    # Each kind has its share of the budget, and at least one schedule.
+    own = budget.part(all_s * _PORTFOLIO_SHARE)
+    pools = [_rated(evaluator, portfolio(instance, targets, _SPAN_FACTORS), own)]
     if columns:
-        until += limit_s * _COLUMNS_SHARE
-        pools.append(_rated(evaluator, _from_answer(instance, columns, rng), until))
-    until = max(until, time.monotonic()) + limit_s * _FLUID_SHARE
-    pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), until))
+        own = budget.part(all_s * _COLUMNS_SHARE)
+        pools.append(_rated(evaluator, _from_answer(instance, columns, rng), own))
+    own = budget.part(all_s * _FLUID_SHARE)
+    pools.append(_fluid_schedules(evaluator, FluidScheduler(instance, targets[-1], rng), own))
     every = sorted((rated for own in pools for rated in own), key=_cost)
     uncut = min((_Rated.of(evaluator, x) for x in _without_cuts(every[:_UNCUT_SOURCES])), key=_cost)
     starts = [min(own, key=_cost) for own in pools if own] + [uncut]
-    left_s = max(0.0, limit_s - (time.monotonic() - begun))
+    left_s = budget.left_s
     annealing = _Annealing(evaluator, rng, bound_s)
     trials = sorted(starts, key=_cost)[:_TRIALS]
-    trials = [annealing.run(rated, _TRIAL_SHARE * left_s, _MOVES) for rated in trials]
-    uncut = annealing.run(uncut, _UNCUT_SHARE * left_s, _UNCUT_MOVES)
+    each_s = left_s * _TRIAL_SHARE
+    trials = [annealing.run(rated, budget.part(each_s), _MOVES) for rated in trials]
+    uncut = annealing.run(uncut, budget.part(left_s * _UNCUT_SHARE), _UNCUT_MOVES)
     best = min((*starts, *trials, uncut), key=_cost)
-    best = annealing.run(best, limit_s - (time.monotonic() - begun), _MOVES)
+    best = annealing.run(best, budget, _MOVES)
     return best.schedule, uncut.schedule
 
 
@@ -164,27 +170,36 @@ def _cost(rated: _Rated) -> float:
 
 
 def _rated(
-    evaluator: Evaluator, schedules: Iterator[ChainSchedule], deadline: float
+    evaluator: Evaluator, schedules: Iterator[ChainSchedule], budget: SearchBudget
 ) -> list[_Rated]:
     rated: list[_Rated] = []
+    chains = evaluator.instance.chains
+    made_s = _CHAIN_S * len(chains) + _COUNT_S * sum(len(chain.counts) for chain in chains)
     for schedule in schedules:
+        before = evaluator.decoded
         rated.append(_Rated.of(evaluator, schedule))
-        if time.monotonic() > deadline:
+        budget.spend(made_s + _SEGMENT_S * (evaluator.decoded - before))
+        if budget.is_over:
             break
     return rated
 
 
 def _fluid_schedules(
-    evaluator: Evaluator, scheduler: FluidScheduler, deadline: float
+    evaluator: Evaluator, scheduler: FluidScheduler, budget: SearchBudget
 ) -> list[_Rated]:
     """Fluid schedules; settings are drawn near the best ones so far."""
     rated: list[_Rated] = []
     first, best, least_s = scheduler.first(), None, math.inf
-    while not rated or time.monotonic() < deadline:
+    chains = len(evaluator.instance.chains)
+    made_s = _FLUID_CHAIN_S * chains + _FLUID_PAIR_S * chains**2
+    while not rated or not budget.is_over:
         settings = first.pop() if first else scheduler.draw(best)
+        before = evaluator.decoded
         segments = scheduler.segments(settings)
         own = [_Rated.of(evaluator, ChainSchedule(segments, strict)) for strict in (False, True)]
         rated += own
+        decoded = evaluator.decoded - before
+        budget.spend(made_s + _SEGMENT_S * decoded)
         cost_s = min(map(_cost, own))
         if cost_s < least_s:
             best, least_s = settings, cost_s
@@ -248,8 +263,8 @@ class _Annealing:
         self._rng = rng
         self._bound_s = bound_s
 
-    def run(self, start: _Rated, limit_s: float, weights: dict[_Move, int]) -> _Rated:
-        """The best schedule seen within the time limit.
+    def run(self, start: _Rated, budget: SearchBudget, weights: dict[_Move, int]) -> _Rated:
+        """The best schedule seen within the budget.
 
         Args:
             weights: how often each move is drawn, in proportion.
@@ -258,17 +273,20 @@ class _Annealing:
         every = [s.priority for own in start.schedule.segments for s in own]
         priorities = min(every), max(every)
         lateness = self._evaluator.lateness
-        begun, late = time.monotonic(), lateness(start.schedule, start.starts)
-        while (done := (time.monotonic() - begun) / max(limit_s, 1e-9)) < 1:
+        late = lateness(start.schedule, start.starts)
+        evaluator, all_s = self._evaluator, budget.left_s
+        while (left_s := budget.left_s) > 0:
             if best.cost_s <= self._bound_s * _GOOD_ENOUGH:
                 break
-            moved = self._moved(current, weights, priorities, late)
+            moved, before = self._moved(current, weights, priorities, late), evaluator.decoded
             if moved is None:
+                budget.spend(_MOVE_S / 2)
                 continue
-            temperature_s = _HOT * (_COLD / _HOT) ** done * best.guide_s
+            temperature_s = _HOT * (_COLD / _HOT) ** (1 - left_s / all_s) * best.guide_s
             # Metropolis' rule, its random number drawn before the schedule is decoded: decoding
             # then stops as soon as the schedule is too long to be accepted.
             rated = self._accepted(current, *moved, temperature_s * rng.expovariate(1))
+            budget.spend(_MOVE_S + _SEGMENT_S * (evaluator.decoded - before))
             idle += 1
             if rated is not None:
                 current, late = rated, lateness(rated.schedule, rated.starts)

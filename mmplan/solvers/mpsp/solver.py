@@ -12,7 +12,6 @@ knows no links. Method ``wavefront`` is Spindle's scheduler as printed.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +32,7 @@ from mmplan.solvers.mpsp.staged_schedules import staged_schedules
 from mmplan.solvers.mpsp.to_plan import BlockMemory, Emitter, waves
 from mmplan.solvers.mpsp.wavefront import wavefront
 from mmplan.solvers.problem import Candidate, Problem, Request, Solution
+from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import size
 
 METHODS = {"search": "the best of many schedules", "wavefront": "Spindle's scheduler as printed"}
@@ -75,6 +75,8 @@ _STAGED_SIMULATED_WITHIN = 1.5
 # All candidates are simulated where the best one fills more than this share of the memory: the
 # memory is an estimate too, and the best one may not fit.
 _NEARLY_FULL = 0.95
+# For placements in the order of time alone.
+_NO_SEARCH = SearchBudget(0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +110,8 @@ class CandidateFinder:
 
     def __init__(self, request: Request, method: str) -> None:
         self._request, self._method = request, method
-        self._begun = time.monotonic()
-        self._until = self._begun + _MAX_SEARCH_SHARE * request.budget_s
+        self._budget = SearchBudget(request.budget_s)
+        self._kept_s = request.budget_s * (1 - _MAX_SEARCH_SHARE)
         self.problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
@@ -119,9 +121,9 @@ class CandidateFinder:
         self.least_shortfall_bytes = math.inf
         self.staged_can_fit = True
 
-    def left_s(self) -> float:
-        """Seconds that searches still have."""
-        return max(0.0, self._until - time.monotonic())
+    def part(self, share: float) -> SearchBudget:
+        """A share of what searches still have."""
+        return self._budget.part(share * (self._budget.left_s - self._kept_s))
 
     def emitter(self, scalings: Sequence[Scaling], rounds: int) -> Emitter:
         """The instance of these curves, as slices, units and waves."""
@@ -176,7 +178,7 @@ class CandidateFinder:
                     self._failed(staged.fixed_bytes - self._memory_bytes)
                     continue
                 slices = emitter.slices(staged.schedule, staged.starts, staged.rank_ranges)
-                placed = self._place(slices, 0.0, streamed=True)
+                placed = self._place(slices, _NO_SEARCH, streamed=True)
                 if isinstance(placed, Placed):
                     label = f"blocks divided among {staged.groups} groups of devices"
                     found.append(
@@ -213,21 +215,23 @@ class CandidateFinder:
             if level_bound(curves, request.devices) * rounds >= best_s:
                 continue
             share = _FIRST_CHOICE_SHARE if is_first and not position else _OTHER_CHOICE_SHARE
-            limit_s = self.left_s() * share
+            budget = self.part(share)
             # The cost of a cut is known once slices have ranks: nothing, or about the estimate.
             instances = [instance]
             if self._method == "search":
                 instances.append(self._with_cut_costs(chosen, instance, rounds))
             schedules: list[tuple[Instance, str, ChainSchedule]] = []
+            each_s = budget.left_s / len(instances)
             for own in instances:
-                found = self._schedules(own, bound_s, limit_s / len(instances))
+                found = self._schedules(own, bound_s, budget.part(each_s))
                 for label, schedule in found.items():
                     if all(schedule != other for _, _, other in schedules):
                         schedules.append((own, label, schedule))
             for own, label, schedule in schedules:
                 slices = emitter.slices(schedule, Evaluator(own).run(schedule).starts)
                 limit_s = request.budget_s * _PLACEMENT_SHARE
-                placed = self._place(slices, min(limit_s, self.left_s()) if fits else limit_s)
+                own_budget = self.part(1.0).part(limit_s) if fits else SearchBudget(limit_s)
+                placed = self._place(slices, own_budget)
                 if isinstance(placed, Placed):
                     candidate = _candidate(
                         emitter, schedule, slices, placed, rounds, label, staged=False
@@ -239,14 +243,14 @@ class CandidateFinder:
                     self._failed(placed)
 
     def _schedules(
-        self, instance: Instance, bound_s: float, limit_s: float
+        self, instance: Instance, bound_s: float, budget: SearchBudget
     ) -> dict[str, ChainSchedule]:
         """The method's schedules by label."""
         if self._method == "wavefront":
             found = wavefront(instance)
             label = f"waves as printed: {found.waves}, {found.seconds:.4g} s with their barriers"
             return {label: found.schedule}
-        return find_schedules(instance, bound_s=bound_s, limit_s=limit_s)
+        return find_schedules(instance, bound_s=bound_s, budget=budget)
 
     def _with_cut_costs(
         self, scalings: Sequence[Scaling], instance: Instance, rounds: int
@@ -270,7 +274,7 @@ class CandidateFinder:
         budget_s = self._request.budget_s
         simulated_s = _SIMULATED_PLANS * _SIMULATED_COMPUTE_S * computes
         share = 1 - _RESERVE_SHARE - simulated_s / max(budget_s, 1e-9)
-        self._until = self._begun + budget_s * min(_MAX_SEARCH_SHARE, max(_MIN_SEARCH_SHARE, share))
+        self._kept_s = budget_s * (1 - min(_MAX_SEARCH_SHARE, max(_MIN_SEARCH_SHARE, share)))
 
     def _failed(self, shortfall_bytes: float) -> None:
         self.least_shortfall_bytes = min(self.least_shortfall_bytes, shortfall_bytes)
@@ -279,14 +283,14 @@ class CandidateFinder:
         return self._shortfall([replace(own, activation_bytes=0.0) for own in slices])
 
     def _shortfall(self, slices: Sequence[UnplacedSlice]) -> float:
-        placed = self._place(slices, 0.0)
+        placed = self._place(slices, _NO_SEARCH)
         return 0.0 if isinstance(placed, Placed) else placed
 
     def _place(
-        self, slices: Sequence[UnplacedSlice], limit_s: float, *, streamed: bool = False
+        self, slices: Sequence[UnplacedSlice], budget: SearchBudget, *, streamed: bool = False
     ) -> Placed | float:
         request = self._request
-        return place(slices, request.cluster, request.devices, limit_s=limit_s, streamed=streamed)
+        return place(slices, request.cluster, request.devices, budget=budget, streamed=streamed)
 
 
 def _candidate(
@@ -365,8 +369,8 @@ def _solve(request: Request, method: str) -> Solution:
         if method == "search" and len(searched) < len(choices) and not further:
             found += finder.staged(rounds)
         if searched or any(item.rounds == rounds for item in found):
-            limit_s = finder.left_s() * _BOUND_SHARE
-            bounds[rounds] = round_bounds(at_own_best.instance, rounds, limit_s)
+            budget = finder.part(_BOUND_SHARE)
+            bounds[rounds] = round_bounds(at_own_best.instance, rounds, budget)
         if searched:
             bound_s = bounds[rounds].total_s
             found += finder.searched(searched, rounds, bound_s, is_first=not found)
