@@ -22,10 +22,12 @@ def test_what_a_part_spends_is_gone_from_the_whole() -> None:
     part.spend(0.125)
     assert (part.left_s, own.left_s) == (0.125, 0.375)
     part.spend(0.25)
-    assert part.is_over and not own.is_over
+    assert part.is_over
+    assert not own.is_over
     assert own.part(9.0).left_s == own.left_s == 0.125
     own.spend(0.125)
-    assert own.is_over and own.part(1.0).is_over
+    assert own.is_over
+    assert own.part(1.0).is_over
 
 
 TOWERS = {"a": module_profile(6), "b": module_profile(4, 1), "c": module_profile(3, 2)}
