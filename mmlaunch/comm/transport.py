@@ -336,10 +336,14 @@ class DistTransport:
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
+        # The rank itself goes on: this is no wait in its times.
+        told, self._heartbeat.on_wait = self._heartbeat.on_wait, None
         # What ``then`` allocates is this stream's, and used again only behind the wait above.
         with torch.cuda.stream(self._side):
             work.wait()
-            return then()
+            begun = then()
+        self._heartbeat.on_wait = told
+        return begun
 
     def start_reduce_scatter(self, mine: Tensor, full: Tensor, ranks: Ranks) -> Work:
         """See :class:`Transport`."""

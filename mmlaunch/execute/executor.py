@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -66,11 +67,50 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class InstructionSpan:
-    """When an instruction ran, seconds since the step began."""
+    """When an instruction ran, seconds since the step began.
+
+    Attributes:
+        own_s: of that time, without waits for other ranks.
+    """
 
     index: int
     start_s: float
     end_s: float
+    own_s: float
+
+
+class StepMarks:
+    """Moments of a step: the begin, and of each instruction begin, ends of waits, and end.
+
+    Args:
+        transport: marks them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._marks: list[Any] = []
+        self._begins: list[int] = []
+
+    def add(self) -> None:
+        """Mark this moment."""
+        self._marks.append(self._transport.mark())
+
+    def begin(self) -> None:
+        """The next mark is an instruction's begin."""
+        self._begins.append(len(self._marks))
+
+    def spans(self) -> list[InstructionSpan]:
+        """When each instruction ran; waits for the device."""
+        if not self._begins:
+            return []
+        times = self._transport.seconds_of(self._marks)
+        spans: list[InstructionSpan] = []
+        for index, (first, end) in enumerate(pairwise([*self._begins, len(times)])):
+            # From the begin to the first wait, from that to the next one, and so on.
+            starts, ends = times[first:end:2], times[first + 1 : end : 2]
+            own_s = sum(b - a for a, b in zip(starts, ends, strict=True))
+            spans.append(InstructionSpan(index, starts[0], ends[-1], own_s))
+        return spans
 
 
 class Executor:
@@ -137,7 +177,7 @@ class Executor:
 
     def run(
         self, step: int, data: Mapping[str, StepData], *, timed: bool = False
-    ) -> tuple[Tensor, list[InstructionSpan]]:
+    ) -> tuple[Tensor, StepMarks]:
         """Run forward, backward and reductions of one step; gradients end up in ``.grad``.
 
         Args:
@@ -147,23 +187,27 @@ class Executor:
 
         Returns:
             This rank's part of the step's loss (float64, on its device; the parts add up to
-            it), and the times.
+            it), and the times, none unless asked for.
 
         Raises:
             ExecutionError: an instruction failed; the cause is kept.
         """
         self._begin(step, data)
         with self._precision.step():
-            spans = self._run_row(step, timed=timed)
-        return self._loss + self._sync.loss, spans
+            marks = self._run_row(step, timed=timed)
+        return self._loss + self._sync.loss, marks
 
-    def _run_row(self, step: int, *, timed: bool) -> list[InstructionSpan]:
-        marks = [self._transport.mark()] if timed else []
+    def _run_row(self, step: int, *, timed: bool) -> StepMarks:
+        marks = StepMarks(self._transport)
+        self._heartbeat.on_wait = marks.add if timed else None
+        if timed:
+            marks.add()
         for position, instruction in enumerate(self._row):
             self._position = position
             self._heartbeat.beat(step, position, self._texts[position], self._units[position])
             if timed:
-                marks.append(self._transport.mark())
+                marks.begin()
+                marks.add()
             try:
                 self._handlers[type(instruction)](instruction)
             except MMPlanError:
@@ -173,12 +217,9 @@ class Executor:
                 late = self._heartbeat.lateness(error)
                 raise ExecutionError(f"{self._describe(position, late)}: {said}") from error
             if timed:
-                marks.append(self._transport.mark())
-        times = iter(self._transport.seconds_of(marks)[1:] if timed else ())
-        return [
-            InstructionSpan(index, *ends)
-            for index, ends in enumerate(zip(times, times, strict=True))
-        ]
+                marks.add()
+        self._heartbeat.on_wait = None
+        return marks
 
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step

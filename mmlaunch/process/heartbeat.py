@@ -133,6 +133,9 @@ class Heartbeat:
     Args:
         buffer: the board's memory.
         local_rank: which slot is written.
+
+    Attributes:
+        on_wait: called where a wait for peers begins and where it ends.
     """
 
     def __init__(self, buffer: mmap.mmap | bytearray, local_rank: int) -> None:
@@ -144,6 +147,7 @@ class Heartbeat:
         self._awaited: tuple[int, ...] = ()
         self._device: _DeviceProgress | None = None
         self.where = Where()
+        self.on_wait: Callable[[], None] | None = None
 
     @classmethod
     def detached(cls) -> Heartbeat:
@@ -240,6 +244,12 @@ class Heartbeat:
         """Whether the launcher wants to know more of ranks that hang."""
         return self._buffer[_DUMP_AT] != 0
 
+    def _turn(self, state: int) -> None:
+        """Begin or end a wait."""
+        self._enter(state)
+        if self.on_wait is not None:
+            self.on_wait()
+
     def _enter(self, state: int) -> None:
         if self._device is None:
             _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), state)
@@ -276,10 +286,10 @@ class _Waiting:
         self._heartbeat = heartbeat
 
     def __enter__(self) -> None:
-        self._heartbeat._enter(_WAITING)
+        self._heartbeat._turn(_WAITING)
 
     def __exit__(self, *_: object) -> None:
-        self._heartbeat._enter(_COMPUTING)
+        self._heartbeat._turn(_COMPUTING)
 
 
 class _Stretch(NamedTuple):

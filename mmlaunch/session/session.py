@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -63,6 +63,7 @@ from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.communicators import Channels, communicators
 from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import KIND_OF
 from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
 from mmplan.proof.rows import check_row
@@ -79,6 +80,7 @@ from mmplan.wording import counted
 
 T = TypeVar("T")
 
+KINDS = tuple(dict.fromkeys(KIND_OF.values()))
 # Steps in a row that may be left out: more are no chance any more.
 MOST_SKIPPED = 10
 
@@ -155,6 +157,8 @@ class Session:
         # Steps left out in a row, and the dataset indices of this rank's samples by task.
         self._skipped = 0
         self._samples: dict[str, list[int]] = {}
+        # Of the last step, this rank's own seconds of each kind; zeros where it was not timed.
+        self._own_s = [0.0] * len(KINDS)
         self._meta = meta or {}
         self._should_stop = should_stop
         self._heartbeat = heartbeat or Heartbeat.detached()
@@ -441,27 +445,40 @@ class Session:
         for hook in self.hooks.on_data:
             hook(self, data)
         began = time.perf_counter()
-        part, spans = self.executor.run(self.step_count, data, timed=timed)
+        part, marks = self.executor.run(self.step_count, data, timed=timed)
         vote = torch.full_like(part, self._should_stop())
-        waits = part.new_zeros(self.transport.world_size)
-        # Assigned as an item, a number would be copied to the device, and the copy waited for.
-        waits[self.rank].fill_(began - asked)
+        # The last step's times: those of this one are not known before the device is done.
+        times = part.new_zeros(1 + len(KINDS), self.transport.world_size)
+        for mine, seconds in zip(times[:, self.rank], [began - asked, *self._own_s], strict=True):
+            # Assigned as an item, a number would be copied to the device, and the copy waited for.
+            if seconds:
+                mine.fill_(seconds)
         starved = torch.full_like(part, self._data.starved is not None)
         said = torch.stack([part, vote, starved, self.update.has_faults()])
-        total = torch.cat([said, waits])
+        total = torch.cat([said, times.flatten()])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
         # All that the host must know of the step in one wait for the device.
         found = torch.cat([total, self._reductions.num_ranks()]).tolist()
         loss, votes, starving, faults = found[: len(said)]
         self._reductions.drop_missing(found[len(total) :])
+        iteration_s = time.perf_counter() - began
+        ranks = self.transport.world_size
+        data_s, *own_s = (found[i : i + ranks] for i in range(len(said), len(total), ranks))
+        # Behind the wait: the device has come to all marks.
+        spans = marks.spans()
+        self._own_s = [0.0] * len(KINDS)
+        row = self.program.instructions[self.rank]
+        for span in spans:
+            self._own_s[KINDS.index(KIND_OF[row[span.index].op])] += span.own_s
         return StepResult(
             step=self.step_count,
             loss=loss,
             grad_norm=None,
-            iteration_s=time.perf_counter() - began,
+            iteration_s=iteration_s,
             update_s=0.0,
             data_s=began - asked,
-            data_s_by_rank=found[len(said) : len(total)],
+            data_s_by_rank=data_s,
+            last_own_s=dict(zip(KINDS, own_s, strict=True)) if any(map(any, own_s)) else {},
             stop=votes + starving > 0,
             starved=starving > 0,
             finite=math.isfinite(loss) and not faults,
@@ -639,6 +656,8 @@ class StepResult:
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
         data_s_by_rank: the same of every rank.
+        last_own_s: of the step before, the time of each kind of instruction by rank, without waits
+            for others; empty unless it was timed.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
         starved: whether a rank had no data: the step is not done, and stop is set.
         finite: whether the loss and all summed gradients are numbers; else nothing was updated.
@@ -652,6 +671,7 @@ class StepResult:
     update_s: float
     data_s: float
     data_s_by_rank: list[float]
+    last_own_s: Mapping[str, Sequence[float]]
     stop: bool
     starved: bool
     finite: bool

@@ -30,6 +30,15 @@ class Op(StrEnum):
     STEP = "STEP"
 
 
+# What a rank does in an instruction, as people say it.
+KIND_OF = {
+    Op.FORWARD: "forward",
+    **dict.fromkeys((Op.BACKWARD, Op.INPUT, Op.WEIGHT), "backward"),
+    **dict.fromkeys((Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B), "message"),
+    **dict.fromkeys((Op.SYNC_START, Op.SYNC_WAIT), "loss"),
+    **dict.fromkeys((Op.COUNT, Op.REDUCE_START, Op.REDUCE, Op.STEP), "reduction"),
+}
+
 # Looked up once: programs have hundreds of thousands of instructions.
 _BACKWARDS = (Op.BACKWARD, Op.INPUT)
 _SENDS = (Op.SEND_F, Op.SEND_B)
