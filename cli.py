@@ -24,6 +24,7 @@ if _loading := (
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,7 @@ from mmplan.wording import counted, size
 if TYPE_CHECKING:
     from mmlaunch.launch.hosts import Host
     from mmlaunch.run.options import RunOptions
+    from mmlaunch.run.run import Prepared
     from mmlaunch.schedulers.job import SchedulerJob
     from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.verify import Difference
@@ -326,6 +328,7 @@ def run(
         emulation=emulation,
     )
     prepared = prepare(options)
+    options = replace(options, predicted=emulation or _predicted(prepared))
     for note in prepared.notes:
         out.hint(note)
     out.text(f"importing {', '.join(prepared.imports)}")
@@ -457,6 +460,17 @@ def _emulation(out: Output, plan: Path) -> tuple[tuple[str, ...], Timings]:
     out.text("EMULATED: computes are waits of the profile's times; nothing is trained")
     document = load_plan(plan)
     return tuple(document.tasks), compute_timings(plan_costs(document, plan))
+
+
+def _predicted(prepared: Prepared) -> Timings | None:
+    """What computes should take, by a measured profile; None where every rank has peers."""
+    from mmplan.simulation.predict import compute_timings, costs_of
+
+    plan, profile = prepared.plan, prepared.profile
+    alone = any(unit.dp * unit.tp == 1 for unit in plan.units)
+    if not alone or profile is None or profile.source != "measured":
+        return None
+    return compute_timings(costs_of(plan, profile))
 
 
 def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., Plan]:

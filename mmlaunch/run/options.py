@@ -21,6 +21,7 @@ class RunOptions:
         num_workers: loading processes of each rank and task; None to choose them.
         data_address: HOST:PORT of the cluster that prepares data; None to load on the machines.
         data_wait_s: longest wait of a step while that has no producer.
+        predicted: what computes of the plan should take, where a measured profile tells.
     """
 
     plan: Path
@@ -41,3 +42,4 @@ class RunOptions:
     data_address: str | None = None
     data_wait_s: float = 240.0
     emulation: Timings | None = None
+    predicted: Timings | None = None

@@ -227,6 +227,8 @@ def run(
             event = {"kind": "segment", "segment": segment, "of": len(segments)}
         elif event.get("launcher") == "restart" and writes:
             record.restart(event["cause"])
+        elif event.get("kind") == "slow" and writes:
+            record.slow({key: event[key] for key in ("step", "rank", "instruction", "times")})
         on_event(event)
 
     try:
@@ -429,6 +431,7 @@ class RunRecord:
         history = self._history()
         found = _recorded(self._run_dir, "restarts", [])
         restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
+        slow = _recorded(self._run_dir, "slow_ranks", [])
         if step is not None and restarts and "from_step" not in restarts[-1]:
             restarts[-1]["from_step"] = step
         if step is not None:
@@ -456,15 +459,23 @@ class RunRecord:
             "predicted_iteration_s": prediction.iteration_s,
             "segments": history,
             **({"restarts": restarts} if restarts else {}),
+            **({"slow_ranks": slow} if slow else {}),
         }
         write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
 
     def restart(self, cause: str) -> None:
         """Add that all workers start anew, when and why; :meth:`write` adds from which step."""
+        self._append("restarts", {"at": _now(), "cause": cause})
+
+    def slow(self, rank: Mapping[str, Any]) -> None:
+        """Add a rank that was found to be slow."""
+        self._append("slow_ranks", {"at": _now(), **rank})
+
+    def _append(self, field: str, entry: Mapping[str, Any]) -> None:
         path = self._run_dir / _RECORD
         record = json.loads(path.read_text(encoding="utf-8"))
-        record.setdefault("restarts", []).append({"at": _now(), "cause": cause})
+        record.setdefault(field, []).append(entry)
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def finish(self, memory_bytes: Mapping[int, int]) -> None:

@@ -8,34 +8,57 @@ much must be seen follows from the noise: evidence is summed up over the steps.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mmlaunch.session.session import Session
+from mmplan.program.instructions import KIND_OF, Compute
+from mmplan.program.model import Timings
+
 Floats = NDArray[np.float64]
 
-# A rank that is so much slower is to be found soonest; one that is slower by less than the root of
-# it never is.
+# A rank that is so much slower is found soonest; one that is slower by less than the root of it
+# never is.
 FACTOR = 1.1
-# Plans predict no better than this.
+# The same for a rank without peers: plans predict no better.
 LONE_FACTOR = 1.5
-# Natural logarithm of the ratio of likelihoods at which a rank is named. Of steps without a slow
-# rank one in exp(18), 66 million, ends in a false alarm at most.
-_ENOUGH = 18.0
-# The evidence of one step counts as a third of it at most, so no rank is named for fewer.
+# The evidence of one step counts as a third of what is enough at most.
 STEPS = 3
+# Logarithm of the ratio of likelihoods at which a rank is named. Of steps without a slow rank one
+# in exp(18), 66 million, ends in a false alarm at most.
+_ENOUGH = 18.0
 # Ranks differ by so much for good; what is measured over the last steps may be less.
 _LEAST_NOISE = 0.02
+# Steps from which the noise is measured; all but the first are looked at every tenth step.
 _REMEMBERED = 50
-# Steps between two looks at the noise, once half of these are there.
 _RENEWED = 10
 # Differences between two steps from which the noise can be told.
 _LEAST_DIFFERENCES = 12
 # Of the time of the busiest rank: a kind in which less is lost is not spoken of.
 _LEAST_LOSS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """What is timed in every step: one kind of instruction on a rank.
+
+    Attributes:
+        peers: the same for ranks that do the same.
+        samples: the same for all that is done with the same samples; None for nothing else.
+        expected: seconds, or in units of their own for all peers.
+        predicted: whether they are seconds of a prediction, which tells where there are no peers.
+    """
+
+    rank: int
+    kind: str
+    peers: Hashable
+    samples: Hashable = None
+    expected: float = 1.0
+    predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,109 +81,109 @@ class SlowRank:
 class SlowRanks:
     """Looks at the steps of a run, one after another, and names each slow rank once.
 
-    For every kind of instruction the deviation of a rank is the logarithm of its seconds over
-    those expected, less the median of its peers. It comes once as it is, which finds all the stages
-    of a replica that are slow together, and once less the deviation of those with the same
-    samples, scaled as the deviations of the two groups vary from step to step (longer samples
-    lengthen one stage more than another). Either is summed up by Page's CUSUM for a normal mean
-    that goes from 0 to log(FACTOR), with the noise measured by differences of consecutive steps: a
-    rank that is slow all the time adds nothing to those.
+    A deviation is the logarithm of the seconds over those expected, less the median of the peers.
+    It comes once as it is, which finds all the stages of a replica that are slow together, and once
+    less the deviation of the other stages of the same samples, in units of how much each stage's
+    deviations vary from step to step: longer samples lengthen one stage more than another. Either
+    is summed up by Page's CUSUM for a normal mean that goes from 0 to log(FACTOR). Differences of
+    consecutive steps give the noise: a rank that is slow all the time adds nothing to these.
 
     Args:
-        peers: of each rank, the same for those that do the same work.
-        samples: of each rank, the same for those that work on the same samples.
-        expected: of a kind, units of work by rank; equal where a kind is not in it.
-        predicted: kinds whose expectation is in seconds: they tell of a rank without peers too,
-            where it is LONE_FACTOR times slower than the median of all ranks.
+        timed: in the order of the times.
 
     Source:
         Page, "Continuous inspection schemes", Biometrika 41 (1954); that there are no more false
         alarms than said: Lorden, "Procedures for reacting to a change in distribution", 1971.
     """
 
-    def __init__(
-        self,
-        peers: Sequence[Hashable],
-        samples: Sequence[Hashable],
-        *,
-        expected: Mapping[str, Sequence[float]] | None = None,
-        predicted: frozenset[str] = frozenset(),
-    ) -> None:
-        self._peers, self._samples = peers, samples
-        self._expected, self._predicted = expected or {}, predicted
-        self._kinds: dict[str, _Kind] = {}
+    def __init__(self, timed: Sequence[Timed]) -> None:
+        self._timed = timed
         self._named: set[int] = set()
-
-    def add(self, seconds: Mapping[str, Sequence[float]]) -> list[SlowRank]:
-        """The ranks that a step's times make known as slow.
-
-        Args:
-            seconds: of a kind, by rank; 0 where a rank has none of it.
-        """
-        least_s = _LEAST_LOSS * max(map(sum, zip(*seconds.values(), strict=True)), default=0.0)
-        lost: dict[int, tuple[float, SlowRank]] = {}
-        for kind, took_s in seconds.items():
-            for rank, times in self._kind(kind, took_s).add(took_s):
-                loss_s = took_s[rank] * (1 - 1 / times)
-                if rank not in self._named and loss_s > lost.get(rank, (least_s,))[0]:
-                    lost[rank] = loss_s, SlowRank(rank=rank, kind=kind, times=times)
-        self._named |= set(lost)
-        return [lost[rank][1] for rank in sorted(lost)]
-
-    def _kind(self, kind: str, took_s: Sequence[float]) -> _Kind:
-        if kind not in self._kinds:
-            self._kinds[kind] = _Kind(
-                [rank for rank, one_s in enumerate(took_s) if one_s > 0],
-                self._peers,
-                self._samples,
-                self._expected.get(kind),
-                predicted=kind in self._predicted,
-            )
-        return self._kinds[kind]
-
-
-class _Kind:
-    """One kind of instruction; its ranks are those that have it."""
-
-    def __init__(
-        self,
-        ranks: list[int],
-        peers: Sequence[Hashable],
-        samples: Sequence[Hashable],
-        expected: Sequence[float] | None,
-        *,
-        predicted: bool,
-    ) -> None:
-        self._ranks = ranks
-        self._expected_s = np.array([expected[rank] if expected else 1.0 for rank in ranks])
-        groups = _groups([peers[rank] for rank in ranks])
-        others = [[j for j in group if j != i] for i, group in enumerate(groups)]
-        lone = np.array([not found for found in others])
-        self._margin = np.where(lone, math.log(LONE_FACTOR / FACTOR), 0.0)
-        if predicted:
-            everyone = range(len(ranks))
-            others = [found or [j for j in everyone if j != i] for i, found in enumerate(others)]
-        same = _groups([samples[rank] for rank in ranks])
-        partners = [[j for j in same[i] if j not in groups[i]] for i in range(len(ranks))]
+        places = range(len(timed))
+        groups = _groups([item.peers for item in timed])
+        peers = [[j for j in groups[i] if j != i] for i in places]
+        kinds = _groups([item.kind if item.predicted else None for item in timed])
+        others = [
+            peers[i] or [j for j in kinds[i] if j != i and timed[i].predicted] for i in places
+        ]
+        work = _groups(
+            [i if item.samples is None else item.samples for i, item in enumerate(timed)]
+        )
+        partners = [[j for j in work[i] if timed[j].peers != timed[i].peers] for i in places]
         self._others, self._partners = _Medians(others), _Medians(partners)
         # The only peer of a slow rank seems fast: that does not make its own partners slow.
         self._fastest = np.array([0.0 if len(found) == 1 else -math.inf for found in others])
+        lone = np.array([not found for found in peers])
+        self._margin = np.where(lone, math.log(LONE_FACTOR / FACTOR), 0.0)
+        self._expected = np.array([item.expected for item in timed])
         self._plain, self._paired = _Evidence(groups), _Evidence(groups)
 
-    def add(self, took_s: Sequence[float]) -> list[tuple[int, float]]:
-        """Slow ranks, and how many times as long they took in the last steps."""
-        ratio = np.log(np.array([took_s[rank] for rank in self._ranks]) / self._expected_s)
+    def add(self, seconds: Sequence[float]) -> list[SlowRank]:
+        """The ranks that a step's times make known as slow."""
+        ratio = np.log(np.maximum(seconds, 1e-9) / self._expected)
         deviation = ratio - self._others.of(ratio, ratio)
         over = deviation - self._margin
         found = self._plain.add(over)
-        scale = self._plain.noise
-        partners = self._partners.of(np.maximum(deviation / scale, self._fastest), 0 * scale)
-        found = {**self._paired.add(over - scale * partners), **found}
-        return [(self._ranks[i], math.exp(log + self._margin[i])) for i, log in found.items()]
+        noise = self._plain.noise
+        partners = self._partners.of(np.maximum(deviation / noise, self._fastest), 0 * noise)
+        found = {**self._paired.add(over - noise * partners), **found}
+        return self._slow({i: math.exp(log + self._margin[i]) for i, log in found.items()}, seconds)
+
+    def _slow(self, times: dict[int, float], seconds: Sequence[float]) -> list[SlowRank]:
+        """The ranks that are not yet named, each with the kind in which it loses most."""
+        if not times:
+            return []
+        busy_s: defaultdict[int, float] = defaultdict(float)
+        took_s: defaultdict[tuple[int, str], float] = defaultdict(float)
+        lost_s: defaultdict[tuple[int, str], float] = defaultdict(float)
+        for i, item in enumerate(self._timed):
+            busy_s[item.rank] += seconds[i]
+            if i in times:
+                took_s[item.rank, item.kind] += seconds[i]
+                lost_s[item.rank, item.kind] += seconds[i] * (1 - 1 / times[i])
+        slow: list[SlowRank] = []
+        for (rank, kind), lost in sorted(lost_s.items(), key=lambda item: -item[1]):
+            if rank not in self._named and lost > _LEAST_LOSS * max(busy_s.values()):
+                self._named.add(rank)
+                ratio = took_s[rank, kind] / (took_s[rank, kind] - lost)
+                slow.append(SlowRank(rank=rank, kind=kind, times=ratio))
+        return slow
+
+
+def slow_ranks_of(session: Session, predicted: Timings | None) -> SlowRanks:
+    """For the own times of a session's ranks; computes are held against a prediction, if any."""
+    program = session.program
+    work: defaultdict[tuple[int, str, int], float] = defaultdict(float)
+    for rank, row in enumerate(program.instructions):
+        for item in row:
+            if isinstance(item, Compute):
+                stage = program.stages[item.stage]
+                start, stop = stage.microbatches[stage.place(rank)[0]][item.mb]
+                one = predicted.computes[item.stage, item.op, stop - start] if predicted else 1.0
+                work[rank, KIND_OF[item.op], item.stage] += one if predicted else stop - start
+    timed: list[Timed] = []
+    for cell in session.own_times.cells:
+        if cell.stage is None:
+            stages = tuple(stage.index for stage in program.stages_of(cell.rank))
+            timed.append(Timed(rank=cell.rank, kind=cell.kind, peers=(cell.kind, stages)))
+            continue
+        stage = program.stages[cell.stage]
+        timed.append(
+            Timed(
+                rank=cell.rank,
+                kind=cell.kind,
+                peers=(cell.kind, cell.stage),
+                samples=(cell.kind, stage.task, stage.microbatches[stage.place(cell.rank)[0]]),
+                # Of what is predicted to take no time nothing is expected.
+                expected=work[cell.rank, cell.kind, cell.stage] or 1.0,
+                predicted=predicted is not None,
+            )
+        )
+    return SlowRanks(timed)
 
 
 class _Evidence:
-    """CUSUM over the deviations of a kind's ranks.
+    """CUSUM over deviations.
 
     Args:
         groups: of each place, those whose noise is alike.
@@ -195,7 +218,7 @@ class _Evidence:
 
     def _measure(self) -> None:
         steps = np.abs(np.diff(np.array(self._last), axis=0))
-        for first, group in self._groups.items():
+        for group in self._groups.values():
             seen = steps[:, group]
             self._known[group] = seen.size >= _LEAST_DIFFERENCES
             # Of a normal distribution the standard deviation is 1.4826 of these medians.

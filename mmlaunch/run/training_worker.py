@@ -28,6 +28,7 @@ from mmlaunch.run.data_watch import DataWatch
 from mmlaunch.run.loss_jumps import LossJumps
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
+from mmlaunch.run.slow_ranks import SlowRanks, slow_ranks_of
 from mmlaunch.session.session import NotFiniteStep, Session, StepResult
 from mmlaunch.session.verify import planned_steps
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
@@ -37,6 +38,9 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "final.safetensors"
 NOT_FINITE = "not-finite"
+# Steps on an accelerator of which one is timed, and first steps that are no measure.
+_TIMED = 10
+_WARM_UP = 2
 # Ranks in a step's line whose waiting for data is told.
 _LISTED = 8
 
@@ -196,12 +200,17 @@ class _Trainer:
             emulated = job.options.emulation is not None
             jumps = LossJumps(session.workload.train.loss_jump)
             self._log = _Metrics(self._ctx, session.step_count, jumps, emulated=emulated)
-        # On CUDA only the last step is timed: that takes two events for each instruction.
-        on_cpu = self._ctx.device.device.type == "cpu"
+        if self._log is not None:
+            given = segment.path == job.options.plan.absolute()
+            predicted = job.options.predicted if given else None
+            self._log.watch(slow_ranks_of(session, predicted), session.step_count)
+        # On CUDA that takes two events for each instruction and wait.
+        timed = 1 if self._ctx.device.device.type == "cpu" else _TIMED
         stopped, starved, spans = False, False, []
         memory.forget()
         while session.step_count < segment.until and not stopped:
-            result = session.step(timed=on_cpu or session.step_count == job.steps - 1)
+            step = session.step_count
+            result = session.step(timed=step % timed == 0 or step == job.steps - 1)
             memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
             starved = result.starved
@@ -365,6 +374,10 @@ class _Metrics:
         write_text(path, "".join(_lines_before(path, first_step)))
         self._file = path.open("a", encoding="utf-8")
 
+    def watch(self, ranks: SlowRanks, step: int) -> None:
+        """Look for slow ranks from a step on."""
+        self._ranks, self._watched_from = ranks, step + _WARM_UP
+
     def add(self, session: Session, result: StepResult) -> None:
         """Append a step and tell the launcher."""
         samples = sum(session.program.batches.values())
@@ -383,6 +396,9 @@ class _Metrics:
             entry["skipped"] = True
         elif not self._emulated:
             self._look_at(result, entry)
+        # Times are those of the step before.
+        if result.last_own_s and result.step > self._watched_from:
+            self._name_slow(result, entry)
         try:
             # JSON has no NaN: such a loss is written as null.
             finite = {
@@ -397,6 +413,14 @@ class _Metrics:
                 hint="make room, then run again with --resume",
             ) from None
         self._ctx.report({"kind": "step", **finite})
+
+    def _name_slow(self, result: StepResult, entry: dict[str, Any]) -> None:
+        found = self._ranks.add(result.last_own_s)
+        for slow in found:
+            told = {"rank": slow.rank, "instruction": slow.kind, "times": round(slow.times, 2)}
+            entry.setdefault("slow", []).append(told)
+            message = f"step {result.step}: {slow}"
+            self._ctx.report({"kind": "slow", "step": result.step, **told, "message": message})
 
     def _look_at(self, result: StepResult, entry: dict[str, Any]) -> None:
         """Name a loss that jumps: each in the metrics, the first of several in the log."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -57,13 +57,13 @@ from mmlaunch.session.identity import (
     identity_of,
 )
 from mmlaunch.session.inactive_tasks import InactiveTasks, check_holds, trained_by_others
+from mmlaunch.session.own_times import OwnTimes
 from mmlaunch.session.replicas import ParameterCopies
 from mmlaunch.session.state import LocalState, gather_weights, write_final_weights
 from mmlaunch.session.update import Update
 from mmplan.errors import InvalidInputError, NotFiniteError
 from mmplan.program.communicators import Channels, communicators
 from mmplan.program.compile import compile_plan
-from mmplan.program.instructions import KIND_OF
 from mmplan.program.model import Program, Timings
 from mmplan.program.shards import Ranks
 from mmplan.proof.rows import check_row
@@ -80,7 +80,6 @@ from mmplan.wording import counted
 
 T = TypeVar("T")
 
-KINDS = tuple(dict.fromkeys(KIND_OF.values()))
 # Steps in a row that may be left out: more are no chance any more.
 MOST_SKIPPED = 10
 
@@ -116,6 +115,7 @@ class Session:
     Attributes:
         step_count: steps done, which is the number of the next one.
         update: this rank's optimizer and its parameters.
+        own_times: which kinds of instructions are timed, of every rank.
         hooks: functions to call on steps, losses and checkpoints.
         notes: lines that tell the user how this run works and why.
 
@@ -157,8 +157,6 @@ class Session:
         # Steps left out in a row, and the dataset indices of this rank's samples by task.
         self._skipped = 0
         self._samples: dict[str, list[int]] = {}
-        # Of the last step, this rank's own seconds of each kind; zeros where it was not timed.
-        self._own_s = [0.0] * len(KINDS)
         self._meta = meta or {}
         self._should_stop = should_stop
         self._heartbeat = heartbeat or Heartbeat.detached()
@@ -167,6 +165,7 @@ class Session:
         self.program = compile_plan(plan)
         if row_sha256 is not None:
             check_row(self.program, transport.rank, row_sha256)
+        self.own_times = OwnTimes(self.program, transport.rank)
         self._dtype = dtype_of(workload.train.precision)
         self._heartbeat.phase("building the model")
         if profile is not None:
@@ -447,29 +446,27 @@ class Session:
         began = time.perf_counter()
         part, marks = self.executor.run(self.step_count, data, timed=timed)
         vote = torch.full_like(part, self._should_stop())
-        # The last step's times: those of this one are not known before the device is done.
-        times = part.new_zeros(1 + len(KINDS), self.transport.world_size)
-        for mine, seconds in zip(times[:, self.rank], [began - asked, *self._own_s], strict=True):
+        ranks, own = self.transport.world_size, self.own_times
+        # Own times are of the last step: those of this one are not known before the device is done.
+        times = part.new_zeros(ranks + len(own.cells))
+        mine = [(self.rank, began - asked), *enumerate(own.seconds, ranks + own.first)]
+        for index, seconds in mine:
             # Assigned as an item, a number would be copied to the device, and the copy waited for.
             if seconds:
-                mine.fill_(seconds)
+                times[index].fill_(seconds)
         starved = torch.full_like(part, self._data.starved is not None)
         said = torch.stack([part, vote, starved, self.update.has_faults()])
-        total = torch.cat([said, times.flatten()])
+        total = torch.cat([said, times])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
         # All that the host must know of the step in one wait for the device.
         found = torch.cat([total, self._reductions.num_ranks()]).tolist()
         loss, votes, starving, faults = found[: len(said)]
         self._reductions.drop_missing(found[len(total) :])
         iteration_s = time.perf_counter() - began
-        ranks = self.transport.world_size
-        data_s, *own_s = (found[i : i + ranks] for i in range(len(said), len(total), ranks))
+        of_ranks = found[len(said) : len(total)]
         # Behind the wait: the device has come to all marks.
         spans = marks.spans()
-        self._own_s = [0.0] * len(KINDS)
-        row = self.program.instructions[self.rank]
-        for span in spans:
-            self._own_s[KINDS.index(KIND_OF[row[span.index].op])] += span.own_s
+        own.note(spans)
         return StepResult(
             step=self.step_count,
             loss=loss,
@@ -477,8 +474,8 @@ class Session:
             iteration_s=iteration_s,
             update_s=0.0,
             data_s=began - asked,
-            data_s_by_rank=data_s,
-            last_own_s=dict(zip(KINDS, own_s, strict=True)) if any(map(any, own_s)) else {},
+            data_s_by_rank=of_ranks[:ranks],
+            last_own_s=of_ranks[ranks:] if any(of_ranks[ranks:]) else [],
             stop=votes + starving > 0,
             starved=starving > 0,
             finite=math.isfinite(loss) and not faults,
@@ -656,8 +653,8 @@ class StepResult:
         update_s: the optimizer's update.
         data_s: waiting for the batch's data before that.
         data_s_by_rank: the same of every rank.
-        last_own_s: of the step before, the time of each kind of instruction by rank, without waits
-            for others; empty unless it was timed.
+        last_own_s: of the step before, the seconds of each of ``own_times.cells`` of the session;
+            empty unless it was timed.
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
         starved: whether a rank had no data: the step is not done, and stop is set.
         finite: whether the loss and all summed gradients are numbers; else nothing was updated.
@@ -671,7 +668,7 @@ class StepResult:
     update_s: float
     data_s: float
     data_s_by_rank: list[float]
-    last_own_s: Mapping[str, Sequence[float]]
+    last_own_s: list[float]
     stop: bool
     starved: bool
     finite: bool

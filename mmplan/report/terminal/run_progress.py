@@ -54,7 +54,7 @@ def follow(
                     )
             case {"kind": "start"}:
                 out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
-            case {"kind": "note"}:
+            case {"kind": "note" | "slow"}:
                 out.text(event["message"])
             case {"kind": "hint"}:
                 out.hint(event["message"])
