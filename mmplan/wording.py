@@ -33,6 +33,12 @@ def missing(needed_bytes: float, memory_bytes: float) -> str:
     return f"a device has {size(memory_bytes)}: {size(needed_bytes - memory_bytes)} missing"
 
 
+def slow_rank(step: int, rank: int, instruction: str, times: float) -> str:
+    """A rank that was found to be slow, in a line."""
+    takes = f"its {instruction} takes {times:.2f} times as long as it should"
+    return f"step {step}: rank {rank} is slow: {takes}"
+
+
 def rank_ranges(ranks: Iterable[int], separator: str = ",") -> str:
     """Ranks with runs joined: ``0-3,8``."""
     runs: list[list[int]] = []

@@ -74,9 +74,6 @@ class SlowRank:
     kind: str
     times: float
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} is slow: its {self.kind} takes {self.times:.2f} times as long"
-
 
 class SlowRanks:
     """Looks at the steps of a run, one after another, and names each slow rank once.

@@ -415,12 +415,10 @@ class _Metrics:
         self._ctx.report({"kind": "step", **finite})
 
     def _name_slow(self, result: StepResult, entry: dict[str, Any]) -> None:
-        found = self._ranks.add(result.last_own_s)
-        for slow in found:
+        for slow in self._ranks.add(result.last_own_s):
             told = {"rank": slow.rank, "instruction": slow.kind, "times": round(slow.times, 2)}
             entry.setdefault("slow", []).append(told)
-            message = f"step {result.step}: {slow}"
-            self._ctx.report({"kind": "slow", "step": result.step, **told, "message": message})
+            self._ctx.report({"kind": "slow", "step": result.step, **told})
 
     def _look_at(self, result: StepResult, entry: dict[str, Any]) -> None:
         """Name a loss that jumps: each in the metrics, the first of several in the log."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from mmplan.schema.profile import Profile, load_profile
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import check_plans_model, costs_of
 from mmplan.simulation.step import Simulation, simulate
+from mmplan.wording import slow_rank
 
 TraceEvent = dict[str, Any]
 
@@ -113,6 +115,17 @@ class Run:
         items = recorded.items() if isinstance(recorded, dict) else ()
         sizes = {rank: _finite(value) for rank, value in items}
         return {int(r): v for r, v in sizes.items() if str(r).isdecimal() and v is not None}
+
+    @property
+    def slow_ranks(self) -> tuple[str, ...]:
+        """Ranks that were found to be slow while it trained, a line for each."""
+        recorded = self.record.get("slow_ranks")
+        lines: list[str] = []
+        for entry in recorded if isinstance(recorded, list) else ():
+            with suppress(ValueError, KeyError, TypeError):
+                step, rank, times = _count(entry["step"]), _count(entry["rank"]), entry["times"]
+                lines.append(slow_rank(step, rank, f"{entry['instruction']:.40}", times))
+        return tuple(lines)
 
     @property
     def cores(self) -> int | None:

@@ -40,6 +40,7 @@ def training_section(data: ReportData) -> str:
         + _throughput_picture(run, segments)
     )
     tables = _time_table(data, run) + _waiting_table(run)
+    tables += "".join(markup.note(f"{line}.") for line in run.slow_ranks)
     return notes + markup.element("div", pictures, class_="pair") + tables
 
 

@@ -12,7 +12,7 @@ from mmplan.program.trace import TimedInstruction, trace_events, write_trace
 from mmplan.report.terminal.console import Output, Progress
 from mmplan.schema.plan import Plan
 from mmplan.simulation.predict import simulate_plan
-from mmplan.wording import counted
+from mmplan.wording import counted, slow_rank
 
 # Of a step: shorter waits for data are not spoken of.
 _SAID_SHARE = 0.05
@@ -54,7 +54,10 @@ def follow(
                     )
             case {"kind": "start"}:
                 out.text(f"run folder {event['run_dir']}, {counted(plan.devices, 'rank')}")
-            case {"kind": "note" | "slow"}:
+            case {"kind": "slow"}:
+                values = (event[name] for name in ("step", "rank", "instruction", "times"))
+                out.text(slow_rank(*values))
+            case {"kind": "note"}:
                 out.text(event["message"])
             case {"kind": "hint"}:
                 out.hint(event["message"])
