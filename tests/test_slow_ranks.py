@@ -3,14 +3,94 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mmlaunch.run.slow_ranks import SlowRank, SlowRanks, Timed
 from mmplan.report.report_page import render
 from mmplan.report.source import load_source
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
+from tests.recorded import named, recorded, slowed
+
+
+def test_in_recorded_jobs_the_slow_worker_is_named_and_nobody_else() -> None:
+    assert (named(recorded("ST")), named(recorded("SE"))) == ([], [])
+    ((step, slow),) = named(recorded("AR"))
+    assert (step, slow.rank) == (7, 0)
+    assert 2.2 < slow.times < 2.5
+
+
+@pytest.mark.parametrize("times", [1.1, 1.2, 1.5])
+@pytest.mark.parametrize(("job", "ranks"), [("ST", (0, 5)), ("SE", (1, 30))])
+def test_in_recorded_jobs_a_slowed_worker_is_named_after_three_steps(
+    job: str, ranks: Sequence[int], times: float
+) -> None:
+    for rank in ranks:
+        ((step, slow),) = named(slowed(recorded(job), rank, times, first=12))
+        assert (step, slow.rank) == (14, rank)
+        assert slow.times == pytest.approx(times, rel=0.07)
+
+
+def _named(timed: Sequence[Timed], seconds: Sequence[Sequence[float]]) -> list[SlowRank]:
+    ranks = SlowRanks(timed)
+    return [slow for step in seconds for slow in ranks.add(step)]
+
+
+def _steps(count: int, means: Sequence[float], noise: float = 0.01) -> list[list[float]]:
+    pick = np.random.default_rng(0)
+    return (means * np.exp(pick.normal(0, noise, (count, len(means))))).tolist()
+
+
+def test_all_stages_of_a_slow_replica_are_named() -> None:
+    timed = [
+        Timed(rank=2 * replica + stage, kind="forward", peers=stage, samples=replica)
+        for replica in range(4)
+        for stage in range(2)
+    ]
+    found = _named(timed, _steps(20, [1.0, 2.0, 1.2, 2.4, 1.0, 2.0, 1.0, 2.0]))
+    assert sorted(slow.rank for slow in found) == [2, 3]
+
+
+@pytest.mark.parametrize(("times", "rank"), [(1.4, None), (1.7, 2)])
+def test_a_rank_without_peers_is_held_against_the_prediction(
+    times: float, rank: int | None
+) -> None:
+    # The plan is twice too fast, for all.
+    timed = [
+        Timed(rank=i, kind="forward", peers=i, expected=0.5 + i, predicted=True) for i in range(4)
+    ]
+    found = _named(timed, _steps(40, [1.0, 3.0, 5.0 * times, 7.0]))
+    assert [slow.rank for slow in found] == ([] if rank is None else [rank])
+    if found:
+        assert found[0].times == pytest.approx(times, rel=0.05)
+    unknown = [Timed(rank=i, kind="forward", peers=i) for i in range(4)]
+    assert _named(unknown, _steps(40, [1.0, 3.0, 5.0 * times, 7.0])) == []
+
+
+def test_of_several_kinds_the_one_that_loses_most_is_said() -> None:
+    timed = [
+        Timed(rank=rank, kind=kind, peers=kind)
+        for kind in ("message", "forward", "backward")
+        for rank in range(4)
+    ]
+    slow = [0.001, 0.001, 0.001, 0.003, 1.0, 1.0, 1.0, 1.3, 2.0, 2.0, 2.0, 2.6]
+    (found,) = _named(timed, _steps(30, slow))
+    assert (found.rank, found.kind) == (3, "backward")
+    # Ten times as long, and nothing beside the rest.
+    small = [0.001, 0.001, 0.001, 0.01, *[1.0] * 4, *[2.0] * 4]
+    assert _named(timed, _steps(30, small)) == []
+
+
+def test_noise_names_nobody_and_hides_nobody_for_long() -> None:
+    timed = [Timed(rank=rank, kind="forward", peers=0) for rank in range(8)]
+    assert _named(timed, _steps(1000, [1.0] * 8, noise=0.3)) == []
+    (found,) = _named(timed, _steps(60, [*[1.0] * 7, 1.5], noise=0.15))
+    assert found.rank == 7
+
 
 # ---- runs ----
 

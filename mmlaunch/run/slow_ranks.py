@@ -37,7 +37,7 @@ _LEAST_NOISE = 0.02
 _REMEMBERED = 50
 _RENEWED = 10
 # Differences between two steps from which the noise can be told.
-_LEAST_DIFFERENCES = 12
+_LEAST_DIFFERENCES = 20
 # Of the time of the busiest rank: a kind in which less is lost is not spoken of.
 _LEAST_LOSS = 0.01
 
@@ -214,13 +214,15 @@ class _Evidence:
         return {int(place): float(last[place]) for place in slow}
 
     def _measure(self) -> None:
-        steps = np.abs(np.diff(np.array(self._last), axis=0))
+        last = np.array(self._last)
+        # A machine that others use is now quiet, now busy: the second is larger there.
+        steps = np.abs(np.diff(last, axis=0)) / math.sqrt(2)
+        spread = np.abs(last - np.median(last, axis=0))
         for group in self._groups.values():
-            seen = steps[:, group]
-            self._known[group] = seen.size >= _LEAST_DIFFERENCES
+            self._known[group] = steps[:, group].size >= _LEAST_DIFFERENCES
             # Of a normal distribution the standard deviation is 1.4826 of these medians.
-            noise = 1.4826 * float(np.median(seen)) / math.sqrt(2)
-            self.noise[group] = max(_LEAST_NOISE, noise)
+            middle = max(np.median(steps[:, group]), np.median(spread[:, group]))
+            self.noise[group] = max(_LEAST_NOISE, 1.4826 * float(middle))
 
 
 class _Medians:
