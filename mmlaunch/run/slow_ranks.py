@@ -33,9 +33,8 @@ STEPS = 3
 _ENOUGH = 18.0
 # Ranks differ by so much for good; what is measured over the last steps may be less.
 _LEAST_NOISE = 0.02
-# Steps from which the noise is measured; all but the first are looked at every tenth step.
+# Steps from which the noise is measured, ever more seldom.
 _REMEMBERED = 50
-_RENEWED = 10
 # Differences between two steps from which the noise can be told.
 _LEAST_DIFFERENCES = 20
 # Of the time of the busiest rank: a kind in which less is lost is not spoken of.
@@ -190,10 +189,13 @@ class _Evidence:
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
-        self._groups = {group[0]: group for group in groups}
-        self._first = [group[0] for group in groups]
+        # Groups of one size are measured together: [groups, size].
+        by_size: defaultdict[int, list[Sequence[int]]] = defaultdict(list)
+        for group in {found[0]: found for found in groups}.values():
+            by_size[len(group)].append(group)
+        self._groups = [np.array(found) for found in by_size.values()]
         self._last: deque[Floats] = deque(maxlen=_REMEMBERED)
-        self._num_steps = 0
+        self._num_steps, self._measured_at = 0, 2
         self._known = np.zeros(len(groups))
         self._sum = np.zeros(len(groups))
         self.noise = np.full(len(groups), _LEAST_NOISE)
@@ -202,8 +204,9 @@ class _Evidence:
         """Count a step; the places that are slow, and the logarithm of by how much."""
         self._last.append(deviation)
         self._num_steps += 1
-        if 2 <= self._num_steps <= _REMEMBERED // 2 or self._num_steps % _RENEWED == 0:
+        if self._num_steps == self._measured_at:
             self._measure()
+            self._measured_at += min(1 + self._num_steps // 8, _REMEMBERED // 2)
         step = math.log(FACTOR) * (deviation - math.log(FACTOR) / 2) / self.noise**2
         step = np.minimum(step, _ENOUGH / STEPS) * self._known
         self._sum = np.minimum(np.maximum(self._sum + step, 0.0), _ENOUGH)
@@ -218,11 +221,12 @@ class _Evidence:
         # A machine that others use is now quiet, now busy: the second is larger there.
         steps = np.abs(np.diff(last, axis=0)) / math.sqrt(2)
         spread = np.abs(last - np.median(last, axis=0))
-        for group in self._groups.values():
-            self._known[group] = steps[:, group].size >= _LEAST_DIFFERENCES
+        for groups in self._groups:
+            middles = [np.median(values[:, groups], axis=(0, 2)) for values in (steps, spread)]
             # Of a normal distribution the standard deviation is 1.4826 of these medians.
-            middle = max(np.median(steps[:, group]), np.median(spread[:, group]))
-            self.noise[group] = max(_LEAST_NOISE, 1.4826 * float(middle))
+            noise = np.maximum(_LEAST_NOISE, 1.4826 * np.maximum(*middles))
+            self.noise[groups] = noise[:, None]
+            self._known[groups] = len(steps) * groups.shape[1] >= _LEAST_DIFFERENCES
 
 
 class _Medians:
