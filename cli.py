@@ -470,7 +470,11 @@ def _predicted(prepared: Prepared) -> Timings | None:
     alone = any(unit.dp * unit.tp == 1 for unit in plan.units)
     if not alone or profile is None or profile.source != "measured":
         return None
-    return compute_timings(costs_of(plan, profile))
+    try:
+        return compute_timings(costs_of(plan, profile))
+    except InvalidInputError:
+        # Of another plan's modules: that is no reason not to train.
+        return None
 
 
 def _planner(out: Output, options: RunOptions, prepared: Any) -> Callable[..., Plan]:

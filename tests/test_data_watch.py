@@ -154,6 +154,7 @@ class Watched:
             update_s=0.005,
             data_s=waited_s,
             data_s_by_rank=[waited_s, 0.001],
+            last_own_s=[],
             stop=False,
             starved=False,
             finite=True,
