@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mmlaunch.execute.executor import StepMarks
 from mmlaunch.run.slow_ranks import SlowRank, SlowRanks, Timed
 from mmplan.report.report_page import render
 from mmplan.report.source import load_source
@@ -90,6 +93,20 @@ def test_noise_names_nobody_and_hides_nobody_for_long() -> None:
     assert _named(timed, _steps(1000, [1.0] * 8, noise=0.3)) == []
     (found,) = _named(timed, _steps(60, [*[1.0] * 7, 1.5], noise=0.15))
     assert found.rank == 7
+
+
+def test_an_instructions_own_time_is_without_its_waits() -> None:
+    clock = iter([0.0, 1.0, 2.0, 5.0, 6.5, 7.0, 8.0])
+    transport: Any = SimpleNamespace(mark=lambda: next(clock), seconds_of=list)
+    marks = StepMarks(transport)
+    marks.add()
+    for waits in (1, 0):
+        marks.begin()
+        for _ in range(2 + 2 * waits):
+            marks.add()
+    first, second = marks.spans()
+    assert (first.start_s, first.end_s, first.own_s) == (1.0, 6.5, 2.5)
+    assert (second.start_s, second.end_s, second.own_s) == (7.0, 8.0, 1.0)
 
 
 # ---- runs ----

@@ -41,22 +41,21 @@ class OwnTimes:
     """
 
     def __init__(self, program: Program, rank: int) -> None:
-        self.cells = [
-            cell
-            for number, row in enumerate(program.instructions)
-            for cell in dict.fromkeys(_cell(number, item) for item in row)
-        ]
-        mine = [index for index, cell in enumerate(self.cells) if cell.rank == rank]
-        self.first = min(mine, default=0)
-        self._index = [self.cells.index(_cell(rank, i)) for i in program.instructions[rank]]
-        self.seconds = [0.0] * len(mine)
+        rows = program.instructions
+        # Rows are long, and have few kinds.
+        kinds = [dict.fromkeys(map(_kind, row)) for row in rows]
+        self.cells = [Cell(number, *kind) for number, found in enumerate(kinds) for kind in found]
+        self.first = sum(map(len, kinds[:rank]))
+        places = {kind: place for place, kind in enumerate(kinds[rank])}
+        self._places = [places[_kind(item)] for item in rows[rank]]
+        self.seconds = [0.0] * len(places)
 
     def note(self, spans: Sequence[InstructionSpan]) -> None:
         """Take the times of a step that is over."""
         self.seconds = [0.0] * len(self.seconds)
         for span in spans:
-            self.seconds[self._index[span.index] - self.first] += span.own_s
+            self.seconds[self._places[span.index]] += span.own_s
 
 
-def _cell(rank: int, item: Instruction) -> Cell:
-    return Cell(rank, KIND_OF[item.op], item.stage if isinstance(item, Compute) else None)
+def _kind(item: Instruction) -> tuple[str, int | None]:
+    return KIND_OF[item.op], item.stage if isinstance(item, Compute) else None
