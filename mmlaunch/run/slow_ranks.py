@@ -13,13 +13,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmlaunch.session.session import Session
+from mmplan.arrays import Floats
 from mmplan.program.instructions import KIND_OF, Compute
 from mmplan.program.model import Timings
-
-Floats = NDArray[np.float64]
 
 # A rank that is so much slower is found soonest; one that is slower by less than the root of it
 # never is.
@@ -37,6 +35,7 @@ _LEAST_NOISE = 0.02
 _REMEMBERED = 50
 # Differences between two steps from which the noise can be told.
 _LEAST_DIFFERENCES = 20
+_MANY = 16
 # Of the time of the busiest rank: a kind in which less is lost is not spoken of.
 _LEAST_LOSS = 0.01
 
@@ -97,19 +96,29 @@ class SlowRanks:
         self._named: set[int] = set()
         places = range(len(timed))
         groups = _groups([item.peers for item in timed])
-        peers = [[j for j in groups[i] if j != i] for i in places]
+        lone = np.array([len(group) == 1 for group in groups])
         kinds = _groups([item.kind if item.predicted else None for item in timed])
-        others = [
-            peers[i] or [j for j in kinds[i] if j != i and timed[i].predicted] for i in places
-        ]
+
+        def others_of(i: int) -> list[int]:
+            # One of many does not move their median, and all of them have the same one.
+            if len(groups[i]) > _MANY:
+                return groups[i]
+            if lone[i]:
+                return [j for j in kinds[i] if j != i] if timed[i].predicted else []
+            return [j for j in groups[i] if j != i]
+
+        others = [others_of(i) for i in places]
         work = _groups(
             [i if item.samples is None else item.samples for i, item in enumerate(timed)]
         )
-        partners = [[j for j in work[i] if timed[j].peers != timed[i].peers] for i in places]
+        # Who has no peers is held against all, its partners among them.
+        partners = [
+            [j for j in work[i] if timed[j].peers != timed[i].peers and not (lone[i] or lone[j])]
+            for i in places
+        ]
         self._others, self._partners = _Medians(others), _Medians(partners)
         # The only peer of a slow rank seems fast: that does not make its own partners slow.
         self._fastest = np.array([0.0 if len(found) == 1 else -math.inf for found in others])
-        lone = np.array([not found for found in peers])
         self._margin = np.where(lone, math.log(LONE_FACTOR / FACTOR), 0.0)
         self._expected = np.array([item.expected for item in timed])
         self._plain, self._paired = _Evidence(groups), _Evidence(groups)
@@ -233,23 +242,23 @@ class _Medians:
     """For each place, the median over some others."""
 
     def __init__(self, others: Sequence[Sequence[int]]) -> None:
-        width = max(map(len, others), default=0)
+        rows = {tuple(found): None for found in others if found}
+        width = max(map(len, rows), default=0)
         # What is behind the last place is infinite, and so comes last.
-        self._index = np.array(
-            [[*found, *[len(others)] * (width - len(found))] for found in others], dtype=np.intp
-        )
-        num = np.array([len(found) for found in others])
-        self._any = num > 0
-        self._rows = np.arange(len(others))
-        self._low, self._high = np.maximum(num - 1, 0) // 2, np.minimum(num // 2, width - 1)
+        padded = [[*row, *[len(others)] * (width - len(row))] for row in rows]
+        self._index = np.array(padded, dtype=np.intp)
+        num = np.array([len(row) for row in rows], dtype=np.intp)
+        self._middles = np.arange(len(rows)), (num - 1) // 2, num // 2
+        at = {row: i for i, row in enumerate(rows)}
+        self._of = np.array([at.get(tuple(found), -1) for found in others])
 
     def of(self, values: Floats, default: Floats) -> Floats:
         """The medians; the default where there is nobody else."""
-        if not self._any.any():
+        if not len(self._index):
             return default
         found = np.sort(np.append(values, math.inf)[self._index], axis=1)
-        middle = (found[self._rows, self._low] + found[self._rows, self._high]) / 2
-        return np.where(self._any, middle, default)
+        row, low, high = self._middles
+        return np.where(self._of < 0, default, ((found[row, low] + found[row, high]) / 2)[self._of])
 
 
 def _groups(labels: Sequence[Hashable]) -> list[list[int]]:
