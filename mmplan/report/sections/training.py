@@ -40,7 +40,8 @@ def training_section(data: ReportData) -> str:
         + _throughput_picture(run, segments)
     )
     tables = _time_table(data, run) + _waiting_table(run)
-    tables += "".join(markup.note(f"{line}.") for line in run.slow_ranks)
+    tables += "".join(markup.note(f"{line}.") for line in run.slow_ranks[:_MOST_RANKS])
+    tables += markup.left_out(len(run.slow_ranks) - _MOST_RANKS, "slow rank")
     return notes + markup.element("div", pictures, class_="pair") + tables
 
 
