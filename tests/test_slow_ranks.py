@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 
 from mmlaunch.execute.executor import StepMarks
-from mmlaunch.run.slow_ranks import SlowRank, SlowRanks, Timed
+from mmlaunch.run.slow_ranks import SlowRank, SlowRanks, Timed, slow_ranks_of
+from mmlaunch.session.own_times import Cell, OwnTimes
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Compute, Op
 from mmplan.report.report_page import render
 from mmplan.report.source import load_source
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
+from tests.matrix_cases import Case
 from tests.recorded import named, recorded, slowed
+from tests.test_emulate import distinct
 
 
 def test_in_recorded_jobs_the_slow_worker_is_named_and_nobody_else() -> None:
@@ -93,6 +98,30 @@ def test_noise_names_nobody_and_hides_nobody_for_long() -> None:
     assert _named(timed, _steps(1000, [1.0] * 8, noise=0.3)) == []
     (found,) = _named(timed, _steps(60, [*[1.0] * 7, 1.5], noise=0.15))
     assert found.rank == 7
+
+
+@pytest.mark.parametrize(
+    ("dp", "times", "found"), [(2, 1.2, True), (1, 1.2, False), (1, 1.8, True)]
+)
+def test_a_plans_computes_are_held_against_replicas_or_the_prediction(
+    dp: int, times: float, found: bool
+) -> None:
+    program = compile_plan(Case(pp=3, dp=dp, k=4, samples=12, backward="split").plan())
+    timings = distinct(program)
+    own = OwnTimes(program, 0)
+    seconds = dict.fromkeys(own.cells, 0.1)
+    for rank, row in enumerate(program.instructions):
+        for item in row:
+            if isinstance(item, Compute):
+                stage = program.stages[item.stage]
+                start, stop = stage.microbatches[stage.place(rank)[0]][item.mb]
+                kind = "forward" if item.op == Op.FORWARD else "backward"
+                took_s = timings.computes[item.stage, item.op, stop - start]
+                seconds[Cell(rank, kind, item.stage)] += 3 * took_s * (times if rank == 1 else 1)
+    session: Any = SimpleNamespace(program=program, own_times=own)
+    ranks = slow_ranks_of(session, timings)
+    slow = [one for step in _steps(50, [*seconds.values()]) for one in ranks.add(step)]
+    assert [(one.rank, one.kind) for one in slow] == [(1, "backward")] * found
 
 
 def test_an_instructions_own_time_is_without_its_waits() -> None:
