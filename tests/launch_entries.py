@@ -143,7 +143,7 @@ def report_pid_with_child(ctx: WorkerContext) -> None:
 
 def report_times(ctx: WorkerContext) -> None:
     for index in range(5):
-        ctx.report({"index": index, "sent_s": time.monotonic()})
+        ctx.report({"index": index, "sent_s": time.monotonic(), "said": "so " * 400})
         time.sleep(0.15)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ _STACK_S = 0.3
 _REAP_S = 2.0
 # A worker ends itself sooner, see process_tree.watch_launcher.
 _LEAVE_S = 10.0
+# Read at once of what the workers report.
+_PIPE_BYTES = 1 << 16
 
 
 class Watch:
@@ -40,8 +43,8 @@ class Watch:
         self._job = job
         self._on_event = on_event
         self._board = Board(job.board_path, num_slots=job.num_local, create=True)
-        job.events_path.touch()
-        self._events = job.events_path.open("rb")
+        os.mkfifo(job.events_path, 0o600)
+        self._events = os.open(job.events_path, os.O_RDONLY | os.O_NONBLOCK)
         self._partial = b""
         self._processes: dict[int, BaseProcess] = {}
         self._process_ids: dict[int, process_tree.ProcessId] = {}
@@ -56,7 +59,7 @@ class Watch:
         try:
             self._deliver()
         finally:
-            self._events.close()
+            os.close(self._events)
 
     def begin(self, job: Job) -> None:
         """Forget the last attempt; called before the workers of the next one start."""
@@ -159,7 +162,11 @@ class Watch:
         time.sleep(_STACK_S)
 
     def _deliver(self) -> None:
-        *lines, self._partial = (self._partial + self._events.read()).split(b"\n")
+        # With nothing to read: an error where a worker may still write, else nothing.
+        with contextlib.suppress(BlockingIOError):
+            while told := os.read(self._events, _PIPE_BYTES):
+                self._partial += told
+        *lines, self._partial = self._partial.split(b"\n")
         for line in lines:
             self.announce(json.loads(line))
 

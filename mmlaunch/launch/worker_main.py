@@ -30,6 +30,9 @@ WorkerEntry = Callable[..., Any]
 # The launcher looks at heartbeats first: its verdict names the culprit, a timed-out
 # collective only the rank that waited.
 _COLLECTIVE_GRACE_S = 2.0
+# Characters of a text in a report, at most six bytes each: then a line is written to the pipe
+# whole (PIPE_BUF, 4096 bytes), and those of several ranks do not mix.
+_TEXT = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +88,8 @@ class Job:
 
     @property
     def events_path(self) -> Path:
-        """One line of JSON per report."""
-        return self.control_dir / "events.jsonl"
+        """A pipe, one line of JSON per report: a full disk takes none away or apart."""
+        return self.control_dir / "events"
 
     @property
     def peer_timeout_s(self) -> float:
@@ -135,9 +138,9 @@ class WorkerContext:
         return self.heartbeat.should_stop()
 
     def report(self, event: Mapping[str, Any]) -> None:
-        """Send an event (JSON) to the launcher's ``on_event``."""
-        # One write in append mode: lines of several ranks do not mix.
-        os.write(self.events_fd, json.dumps(event).encode() + b"\n")
+        """Send an event (JSON) to the launcher's ``on_event``; long texts in it are cut."""
+        short = {k: v[:_TEXT] if isinstance(v, str) else v for k, v in event.items()}
+        os.write(self.events_fd, json.dumps(short).encode() + b"\n")
 
 
 def worker_main(job: Job, local_rank: int) -> None:
@@ -183,7 +186,8 @@ def _context(job: Job, local_rank: int, heartbeat: Heartbeat) -> WorkerContext:
         run_dir=job.run_dir,
         timeout_s=job.peer_timeout_s,
         heartbeat=heartbeat,
-        events_fd=os.open(job.events_path, os.O_WRONLY | os.O_APPEND),
+        # Read by this side too: a launcher that ends takes its workers with it, not by an error.
+        events_fd=os.open(job.events_path, os.O_RDWR),
     )
 
 
@@ -202,6 +206,7 @@ def _take_environment(job: Job, local_rank: int) -> None:
         "LOCAL_WORLD_SIZE": job.num_local,
         "GROUP_RANK": job.node_rank,
         "GROUP_WORLD_SIZE": job.num_nodes,
+        "TORCHELASTIC_RESTART_COUNT": job.attempt,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }

@@ -158,7 +158,7 @@ class Heartbeat:
         """Say which process owns the slot."""
         me = ProcessId.of(os.getpid())
         self.phase("importing")
-        _IDENTITY.pack_into(self._buffer, self._slot, me.pid, me.start_ticks)
+        self._store(self._slot, _IDENTITY.pack(me.pid, me.start_ticks))
 
     def beat(
         self, step: int, instruction_index: int, instruction: str, module: str | None = None
@@ -226,7 +226,7 @@ class Heartbeat:
         """Say that the entry returned and its result is stored."""
         if self._device is not None:
             self._device.stop()
-        _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), int(WorkerState.DONE))
+        self._store(self._tick_at, _TICK.pack(time.monotonic(), WorkerState.DONE))
 
     def should_stop(self) -> bool:
         """Whether the launcher was asked to stop."""
@@ -252,7 +252,7 @@ class Heartbeat:
 
     def _enter(self, state: int) -> None:
         if self._device is None:
-            _TICK.pack_into(self._buffer, self._tick_at, time.monotonic(), state)
+            self._store(self._tick_at, _TICK.pack(time.monotonic(), state))
             return
         where = self.where
         peers = self._awaited if state == _WAITING else ()
@@ -260,21 +260,19 @@ class Heartbeat:
         self._device.enter(_Stretch(state, *place, peers))
 
     def _write(self, state: int, step: int, index: int, text: str, module: str) -> None:
-        _BEAT.pack_into(
-            self._buffer,
-            self._tick_at,
-            time.monotonic(),
-            state,
-            step,
-            index,
-            text.encode(),
-            module.encode(),
+        now_s = time.monotonic()
+        self._store(
+            self._tick_at, _BEAT.pack(now_s, state, step, index, text.encode(), module.encode())
         )
 
     def _write_peers(self, peers: tuple[int, ...]) -> None:
         num = len(peers) if peers else 255
         padded = (*peers[:8], *(-1,) * (8 - len(peers[:8])))
-        _PEERS.pack_into(self._buffer, self._peers_at, min(num, 255), *padded)
+        self._store(self._peers_at, _PEERS.pack(min(num, 255), *padded))
+
+    def _store(self, at: int, packed: bytes) -> None:
+        # ``pack_into`` clears the place first: whoever reads in between finds the time 0.
+        self._buffer[at : at + len(packed)] = packed
 
 
 class _Waiting:
