@@ -125,7 +125,14 @@ def test_a_writer_that_dies_is_named_and_the_next_save_is_whole(
         assert latest(tmp_path) == tmp_path / "step-1"
         made.begin(tmp_path, 3, two_rank_entries(3.0))
         assert made.ended() == [Saved(step=3, path=tmp_path / "step-3")] * 2
-    check_content(tmp_path / "step-3")
+        writer = made.of[victim]._writer
+        assert writer is not None
+        # Between two saves nobody misses it.
+        writer.kill()
+        writer.wait()
+        made.begin(tmp_path, 4, two_rank_entries(4.0))
+        assert made.ended() == [Saved(step=4, path=tmp_path / "step-4")] * 2
+    check_content(tmp_path / "step-4")
 
 
 def test_room_is_looked_for_before_and_lost_room_is_said(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ under way at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import shutil
@@ -86,10 +87,13 @@ class BackgroundSaves:
 
         gather = self._transport.gather_objects
         together(content, entries, rank=self._rank, gather=gather, put=put, finish=finish)
-        writer = self._writer = self._writer or self._start()
-        assert writer.stdin is not None
-        writer.stdin.write(json.dumps(asdict(job)) + "\n")
-        writer.stdin.flush()
+        if self._writer is None or self._writer.poll() is not None:
+            self._writer = self._start()
+        assert self._writer.stdin is not None
+        # Of one that dies now the end of its output tells.
+        with contextlib.suppress(BrokenPipeError):
+            self._writer.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._writer.stdin.flush()
         self._under_way = content, job
 
     def ended(self, *, wait: bool = False) -> Saved | None:
@@ -162,7 +166,11 @@ class BackgroundSaves:
     def _bury(self, job: FileJob) -> Written:
         """What became of a writer that died, said to rank 0 in its place."""
         assert self._writer is not None
-        code, self._writer = self._writer.wait(), None
+        # Without what it had still to read, which there is nobody to read.
+        with self._writer as writer, contextlib.suppress(BrokenPipeError):
+            assert writer.stdin is not None
+            writer.stdin.close()
+        code, self._writer = writer.returncode, None
         why = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         written = Written(error=f"rank {self._rank}: the process that writes checkpoints {why}")
         if job.manifest is None:
