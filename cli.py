@@ -254,11 +254,14 @@ def run(
         ),
     ] = None,
     data_wait: Annotated[
-        float,
+        float | None,
         typer.Option(
-            "--data-wait", metavar="S", min=0, help="seconds without a producer until it stops"
+            "--data-wait",
+            metavar="S",
+            min=0,
+            help="seconds without a producer until it stops; 4/5 of --timeout if not given",
         ),
-    ] = 240.0,
+    ] = None,
     emulate: Annotated[
         bool,
         typer.Option(
@@ -324,7 +327,7 @@ def run(
         start_timeout_s=start_timeout,
         num_workers=count_or_auto("--num-workers", num_workers),
         data_address=data_address,
-        data_wait_s=data_wait,
+        data_wait_s=0.8 * timeout if data_wait is None else data_wait,
         emulation=emulation,
     )
     prepared = prepare(options)

@@ -14,6 +14,7 @@ import os
 import tarfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,23 +224,23 @@ def expected(folder: Path) -> dict[str, list[Seen]]:
     return found
 
 
-def recorded(logs: list[Path]) -> dict[str, list[Seen]]:
+def recorded(logs: Sequence[Path], steps: int = STEPS) -> dict[str, list[Seen]]:
     """By task, what a run saw in every step.
 
     Args:
         logs: of the run and its resumes, one after another; the last to begin a step counts, and
             what earlier ones saw of it before they were killed must be among that.
     """
-    steps: dict[tuple[str, int], list[Seen]] = defaultdict(list)
+    attempts: dict[tuple[str, int], list[Seen]] = defaultdict(list)
     for log in logs:
         own: dict[tuple[str, int], Seen] = defaultdict(list)
         for line in log.read_text().splitlines():
             task, step, items = json.loads(line)
             own[task, step] += items
         for place, items in own.items():
-            steps[place].append(sorted(items))
-    found: dict[str, list[Seen]] = {task: [[]] * STEPS for task, _ in steps}
-    for (task, step), (*killed, last) in steps.items():
+            attempts[place].append(sorted(items))
+    found: dict[str, list[Seen]] = {task: [[]] * steps for task, _ in attempts}
+    for (task, step), (*killed, last) in attempts.items():
         for seen in killed:
             assert all(seen.count(item) <= last.count(item) for item in seen), (task, step)
         found[task][step] = last

@@ -37,7 +37,8 @@ from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import DataSpec
 from tests.birds import copy_workload, edited, two_rank_plan
-from tests.commands import call, command, environment, run, start
+from tests.commands import call, environment, run, start
+from tests.ray_nodes import Node, Nodes, ray_nodes
 
 TYPES = [
     torch.bfloat16,
@@ -179,72 +180,6 @@ def test_a_token_is_made_for_its_user_alone(
 # ---- with Ray ----
 
 
-class Node:
-    """``mmlaunch data`` as a process of its own."""
-
-    def __init__(self, folder: Path, *args: object) -> None:
-        self.said = folder / f"node-{time.monotonic_ns()}"
-        with self.said.open("w") as out:
-            self.process = subprocess.Popen(
-                command("mmlaunch", "data", *args), stdout=out, stderr=out, env=environment()
-            )
-
-    def wait(self) -> Node:
-        until_s = time.monotonic() + 90
-        while "for data at" not in self.said.read_text():
-            assert self.process.poll() is None, self.said.read_text()
-            assert time.monotonic() < until_s, self.said.read_text()
-            time.sleep(0.2)
-        return self
-
-    @property
-    def address(self) -> str:
-        return self.said.read_text().split(" for data at ")[1].split(",")[0]
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-
-@pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"):
-        monkeypatch.setenv(name, "")
-    found = Nodes(tmp_path)
-    try:
-        yield found
-    finally:
-        for node in found.all:
-            if node.process.poll() is None:
-                node.end()
-
-
-class Nodes:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.all: list[Node] = []
-
-    def head(self, cpus: int = 0, port: int | None = None) -> Node:
-        address = f"127.0.0.1:{port or free_port()}"
-        return self._add("--head", "--address", address, "--cpus", cpus)
-
-    def producer(self, head: Node, cpus: int = 1) -> Node:
-        return self._add("--address", head.address, "--cpus", cpus)
-
-    def _add(self, *args: object) -> Node:
-        node = Node(self.folder, *args, "--object-store-memory", 100_000_000)
-        self.all.append(node)
-        return node.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 class Stream:
     """A rank's steps from producers, beside those of a loading process."""
 
@@ -295,6 +230,12 @@ def assert_same(found: StepData, expected: StepData) -> None:
             assert torch.equal(one, other)
 
 
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    with ray_nodes(tmp_path) as found:
+        yield found
+
+
 @contextlib.contextmanager
 def stream(folder: Path, head: Node, *, wait_s: float = 120.0, **args: Any) -> Generator[Stream]:
     with joined(head.address) as node:
@@ -339,7 +280,8 @@ def test_all_producers_gone_and_one_comes_back(nodes: Nodes, tmp_path: Path) -> 
 
         late = threading.Thread(target=come, daemon=True)
         late.start()
-        found.same(12)
+        # Actors may outlive their node by some seconds.
+        found.same_until("go on", 1)
         late.join()
         assert "is gone, 0 producers left" in found.notes[0]
         assert found.notes[1].startswith(f"no producer at {head.address}: step ")
@@ -362,7 +304,7 @@ def test_the_head_gone_and_back(nodes: Nodes, tmp_path: Path) -> None:
         port = int(head.address.rpartition(":")[2])
         again = nodes.head(cpus=1, port=port)
         assert again.address == head.address
-        found.same(20)
+        found.same_until("go on", 1)
         assert found.notes[0].startswith(f"no producer at {head.address}: step ")
         assert found.notes[1] == f"producers at {head.address} go on"
 
@@ -394,8 +336,9 @@ def test_who_takes_no_step_asks_for_no_more(nodes: Nodes, tmp_path: Path) -> Non
         found.same(2)
         time.sleep(4)
         read = log.read_text().split()
-        # Two taken, two at the rank, two ready or in work; the first was loaded twice, as it draws.
-        assert len(read) <= 6 * (6 + 1)
+        # Two used, one taken ahead, two at the rank, two ready or in work; the first of each was
+        # loaded twice, as it draws.
+        assert len(read) <= 7 * (6 + 1)
         time.sleep(3)
         assert log.read_text().split() == read
         kept = [p for p in node_folder(head).rglob("*") if p.is_file() and not p.is_symlink()]

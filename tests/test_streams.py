@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mmplan.schema.base import document_text
 from tests.commands import kill_all, run, start
+from tests.ray_nodes import Nodes, ray_nodes
 from tests.streams import (
     LOG,
     PAUSE,
@@ -50,9 +52,15 @@ def stream(folder: Path) -> dict[str, list[Seen]]:
     return expected(folder)
 
 
-def arguments(folder: Path, run_dir: Path, plan: str, workers: int) -> list[object]:
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with ray_nodes(tmp_path_factory.mktemp("nodes")) as found:
+        yield found
+
+
+def arguments(folder: Path, run_dir: Path, plan: str, *loaders: object) -> list[object]:
     where = ["--run-dir", run_dir, "--save-every", 3, "--timeout", 120]
-    return ["run", folder / f"{plan}.json", *where, "--num-workers", workers]
+    return ["run", folder / f"{plan}.json", *where, *loaders]
 
 
 @pytest.mark.parametrize(("plan", "workers"), RUNS)
@@ -62,7 +70,7 @@ def test_every_source_under_every_plan(
     log = tmp_path / "log"
     done = run(
         "mmlaunch",
-        *arguments(folder, tmp_path / "run", plan, workers),
+        *arguments(folder, tmp_path / "run", plan, "--num-workers", workers),
         cwd=folder,
         timeout_s=300,
         **{LOG: str(log)},
@@ -71,18 +79,49 @@ def test_every_source_under_every_plan(
     assert recorded([log]) == stream
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_any_step_and_resumed_under_other_plans(
-    folder: Path, stream: dict[str, list[Seen]], tmp_path: Path, seed: int
+@pytest.mark.parametrize(("plan", "producers"), [("one", 1), ("replicas", 2), ("spread", 4)])
+def test_every_source_from_producers(
+    folder: Path,
+    stream: dict[str, list[Seen]],
+    nodes: Nodes,
+    tmp_path: Path,
+    plan: str,
+    producers: int,
 ) -> None:
-    """Twice; every attempt has a plan and a number of loading processes of its own."""
+    log = tmp_path / "log"
+    done = run(
+        "mmlaunch",
+        *arguments(folder, tmp_path / "run", plan, *from_producers(nodes, producers)),
+        cwd=folder,
+        timeout_s=600,
+        **{LOG: str(log)},
+    )
+    assert done.code == 0, done.err
+    assert recorded([log]) == stream
+
+
+def from_producers(nodes: Nodes, count: int) -> list[object]:
+    """Options of a run; the head has no cores for data."""
+    head = nodes.all[0] if nodes.all else nodes.head()
+    while len(nodes.all) <= count:
+        nodes.producer(head)
+    return ["--data-address", head.address]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_killed_at_any_step_and_resumed_under_other_plans(
+    folder: Path, stream: dict[str, list[Seen]], nodes: Nodes, tmp_path: Path, seed: int
+) -> None:
+    """Twice; every attempt has a plan and loading processes of its own, one of them producers."""
     draw = random.Random(seed)
+    loaders: list[list[object]] = [["--num-workers", draw.choice(WORKERS)] for _ in range(2)]
+    loaders.insert(draw.randrange(3), from_producers(nodes, 2))
     plans = draw.sample(list(PLANS), 3)
     logs: list[Path] = []
     for attempt, plan in enumerate(plans):
         logs.append(tmp_path / f"log-{attempt}")
         more = ["--resume"] * (attempt > 0)
-        command = arguments(folder, tmp_path / "run", plan, draw.choice(WORKERS))
+        command = arguments(folder, tmp_path / "run", plan, *loaders[attempt])
         process = start(
             "mmlaunch", *command, *more, cwd=folder, **{LOG: str(logs[-1]), PAUSE: "0.01"}
         )

@@ -12,9 +12,11 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
@@ -298,7 +300,9 @@ class StepLoader(Iterator[StepData]):
             fork_server.start()
         reader = self._reader
         steps = _steps(reader.dataset, self._batch, reader.seed, self._step)
-        return iter(self._loader(reader, steps, self._num_workers))
+        batches = iter(self._loader(reader, steps, self._num_workers))
+        # Here they are made in the rank's own thread, with random numbers that are the process's.
+        return TakenAhead(batches) if self._num_workers else batches
 
     def _loader(
         self, reader: Dataset[Any], steps: Iterable[Any], num_workers: int, **more: Any
@@ -340,9 +344,8 @@ class StepLoader(Iterator[StepData]):
     def close(self) -> None:
         """End the loading processes."""
         batches, self._batches = self._batches, None
-        shutdown = getattr(batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        if isinstance(batches, TakenAhead):
+            batches.close()
 
     def _next_batch(self, batches: Iterator[Any]) -> Any:
         try:
@@ -354,6 +357,40 @@ class StepLoader(Iterator[StepData]):
                 f"step {self._step}: {str(exc).splitlines()[0]}",
                 hint="it may have run out of memory; load without worker processes to see more",
             ) from exc
+
+
+class TakenAhead(Iterator[Any]):
+    """The items of a loader with processes, each taken in a thread while the one before is used.
+
+    A ready batch still costs a millisecond: its tensors' files are sent, mapped and unpickled.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._next = self._take()
+
+    def __next__(self) -> Any:
+        try:
+            return self._next.result()
+        finally:
+            self._next = self._take()
+
+    def _take(self) -> Future[Any]:
+        taken: Future[Any] = Future()
+
+        def take() -> None:
+            try:
+                taken.set_result(next(self._items))
+            except BaseException as exc:
+                taken.set_exception(exc)
+
+        # Nobody waits for it: with its processes the loader's own wait ends.
+        Thread(target=take, daemon=True).start()
+        return taken
+
+    def close(self) -> None:
+        """End the processes."""
+        self._items._shutdown_workers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

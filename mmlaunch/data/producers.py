@@ -1,7 +1,9 @@
-"""Steps prepared on other machines: one Ray task for what a rank needs of a step.
+"""Steps prepared on other machines: one call of a Ray actor for what a rank needs of a step.
 
-A task is a function of (seed, step, positions, fields) alone, so Ray makes a lost batch again, and
-it runs the reader of the rank's own loading processes, so the samples are the same bit for bit.
+A call is a function of (seed, step, positions, fields) alone, so a lost batch is asked for again,
+and it runs the reader of the rank's own loading processes: the samples are the same bit for bit.
+All ranks of a run share an actor for each core of a producer. (Ray's tasks would have processes of
+their own for each rank and task, which on few cores end and import everything anew all the time.)
 Who asks is a loading process of the rank, not the rank: Ray ends its drivers with the cluster.
 """
 
@@ -11,11 +13,13 @@ import io
 import math
 import os
 import pickle
+import random
 import signal
 import socket
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mmlaunch.data.loader import Field, LoadFailure, Reader, StepLoader, step_batch
+from mmlaunch.data.loader import Field, LoadFailure, Reader, StepLoader, TakenAhead, step_batch
 from mmlaunch.data.ray_node import PRODUCER, take_settings
 from mmlaunch.process import fork_server
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError, UnfitEnvironmentError
@@ -44,7 +48,7 @@ from mmplan.wording import counted
 _AHEAD = 2
 # How long a process asks before it looks who is there, and pauses between two tries.
 _LOOK_S = 1.0
-# How often Ray runs a task again whose process or machine died under it.
+# How often a step is asked for again whose process died under it.
 _RETRIES = 3
 
 # Bytes, name of the type, shape.
@@ -62,6 +66,7 @@ class Producers:
     Attributes:
         address: HOST:PORT of its head.
         folder: of this machine's own node.
+        run: a name that its ranks share, and no other run that is on.
         wait_s: longest wait of a step while no producer is there.
         ranks: that load data.
         tell: gets lines for the user.
@@ -71,6 +76,7 @@ class Producers:
     address: str
     folder: Path
     wait_s: float
+    run: str = "run"
     ranks: int = 1
     tell: Callable[[str], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
@@ -99,8 +105,10 @@ class DataSource:
         return build_dataset(self.data, self.folder, seed=self.seed, field=self.field)
 
 
-# A source, the samples of a step, and a pickled reader.
-Recipe = tuple[DataSource, int, bytes]
+# A pickled source, the samples of a step, and a pickled reader.
+Recipe = tuple[bytes, int, bytes]
+# A core of a producer: the node's id, and a number.
+Core = tuple[str, int]
 
 
 class RemoteLoader(StepLoader):
@@ -135,6 +143,7 @@ class RemoteLoader(StepLoader):
         asker = _Asker(
             address=self._producers.address,
             folder=self._producers.folder,
+            run=self._producers.run,
             ranks=self._producers.ranks,
             recipe=recipe_of(self._source, self._batch, self._reader),
             status=status,
@@ -143,7 +152,7 @@ class RemoteLoader(StepLoader):
         steps = ([step] for step in count(self._step))
         # Not forked: threads of Ray and of the rank do not live through that.
         more = {"timeout": _LOOK_S, "multiprocessing_context": "forkserver"}
-        batches = iter(self._loader(asker, steps, 1, **more))
+        batches = TakenAhead(iter(self._loader(asker, steps, 1, **more)))
         status.close()
         return batches
 
@@ -208,6 +217,7 @@ class _Asker(Dataset[Any]):
 
     address: str
     folder: Path
+    run: str
     ranks: int
     recipe: Recipe
     status: Connection
@@ -231,45 +241,74 @@ class _Cluster:
         self._asker = asker
         self._ray = self._connected()
         self._names: dict[str, str] = {}
-        self._cores, self._looked_s = 0, 0.0
-        # By reference: a task's own arguments would be sent with every step.
+        self._cores: list[Core] = []
+        self._looked_s = 0.0
+        # By reference: a call's own arguments would be sent with every step.
         self._recipe = [self._ray.put(asker.recipe)]
-        self._prepare = self._ray.remote(prepare).options(
-            num_cpus=1,
-            resources={PRODUCER: 1},
-            max_retries=_RETRIES,
-            scheduling_strategy="SPREAD",
-        )
-        self._asked: dict[int, Any] = {}
+        self._actors: dict[Core, Any] = {}
+        self._asked: dict[int, tuple[Core, Any]] = {}
+        self._deaths = Counter[int]()
 
     def batch(self, step: int) -> Any:
         """A step's indices and fields, or the failure of its preparation."""
         ray = self._ray
         while True:
             self._look()
-            self._ask(step)
-            try:
-                got = ray.get(self._asked[step], timeout=_LOOK_S)
-            except ray.exceptions.GetTimeoutError:
+            if not (self._cores or step in self._asked):
+                time.sleep(_LOOK_S)
                 continue
-            except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError):
-                return LoadFailure(error=_died(step))
+            self._ask(step)
+            core, asked = self._asked[step]
+            try:
+                got = ray.get(asked, timeout=_LOOK_S)
+            except ray.exceptions.GetTimeoutError:
+                if core not in self._cores:
+                    # Begun on a machine that was about to go: Ray waits for it to come back.
+                    self._lost(step)
+                continue
             except ray.exceptions.RayTaskError as exc:
                 last = str(exc).strip().splitlines()[-1]
                 return LoadFailure(error=RunFailedError(f"step {step}: a producer failed: {last}"))
             except ray.exceptions.RayError:
-                # Lost for good with a machine: the same task gives the same batch.
-                del self._asked[step]
+                # Lost with a process or a machine: the same call gives the same batch.
+                self._lost(step)
                 time.sleep(_LOOK_S)
+                self._look()
+                self._deaths[step] += core in self._cores
+                if self._deaths[step] > _RETRIES:
+                    return LoadFailure(error=_died(step))
                 continue
             del self._asked[step]
             return got if isinstance(got, LoadFailure) else _unpacked(got)
 
     def _ask(self, step: int) -> None:
-        ahead = max(_AHEAD, math.ceil(_AHEAD * self._cores / self._asker.ranks))
+        ahead = max(_AHEAD, math.ceil(_AHEAD * len(self._cores) / self._asker.ranks))
         for later in range(step, step + ahead):
-            if later not in self._asked:
-                self._asked[later] = self._prepare.remote(self._recipe, later)
+            if later not in self._asked and self._cores:
+                load = Counter(core for core, _ in self._asked.values())
+                core = min(self._cores, key=load.__getitem__)
+                call = self._actor(core).prepare.remote(self._recipe, later)
+                self._asked[later] = core, call
+
+    def _lost(self, step: int) -> None:
+        core, _ = self._asked.pop(step)
+        self._actors.pop(core, None)
+
+    def _actor(self, core: Core) -> Any:
+        """The run's process on a core: another rank's, if that was first."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if core not in self._actors:
+            node, number = core
+            actor = self._ray.remote(_Preparer).options(
+                name=f"{node}-{number}",
+                get_if_exists=True,
+                # The cores are shared with other runs, by the system.
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            )
+            self._actors[core] = actor.remote()
+        return self._actors[core]
 
     def _look(self) -> None:
         """See which producers are there, and tell the rank."""
@@ -277,7 +316,9 @@ class _Cluster:
             return
         nodes = [n for n in self._ray.nodes() if n["Alive"] and n["Resources"].get(PRODUCER)]
         names = {n["NodeID"]: f"{n['NodeManagerHostname']} ({n['NodeID'][:6]})" for n in nodes}
-        cores = sum(int(n["Resources"][PRODUCER]) for n in nodes)
+        cores = [(n["NodeID"], i) for n in nodes for i in range(int(n["Resources"][PRODUCER]))]
+        # Each rank begins with another one.
+        random.shuffle(cores)
         for node in self._names.keys() - names.keys():
             left = counted(len(names), "producer")
             self._send(
@@ -287,7 +328,7 @@ class _Cluster:
             for node in names.keys() - self._names.keys():
                 self._send(f"producer {names[node]} has come")
         self._names, self._cores, self._looked_s = names, cores, time.monotonic()
-        self._send(cores)
+        self._send(len(cores))
 
     def _send(self, what: int | str) -> None:
         try:
@@ -310,6 +351,7 @@ class _Cluster:
             try:
                 ray.init(
                     address=self._asker.address,
+                    namespace=self._asker.run,
                     log_to_driver=False,
                     configure_logging=False,
                     _temp_dir=str(self._asker.folder),
@@ -341,7 +383,7 @@ def recipe_of(source: DataSource, batch: int, reader: Reader) -> Recipe:
     pickler = _WithoutDataset(file)
     pickler.dataset = reader.dataset
     pickler.dump(reader)
-    return source, batch, file.getvalue()
+    return pickle.dumps(source), batch, file.getvalue()
 
 
 class _WithoutDataset(pickle.Pickler):
@@ -358,35 +400,44 @@ class _WithDataset(pickle.Unpickler):
         return self.dataset
 
 
-def prepare(recipe: list[Any], step: int) -> Any:
-    """One step's batch for one rank: the task that Ray runs on a producer."""
-    try:
-        batch, reader = _reader(recipe[0])
-        got = reader.__getitems__([step_batch(reader.dataset, batch, reader.seed, step)])
-    except MMPlanError as exc:
-        return LoadFailure(error=type(exc)(exc.message, hint=exc.hint))
-    if isinstance(got, LoadFailure):
-        return got
-    indices, fields, *more = got
-    return indices, {name: pack(value) for name, value in fields.items()}, *more
+class _Preparer:
+    """A process on a core of a producer."""
+
+    def prepare(self, recipe: list[Any], step: int) -> Any:
+        """One step's batch for one rank."""
+        try:
+            batch, reader = _reader(recipe[0])
+            got = reader.__getitems__([step_batch(reader.dataset, batch, reader.seed, step)])
+        except MMPlanError as exc:
+            return LoadFailure(error=type(exc)(exc.message, hint=exc.hint))
+        if isinstance(got, LoadFailure):
+            return got
+        indices, fields, *more = got
+        return indices, {name: pack(value) for name, value in fields.items()}, *more
 
 
 @cache
 def _reader(reference: Any) -> tuple[int, Reader]:
-    """Made once a process, which Ray keeps for one rank."""
     import ray
 
     # As in torch's own loading processes, whose samples these equal.
     torch.set_num_threads(1)
     source, batch, content = cast(Recipe, ray.get(reference))
     unpickler = _WithDataset(io.BytesIO(content))
+    unpickler.dataset = _dataset(source)
+    return batch, unpickler.load()
+
+
+@cache
+def _dataset(pickled: bytes) -> Any:
+    """Opened once for all ranks."""
+    source = cast(DataSource, pickle.loads(pickled))
     if not source.folder.is_dir():
         raise InvalidInputError(
             f"producer {socket.gethostname()} cannot read the workload's folder {source.folder}",
             hint="producers need that folder and the data at the same paths as ranks",
         )
-    unpickler.dataset = source.open()
-    return batch, unpickler.load()
+    return source.open()
 
 
 def _unpacked(got: Any) -> Any:

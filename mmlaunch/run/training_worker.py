@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -260,6 +261,8 @@ def _producers(ctx: WorkerContext, job: TrainJob) -> Producers | None:
     return Producers(
         address=str(job.options.data_address),
         folder=job.data_node,
+        # The address of the run's store, which no other run has while this one is on.
+        run=f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}-{ctx.run_dir}",
         wait_s=job.options.data_wait_s,
         tell=lambda line: ctx.report({"kind": "note", "message": line}),
         should_stop=ctx.should_stop,
