@@ -84,7 +84,9 @@ def main() -> int:
     options = parser.parse_args()
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
-        start_s, rows = _measured(_plan(Path(folder)), Path(folder) / "run", options.deaths)
+        start_s, rows = _measured(
+            plan_of_the_demo(Path(folder)), Path(folder) / "run", options.deaths
+        )
     over = [Ends(*map(median, zip(*column, strict=True))) for column in zip(*rows, strict=True)]
     restart_s, slowest_s = over[-1].seconds, max(row[-1].seconds for row in rows)
     shown = table(
@@ -107,7 +109,7 @@ def main() -> int:
     return 0
 
 
-def _plan(folder: Path) -> Path:
+def plan_of_the_demo(folder: Path) -> Path:
     """The plan of `mmplan solve --solver distmm --devices 2`, with an analytic profile."""
     profile = folder / "profile.json"
     workload, cluster = load_workload(WORKLOAD), load_cluster("cpu-2")
@@ -126,7 +128,7 @@ def _measured(plan: Path, run_dir: Path, deaths: int) -> tuple[float, list[list[
     )
     run = Run(folder=run_dir)
     try:
-        _await(process, lambda: run.steps() > 0)
+        wait_for(process, lambda: run.steps() > 0)
         start_s = time.monotonic() - began
         rows = [_death(process, run, number % RANKS) for number in range(deaths)]
     finally:
@@ -138,7 +140,7 @@ def _measured(plan: Path, run_dir: Path, deaths: int) -> tuple[float, list[list[
 def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[Ends]:
     """Kill a rank in the middle of a step; when each phase was over."""
     # Far enough from the checkpoint that the next one does not come first.
-    _await(process, lambda: run.saved() > 0 and run.steps() % SAVE_EVERY == SAVE_EVERY // 2)
+    wait_for(process, lambda: run.saved() > 0 and run.steps() % SAVE_EVERY == SAVE_EVERY // 2)
     shots = run.shots()
     before = {shot.process for shot in shots}
     target = shots[victim].process
@@ -149,7 +151,7 @@ def _death(process: subprocess.Popen[bytes], run: Run, victim: int) -> list[Ends
     over: list[Ends] = []
 
     def wait(condition: Callable[[], bool]) -> None:
-        _await(process, condition)
+        wait_for(process, condition)
         new = {shot.process for shot in run.shots()} - before
         cpu_s = max((_cpu_s(process.pid) for process in new if process is not None), default=0.0)
         over.append(Ends(time.monotonic() - killed_s, cpu_s))
@@ -175,7 +177,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _await(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
+def wait_for(process: subprocess.Popen[bytes], condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline_s:
