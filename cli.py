@@ -649,6 +649,31 @@ def verify(
 
 
 @mmlaunch_app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """Say how a run does, from its folder: while it goes on, and after."""
+    from dataclasses import asdict
+
+    from mmlaunch.run.status import launch_status
+    from mmplan.report.source import load_run
+    from mmplan.report.terminal.run_status import status_document, status_grids
+
+    out, found = Output(as_json=as_json), load_run(run_dir)
+    if not found.record:
+        why = next((fault for fault in found.faults if "run.json" in fault), "run.json has nothing")
+        raise InvalidInputError(
+            f"{run_dir}: no run's folder: {why}", hint="give the folder that mmlaunch run wrote"
+        )
+    for fault in found.faults:
+        out.hint(fault)
+    document = status_document(found, asdict(launch_status(run_dir, found.record)))
+    out.grids(*status_grids(document))
+    out.data(document)
+
+
+@mmlaunch_app.command()
 def data(
     head: Annotated[bool, typer.Option("--head", help="begin a cluster")] = False,
     address: Annotated[

@@ -25,6 +25,7 @@ from typing import IO, Any, NoReturn, Protocol
 from mmlaunch.launch import failures
 from mmlaunch.launch.failures import Blame
 from mmlaunch.launch.hosts import SECRET, Meeting
+from mmlaunch.launch.note import write_note
 from mmlaunch.launch.rendezvous import Rendezvous, Trouble
 from mmlaunch.launch.watch import OnEvent, Watch
 from mmlaunch.launch.worker_main import Job, WorkerContext, WorkerEntry, worker_main
@@ -150,6 +151,7 @@ def launch(
                 hint="make room, or choose another folder with --run-dir",
             ) from error
         try:
+            write_note(job)
             with _signals(watch):
                 return _run_attempts(job, watch, meeting, max_restarts, stops_in_order)
         finally:

@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -210,6 +210,7 @@ def run(
         run_dir,
         prepared.workload_path,
         settings=prepared.settings,
+        steps=steps,
         emulated=options.emulation is not None,
     )
     if writes:
@@ -254,15 +255,23 @@ def run(
                 per_node=_per_node(prepared.plan, options),
                 on_event=on_worker_event,
             )
-    except (MMPlanError, KeyboardInterrupt):
+    except (MMPlanError, KeyboardInterrupt) as error:
         if writes and not options.resume and not _holds_steps(run_dir, CHECKPOINTS):
             # Nothing was trained: the folder is free for the next try.
             (run_dir / _RECORD).unlink(missing_ok=True)
+        elif writes:
+            with suppress(
+                MMPlanError, OSError, ValueError
+            ):  # the error's own cause may be the disk
+                record.finish("failed", cause=str(error) or "interrupted")
         raise
     results = TypeAdapter(list[TrainResult]).validate_python(told)
     held = {r.rank: r.memory_bytes for r in results if r.memory_bytes is not None}
-    if writes and options.emulation is None:
-        record.finish(held)
+    if writes:
+        record.finish(
+            "stopped" if results[0].stopped else "done",
+            memory_bytes=held if options.emulation is None else None,
+        )
     return RunSummary(
         run_dir=run_dir,
         steps=results[0].step,
@@ -404,6 +413,7 @@ class RunRecord:
         run_dir: the run's folder.
         workload_path: the workload's file.
         settings: that the run has beside it.
+        steps: at which it ends.
         emulated: whether computes are waits, so that times are no measurement of computing.
     """
 
@@ -413,11 +423,14 @@ class RunRecord:
         workload_path: Path,
         *,
         settings: Mapping[str, Any] | None = None,
+        steps: int | None = None,
         emulated: bool = False,
     ) -> None:
         self._emulated, self._settings = emulated, dict(settings or {})
         self._run_dir, self._workload_path = run_dir, workload_path
         self._started_at = _now()
+        self._steps = steps
+        self._first_step: int | None = None
 
     def write(self, segment: Segment, *, step: int | None = None) -> None:
         """Say that a segment's plan trains from a step on.
@@ -432,6 +445,8 @@ class RunRecord:
         found = _recorded(self._run_dir, "restarts", [])
         restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
         slow = _recorded(self._run_dir, "slow_ranks", [])
+        if self._first_step is None:
+            self._first_step = step
         if step is not None and restarts and "from_step" not in restarts[-1]:
             restarts[-1]["from_step"] = step
         if step is not None:
@@ -454,6 +469,8 @@ class RunRecord:
             **({"set": self._settings} if self._settings else {}),
             "devices": segment.plan.devices,
             "started_at": self._started_at,
+            **({} if self._first_step is None else {"started_step": self._first_step}),
+            **({} if self._steps is None else {"steps": self._steps}),
             "cores": os.cpu_count(),
             **({"emulated": True} if self._emulated else {}),
             "predicted_iteration_s": prediction.iteration_s,
@@ -461,7 +478,7 @@ class RunRecord:
             **({"restarts": restarts} if restarts else {}),
             **({"slow_ranks": slow} if slow else {}),
         }
-        write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
+        self._store(record)
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
 
     def restart(self, cause: str) -> None:
@@ -473,17 +490,32 @@ class RunRecord:
         self._append("slow_ranks", {"at": _now(), **rank})
 
     def _append(self, field: str, entry: Mapping[str, Any]) -> None:
-        path = self._run_dir / _RECORD
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = self._read()
         record.setdefault(field, []).append(entry)
-        write_text(path, json.dumps(record, indent=1) + "\n")
+        self._store(record)
 
-    def finish(self, memory_bytes: Mapping[int, int]) -> None:
-        """Add the peak memory of the last segment's steps, by rank."""
-        path = self._run_dir / _RECORD
-        record = json.loads(path.read_text(encoding="utf-8"))
-        record["memory_bytes"] = {str(rank): held for rank, held in sorted(memory_bytes.items())}
-        write_text(path, json.dumps(record, indent=1) + "\n")
+    def finish(
+        self, how: str, *, cause: str | None = None, memory_bytes: Mapping[int, int] | None = None
+    ) -> None:
+        """Add that the run is over.
+
+        Args:
+            how: done, stopped or failed.
+            cause: of a failure.
+            memory_bytes: peak of the last segment's steps, by rank; None where none counts.
+        """
+        record = self._read()
+        record["ended"] = {"at": _now(), "how": how, **({"cause": cause} if cause else {})}
+        if memory_bytes is not None:
+            held = sorted(memory_bytes.items())
+            record["memory_bytes"] = {str(rank): num_bytes for rank, num_bytes in held}
+        self._store(record)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads((self._run_dir / _RECORD).read_text(encoding="utf-8"))
+
+    def _store(self, record: Mapping[str, Any]) -> None:
+        write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         """Segments that the folder's record has; none where it cannot be read."""

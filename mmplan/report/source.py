@@ -197,7 +197,7 @@ def load_source(source: Path) -> ReportData:
                 f"{source}: a folder without plan.json is no run's folder",
                 hint="give a plan.json, or the folder that mmlaunch run wrote",
             )
-        plan, run = load_plan(plan_file), _load_run(source)
+        plan, run = load_plan(plan_file), load_run(source)
         # File of the plan that the run was started with.
         named = run.record.get("plan")
         original = source / named if isinstance(named, str) else plan_file
@@ -226,7 +226,8 @@ def load_source(source: Path) -> ReportData:
     )
 
 
-def _load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> Run:
+    """Read a run's folder; what is missing or broken in it becomes ``faults``."""
     faults: list[str] = []
     record = _json_file(folder / "run.json", faults)
     return Run(
