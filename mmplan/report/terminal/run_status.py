@@ -16,7 +16,7 @@ from mmplan.report.terminal.console import Grid
 _RECENT_STEPS = 100
 _SHOWN_RESTARTS = 3
 _SHOWN_PEERS = 4
-# A working rank gives a sign in less, unless its kind of instruction or its peers take longer.
+# Most instructions take less.
 _SILENT_S = 2.0
 # No step is beyond it, and no second.
 _LARGEST = 1e15
@@ -132,11 +132,12 @@ def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
     state, silent_s = rank["state"], rank["silent_s"]
     if rank["waits_for"]:
         peers = [str(peer) for peer in rank["waits_for"]]
-        state += f" for {first_of(peers, _SHOWN_PEERS, separator=', ', rest='…')}"
+        verb = "" if state == "waiting" else ", waited" if state == "dead" else ", waits"
+        state += f"{verb} for {first_of(peers, _SHOWN_PEERS, separator=', ', rest='…')}"
     if silent_s is None:
         sign = "–"
     else:
-        sign = f"silent since {_age(silent_s)}" if silent_s >= _SILENT_S else seconds(silent_s)
+        sign = f"silent for {_age(silent_s)}" if silent_s >= _SILENT_S else seconds(silent_s)
     step = "–" if rank["step"] is None else str(rank["step"])
     return str(rank["rank"]), rank["host"], state, step, rank["place"] or "–", sign
 
