@@ -216,6 +216,15 @@ def run(
         bool,
         typer.Option("--async-save", help="write them while training goes on"),
     ] = False,
+    keep_every: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-every",
+            metavar="HOURS",
+            min=0,
+            help="keep one checkpoint of each so many hours beside the two newest",
+        ),
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option("--max-restarts", metavar="N", min=0, help="within an hour, after failures"),
@@ -310,6 +319,7 @@ def run(
         resume_anyway=resume_anyway,
         save_every=save_every,
         async_save=async_save,
+        keep_every_s=None if keep_every is None else 3600 * keep_every,
         max_restarts=max_restarts,
         workload=workload,
         settings=parse_settings(settings or ()),

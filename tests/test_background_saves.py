@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,8 @@ from mmlaunch.checkpoint.background import BackgroundSaves, Saved
 from mmlaunch.checkpoint.folder import file_of, latest
 from mmlaunch.checkpoint.save import Entry
 from mmplan.errors import UnfitEnvironmentError
+from tests.birds import copy_workload, two_rank_plan
+from tests.commands import run
 from tests.test_checkpoint import (
     Ranks,
     check_content,
@@ -163,3 +166,22 @@ def test_room_is_looked_for_before_and_lost_room_is_said(tmp_path: Path) -> None
         made.begin(root, 4, two_rank_entries(4.0, rows=100))
         made.ended()
         check_content(root / "step-4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["waited", "async"])
+def test_a_failed_save_is_said_and_training_goes_on(tmp_path: Path, more: list[str]) -> None:
+    plan = two_rank_plan(copy_workload(tmp_path), tmp_path / "plan.json")
+    run_dir, disk = tmp_path / "run", tmp_path / "disk"
+    run_dir.mkdir()
+    with tiny_disk(disk, "16k"):
+        (run_dir / "checkpoints").symlink_to(disk)
+        arguments = ["--run-dir", run_dir, "--save-every", 3, "--timeout", 60, *more]
+        done = run("mmlaunch", "run", plan, *arguments, cwd=tmp_path)
+    for step in (3, 6):
+        assert f"step {step} is not saved, training goes on: disk full: " in done.out
+    # Nothing comes after the last step that could save it.
+    assert done.code == 4
+    assert done.message.startswith("disk full: the checkpoint of step 8 needs")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(8))

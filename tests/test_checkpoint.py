@@ -35,7 +35,7 @@ from mmlaunch.checkpoint.boxes import (
     shard_boxes,
     whole,
 )
-from mmlaunch.checkpoint.folder import clean, latest
+from mmlaunch.checkpoint.folder import clean, drop_old, latest, step_folders
 from mmlaunch.checkpoint.restore import open_checkpoint, prove
 from mmlaunch.checkpoint.save import Content, Entry, save
 from mmlaunch.comm import wire
@@ -280,6 +280,30 @@ def test_only_the_newest_stay_and_the_saved_one_always_does(tmp_path: Path) -> N
     save_all(tmp_path, 20, two_rank_entries(20), keep=1)  # went on from an earlier one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-20", "step-30"]
     check_content(tmp_path / "step-20")
+
+
+def test_one_of_each_so_many_hours_stays_and_the_newest_two_do(tmp_path: Path) -> None:
+    def hours_left() -> list[float]:
+        return [
+            (path / "manifest.json").stat().st_mtime / 3600 for _, path in step_folders(tmp_path)
+        ]
+
+    hours = [0.0, 0.5, 1.0, 1.5, 2.25, 2.5, 3.0, 3.25, 3.5]
+    seen: list[list[float]] = []
+    for step, hour in enumerate(hours):
+        manifest = tmp_path / f"step-{step}" / "manifest.json"
+        manifest.parent.mkdir()
+        manifest.touch()
+        os.utime(manifest, (0, 3600 * hour))
+        drop_old(tmp_path, step, 2, 3600.0)
+        seen.append(hours_left())
+    assert seen[3] == [0.0, 1.0, 1.5]
+    assert seen[-1] == [0.0, 1.0, 2.25, 3.25, 3.5]
+    drop_old(tmp_path, 8, 2, 10 * 3600.0)
+    assert hours_left() == [0.0, 3.25, 3.5]
+    # One of a later step, which is done again, stays; the newest does, whatever is asked.
+    drop_old(tmp_path, 7, 0)
+    assert hours_left() == [3.25, 3.5]
 
 
 def test_other_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:

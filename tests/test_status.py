@@ -112,6 +112,7 @@ def test_goodput_is_the_steps_that_count_at_their_plans_median(tmp_path: Path) -
         started_step=10,
         ended={"at": "2026-01-01T00:01:40+0000", "how": "failed", "cause": "rank 1 was killed"},
         restarts=[{"at": "2026-01-01T00:00:30+0000", "cause": "rank 0", "from_step": 12}],
+        slow_ranks=[{"step": 9, "rank": 3, "instruction": "F", "times": 1.5}],
         segments=[
             {"from_step": 0, "tasks": ["a"], "devices": 2, "predicted_iteration_s": 1.0},
             {"from_step": 20, "tasks": ["b"], "devices": 1, "predicted_iteration_s": 3.5},
@@ -139,6 +140,7 @@ def test_goodput_is_the_steps_that_count_at_their_plans_median(tmp_path: Path) -
     assert "state failed: rank 1 was killed" in lines
     assert "iteration 6.5 s (predicted 3.5 s: 1.86 ×)" in lines
     assert "2026-01-01T00:00:30+0000 rank 0; went on from step 12" in lines
+    assert sum(line.startswith("slow rank") and "rank 3" in line for line in lines) == 1
 
 
 def test_the_last_good_checkpoint_has_a_manifest(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class BackgroundSaves:
             rank=self._rank,
             size_bytes=0,
             keep=content.keep,
+            keep_every_s=content.keep_every_s,
         )
 
         def put(specs: Sequence[TensorSpec], values: dict[str, Tensor]) -> FileDigest:

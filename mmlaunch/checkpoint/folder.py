@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -102,16 +103,37 @@ def publish(temp: Path, final: Path, fields: Mapping[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def drop_old(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest checkpoints up to this step; renamed first, so never half.
+def drop_old(root: Path, step: int, keep: int, keep_every_s: float | None = None) -> None:
+    """Remove checkpoints up to this step but for some; renamed first, so never half.
 
     Failing to remove is no reason to end a run: the next save tries again.
+
+    Args:
+        root: of the checkpoints.
+        step: of the newest; later ones, of steps that are done again, stay.
+        keep: how many of the newest stay; always the newest one.
+        keep_every_s: of the others those stay that were written so many seconds after the one
+            before that stays for its age, from the oldest on; None: none does.
     """
     up_to_now = [path for number, path in step_folders(root) if number <= step]
     with contextlib.suppress(OSError):
+        stays_s = -math.inf
         for path in up_to_now[: -max(keep, 1)]:
+            if keep_every_s is not None:
+                written = written_s(path)
+                if written is not None and written >= stays_s + keep_every_s:
+                    stays_s = written
+                    continue
             path.rename(root / f".{path.name}.drop")
         clean(root)
+
+
+def written_s(folder: Path) -> float | None:
+    """When a checkpoint became whole, seconds of ``time.time``; None without its manifest."""
+    try:
+        return (folder / MANIFEST_NAME).stat().st_mtime
+    except OSError:
+        return None
 
 
 def step_folders(root: Path) -> list[tuple[int, Path]]:

@@ -83,6 +83,7 @@ class Content:
         state: JSON: step counts, scheduler, sampler. Rank 0's is kept.
         meta: JSON that tells whose checkpoint this is: hashes of plan and workload.
         keep: how many of the newest checkpoints up to this one stay, at least 1.
+        keep_every_s: beside them one of each so many seconds stays; None for none.
     """
 
     root: Path
@@ -90,6 +91,7 @@ class Content:
     state: dict[str, Any]
     meta: dict[str, Any]
     keep: int = 2
+    keep_every_s: float | None = None
 
     @property
     def final(self) -> Path:
@@ -148,7 +150,7 @@ def save(content: Content, entries: Sequence[Entry], *, rank: int, gather: Gathe
 
     def finish(reports: Sequence[Report]) -> None:
         publish(content.temp, content.final, content.manifest(reports).model_dump())
-        drop_old(content.root, content.step, content.keep)
+        drop_old(content.root, content.step, content.keep, content.keep_every_s)
 
     together(content, entries, rank=rank, gather=gather, put=put, finish=finish)
     return content.final

@@ -48,6 +48,7 @@ class FileJob:
         rank: whose file it is.
         size_bytes: of the file.
         keep: how many checkpoints stay.
+        keep_every_s: and of each so many seconds one.
         manifest: rank 0's: the manifest's fields but for the files' hashes.
     """
 
@@ -56,6 +57,7 @@ class FileJob:
     rank: int
     size_bytes: int
     keep: int
+    keep_every_s: float | None
     manifest: Mapping[str, Any] | None = None
 
     @property
@@ -149,7 +151,7 @@ def _finish(job: FileJob, manifest: Mapping[str, Any]) -> Written:
         path.unlink()
     final = Path(job.root) / f"step-{job.step}"
     publish(job.temp, final, {**manifest, "files": files})
-    drop_old(Path(job.root), job.step, job.keep)
+    drop_old(Path(job.root), job.step, job.keep, job.keep_every_s)
     return Written()
 
 

@@ -18,6 +18,7 @@ class RunOptions:
     Attributes:
         settings: fields of the workload that ``--set`` gives other values, dotted.
         meeting: the machines of the run.
+        keep_every_s: one checkpoint of each so many seconds stays; None: only the newest.
         num_workers: loading processes of each rank and task; None to choose them.
         data_address: HOST:PORT of the cluster that prepares data; None to load on the machines.
         data_wait_s: longest wait of a step while that has no producer.
@@ -31,6 +32,7 @@ class RunOptions:
     resume_anyway: bool = False
     save_every: int = 0
     async_save: bool = False
+    keep_every_s: float | None = None
     max_restarts: int = 0
     workload: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)

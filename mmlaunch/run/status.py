@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mmlaunch.checkpoint.folder import MANIFEST_NAME, step_folders
+from mmlaunch.checkpoint.folder import step_folders, written_s
 from mmlaunch.launch.note import LauncherNote, read_launches
 from mmlaunch.process.heartbeat import Snapshot, WorkerState
 
@@ -121,9 +121,7 @@ def _rank(note: LauncherNote, shot: Snapshot) -> RankStatus:
 def _last_good(folder: Path) -> tuple[int | None, float | None]:
     """Step and age of the newest checkpoint that is whole: a folder without a manifest is none."""
     for step, path in reversed(step_folders(folder)):
-        try:
-            saved_s = (path / MANIFEST_NAME).stat().st_mtime
-        except OSError:
-            continue  # dropped meanwhile
-        return step, max(0.0, time.time() - saved_s)
+        written = written_s(path)
+        if written is not None:
+            return step, max(0.0, time.time() - written)
     return None, None

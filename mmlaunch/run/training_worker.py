@@ -226,22 +226,26 @@ class _Trainer:
             due = save_every and (step == job.steps or step % save_every == 0)
             at_end = stopped or step == segment.until
             self._hear_of(session.saved(wait=bool(due or at_end)))
-            folder = self._ctx.run_dir / CHECKPOINTS
-            if due and not at_end and job.options.async_save:
-                self._begin_save(session, folder)
+            if due or (at_end and step < job.steps):
+                self._save(session, at_end=at_end)
                 memory.forget()
-            elif stopped or due or (at_end and step < job.steps):
-                path = session.save(folder)
-                memory.forget()
-                self._hear_of(Saved(step=step, path=path))
         return stopped, starved, spans
 
-    def _begin_save(self, session: Session, folder: Path) -> None:
+    def _save(self, session: Session, *, at_end: bool) -> None:
+        """Save, or begin to; a failure ends training only where there is no later save."""
+        folder, options = self._ctx.run_dir / CHECKPOINTS, self._job.options
+        step, keep_s = session.step_count, options.keep_every_s
         try:
-            session.begin_save(folder)
+            if options.async_save and not at_end:
+                session.begin_save(folder, keep_every_s=keep_s)
+            else:
+                path = session.save(folder, keep_every_s=keep_s)
+                self._hear_of(Saved(step=step, path=path))
         except UnfitEnvironmentError as error:
             # The same on all ranks.
-            self._hear_of(Saved(step=session.step_count, error=error))
+            if at_end:
+                raise
+            self._hear_of(Saved(step=step, error=error))
 
     def _hear_of(self, saved: Saved | None) -> None:
         """Tell the launcher how a save has ended."""

@@ -521,25 +521,32 @@ class Session:
         answer: Any = self.transport.broadcast_object(result, 0)
         return answer
 
-    def save(self, folder: str | Path, *, keep: int = 2) -> Path:
+    def save(self, folder: str | Path, *, keep: int = 2, keep_every_s: float | None = None) -> Path:
         """Write ``folder/step-N``, complete or not at all.
+
+        Args:
+            folder: of the checkpoints.
+            keep: how many of the newest stay, at least 1.
+            keep_every_s: beside them one of each so many seconds stays; None for none.
 
         Raises:
             UnfitEnvironmentError: the disk is full; earlier checkpoints stay.
             RunFailedError: copies of a parameter differ (``train.compare_replicas``).
         """
-        content, entries = self._to_save(folder, keep)
+        content, entries = self._to_save(folder, keep, keep_every_s)
         gather = self.transport.gather_objects
         path = save_together(content, entries, rank=self.rank, gather=gather)
         for hook in self.hooks.on_checkpoint:
             hook(self, path)
         return path
 
-    def begin_save(self, folder: str | Path, *, keep: int = 2) -> None:
+    def begin_save(
+        self, folder: str | Path, *, keep: int = 2, keep_every_s: float | None = None
+    ) -> None:
         """As :meth:`save`, but written while training goes on; :meth:`saved` says how it ended."""
         if self._saves is None:
             self._saves = BackgroundSaves(self.transport)
-        self._saves.begin(*self._to_save(folder, keep))
+        self._saves.begin(*self._to_save(folder, keep, keep_every_s))
 
     def saved(self, *, wait: bool = False) -> Saved | None:
         """How the save that :meth:`begin_save` began has ended, once; None where none has.
@@ -557,7 +564,9 @@ class Session:
                 hook(self, found.path)
         return found
 
-    def _to_save(self, folder: str | Path, keep: int) -> tuple[Content, list[Entry]]:
+    def _to_save(
+        self, folder: str | Path, keep: int, keep_every_s: float | None
+    ) -> tuple[Content, list[Entry]]:
         self._heartbeat.phase("saving", self.step_count)
         # One copy is written: it must be that of all.
         if self._replicas:
@@ -569,7 +578,12 @@ class Session:
             "identity": identity_of(self.workload),
         }
         content = Content(
-            root=Path(folder), step=self.step_count, state=state, meta=self._meta, keep=keep
+            root=Path(folder),
+            step=self.step_count,
+            state=state,
+            meta=self._meta,
+            keep=keep,
+            keep_every_s=keep_every_s,
         )
         entries = self._state.entries(self.optimizer, self.update.slices)
         return content, [*entries, *(self._inactive.entries() if self._inactive else [])]

@@ -14,7 +14,7 @@ from mmplan.report.terminal.console import Grid
 
 # Waits for data are those of the last steps.
 _RECENT_STEPS = 100
-_SHOWN_RESTARTS = 3
+_SHOWN_LINES = 3
 _SHOWN_PEERS = 4
 # Most instructions take less.
 _SILENT_S = 2.0
@@ -56,6 +56,7 @@ def status_document(run: Run, launch: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint_step": launch["checkpoint_step"],
         "checkpoint_s": launch["checkpoint_s"],
         "restarts": [r for r in _list(record.get("restarts")) if isinstance(r, dict)],
+        "slow_ranks": list(run.slow_ranks),
         "wall_s": wall_s,
         "goodput": goodput,
         "hosts": list(launch["hosts"]),
@@ -81,9 +82,8 @@ def status_grids(status: Mapping[str, Any]) -> list[Grid]:
         rows.append(("goodput", f"{percent(status['goodput'])} of {wall} since the start"))
     restarts = status["restarts"]
     rows.append(("restarts", str(len(restarts))))
-    rows += [
-        (f"  {restart.get('at')}", _restart(restart)) for restart in restarts[-_SHOWN_RESTARTS:]
-    ]
+    rows += [(f"  {restart.get('at')}", _restart(restart)) for restart in restarts[-_SHOWN_LINES:]]
+    rows += [("slow rank", line) for line in status["slow_ranks"][-_SHOWN_LINES:]]
     grids = [Grid(title=f"Run {status['run_dir']}", columns=("", ""), rows=rows)]
     if status["ranks"]:
         columns = (">rank", "host", "state", ">step", "in", "last sign")
