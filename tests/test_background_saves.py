@@ -171,7 +171,8 @@ def test_room_is_looked_for_before_and_lost_room_is_said(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["waited", "async"])
 def test_a_failed_save_is_said_and_training_goes_on(tmp_path: Path, more: list[str]) -> None:
-    plan = two_rank_plan(copy_workload(tmp_path), tmp_path / "plan.json")
+    (tmp_path / "plans").mkdir()
+    plan = two_rank_plan(copy_workload(tmp_path), tmp_path / "plans" / "plan.json")
     run_dir, disk = tmp_path / "run", tmp_path / "disk"
     run_dir.mkdir()
     with tiny_disk(disk, "16k"):
