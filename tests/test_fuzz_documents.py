@@ -159,6 +159,7 @@ class Job:
         solving = ["--top", 2, "--budget", 0.05, "-o", out]
         solve = ["solve", self.files["workload"], "--profile", profile, *solving]
         report = ["report", self.run_dir, "-o", self.root / "report.html"]
+        status = ("mmlaunch", ["status", self.run_dir, "--json"])
         resume = ["run", self.plan, "--run-dir", self.run_dir, "--steps", 1, "--resume"]
         found: dict[str, list[tuple[Program, Sequence[object]]]] = {
             "workload": [("mmplan", solve), ("mmplan", ["show", file]), ("mmlaunch", resume)],
@@ -175,8 +176,8 @@ class Job:
             ],
             "cluster": [("mmplan", ["show", file]), ("mmplan", [*solve, "--cluster", file])],
             "manifest": [("mmlaunch", resume)],
-            "run.json": [("mmplan", report), ("mmlaunch", resume)],
-            "metrics": [("mmplan", report)],
+            "run.json": [("mmplan", report), ("mmlaunch", resume), status],
+            "metrics": [("mmplan", report), status],
             "trace": [("mmplan", report)],
         }
         return found[kind]

@@ -22,6 +22,7 @@ from tests.commands import call, kill_all, start
 from tests.test_report import make_run
 
 ME = ProcessId.of(os.getpid())
+NO_WORD = {"at": None, "cause": None, "from_step": None}
 GONE = ProcessId(pid=ME.pid, start_ticks=ME.start_ticks + 1)
 
 
@@ -174,12 +175,17 @@ def test_odd_files_are_left_out(tmp_path: Path) -> None:
     (run / "launch-node0" / "board").write_bytes(bytes(7))
     write_launch(run, launcher=ME, node=1)
     (run / "launch-node1" / "launcher.json").write_text("[]")
-    edit_record(run, steps="x", started_step={}, started_at=3, ended=[], restarts={"a": 1})
+    edit_record(run, steps="x", started_step={}, started_at=3, restarts=["x", {"cause": "y"}])
+    text = (run / "run.json").read_text().removesuffix("}")
+    (run / "run.json").write_text(
+        f'{text}, "ended": {{"at": 1e400, "how": 1e400, "cause": 1e400}}}}'
+    )
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     status = status_of(run)
     assert (status["state"], status["ranks"], status["step"]) == ("unknown", [], 3)
-    assert (status["steps"], status["goodput"], status["restarts"]) == (None, None, [])
+    assert (status["steps"], status["goodput"]) == (None, None)
+    assert status["restarts"] == [NO_WORD, NO_WORD | {"cause": "y"}]
 
 
 @pytest.mark.slow
@@ -213,7 +219,9 @@ def test_a_run_is_told_while_it_runs_after_a_restart_and_after_its_end(tmp_path:
         assert 5 <= status["checkpoint_step"] <= status["step"]
         assert 0 < status["goodput"] < 1
         kill_rank_1()
-        status = wait_for(lambda status: any("from_step" in r for r in status["restarts"]))
+        status = wait_for(
+            lambda status: any(r["from_step"] is not None for r in status["restarts"])
+        )
         (restart,) = status["restarts"]
         assert "was killed by SIGKILL" in restart["cause"]
         assert restart["from_step"] % 5 == 0

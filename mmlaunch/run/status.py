@@ -79,10 +79,11 @@ def launch_status(run_dir: Path, record: Mapping[str, Any]) -> LaunchStatus:
     here = [(note, shots) for note, shots in launches if note.is_here]
     elsewhere = tuple(dict.fromkeys(note.host for note, _ in launches if not note.is_here))
     ended = record.get("ended")
+    how = cast("dict[str, Any]", ended).get("how") if isinstance(ended, dict) else None
     if any(note.launcher.alive() for note, _ in here):
         state = "running"
-    elif isinstance(ended, dict):
-        state = str(cast("dict[str, Any]", ended).get("how"))
+    elif isinstance(how, str):
+        state = how
     elif elsewhere:
         state = "elsewhere"
     else:

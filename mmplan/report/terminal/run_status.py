@@ -40,9 +40,9 @@ def status_document(run: Run, launch: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "run_dir": str(run.folder),
         "state": launch["state"],
-        "cause": ended.get("cause"),
-        "started_at": record.get("started_at"),
-        "ended_at": ended.get("at"),
+        "cause": _text(ended.get("cause")),
+        "started_at": _text(record.get("started_at")),
+        "ended_at": _text(ended.get("at")),
         "step": run.steps[-1].step + 1 if run.steps else 0,
         "steps": _number(record.get("steps")),
         "last_step_s": _age_s(run),
@@ -55,7 +55,14 @@ def status_document(run: Run, launch: Mapping[str, Any]) -> dict[str, Any]:
         "data_wait_rank": rank,
         "checkpoint_step": launch["checkpoint_step"],
         "checkpoint_s": launch["checkpoint_s"],
-        "restarts": [r for r in _list(record.get("restarts")) if isinstance(r, dict)],
+        "restarts": [
+            {
+                "at": _text(restart.get("at")),
+                "cause": _text(restart.get("cause")),
+                "from_step": _number(restart.get("from_step")),
+            }
+            for restart in map(_mapping, _list(record.get("restarts")))
+        ],
         "slow_ranks": list(run.slow_ranks),
         "wall_s": wall_s,
         "goodput": goodput,
@@ -82,7 +89,7 @@ def status_grids(status: Mapping[str, Any]) -> list[Grid]:
         rows.append(("goodput", f"{percent(status['goodput'])} of {wall} since the start"))
     restarts = status["restarts"]
     rows.append(("restarts", str(len(restarts))))
-    rows += [(f"  {restart.get('at')}", _restart(restart)) for restart in restarts[-_SHOWN_LINES:]]
+    rows += [(f"  {restart['at']}", _restart(restart)) for restart in restarts[-_SHOWN_LINES:]]
     rows += [("slow rank", line) for line in status["slow_ranks"][-_SHOWN_LINES:]]
     grids = [Grid(title=f"Run {status['run_dir']}", columns=("", ""), rows=rows)]
     if status["ranks"]:
@@ -124,8 +131,8 @@ def _checkpoint(status: Mapping[str, Any]) -> str:
 
 
 def _restart(restart: Mapping[str, Any]) -> str:
-    step = restart.get("from_step")
-    return f"{restart.get('cause')}" + ("" if step is None else f"; went on from step {step}")
+    step = restart["from_step"]
+    return f"{restart['cause']}" + ("" if step is None else f"; went on from step {step}")
 
 
 def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
@@ -212,6 +219,10 @@ def _time_s(said: Any) -> float | None:
         return datetime.fromisoformat(said).timestamp()
     except (ValueError, TypeError):
         return None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _number(value: Any) -> float | None:
