@@ -94,7 +94,7 @@ class Job:
         segment = Segment(from_step=0, until=2, plan=plan, path=self.plan)
         record = RunRecord(self.run_dir, workload)
         record.write(segment, step=0)
-        record.finish({0: 1 << 28, 1: 1 << 28})
+        record.finish("done", memory_bytes={0: 1 << 28, 1: 1 << 28})
         costs = costs_of(plan, load_profile(profile))
         simulated = simulate(costs.program, costs)
         events = [
