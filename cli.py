@@ -229,6 +229,13 @@ def run(
         int,
         typer.Option("--max-restarts", metavar="N", min=0, help="within an hour, after failures"),
     ] = 0,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="go on without a device that is lost for good; see mmlaunch resize",
+        ),
+    ] = False,
     workload: WorkloadOption = None,
     settings: Annotated[
         list[str] | None,
@@ -286,7 +293,7 @@ def run(
     from mmlaunch.process import fork_server
 
     secret = given_secret(secret_file)
-    if hostfile is not None:
+    if hostfile is not None and not elastic:
         from mmlaunch.launch.hosts import hosts_of_plan, read_hostfile
         from mmplan.schema.load import load_plan
 
@@ -295,7 +302,7 @@ def run(
     # What workers need is imported beside what this process does until they start.
     fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import prepare, try_out
+    from mmlaunch.run.run import RunSummary, prepare, try_out
     from mmlaunch.run.run import run as start
     from mmlaunch.run.segments import sets_of_run
     from mmplan.report.terminal.run_progress import follow, write_run_trace
@@ -306,6 +313,11 @@ def run(
         raise InvalidInputError(
             "--emulate trains nothing that could be saved or resumed, and runs the plan as it is",
             hint="leave --save-every, --resume and --tasks out",
+        )
+    if elastic and (emulate or nnodes > 1 or hostfile is not None):
+        raise InvalidInputError(
+            "--elastic: only for training on one machine so far",
+            hint="with several, stop and go on under another plan: --resume",
         )
     chosen, emulation = names("--tasks", tasks), None
     if emulate:
@@ -351,8 +363,24 @@ def run(
             out.hint(note)
     total = prepared.workload.train.steps if steps is None else steps
     with out.progress("emulating" if emulate else "training") as bar:
-        show = follow(out, bar, prepared.plan, total, emulated=emulate)
-        summary = start(options, prepared, show, _planner(out, options, prepared))
+
+        def train(
+            options: RunOptions, prepared: Prepared, also: Callable[[Any], None] = lambda _: None
+        ) -> RunSummary:
+            show = follow(out, bar, prepared.plan, total, emulated=emulate)
+
+            def on_event(event: dict[str, Any]) -> None:
+                show(event)
+                also(event)
+
+            return start(options, prepared, on_event, _planner(out, options, prepared))
+
+        if elastic:
+            from mmlaunch.run.elastic import ElasticRun
+
+            summary = ElasticRun(options, prepared, out.text).run(train)
+        else:
+            summary = train(options, prepared)
     segment = summary.segment
     if node_rank == 0:
         trace = summary.run_dir / "trace.json"
@@ -367,6 +395,21 @@ def run(
     done = "emulated, nothing was trained" if emulate else "done"
     out.text(f"{counted(summary.steps, 'step')} {done}; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+@mmlaunch_app.command()
+def resize(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
+    devices: Annotated[int, typer.Option("--devices", metavar="N", min=1, help="in place of now")],
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a run with --elastic on this machine to go on with another number of devices."""
+    from mmlaunch.run.elastic import resize as ask
+
+    out = Output(as_json=as_json)
+    before = ask(run_dir, devices)
+    out.text(f"{run_dir}: {devices} in place of {counted(before, 'device')}, after planning")
+    out.data({"run_dir": str(run_dir), "devices": devices, "before": before})
 
 
 @mmlaunch_app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -29,6 +30,8 @@ from tests.streams import LOG, PAUSE, Seen
 
 HERE = "tests.fault_jobs"
 SEED, STEPS, BATCH, LR = 3, 40, 8, 0.01
+# A file; as long as it is there, local rank 3 dies.
+BROKEN = "MMPLAN_TEST_BROKEN"
 
 
 class Points:
@@ -79,7 +82,8 @@ class Recorder(nn.Module):
     def _write(self, ids: list[int]) -> None:
         time.sleep(float(os.environ.get(PAUSE, "0")))
         line = [self.name, round(-self.clock.item() / LR), [[i] for i in ids]]
-        path = f"{os.environ[LOG]}-{int(os.environ['TORCHELASTIC_RESTART_COUNT']):02}"
+        ranks, restarts = os.environ["WORLD_SIZE"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        path = f"{os.environ[LOG]}-{ranks}-{restarts:02}"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(file, json.dumps(line).encode() + b"\n")
         os.close(file)
@@ -91,6 +95,9 @@ class Bend(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
+        # A device that is broken ends every process that uses it.
+        if os.environ.get("LOCAL_RANK") == "3" and os.path.exists(os.environ.get(BROKEN, "")):
+            os.kill(os.getpid(), signal.SIGKILL)
         return x + self.linear(x).tanh()
 
 

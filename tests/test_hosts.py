@@ -305,7 +305,8 @@ def test_a_cluster_file_has_the_link_between_hosts(
     cluster = load_cluster(made)
     assert (cluster.nodes, cluster.devices_per_node) == (2, 1)
     assert cluster.links.inter_node is not None
-    assert 0.7e7 < cluster.links.inter_node.bandwidth_bytes_per_s < 1.1e7
+    # 80 Mbit/s; the queue before the link takes a burst at once.
+    assert 0.7e7 < cluster.links.inter_node.bandwidth_bytes_per_s < 1.3e7
     profile = tmp_path / "profile.json"
     workload = copy_workload(tmp_path)
     done = commands.run(

@@ -118,7 +118,7 @@ def prepare(options: RunOptions) -> Prepared:
     stated = load_workload(path)
     check_agrees(plan, stated)
     _check_machines(plan, options)
-    recorded = _recorded(_run_dir(options, plan), "set", {}) if options.resume else {}
+    recorded = _recorded(run_folder(options, plan), "set", {}) if options.resume else {}
     settings = {**recorded, **options.settings}
     workload = with_settings(stated, settings)
     check_settings(plan, workload, settings)
@@ -185,7 +185,7 @@ def run(
     from mmlaunch.run.training_worker import CHECKPOINTS, TrainJob, TrainResult
 
     sets = sets_of_run(prepared.plan, prepared.workload, options.tasks)
-    run_dir = _run_dir(options, prepared.plan)
+    run_dir = run_folder(options, prepared.plan)
     # A run that is under way goes on with the plans that lie there.
     check_free(run_dir, options.meeting.node_rank)
     # One machine writes what belongs to the run; the folder is everybody's.
@@ -444,7 +444,7 @@ class RunRecord:
         history = self._history()
         found = _recorded(self._run_dir, "restarts", [])
         restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
-        slow = _recorded(self._run_dir, "slow_ranks", [])
+        others = {name: _recorded(self._run_dir, name, []) for name in ("slow_ranks", "resizes")}
         if self._first_step is None:
             self._first_step = step
         if step is not None and restarts and "from_step" not in restarts[-1]:
@@ -476,9 +476,9 @@ class RunRecord:
             "predicted_iteration_s": prediction.iteration_s,
             "segments": history,
             **({"restarts": restarts} if restarts else {}),
-            **({"slow_ranks": slow} if slow else {}),
+            **{name: entries for name, entries in others.items() if entries},
         }
-        self._store(record)
+        _store_record(self._run_dir, record)
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
 
     def restart(self, cause: str) -> None:
@@ -490,9 +490,7 @@ class RunRecord:
         self._append("slow_ranks", {"at": _now(), **rank})
 
     def _append(self, field: str, entry: Mapping[str, Any]) -> None:
-        record = self._read()
-        record.setdefault(field, []).append(entry)
-        self._store(record)
+        add_to_record(self._run_dir, field, entry)
 
     def finish(
         self, how: str, *, cause: str | None = None, memory_bytes: Mapping[int, int] | None = None
@@ -504,18 +502,12 @@ class RunRecord:
             cause: of a failure.
             memory_bytes: peak of the last segment's steps, by rank; None where none counts.
         """
-        record = self._read()
+        record = _read_record(self._run_dir)
         record["ended"] = {"at": _now(), "how": how, **({"cause": cause} if cause else {})}
         if memory_bytes is not None:
             held = sorted(memory_bytes.items())
             record["memory_bytes"] = {str(rank): num_bytes for rank, num_bytes in held}
-        self._store(record)
-
-    def _read(self) -> dict[str, Any]:
-        return json.loads((self._run_dir / _RECORD).read_text(encoding="utf-8"))
-
-    def _store(self, record: Mapping[str, Any]) -> None:
-        write_text(self._run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
+        _store_record(self._run_dir, record)
 
     def _history(self) -> list[dict[str, Any]]:
         """Segments that the folder's record has; none where it cannot be read."""
@@ -525,6 +517,21 @@ class RunRecord:
             return [e for e in entries if isinstance(e["from_step"], int) and e["plan_sha256"]]
         except (ValueError, KeyError, TypeError):
             return []
+
+
+def add_to_record(run_dir: Path, field: str, entry: Mapping[str, Any]) -> None:
+    """Append to a list of a run folder's record."""
+    record = _read_record(run_dir)
+    record.setdefault(field, []).append(entry)
+    _store_record(run_dir, record)
+
+
+def _read_record(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / _RECORD).read_text(encoding="utf-8"))
+
+
+def _store_record(run_dir: Path, record: Mapping[str, Any]) -> None:
+    write_text(run_dir / _RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def _now() -> str:
@@ -581,7 +588,12 @@ def _check_machines(plan: Plan, options: RunOptions) -> None:
         )
 
 
-def _run_dir(options: RunOptions, plan: Plan) -> Path:
+def run_folder(options: RunOptions, plan: Plan) -> Path:
+    """The run's folder: the one that is named, or the next free one of ``runs``.
+
+    Raises:
+        InvalidInputError: it holds another run, or none where one is resumed.
+    """
     if options.run_dir is not None:
         if options.meeting.node_rank > 0:
             # Machine 0 has claimed it, or will.
