@@ -106,8 +106,12 @@ def start(program: Program, *args: object, cwd: Path, **env: str) -> subprocess.
 
 
 def kill_all(launcher: subprocess.Popen[str]) -> None:
-    """SIGKILL a launcher and everything that it started, all in the same moment."""
+    """SIGKILL a launcher and everything that it started, all in the same moment.
+
+    Python's own processes that clear semaphores away live until they have done so.
+    """
     for pid in tree(launcher.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,9 @@ class Node:
             assert time.monotonic() < until_s, errors.read_text()
             time.sleep(0.2)
         self.address: str = json.loads(said.read_text())["address"]
+        own = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        words = Path(f"/proc/{own.split()[0]}/cmdline").read_text().split("\0")
+        self.folder = Path(words[words.index("--temp-dir") + 1])
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
@@ -76,6 +80,8 @@ def ray_nodes(folder: Path) -> Generator[Nodes]:
             for node in found.all:
                 if node.process.poll() is None:
                     node.end()
+                # A killed one has left its logs.
+                shutil.rmtree(node.folder, ignore_errors=True)
 
 
 def free_port() -> int:

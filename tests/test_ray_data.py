@@ -341,7 +341,7 @@ def test_who_takes_no_step_asks_for_no_more(nodes: Nodes, tmp_path: Path) -> Non
         assert len(read) <= 7 * (6 + 1)
         time.sleep(3)
         assert log.read_text().split() == read
-        kept = [p for p in node_folder(head).rglob("*") if p.is_file() and not p.is_symlink()]
+        kept = [p for p in head.folder.rglob("*") if p.is_file() and not p.is_symlink()]
         assert sum(p.stat().st_size for p in kept) < 2 << 20
         found.same(30)
 
@@ -370,7 +370,7 @@ def test_who_has_no_token_gets_nothing_and_nothing_is_left(
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     with stream(tmp_path, head) as found:
         found.same(2)
-        used = [node_folder(head), found.remote._producers.folder]
+        used = [head.folder, found.remote._producers.folder]
     assert head.end() == 0
     for folder in used:
         assert not folder.exists()
@@ -436,13 +436,6 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def node_folder(node: Node) -> Path:
-    """The folder of the node that a process of ``mmlaunch data`` started."""
-    children = Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children").read_text()
-    words = Path(f"/proc/{children.split()[0]}/cmdline").read_text().split("\0")
-    return Path(words[words.index("--temp-dir") + 1])
 
 
 def processes_with(text: str) -> list[str]:
