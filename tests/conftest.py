@@ -6,6 +6,28 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.leftovers import Leftovers, empty_own_folder
+
+_leftovers = pytest.StashKey[Leftovers]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the machine, once for all processes of pytest-xdist."""
+    if not hasattr(config, "workerinput"):
+        config.stash[_leftovers] = Leftovers.watch()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Fail where a process, file, folder or namespace is left."""
+    if hasattr(session.config, "workerinput"):
+        empty_own_folder()  # before pytest-xdist is told that this process has finished
+    yield
+    watched = session.config.stash.get(_leftovers, None)
+    if watched is not None and (found := watched.found()):
+        lines = "\n".join(found)
+        raise pytest.UsageError(f"the tests left {len(found)} behind:\n{lines}")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a set as a test's parameter: its text differs between processes.

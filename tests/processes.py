@@ -13,22 +13,27 @@ _LISTENS = "0A"
 def tree(root: int) -> list[int]:
     """A process and all that descend from it; those that became nobody's are not among them."""
     children: dict[int, list[int]] = {}
-    for pid in _pids():
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            continue
-        children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(pid)
+    for pid in pids():
+        children.setdefault(parent(pid), []).append(pid)
     found = [root]
     for pid in found:
         found += children.get(pid, [])
     return found
 
 
+def parent(pid: int) -> int:
+    """The process that a process is a child of; 0 where it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def named(text: str) -> list[int]:
     """Every live process with a text in its command line or its environment."""
     found: list[int] = []
-    for pid in _pids():
+    for pid in pids():
         try:
             folder = Path(f"/proc/{pid}")
             said = folder.joinpath("cmdline").read_bytes() + folder.joinpath("environ").read_bytes()
@@ -53,7 +58,8 @@ def listening(pids: list[int]) -> list[tuple[ipaddress.IPv4Address | ipaddress.I
     return found
 
 
-def _pids() -> list[int]:
+def pids() -> list[int]:
+    """Every process that this one can see."""
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+from mmlaunch.process.process_tree import SOCKETS
 
 # The guard first: it ties the fork server to its parent before anything that takes time loads.
 _PRELOAD = ["mmlaunch.process.forkserver_guard", "torch"]
@@ -68,10 +71,11 @@ def _sheltered() -> Generator[None]:
     others = environment.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = f"{others},{silent}" if others else silent
     os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ[SOCKETS] = multiprocessing.util.get_temp_dir()  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        for name in ("PYTHONWARNINGS", "PYTHONSAFEPATH"):
+        for name in ("PYTHONWARNINGS", "PYTHONSAFEPATH", SOCKETS):
             del os.environ[name]
             if name in environment:
                 os.environ[name] = environment[name]

@@ -9,10 +9,23 @@ sends to every process: with it the kernel would end the workers that want to sa
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
-from mmlaunch.process.process_tree import die_with_parent
+from mmlaunch.process.process_tree import SOCKETS, die_with_parent
 
 os.setpgrp()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-die_with_parent()
+_sockets = os.environ.pop(SOCKETS)
+
+
+def _end(*_: object) -> None:
+    """A parent that was killed leaves its sockets behind; it cannot be reached by them now."""
+    shutil.rmtree(_sockets, ignore_errors=True)
+    os._exit(1)
+
+
+if hasattr(signal, "SIGRTMAX"):  # where it lacks, the kernel says nothing of a parent's death
+    # Batch systems send their users SIGTERM, SIGUSR1 and their kin; nothing sends this one.
+    signal.signal(signal.SIGRTMAX, _end)
+    die_with_parent(signal.SIGRTMAX)

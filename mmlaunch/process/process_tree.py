@@ -1,6 +1,6 @@
 """Keeps workers from outliving their launcher, whatever ends it.
 
-Two guards, because each has a gap. The kernel kills the fork server with the launcher
+Two guards, because each has a gap. The kernel ends the fork server with the launcher
 and the workers with the fork server (``PR_SET_PDEATHSIG``); that reaches stopped and
 wedged workers too, but only where the fork server could import
 ``mmlaunch.process.forkserver_guard``. A thread in each worker looks for the launcher every
@@ -22,6 +22,8 @@ from pathlib import Path
 
 # Linux's prctl.h.
 _PR_SET_PDEATHSIG = 1
+# The environment's word to a fork server: where the sockets of its parent are.
+SOCKETS = "MMLAUNCH_SOCKETS"
 # How late a worker may notice the launcher's death; chosen by hand.
 _POLL_S = 0.5
 # For a released worker to exit by itself; chosen by hand.
@@ -73,11 +75,11 @@ def _read_stat(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[19])
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent dies; no-op where it cannot."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel signal this process when its parent dies; no-op where it cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "prctl"):
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def guard_loader(*_: object) -> None:
