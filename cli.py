@@ -48,8 +48,9 @@ from mmplan.errors import (
     RunFailedError,
     StoppedError,
     UnfitEnvironmentError,
+    require_linux,
 )
-from mmplan.report.terminal.console import Output
+from mmplan.reporting.terminal.console import Output
 from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
@@ -80,12 +81,31 @@ for _command in (
     looking.show,
     looking.check,
     looking.simulate,
+    looking.diff,
     planning.compare,
     planning.explain,
     looking.report,
     measuring.doctor,
 ):
     mmplan_app.command()(_command)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        Output().text(f"{Path(sys.argv[0]).stem} {version('mmplan')}")
+        raise typer.Exit
+
+
+@mmplan_app.callback()
+@mmlaunch_app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="say it and end")
+    ] = False,
+) -> None:
+    """Options before a command."""
 
 
 def mmplan_main() -> None:
@@ -289,6 +309,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Train in one process per rank, following the plan's program."""
+    require_linux("mmlaunch run")
     from mmlaunch.launch.hosts import Meeting, given_secret
     from mmlaunch.process import fork_server
 
@@ -305,7 +326,7 @@ def run(
     from mmlaunch.run.run import RunSummary, prepare, try_out
     from mmlaunch.run.run import run as start
     from mmlaunch.run.segments import sets_of_run
-    from mmplan.report.terminal.run_progress import follow, write_run_trace
+    from mmplan.reporting.terminal.run_progress import follow, write_run_trace
     from mmplan.schema.settings import parse_settings
 
     out = Output(as_json=as_json)
@@ -403,7 +424,7 @@ def resize(
     devices: Annotated[int, typer.Option("--devices", metavar="N", min=1, help="in place of now")],
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a run with --elastic on this machine to go on with another number of devices."""
+    """Ask a run with --elastic for another number of devices."""
     from mmlaunch.run.elastic import resize as ask
 
     out = Output(as_json=as_json)
@@ -435,7 +456,8 @@ def cluster(
     ] = Path("runs/cluster"),
     as_json: JsonOption = False,
 ) -> None:
-    """Time the devices of some machines and the links between them; write a cluster file."""
+    """Time machines' devices and links; write a cluster file."""
+    require_linux("mmlaunch cluster")
     from mmlaunch.launch.hosts import Meeting, given_secret, read_hostfile
     from mmlaunch.launch.launch import launch
     from mmplan.profiling.measure import LINK_BYTES, choose_devices, measured_cluster
@@ -588,6 +610,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Planned steps and a reload against one process, by name."""
+    require_linux("mmlaunch verify")
     from mmlaunch.process import fork_server
 
     if not (in_process or shrink or strict):
@@ -710,8 +733,8 @@ def status(
     from dataclasses import asdict
 
     from mmlaunch.run.status import launch_status
-    from mmplan.report.source import load_run
-    from mmplan.report.terminal.run_status import status_document, status_grids
+    from mmplan.reporting.source import load_run
+    from mmplan.reporting.terminal.run_status import status_document, status_grids
 
     out, found = Output(as_json=as_json), load_run(run_dir)
     if not found.record:
@@ -724,6 +747,56 @@ def status(
     document = status_document(found, asdict(launch_status(run_dir, found.record)))
     out.grids(*status_grids(document))
     out.data(document)
+
+
+@mmlaunch_app.command()
+def export(
+    path: Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="new, or empty")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="a run's checkpoint; default: the last"),
+    ] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="transformers|dcp",
+            help="for from_pretrained, or torch.distributed.checkpoint with the optimizer's state",
+        ),
+    ] = "transformers",
+    workload: WorkloadOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run's weights as their models are loaded elsewhere."""
+    from dataclasses import asdict
+
+    from mmlaunch.run.export import FORMATS, check_output, find_source
+    from mmlaunch.run.export import export as write
+
+    if kind not in FORMATS:
+        raise InvalidInputError(f"--format {kind}: unknown", hint=f"one of {', '.join(FORMATS)}")
+    check_output(output)
+    out, source = Output(as_json=as_json), find_source(path, step=step, workload=workload)
+    out.text(f"importing {', '.join(source.imports)}")
+    models = write(source, output, kind=kind)
+    for model in models:
+        what = " + ".join(model.modules) or "of losses"
+        named = f" ({model.architecture})" if model.architecture else ""
+        held = f"{counted(model.tensors, 'tensor')}, {size(model.size_bytes)}"
+        out.text(f"{what}{named}: {held} in {model.folder}")
+        for note in model.notes:
+            out.hint(note)
+    for name in source.without(models):
+        out.hint(f"{source.path} holds nothing of modules.{name}")
+    out.data(
+        {
+            "from": str(source.path),
+            "step": source.step,
+            "format": kind,
+            "models": [{**asdict(model), "folder": str(model.folder)} for model in models],
+        }
+    )
 
 
 @mmlaunch_app.command()
@@ -752,7 +825,8 @@ def data(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load data for runs on other machines, as a node of a Ray cluster, until SIGTERM."""
+    """Load data for runs elsewhere, as a Ray node, until SIGTERM."""
+    require_linux("mmlaunch data")
     from mmlaunch.data.ray_node import RayNode, serve, take_settings
     from mmlaunch.launch.addresses import parse_endpoint
     from mmplan.processes import num_cores
@@ -827,7 +901,7 @@ def slurm(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a batch script for Slurm that runs a plan on the nodes of its cluster."""
+    """Write a batch script for Slurm that runs a plan."""
     from mmlaunch.schedulers.slurm import sbatch_script
 
     job, _ = _scheduler_job(plan, run_dir, source, run_options, Path.absolute)
@@ -874,7 +948,7 @@ def k8s(
     source: SourceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a JobSet for Kubernetes that runs a plan on the nodes of its cluster."""
+    """Write a JobSet for Kubernetes that runs a plan."""
     from pathlib import PurePosixPath
 
     from mmlaunch.schedulers.jobset import jobset_manifest

@@ -169,8 +169,10 @@ def _disturbed(
             time.sleep(max(0.0, at_s - time.monotonic()))
             wait_for(job.process, lambda: run.saved() > 0)
             kind = list(FAULTS)[minute % len(FAULTS)]
-            before, cpu_s, happened_s = run.steps(), _cpu_s(), time.monotonic()
+            cpu_s, happened_s = _cpu_s(), time.monotonic()
             FAULTS[kind](job)
+            # A step may have ended while it happened.
+            before = run.steps()
             wait_for(job.process, lambda before=before: run.steps() > before)
             rows[kind].append((time.monotonic() - happened_s, _cpu_s() - cpu_s))
             print(f"minute {minute}: {kind}, {rows[kind][-1][0]:.2f} s", file=sys.stderr)

@@ -227,7 +227,7 @@ def _planned(setting: Setting, folder: Path) -> tuple[Path, Plan]:
     """Both modules on the one device, from a quick profile of it."""
     path = _workload(setting, folder, setting.microbatch)
     profile = measure_profile(
-        path, device=setting.device, num_processes=1, state_path=folder / "state", quick=True
+        path, device=setting.device, num_processes=1, state_path=folder / "state"
     )
     save_document(profile, folder / "profile.json")
     return planned(path, folder / "profile.json", devices=1, solver="colocated")

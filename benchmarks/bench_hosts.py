@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mmplan-bench-") as folder:
         for name in options.workloads.split(","):
             print(f"{name}: profiling", file=sys.stderr)
-            profile = profiled(name, Path(folder) / name, quick=True)
+            profile = profiled(name, Path(folder) / name, rounds=1)
             sections += [
                 _race(name, profile, float(megabits), options, Path(folder))
                 for megabits in options.megabits.split(",")

@@ -94,7 +94,7 @@ def _shown(options: argparse.Namespace) -> str:
 def _workload(name: str, options: argparse.Namespace, folder: Path) -> list[str]:
     """Profile once, then race with each number of processes."""
     print(f"{name}: profiling", file=sys.stderr)
-    profile = profiled(name, folder, quick=True)
+    profile = profiled(name, folder, rounds=1)
     return [
         _race(name, profile, int(text), options, folder) for text in options.processes.split(",")
     ]

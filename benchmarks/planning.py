@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mmplan.planning import planner
 from mmplan.profiling.data import profile_data
-from mmplan.profiling.measure import measure_profile
+from mmplan.profiling.measure import ROUNDS, measure_profile
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import load_profile
@@ -20,22 +20,22 @@ def workload_path(name: str) -> Path:
     return FOLDER / f"{name}.yaml"
 
 
-def profiled(name: str, folder: Path, *, quick: bool) -> Path:
+def profiled(name: str, folder: Path, *, rounds: int) -> Path:
     """Measure a workload on this machine's processors: ``mmplan profile --device cpu --data``.
 
     Args:
         name: of the workload.
         folder: where the profile goes.
-        quick: fewer points and repeats.
+        rounds: how often its points are measured.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.profile.json"
-    profiled_file(workload_path(name), path, quick=quick)
+    profiled_file(workload_path(name), path, rounds=rounds)
     return path
 
 
 def profiled_file(
-    workload: Path, path: Path, *, num_processes: int | None = None, quick: bool = False
+    workload: Path, path: Path, *, num_processes: int | None = None, rounds: int = ROUNDS
 ) -> None:
     """The same for any workload's file, with ``--data``; the profile goes to ``path``.
 
@@ -48,7 +48,7 @@ def profiled_file(
         device="cpu",
         num_processes=num_processes,
         state_path=state,
-        quick=quick,
+        rounds=rounds,
     )
     profile = profile_data(profile, load_workload(workload), workload.parent, state_path=state)
     state.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 
 class MMPlanError(Exception):
     """A failure with a message for the user; only these are caught, in ``cli``.
@@ -53,3 +55,17 @@ class StoppedError(MMPlanError):
     """Stopped on request after saving; run again to go on."""
 
     exit_code = 75
+
+
+def require_linux(what: str) -> None:
+    """Say at once what only Linux can do so far: workers are found and ended by its own means.
+
+    Raises:
+        UnfitEnvironmentError: this is another system.
+    """
+    if sys.platform != "linux":
+        raise UnfitEnvironmentError(
+            f"{what} needs Linux, this is {sys.platform}",
+            hint="plan here (mmplan profile --analytic, solve, compare, report); the plan's file "
+            "is the same everywhere",
+        )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 import cli
 import mmplan
 from mmlaunch.comm.strict import StrictTransport
+from mmplan.reporting.terminal.console import Output
 from mmplan.schema.base import document_text
 from mmplan.schema.workload import load_workload
 from tests.birds import copy_workload, edited, given_profile, two_rank_plan
@@ -75,6 +78,7 @@ def test_every_command_explains_itself_and_takes_json() -> None:
     apps: dict[Program, Any] = {"mmplan": cli.mmplan_app, "mmlaunch": cli.mmlaunch_app}
     for program, app in apps.items():
         group: Any = typer.main.get_command(app)
+        assert call(program, "--help").out.count("...") == 1  # in "[ARGS]...": no line is cut
         for name, sub in group.commands.items():
             done = call(program, name, "--help")
             assert done.code == 0
@@ -250,6 +254,17 @@ def test_no_color_leaves_no_colours(files: Files) -> None:
     assert not any(colour in plain for colour in colours)
 
 
+def test_a_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    text = "one of three words: otorhinolaryngologist-like"
+    for is_terminal, lines in ((True, ["one of three words:", text[20:]]), (False, [text])):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda here=is_terminal: here)
+        monkeypatch.setattr(sys, "stdout", stream)
+        Output().text(text)
+        assert stream.getvalue().splitlines() == lines
+
+
 def test_output_survives_a_terminal_without_unicode(files: Files) -> None:
     done = run("mmplan", "show", files.solved, cwd=files.root, PYTHONIOENCODING="ascii")
     assert done.code == 0, done.err
@@ -288,7 +303,7 @@ def test_interrupt_is_130(tmp_path: Path) -> None:
     ("program", "module"),
     [
         ("mmplan", "typer"),
-        ("mmlaunch", "mmplan.report.terminal.console"),
+        ("mmlaunch", "mmplan.reporting.terminal.console"),
         ("mmplan", "mmplan.planning.planner"),
         ("mmlaunch", "mmlaunch.run.run"),
     ],

@@ -16,8 +16,12 @@ import pytest
 from mmplan.errors import InfeasibleError, InvalidInputError, RunFailedError
 from mmplan.planning.compare import ComparedSetting, Comparison, compare
 from mmplan.processes import in_processes
-from mmplan.report.comparison_page import _fitting, render_comparison
-from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines, setting_words
+from mmplan.reporting.comparison_page import _fitting, render_comparison
+from mmplan.reporting.terminal.comparison_tables import (
+    comparison_grids,
+    left_out_lines,
+    setting_words,
+)
 from mmplan.schema.base import document_text
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, with_batch

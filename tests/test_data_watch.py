@@ -22,7 +22,7 @@ from mmlaunch.run.training_worker import longest_waits
 from mmlaunch.session.session import StepResult
 from mmplan.commands.options import count_or_auto
 from mmplan.errors import InvalidInputError
-from mmplan.report.terminal.run_progress import follow
+from mmplan.reporting.terminal.run_progress import follow
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
 

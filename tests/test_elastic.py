@@ -95,20 +95,24 @@ def test_four_then_three_then_five_devices(tmp_path: Path) -> None:
             assert time.monotonic() < until_s
             time.sleep(0.02)
 
-    come_to(8)
-    broken.touch()
-    until_s = time.monotonic() + LIMIT_S
-    while (found := Wanted.read(run_dir)) is None or found.devices == 4:
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-    come_to(14)
-    broken.unlink()
-    done = commands.run("mmlaunch", "resize", run_dir, "--devices", 5, cwd=tmp_path)
-    assert done.code == 0, done.err
-    out, err = launcher.communicate(timeout=LIMIT_S)
-    assert launcher.returncode == 0, err
-    assert "3 devices in place of 4 (rank 3" in out
-    assert "5 devices in place of 3 (asked for)" in out
+    try:
+        come_to(8)
+        broken.touch()
+        until_s = time.monotonic() + LIMIT_S
+        while (found := Wanted.read(run_dir)) is None or found.devices == 4:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+        come_to(14)
+        broken.unlink()
+        done = commands.run("mmlaunch", "resize", run_dir, "--devices", 5, cwd=tmp_path)
+        assert done.code == 0, done.err
+        out, err = launcher.communicate(timeout=LIMIT_S)
+        assert launcher.returncode == 0, err
+        assert "3 devices in place of 4 (rank 3" in out
+        assert "5 devices in place of 3 (asked for)" in out
+    finally:
+        if launcher.poll() is None:
+            commands.kill_all(launcher)
 
     record = json.loads((run_dir / "run.json").read_text())
     assert [(entry["from"], entry["to"]) for entry in record["resizes"]] == [(4, 3), (3, 5)]

@@ -17,8 +17,8 @@ from mmlaunch.session.session import Session
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Op, Sync
 from mmplan.program.model import Program, Timings
-from mmplan.report.report_page import render
-from mmplan.report.source import load_source
+from mmplan.reporting.report_page import render
+from mmplan.reporting.source import load_source
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload

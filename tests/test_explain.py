@@ -9,7 +9,7 @@ import pytest
 
 from mmplan.errors import InvalidInputError
 from mmplan.planning.what_if import LOSSES, MESSAGES, NUM_REPLANS, REDUCTIONS, part_effects, replans
-from mmplan.report.explain import best_batch, explain, replan_reason
+from mmplan.reporting.explain import best_batch, explain, replan_reason
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -86,16 +86,13 @@ def test_slow_links_bind_by_messages_or_by_reductions(tmp_path: Path) -> None:
 
 def test_another_setting_gets_the_plan_that_solving_it_gives(tmp_path: Path) -> None:
     given = chain(2)
-    task, plan, path = solved(tmp_path, given, batch=4, solver="colocated")
+    task, plan, _path = solved(tmp_path, given, batch=4, solver="colocated")
     found = {
         replan.change: replan
         for replan in replans(
             plan,
-            path,
             profile=given,
             workload=task,
-            workload_path=path.parent / plan.workload.path,
-            profile_path=path.parent / plan.profile.path,
         )
     }
     assert len(found) == NUM_REPLANS
@@ -122,14 +119,11 @@ def test_another_setting_gets_the_plan_that_solving_it_gives(tmp_path: Path) -> 
 
 def test_a_batch_that_cannot_be_halved_is_one_line(tmp_path: Path) -> None:
     given = chain(1)
-    task, plan, path = solved(tmp_path, given, batch=1, solver="colocated")
+    task, plan, _path = solved(tmp_path, given, batch=1, solver="colocated")
     found = replans(
         plan,
-        path,
         profile=given,
-        profile_path=path.parent / plan.profile.path,
         workload=task,
-        workload_path=path.parent / plan.workload.path,
     )
     half = next(r for r in found if r.change == "half the batch")
     assert half.plan is None

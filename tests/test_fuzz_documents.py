@@ -24,7 +24,7 @@ from mmlaunch.run.segments import Segment
 from mmlaunch.run.training_worker import TrainJob, TrainResult
 from mmlaunch.session.session import Session
 from mmplan.program.trace import trace_events, write_trace
-from mmplan.report import report_page
+from mmplan.reporting import report_page
 from mmplan.schema.base import file_sha256
 from mmplan.schema.cluster import load_cluster
 from mmplan.schema.load import load_plan

@@ -18,8 +18,8 @@ from mmplan.costs.program_costs import ProgramCosts
 from mmplan.planning.planner import solve
 from mmplan.profiling.measure import measure_profile
 from mmplan.program.instructions import Compute, Op
-from mmplan.report.explain import explain
-from mmplan.report.source import load_source
+from mmplan.reporting.explain import explain
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
@@ -224,7 +224,7 @@ def test_copies_of_weights_are_none_of_a_micro_batchs() -> None:
 def test_two_processes_hold_what_is_expected(tmp_path: Path, solver: str) -> None:
     workload = BENCHMARKS / "frozen.yaml"
     measured = measure_profile(
-        workload, device="cpu", num_processes=2, state_path=tmp_path / "state", quick=True
+        workload, device="cpu", num_processes=2, state_path=tmp_path / "state"
     )
     save_document(measured, tmp_path / "profile.json")
     plan_path, run_dir = tmp_path / "plan.json", tmp_path / "run"

@@ -59,7 +59,7 @@ def test_the_launcher_loads_no_planner() -> None:
         "import mmlaunch.session.session, mmlaunch.session.verify, mmlaunch.run.run, "
         "mmlaunch.run.training_worker"
     )
-    planner = ("costs", "solvers", "simulation", "planning", "profiling", "report")
+    planner = ("costs", "solvers", "simulation", "planning", "profiling", "reporting")
     assert not {f"mmplan.{name}" for name in planner} & loaded
     assert not loaded & (HEAVY - {"torch"})
 

@@ -176,7 +176,6 @@ def test_an_interrupted_profile_goes_on_and_is_complete(folder: Path) -> None:
             num_processes=2,
             progress=progress,
             state_path=state_path,
-            quick=True,
         )
 
     with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from mmplan.errors import MMPlanError
-from mmplan.report.report_page import write_report
+from mmplan.reporting.report_page import write_report
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import write_text
 from tests.birds import copy_workload, edited, given_profile, two_rank_plan
 from tests.commands import call, run
@@ -185,7 +186,7 @@ def test_any_run_folder_is_reported_or_refused(folder: Path, tmp_path: Path, see
                 parent_of(document, place)[place[-1]] = copy.deepcopy(draw.choice(ODD))
             (odd / name).write_text("\n".join(map(dumped, changed)) + "\n")
         try:
-            write_report(odd, tmp_path / "report.html")
+            write_report(load_source(odd), tmp_path / "report.html")
             drawn += 1
         except MMPlanError:
             pass

@@ -332,8 +332,12 @@ def test_a_profile_without_a_module_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_fits_says_what_every_solver_lacks(tmp_path: Path) -> None:
     costs = profile({"a": module_profile(parameters=9, blocks=1)}, 2, memory_bytes=16.0)
-    with pytest.raises(InfeasibleError, match=r"distmm: module a needs 144 B.*colocated: "):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"distmm, mpsp: module a needs 144 B.*; convex: plans .*; colocated: ",
+    ) as caught:
         run_solve(tmp_path, workload({"a": {}}, batch=4), costs)
+    assert "--solver auto" not in str(caught.value.hint)
 
 
 def test_solving_loads_no_heavy_module() -> None:

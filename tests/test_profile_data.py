@@ -15,8 +15,8 @@ from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.errors import InvalidInputError, MMPlanError, RunFailedError
 from mmplan.profiling.data import profile_data
 from mmplan.program.compile import compile_plan
-from mmplan.report.sections.data import bin_edges, histograms
-from mmplan.report.source import load_source
+from mmplan.reporting.sections.data import bin_edges, histograms
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile

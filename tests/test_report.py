@@ -17,16 +17,16 @@ from mmplan.errors import InvalidInputError
 from mmplan.planning.what_if import NUM_REPLANS
 from mmplan.program.compile import compile_plan
 from mmplan.program.trace import trace_events, write_trace
-from mmplan.report.html.plots import thinned
-from mmplan.report.report_page import SECTIONS, render, write_report
-from mmplan.report.sections import timelines
-from mmplan.report.sections.memory import memory_section
-from mmplan.report.sections.overview import overview_section, sharing_note
-from mmplan.report.sections.plan_tables import provenance_section, solver_section
-from mmplan.report.sections.profile import fit_panels, profile_section
-from mmplan.report.sections.topology import topology_section
-from mmplan.report.sections.training import training_section
-from mmplan.report.source import load_source
+from mmplan.reporting.html.plots import thinned
+from mmplan.reporting.report_page import SECTIONS, render, write_report
+from mmplan.reporting.sections import timelines
+from mmplan.reporting.sections.memory import memory_section
+from mmplan.reporting.sections.overview import overview_section, sharing_note
+from mmplan.reporting.sections.plan_tables import provenance_section, solver_section
+from mmplan.reporting.sections.profile import fit_panels, profile_section
+from mmplan.reporting.sections.topology import topology_section
+from mmplan.reporting.sections.training import training_section
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import file_sha256, save_document
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import LossPoint, LossProfile, ModuleProfile, Point, Profile
@@ -178,7 +178,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hostile_page(hostile_run: Path) -> str:
     output = hostile_run / "out" / "report.html"
-    write_report(hostile_run, output)
+    write_report(load_source(hostile_run), output)
     return output.read_text(encoding="utf-8")
 
 
@@ -381,7 +381,7 @@ def test_long_programs_are_thinned_and_it_is_said() -> None:
     assert line.hidden == 2000 - len(drawn)
     longest_hidden = sorted((e["dur"] * 1e-6 for e in events), reverse=True)[600]
     assert min(bar.end_s - bar.start_s for bar in drawn) > longest_hidden - 1e-12
-    assert "shortest instructions" in timelines._thinned([line])
+    assert "shortest instructions" in timelines.thinned_notes([line])
 
 
 def test_rows_are_chosen_so_that_every_stage_is_seen() -> None:
@@ -400,7 +400,7 @@ def test_the_page_stays_under_five_megabytes(tmp_path: Path) -> None:
     slices = [e | {"ph": "X", "pid": p} for p in (0, 1) for e in big_events(8, 2500)]
     (run / "trace.json").write_text(json.dumps({"traceEvents": process + slices}))
     output = tmp_path / "report.html"
-    write_report(run, output)
+    write_report(load_source(run), output)
     assert output.stat().st_size < 5_000_000
     page = output.read_text()
     assert sum(len(row["bars"]) for row in timeline_data(page)["rows"]) <= timelines.MOST_BARS
@@ -582,7 +582,7 @@ def test_a_source_that_is_neither_plan_nor_run_is_refused(tmp_path: Path, kind: 
     }[kind]
     output = tmp_path / "report.html"
     with pytest.raises(InvalidInputError, match=re.escape(str(source))):
-        write_report(source, output)
+        write_report(load_source(source), output)
     assert not output.exists()
 
 
@@ -648,7 +648,9 @@ def test_what_other_settings_give_is_shown_where_asked(tmp_path: Path) -> None:
     save_document(plan, tmp_path / "plan.json")
     heard: list[str] = []
     output = tmp_path / "report.html"
-    write_report(tmp_path / "plan.json", output, progress=lambda *said: heard.append(said[2]))
+    write_report(
+        load_source(tmp_path / "plan.json"), output, progress=lambda *said: heard.append(said[2])
+    )
     document = output.read_text()
     check_self_contained(document)
     text = Page(document).text
@@ -662,8 +664,7 @@ def test_what_other_settings_give_is_shown_where_asked(tmp_path: Path) -> None:
 
 
 def test_other_settings_need_the_workload(tmp_path: Path) -> None:
+    data = load_source(predicted_plan(tmp_path))
     with pytest.raises(InvalidInputError, match=r"workload\.yaml"):
-        write_report(
-            predicted_plan(tmp_path), tmp_path / "report.html", progress=lambda *said: None
-        )
+        write_report(data, tmp_path / "report.html", progress=lambda *said: None)
     assert not (tmp_path / "report.html").exists()

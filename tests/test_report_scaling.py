@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from mmplan.errors import InvalidInputError
-from mmplan.report.report_page import write_report
-from mmplan.report.sections.scaling import envelope, envelope_s
+from mmplan.reporting.report_page import write_report
+from mmplan.reporting.sections.scaling import envelope, envelope_s
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import save_document
 from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan, ScalingCurve
@@ -24,7 +25,7 @@ def made(folder: Path, **options: object) -> Plan:
 
 
 def page(folder: Path) -> str:
-    write_report(folder / "plan.json", folder / "report.html")
+    write_report(load_source(folder / "plan.json"), folder / "report.html")
     return (folder / "report.html").read_text(encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ from mmplan.program.lower import lower
 from mmplan.program.model import Program
 from mmplan.program.text import format_program
 from mmplan.ragged import Ragged
-from mmplan.report.sections import topology as traffic
+from mmplan.reporting.sections import topology as traffic
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload

@@ -16,8 +16,8 @@ from mmlaunch.run.slow_ranks import SlowRank, SlowRanks, Timed, slow_ranks_of
 from mmlaunch.session.own_times import Cell, OwnTimes
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Op
-from mmplan.report.report_page import render
-from mmplan.report.source import load_source
+from mmplan.reporting.report_page import render
+from mmplan.reporting.source import load_source
 from tests.birds import copy_workload, edited, two_rank_plan
 from tests.commands import run
 from tests.matrix_cases import Case

@@ -156,6 +156,11 @@ def test_the_last_good_checkpoint_has_a_manifest(tmp_path: Path) -> None:
     assert status["checkpoint_step"] == 4
     assert status["checkpoint_s"] == pytest.approx(600, abs=30)
     assert "last checkpoint step 4, 10 min old" in shown(run)
+    newer = run / "checkpoints" / "step-8" / "manifest.json"
+    newer.touch()
+    for marked, step in ((4, 4), (8, 8), (6, 8), ("4", 8)):
+        edit_record(run, last_good=marked)
+        assert status_of(run)["checkpoint_step"] == step
 
 
 def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
@@ -186,6 +191,39 @@ def test_odd_files_are_left_out(tmp_path: Path) -> None:
     assert (status["state"], status["ranks"], status["step"]) == ("unknown", [], 3)
     assert (status["steps"], status["goodput"]) == (None, None)
     assert status["restarts"] == [NO_WORD, NO_WORD | {"cause": "y"}]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_a_restart_has_passed_over_is_not_the_last_good_one(
+    tmp_path: Path,
+) -> None:
+    """A rank damages the newest one and raises, in the first start and in the second."""
+    workload = copy_workload(tmp_path)
+    run, data = tmp_path / "run", workload.parent / "birds" / "data.py"
+    weights = run / "checkpoints" / "step-6" / "rank-0.safetensors"
+    edited(
+        data,
+        "    def __getitem__(self, index: int) -> dict[str, Tensor]:\n",
+        "    def __getitem__(self, index: int) -> dict[str, Tensor]:\n"
+        "        import pathlib\n"
+        f"        weights = pathlib.Path({str(weights)!r})\n"
+        "        if weights.exists():\n"
+        "            weights.write_bytes(b'?')\n"
+        "            raise ValueError('a bad sample')\n",
+    )
+    (tmp_path / "plans").mkdir()
+    plan = two_rank_plan(workload, tmp_path / "plans" / "plan.json")
+    arguments = ["run", plan, "--run-dir", run, "--save-every", 2, "--max-restarts", 1]
+    process = start("mmlaunch", *arguments, "--num-workers", 0, cwd=tmp_path)
+    try:
+        assert process.wait(timeout=90) == 2  # the second start tries the data out
+    finally:
+        kill_all(process)
+    status = status_of(run)
+    assert "a bad sample" in status["cause"]
+    assert len(status["restarts"]) == 1
+    assert status["checkpoint_step"] == 4
+    assert weights.with_name("manifest.json").exists()
 
 
 @pytest.mark.slow

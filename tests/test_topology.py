@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mmplan.report.sections.topology import topology_section
-from mmplan.report.source import load_source
+from mmplan.reporting.sections.topology import topology_section
+from mmplan.reporting.source import load_source
 from mmplan.schema.base import save_document
 from tests.pages import Page
 from tests.programs import loss, make_plan, unit

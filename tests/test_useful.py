@@ -11,7 +11,7 @@ from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InvalidInputError
 from mmplan.planning import planner
 from mmplan.planning.planner import ALWAYS_SEARCHED, MOST_DEVICES, useful_devices
-from mmplan.report.terminal.console import Output
+from mmplan.reporting.terminal.console import Output
 from mmplan.schema.plan import PlannedTraining
 from mmplan.schema.workload import check_tasks
 from tests.solving import module_profile, profile, run_solve, workload
@@ -75,7 +75,7 @@ def test_a_log_has_a_line_now_and_then(
     with Output().progress("training") as bar:
         bar.update(1, 100)
         bar.update(2, 100)
-        monkeypatch.setattr("mmplan.report.terminal.console._LINE_S", -1.0)
+        monkeypatch.setattr("mmplan.reporting.terminal.console._LINE_S", -1.0)
         bar.update(3, 100)
     assert capsys.readouterr().err == "training: 1/100\ntraining: 3/100\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mmplan.report.numbers import seconds
+from mmplan.reporting.numbers import seconds
 from mmplan.wording import counted, missing, size
 
 

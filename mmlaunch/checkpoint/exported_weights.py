@@ -7,7 +7,6 @@ format, which that library's loaders read as they are.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
+from mmlaunch.checkpoint.distributed import METADATA_NAME, DistributedWeights, no_such_weight
 from mmlaunch.checkpoint.folder import FileDigest, sync_folder, write_synced
-from mmlaunch.checkpoint.tensorfile import TensorSpec, file_order, storage_error, write_tensors
+from mmlaunch.checkpoint.tensorfile import (
+    TensorSpec,
+    dtype_of,
+    file_order,
+    storage_error,
+    write_tensors,
+)
 from mmplan.errors import InvalidInputError
 
 # Hugging Face's usual size of a shard.
@@ -52,6 +58,7 @@ def write_weights(
     read: Callable[[str], Tensor],
     *,
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    mend: str = "make room, then run again with --resume",
 ) -> list[Path]:
     """Write all weights; a kill leaves the old ones whole.
 
@@ -63,6 +70,7 @@ def write_weights(
         specs: every weight once, by its full name.
         read: called once for each, in the order of ``weights_order``.
         max_file_bytes: above it the weights are shared out over several files.
+        mend: what a user does after a failure.
 
     Returns:
         The files, index last.
@@ -90,7 +98,7 @@ def write_weights(
             what=path.name,
             folder=path.parent,
             needed_bytes=sum(spec.size_bytes for spec in specs),
-            mend="make room, then run again with --resume",
+            mend=mend,
         ) from exc
     _remove_stale(path, names)
     return [path.with_name(name) for name in names]
@@ -130,7 +138,7 @@ def _remove_stale(path: Path, current: Sequence[str]) -> None:
 
 
 class WeightSource:
-    """Weights to start from: ``init:`` of a workload.
+    """Weights in safetensors files.
 
     Args:
         path: a safetensors file, an index, or a folder with either.
@@ -159,6 +167,20 @@ class WeightSource:
         """Full shape of a weight."""
         reader, key = self._find(name)
         return tuple(reader.get_slice(key).get_shape())
+
+    def spec(self, name: str, kind: str = "param") -> TensorSpec:
+        """Type and shape of a weight, as :meth:`mmlaunch.checkpoint.restore.Checkpoint.spec`."""
+        reader, key = self._find(name)
+        dtype = dtype_of(reader.get_slice(key).get_dtype())
+        return TensorSpec(name=name, dtype=dtype, shape=self.shape(name))
+
+    def kinds(self, name: str) -> list[str]:
+        """Of a checkpoint's tensors there are weights alone."""
+        return ["param"] if name in self._file_of else []
+
+    def load_whole(self, name: str, kind: str = "param") -> Tensor:
+        """All of a weight, as stored."""
+        return self.get(name)[0]
 
     def get(
         self,
@@ -193,12 +215,18 @@ class WeightSource:
         """The reader that has a weight, and its name there."""
         key = name if name in self._file_of else self._tied.get(name, name)
         if key not in self._file_of:
-            near = difflib.get_close_matches(name, self.names(), n=1)
-            raise InvalidInputError(
-                f"{self.path} has no weight {name}" + (f", but {near[0]}" if near else ""),
-                hint="init: takes weights whose names are those of the module's parameters",
-            )
+            raise no_such_weight(self.path, name, self.names())
         return self._readers[self._file_of[key]], key
+
+
+def open_weights(path: Path) -> WeightSource | DistributedWeights:
+    """Weights to start from: safetensors, or a folder of torch.distributed.checkpoint.
+
+    Raises:
+        InvalidInputError: nothing there, or nothing that can be read.
+    """
+    is_distributed = (path / METADATA_NAME).is_file()
+    return DistributedWeights(path) if is_distributed else WeightSource(path)
 
 
 def _open(file: Path) -> Any:
@@ -261,7 +289,8 @@ class InitialWeights:
     (``source_names``).
 
     Args:
-        path: a safetensors file, an index, or a folder with either.
+        path: a safetensors file, an index, a folder with either, or one of
+            torch.distributed.checkpoint.
         module: the whole module; its tensors need no values.
         owner: the module's name.
 
@@ -270,7 +299,7 @@ class InitialWeights:
     """
 
     def __init__(self, path: Path, module: nn.Sequential, owner: str) -> None:
-        self._source = WeightSource(path)
+        self._source = open_weights(path)
         known = set(self._source.names())
         original: dict[str, str] = getattr(module, "source_names", {})
         self._stored: dict[Tensor, str] = {}

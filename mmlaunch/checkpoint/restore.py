@@ -16,7 +16,7 @@ from mmlaunch.checkpoint.boxes import Box, check_no_hole, cover, whole
 from mmlaunch.checkpoint.folder import MANIFEST_NAME, step_folders
 from mmlaunch.checkpoint.manifest import Manifest, StoredBox, StoredTensor, decode
 from mmlaunch.checkpoint.save import Gather
-from mmlaunch.checkpoint.tensorfile import dtype_of
+from mmlaunch.checkpoint.tensorfile import TensorSpec, dtype_of
 from mmlaunch.comm.wire import Failure, caught
 from mmplan.errors import InvalidInputError, MMPlanError
 
@@ -102,6 +102,11 @@ class Checkpoint:
     def full_shape(self, name: str, kind: str = "param") -> tuple[int, ...]:
         """Shape of the unsharded tensor; InvalidInputError when it is not stored."""
         return self._find(name, kind).shape
+
+    def spec(self, name: str, kind: str = "param") -> TensorSpec:
+        """Type and shape of the unsharded tensor; InvalidInputError when it is not stored."""
+        stored = self._find(name, kind)
+        return TensorSpec(name=name, dtype=dtype_of(stored.dtype), shape=stored.shape)
 
     def load(
         self,

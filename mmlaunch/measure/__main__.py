@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     if "RANK" in os.environ:
         return _rank_main(job, rank=int(os.environ["RANK"]), rendezvous=arguments[1])
-    with tempfile.TemporaryDirectory(prefix="mmplan-measure-") as folder:
-        return _supervise(arguments[0], num_ranks=_num_ranks(job), folder=Path(folder))
+    return _supervise(Path(arguments[0]), num_ranks=_num_ranks(job))
 
 
 def _num_ranks(job: dict[str, Any]) -> int:
@@ -52,8 +50,10 @@ def _num_ranks(job: dict[str, Any]) -> int:
     return max(job["processes"], 2 if job["links"] else 1)
 
 
-def _supervise(job_path: str, *, num_ranks: int, folder: Path) -> int:
+def _supervise(job_path: Path, *, num_ranks: int) -> int:
     """Start all ranks, end all when one fails; the first failure is the one that counts."""
+    # The job's folder is its owner's to remove, also where this process is killed.
+    store = job_path.parent / "store"
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
@@ -63,8 +63,8 @@ def _supervise(job_path: str, *, num_ranks: int, folder: Path) -> int:
                 "-P",
                 "-m",
                 "mmlaunch.measure",
-                job_path,
-                str(folder / "store"),
+                str(job_path),
+                str(store),
             ]
             ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL))
         return _wait(ranks)

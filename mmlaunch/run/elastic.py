@@ -26,8 +26,8 @@ from mmlaunch.process.process_tree import ProcessId
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.run import Prepared, RunSummary, add_to_record, prepare, run_folder
 from mmlaunch.run.segments import PLANS
-from mmplan.errors import InvalidInputError, StoppedError
-from mmplan.schema.base import write_text
+from mmplan.errors import InvalidInputError, MMPlanError, StoppedError
+from mmplan.schema.base import save_document, write_text
 from mmplan.wording import counted
 
 DEVICES = "devices.json"
@@ -106,6 +106,7 @@ class ElasticRun:
         self._looked_s = self._stepped_s = time.monotonic()
         self._steps = self._steps_before = 0
         self._next: int | None = None
+        self._user_stops = False
         self._change: dict[str, Any] | None = None
 
     @property
@@ -129,8 +130,9 @@ class ElasticRun:
                     summary = train(self._options, self._prepared, self._on_event)
                     why = "asked for"
                 except WorkerFailedError as error:
-                    # Where no step came of the last change, it is not the device.
-                    if self._devices == 1 or self._steps == self._steps_before:
+                    # Where the run has not come further since the last change, it is no device.
+                    stuck = self._steps == self._steps_before
+                    if self._user_stops or self._devices == 1 or stuck:
                         raise
                     self._next, why = self._devices - 1, error.message
                     _hide(error.rank, self._prepared)
@@ -164,11 +166,16 @@ class ElasticRun:
             "began_s": planned_s,
         }
         self._steps_before = self._steps
-        self._options = replace(self._options, plan=path, resume=True)
+        self._options = self._under(path)
         self._prepared = prepare(self._options)
+
+    def _under(self, plan: Path) -> RunOptions:
+        return replace(self._options, plan=plan, resume=True, skip_damaged=True)
 
     def _on_event(self, event: dict[str, Any]) -> None:
         now_s = time.monotonic()
+        if event.get("launcher") == "stop-requested":
+            self._user_stops = self._next is None
         if event.get("kind") == "segment" and self._change is not None:
             self._change["started_s"] = now_s - self._change.pop("began_s")
             self._stepped_s = now_s
@@ -197,6 +204,11 @@ class ElasticRun:
             return
         self._plans.begin(found.devices)
         path = self._plans.look(found.devices)
+        if isinstance(path, Path):
+            try:
+                prepare(self._under(path))
+            except MMPlanError as error:
+                path = error.message
         if isinstance(path, str):
             self._tell(f"no plan for {counted(found.devices, 'device')}: {path}")
             self._plans.forget(found.devices)
@@ -216,6 +228,9 @@ class _Plans:
     def __init__(self, options: RunOptions, prepared: Prepared, folder: Path) -> None:
         self._prepared, self._folder = prepared, folder
         self._profile = options.plan.absolute().parent / prepared.plan.profile.path
+        known, planned = prepared.profile, prepared.plan.cluster
+        # The profile's own may be larger than the part that a plan is for.
+        self._cluster = None if known is None or known.cluster.name == planned.name else planned
         self._made = {prepared.plan.devices: options.plan.absolute()}
         self._solving: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -223,17 +238,20 @@ class _Plans:
         """Start to plan for so many devices, where that is neither done nor under way."""
         if devices in self._made or devices in self._solving:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)
         plan = self._prepared.plan
         command: list[str | Path] = ["solve", self._prepared.workload_path.absolute()]
         command += ["--profile", self._profile, "--devices", str(devices)]
         command += ["-o", self._path(devices)]
+        if self._cluster is not None:
+            save_document(self._cluster, self._folder / "cluster.json")
+            command += ["--cluster", self._folder / "cluster.json"]
         if self._prepared.workload.tasks:
             command += ["--tasks", ",".join(plan.tasks)]
         if (asked := plan.solver.asked) is not None:
             command += ["--solver", asked.solver, "--top", str(asked.top)]
             command += ["--budget", str(asked.budget_s)]
             command += ["--method", asked.method] if asked.method else []
-        self._folder.mkdir(parents=True, exist_ok=True)
         with self._said(devices).open("wb") as said:
             self._solving[devices] = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SOLVE, *command],
@@ -264,8 +282,9 @@ class _Plans:
         return found
 
     def forget(self, devices: int) -> None:
-        """A plan that could not be made may be asked for again."""
-        del self._solving[devices]
+        """A plan that could not be made, or used, may be asked for again."""
+        self._solving.pop(devices, None)
+        self._made.pop(devices, None)
 
     def close(self) -> None:
         """End what is under way."""

@@ -20,6 +20,7 @@ class RunOptions:
         meeting: the machines of the run.
         keep_every_s: one checkpoint of each so many seconds stays; None: only the newest.
         num_workers: loading processes of each rank and task; None to choose them.
+        skip_damaged: resume from an older checkpoint where the newest is damaged, as restarts do.
         data_address: HOST:PORT of the cluster that prepares data; None to load on the machines.
         data_wait_s: longest wait of a step while that has no producer.
         predicted: what computes of the plan should take, where a measured profile tells.
@@ -30,6 +31,7 @@ class RunOptions:
     run_dir: Path | None = None
     resume: bool = False
     resume_anyway: bool = False
+    skip_damaged: bool = False
     save_every: int = 0
     async_save: bool = False
     keep_every_s: float | None = None

@@ -230,6 +230,8 @@ def run(
             record.restart(event["cause"])
         elif event.get("kind") == "slow" and writes:
             record.slow({key: event[key] for key in ("step", "rank", "instruction", "times")})
+        elif event.get("kind") in ("checkpoint", "resumed") and writes:
+            record.good(event["step"])
         on_event(event)
 
     try:
@@ -445,6 +447,7 @@ class RunRecord:
         found = _recorded(self._run_dir, "restarts", [])
         restarts = [cast("dict[str, Any]", entry) for entry in found if isinstance(entry, dict)]
         others = {name: _recorded(self._run_dir, name, []) for name in ("slow_ranks", "resizes")}
+        good = _recorded(self._run_dir, "last_good", -1)
         if self._first_step is None:
             self._first_step = step
         if step is not None and restarts and "from_step" not in restarts[-1]:
@@ -477,6 +480,7 @@ class RunRecord:
             "segments": history,
             **({"restarts": restarts} if restarts else {}),
             **{name: entries for name, entries in others.items() if entries},
+            **({"last_good": good} if good >= 0 else {}),
         }
         _store_record(self._run_dir, record)
         write_text(self._run_dir / "plan.json", segment.path.read_text(encoding="utf-8"))
@@ -488,6 +492,10 @@ class RunRecord:
     def slow(self, rank: Mapping[str, Any]) -> None:
         """Add a rank that was found to be slow."""
         self._append("slow_ranks", {"at": _now(), **rank})
+
+    def good(self, step: int) -> None:
+        """Mark the last good checkpoint: it was saved just now, or a start has gone on from it."""
+        _store_meanwhile(self._run_dir, _read_record(self._run_dir) | {"last_good": step})
 
     def _append(self, field: str, entry: Mapping[str, Any]) -> None:
         add_to_record(self._run_dir, field, entry)
@@ -520,10 +528,16 @@ class RunRecord:
 
 
 def add_to_record(run_dir: Path, field: str, entry: Mapping[str, Any]) -> None:
-    """Append to a list of a run folder's record."""
+    """Append to a list of a run folder's record, while the run goes on."""
     record = _read_record(run_dir)
     record.setdefault(field, []).append(entry)
-    _store_record(run_dir, record)
+    _store_meanwhile(run_dir, record)
+
+
+def _store_meanwhile(run_dir: Path, record: Mapping[str, Any]) -> None:
+    # A disk that is full for a moment is no reason to end a run.
+    with suppress(UnfitEnvironmentError):
+        _store_record(run_dir, record)
 
 
 def _read_record(run_dir: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class LaunchStatus:
             unknown, where the folder has no word of how it ended.
         hosts: of launchers that this machine cannot ask.
         ranks: of this machine, by rank; none after an end in order.
-        checkpoint_step: of the newest whole checkpoint; None without one.
+        checkpoint_step: of the last good checkpoint; None without one.
         checkpoint_s: its age in seconds.
     """
 
@@ -88,7 +88,7 @@ def launch_status(run_dir: Path, record: Mapping[str, Any]) -> LaunchStatus:
         state = "elsewhere"
     else:
         state = "killed" if here else "unknown"
-    step, age_s = _last_good(run_dir / CHECKPOINTS)
+    step, age_s = _last_good(run_dir / CHECKPOINTS, record.get("last_good"))
     return LaunchStatus(
         state=state,
         hosts=elsewhere,
@@ -119,9 +119,12 @@ def _rank(note: LauncherNote, shot: Snapshot) -> RankStatus:
     )
 
 
-def _last_good(folder: Path) -> tuple[int | None, float | None]:
-    """Step and age of the newest checkpoint that is whole: a folder without a manifest is none."""
-    for step, path in reversed(step_folders(folder)):
+def _last_good(folder: Path, marked: object) -> tuple[int | None, float | None]:
+    """Step and age of the checkpoint that the record marks, else of the newest one.
+
+    Restarts may have passed over newer ones. A folder without a manifest is no checkpoint.
+    """
+    for step, path in sorted(step_folders(folder), key=lambda f: (f[0] == marked, f), reverse=True):
         written = written_s(path)
         if written is not None:
             return step, max(0.0, time.time() - written)

@@ -102,8 +102,11 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     folder = ctx.run_dir / CHECKPOINTS
     # A worker that is started anew after a failure always goes on from the last save.
     going_on = job.options.resume or ctx.attempt > 0
-    newest = _newest(ctx, transport, folder) if going_on else None
-    if going_on and newest is None:
+    skip_damaged = job.options.skip_damaged
+    newest = _newest(ctx, transport, folder, skip_damaged=skip_damaged) if going_on else None
+    if newest is not None:
+        _report(ctx, {"kind": "resumed", "step": int(newest.name.removeprefix("step-"))})
+    elif going_on:
         _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     if ctx.attempt:
         # Not "of N": restarts are counted within an hour.
@@ -288,7 +291,9 @@ def verify(ctx: WorkerContext, plan: str, workload: str | None, steps: int, reco
         planned_steps(session, steps, records)
 
 
-def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path | None:
+def _newest(
+    ctx: WorkerContext, transport: DistTransport, folder: Path, *, skip_damaged: bool
+) -> Path | None:
     """The newest checkpoint that is whole and on which no earlier attempt died; for all ranks.
 
     Raises:
@@ -309,7 +314,7 @@ def _newest(ctx: WorkerContext, transport: DistTransport, folder: Path) -> Path 
         try:
             prove(path, rank=transport.rank, num_ranks=ranks, gather=gather)
         except InvalidInputError as error:
-            if ctx.attempt == 0:
+            if not (ctx.attempt or skip_damaged):
                 raise
             _report(ctx, {"kind": "note", "message": f"{error.message}: trying the one before"})
             damaged.add(step)

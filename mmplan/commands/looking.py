@@ -1,13 +1,14 @@
-"""``mmplan show``, ``check``, ``simulate`` and ``report``: commands on files of others."""
+"""``mmplan show``, ``check``, ``simulate``, ``diff``, ``report``: commands on files of others."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mmplan.commands.options import (
+    SILENT_S,
     JsonOption,
     PlanPath,
     PlansProfileOption,
@@ -15,11 +16,8 @@ from mmplan.commands.options import (
     check_output,
 )
 from mmplan.errors import InvalidInputError, RunFailedError
-from mmplan.report.terminal.console import Output
+from mmplan.reporting.terminal.console import Output
 from mmplan.wording import counted
-
-if TYPE_CHECKING:
-    from mmplan.schema.plan import Plan
 
 
 def show(
@@ -30,42 +28,36 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Tables of a file; for a plan a timeline as well."""
-    from mmplan.report.terminal.tables import (
-        plan_grids,
-        profile_grids,
-        timeline_lines,
-        warn_belief,
-        workload_grids,
-    )
-    from mmplan.schema.load import load_any
-    from mmplan.schema.plan import Plan
+    from mmplan import api
+    from mmplan.program.compile import compile_plan
+    from mmplan.program.text import format_program
+    from mmplan.reporting.terminal.tables import profile_grids, workload_grids
+    from mmplan.results import Planned
     from mmplan.schema.profile import Profile
     from mmplan.schema.workload import Workload
-    from mmplan.simulation.predict import check_plans_model, simulate_plan
+    from mmplan.simulation.predict import check_plans_model
 
-    out = Output(as_json=as_json)
-    document = load_any(file)
-    if isinstance(document, Plan):
+    out, found = Output(as_json=as_json), api.load(file)
+    document = found.plan if isinstance(found, Planned) else found
+    if isinstance(found, Planned):
         if program:
-            from mmplan.program.compile import compile_plan
-            from mmplan.program.text import format_program
-
-            out.text(format_program(compile_plan(document)))
+            out.text(format_program(compile_plan(found.plan)))
         else:
-            warn_belief(out, check_plans_model(document, file))
-            out.grids(*plan_grids(document))
+            if note := check_plans_model(found.plan, file):
+                out.hint(note)
+            out.grids(*found.grids())
             try:
-                lines = list(timeline_lines(simulate_plan(document, file)))
+                step = api.simulate(found, draws=0)
             except InvalidInputError as error:
                 out.hint(f"no timeline: {error.message}")
             else:
-                out.text("\n".join(lines))
-    elif isinstance(document, Profile):
-        out.grids(*profile_grids(document))
-    elif isinstance(document, Workload):
-        out.grids(*workload_grids(document))
+                out.text("\n".join(step.timeline(out.width)))
+    elif isinstance(found, Profile):
+        out.grids(*profile_grids(found))
+    elif isinstance(found, Workload):
+        out.grids(*workload_grids(found))
     else:
-        out.text(document.model_dump_json(indent=1, exclude_none=True))
+        out.text(found.model_dump_json(indent=1, exclude_none=True))
     out.data(document.model_dump(mode="json", exclude_none=True))
 
 
@@ -83,52 +75,35 @@ def check(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that a plan trains its workload: every invariant, without running it."""
-    from mmplan.proof.certificate import write_certificate
-    from mmplan.proof.prove import Proof, prove
-    from mmplan.report.numbers import communicators
-    from mmplan.report.terminal.tables import warn_belief
-    from mmplan.schema.agreement import plan_differences
-    from mmplan.schema.base import load_document
-    from mmplan.schema.faults import plan_faults
-    from mmplan.schema.plan import Plan
-    from mmplan.schema.workload import load_workload
-    from mmplan.simulation.predict import check_plans_model, memory_faults, plan_profile
+    """Prove that a plan trains its workload. Nothing is run."""
+    from mmplan import api
+    from mmplan.proof.certificate import certificate_path
+    from mmplan.reporting.numbers import communicators
 
     out = Output(as_json=as_json)
-    document = load_document(Plan, plan)
+    checked = api.check(
+        plan, try_it=try_it, certificate=certificate or certificate_path(plan), hint=out.hint
+    )
+    workload, proof, faults = checked.workload, checked.proof, checked.faults
     if try_it:
-        _try(out, document, plan)
-    warn_belief(out, check_plans_model(document, plan))
-    faults = plan_faults(document)
-    workload = plan.parent / document.workload.path
-    asked = load_workload(workload) if workload.is_file() else None
-    if asked is None:
+        out.text(f"tried {workload}: data, modules, losses and optimizer work on two samples")
+    if not checked.compared:
         out.text(f"compared with nothing: its workload {workload} is not there")
-    elif not faults:
-        faults = plan_differences(document, asked)
+    elif proof or faults:
         out.text(f"compared with {workload}: what is trained")
-    proof: Proof | None = None
-    if not faults:
-        try:
-            profile = plan_profile(document, plan)
-        except InvalidInputError:
-            profile = None
-        proof = prove(document, asked, profile)
-        faults = [*proof.faults, *(() if proof.faults else memory_faults(document, profile))]
+    if proof is not None:
         out.text(
             f"{plan}: {counted(proof.instructions, 'instruction')} on "
-            f"{counted(proof.rows, 'rank')}{_stands_for(proof.rows, document.devices)}"
+            f"{counted(proof.rows, 'rank')}{_stands_for(proof.rows, checked.plan.devices)}"
         )
     for fault in faults:
         out.text(f"fault: {fault}")
-    compared = str(workload) if workload.is_file() else None
     most = proof.communicators if proof else None
     out.data(
         {
             "plan": str(plan),
-            "workload": compared,
-            "faults": faults,
+            "workload": str(workload) if checked.compared else None,
+            "faults": list(faults),
             "most_communicators": most and most.total,
         }
     )
@@ -138,37 +113,18 @@ def check(
             hint="solve the workload again",
             documented=True,
         )
-    trains = "" if asked is None else "it trains its workload, "
+    trains = "it trains its workload, " if checked.compared else ""
     out.text(f"no faults: {trains}every sample reaches every gradient once, no rank waits for ever")
     out.text("no rank waits for ever either where sends wait for receives and there are no tags")
     if most is not None:
-        out.text(f"on GPUs {communicators(most, document.cluster.device)}")
-    if asked is not None:
-        compiled = proof.compiled if proof else None
-        if compiled is None or not compiled.folded:
-            out.text(f"wrote {write_certificate(plan, workload, certificate, compiled)}")
+        out.text(f"on GPUs {communicators(most, checked.plan.cluster.device)}")
+    if checked.certificate is not None:
+        out.text(f"wrote {checked.certificate}")
 
 
 def _stands_for(rows: int, ranks: int) -> str:
     """What the rows of some ranks say of all."""
     return "" if rows == ranks else f" that stand for {counted(ranks, 'rank')}"
-
-
-def _try(out: Output, plan: Plan, path: Path) -> None:
-    """Run the workload of a plan on two samples.
-
-    Raises:
-        InvalidInputError: it is not there, or something of it is wrong.
-    """
-    from mmplan.schema.dry_run import dry_run
-    from mmplan.schema.workload import load_workload
-
-    workload = path.parent / plan.workload.path
-    for note in dry_run(
-        load_workload(workload), workload.parent, tasks=plan.tasks, sharded=plan.cuts_parameters
-    ):
-        out.hint(note)
-    out.text(f"tried {workload}: data, modules, losses and optimizer work on two samples")
 
 
 def simulate(
@@ -186,41 +142,40 @@ def simulate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predicted timeline of one step; where the profile has data, how times spread."""
+    """Predicted timeline of one step. With data: how times spread."""
     from dataclasses import asdict
 
-    from mmplan.program.trace import trace_events, write_trace
-    from mmplan.report.terminal.tables import sampled_grid, timeline_lines, warn_belief
-    from mmplan.schema.load import load_plan
-    from mmplan.simulation.predict import check_plans_model, plan_costs
-    from mmplan.simulation.sampled_batches import sample_steps
-    from mmplan.simulation.step import prediction
-    from mmplan.simulation.step import simulate as start
+    from mmplan import api
 
     out = Output(as_json=as_json)
     check_output("--trace", trace)
-    document = load_plan(plan)
-    warn_belief(out, check_plans_model(document, plan, profile))
-    costs = plan_costs(document, plan, profile)
-    simulated = start(costs.program, costs)
-    predicted = prediction(simulated, document)
-    for line in timeline_lines(simulated):
+    simulated = api.simulate(plan, profile, draws=draws, hint=out.hint)
+    for line in (*simulated.timeline(out.width), *simulated.figures()):
         out.text(line)
-    out.text(
-        f"iteration {predicted.iteration_s:.4g} s, {predicted.samples_per_s:.4g} samples/s, "
-        f"idle {100 * predicted.bubble_fraction:.1f}%, MFU {100 * predicted.mfu:.1f}%"
-    )
-    sampled = None if draws == 0 else sample_steps(costs, draws=draws)
-    if sampled is not None:
-        out.grids(sampled_grid(sampled, predicted_s=predicted.iteration_s))
-    elif draws:
-        out.hint("--draws: the profile knows no data; mmplan profile --data looks at it")
+    out.grids(*simulated.grids())
     if trace is not None:
-        events = trace_events(simulated.program, simulated.events(), process_name="predicted")
-        write_trace(trace, events)
+        simulated.write_trace(trace)
         out.text(f"wrote {trace} (open it in ui.perfetto.dev or chrome://tracing)")
+    sampled = simulated.sampled
     spread = {} if sampled is None else {"sampled": asdict(sampled)}
-    out.data(predicted.model_dump(mode="json") | spread)
+    out.data(simulated.predicted.model_dump(mode="json") | spread)
+
+
+def diff(
+    plan: PlanPath,
+    other: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json")],
+    as_json: JsonOption = False,
+) -> None:
+    """What differs between two plans, and in their predicted steps."""
+    from dataclasses import asdict
+
+    from mmplan import api
+
+    out = Output(as_json=as_json)
+    differing = api.diff(plan, other)
+    out.grids(*differing.grids())
+    changes = [asdict(change) for change in differing.changes]
+    out.data({"plans": [str(plan), str(other)], "changes": changes})
 
 
 def report(
@@ -232,16 +187,12 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """One self-contained page with pictures of a plan, or of a run."""
-    from mmplan.report.report_page import write_report
-    from mmplan.report.terminal.tables import warn_belief
+    from mmplan import api
 
     out = Output(as_json=as_json)
     check_output("--output", output)
-    if replan:
-        with out.progress("planning again") as bar:
-            data = write_report(source, output, progress=bar.update)
-    else:
-        data = write_report(source, output)
-    warn_belief(out, data.believed)
+    title = "planning again" if replan else "drawing"
+    with out.progress(title, after_s=0.0 if replan else SILENT_S) as bar:
+        api.report(source, output, replan=replan, hint=out.hint, progress=bar.update)
     out.text(f"wrote {output}")
     out.data({"report": str(output)})

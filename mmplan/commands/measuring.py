@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mmplan.commands.options import ClusterOption, JsonOption, WorkloadPath, check_output
-from mmplan.errors import InvalidInputError
-from mmplan.report.terminal.console import Output
+from mmplan.reporting.terminal.console import Output
 
 
 def profile(
@@ -24,6 +23,12 @@ def profile(
     nproc: Annotated[
         int | None, typer.Option("--nproc", metavar="N", help="processes that measure together")
     ] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            "--rounds", metavar="N", min=1, help="measure N times; from 2 on at more points, too"
+        ),
+    ] = 1,
     data: Annotated[
         bool, typer.Option("--data", help="how much work the samples of the data are")
     ] = False,
@@ -36,84 +41,33 @@ def profile(
     ] = Path("profile.json"),
     as_json: JsonOption = False,
 ) -> None:
-    """Time the modules, losses and links of a workload, and fit their curves."""
-    from mmplan.report.terminal.tables import profile_grids, warn_unused
+    """Time modules, losses and links of a workload; fit their curves."""
+    from mmplan import api
+    from mmplan.reporting.terminal.tables import profile_grids
     from mmplan.schema.base import save_document
-    from mmplan.schema.cluster import load_cluster
-    from mmplan.schema.dry_run import dry_run
-    from mmplan.schema.workload import load_workload
 
     out = Output(as_json=as_json)
     check_output("--output", output)
-    loaded = load_workload(workload)
-    warn_unused(out, loaded)
-    if data_samples is not None and not (data and data_samples > 0):
-        raise InvalidInputError(
-            f"--data-samples {data_samples}: how many samples --data looks at",
-            hint="give 1 or more, together with --data",
-        )
-    if device not in (None, "cpu", "cuda"):
-        raise InvalidInputError(f"--device {device}: no kind of device", hint="choose cpu or cuda")
-    machine = load_cluster(cluster) if cluster is not None else None
     state = output.with_name(f".{output.name}.partial")
-    if analytic and machine is None:
-        raise InvalidInputError(
-            "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
+    with out.progress("profiling") as bar:
+        profiled = api.profile(
+            workload,
+            cluster=cluster,
+            analytic=analytic,
+            device=device,
+            processes=nproc,
+            rounds=rounds,
+            data=data,
+            data_samples=data_samples,
+            state=state,
+            hint=out.hint,
+            progress=bar.update,
         )
-    for note in dry_run(loaded, workload.parent, on_meta=analytic):
-        out.hint(note)
-    if analytic and machine is not None:
-        from mmplan.profiling.analytic import analytic_profile
-
-        profiled = analytic_profile(loaded, workload.parent, machine)
-    else:
-        profiled = _measure(out, workload, machine, device, nproc, state)
-    if data:
-        profiled = _with_data(out, profiled, loaded, workload.parent, data_samples, state)
     save_document(profiled, output)
     state.unlink(missing_ok=True)
     out.grids(*profile_grids(profiled))
     out.text(f"wrote {output}")
     out.data({"profile": str(output), "source": profiled.source, "cluster": profiled.cluster.name})
-
-
-def _measure(
-    out: Output, workload: Path, machine: Any, device: Any, nproc: int | None, state: Path
-) -> Any:
-    from mmplan.profiling.measure import measure_profile
-
-    with out.progress("profiling") as bar:
-        return measure_profile(
-            workload,
-            cluster=machine,
-            device=device,
-            num_processes=nproc,
-            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
-            state_path=state,
-        )
-
-
-def _with_data(
-    out: Output, profile: Any, workload: Any, folder: Path, samples: int | None, state: Path
-) -> Any:
-    """The profile with the work of its data; a hint for each task without any."""
-    from mmplan.profiling.data import SAMPLES, profile_data
-
-    with out.progress("reading data") as bar:
-        made = profile_data(
-            profile,
-            workload,
-            folder,
-            samples=samples or SAMPLES,
-            progress=lambda done, total, _left_s, note: bar.update(done, total, note),
-            state_path=state,
-        )
-    for task in made.provenance["data"]["equal"]:
-        out.hint(
-            f"task {task}: no work(index) in its data set and no ragged fields that a module "
-            "takes; all samples count alike"
-        )
-    return made
 
 
 def doctor(as_json: JsonOption = False) -> None:

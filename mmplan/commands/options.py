@@ -10,6 +10,9 @@ import typer
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 
+# Seconds of planning before it says how far it is.
+SILENT_S = 5.0
+
 
 def names(option: str, text: str | None) -> tuple[str, ...] | None:
     """Names between commas, None where nothing was given.

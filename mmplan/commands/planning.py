@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mmplan.commands.options import (
+    SILENT_S,
     ClusterOption,
     DevicesOption,
     JsonOption,
@@ -22,20 +23,15 @@ from mmplan.commands.options import (
     counts,
     names,
 )
-from mmplan.errors import RunFailedError
-from mmplan.report.terminal.console import Output, Progress
+from mmplan.reporting.terminal.console import Output, Progress
 
 if TYPE_CHECKING:
     from mmplan.planning.measured_trials import Trials
-    from mmplan.report.explain import Reason
     from mmplan.schema.plan import Plan
 
     # Plan, a file beside which its paths are relative, its workload's file -> seconds of a real
     # step. The context of the commands has one: the runtime is above this package.
     StepSeconds = Callable[[Plan, Path, Path], float]
-
-# Seconds of planning before it says how far it is.
-SILENT_S = 5.0
 
 
 def solve(
@@ -75,58 +71,35 @@ def solve(
     as_json: JsonOption = False,
 ) -> None:
     """Find devices, degrees, shares and schedule for every module."""
-    from mmplan.planning import planner
-    from mmplan.proof.certificate import write_certificate
-    from mmplan.proof.prove import prove
-    from mmplan.report.terminal.tables import plan_grids, warn_belief, warn_unused
-    from mmplan.schema.agreement import belief
-    from mmplan.schema.base import save_document
-    from mmplan.schema.cluster import load_cluster
-    from mmplan.schema.profile import load_profile
-    from mmplan.schema.workload import load_workload
+    from mmplan import api
 
     out = Output(as_json=as_json)
     check_output("--output", output)
-    loaded = load_workload(workload)
-    costs = load_profile(profile)
-    warn_unused(out, loaded)
-    warn_belief(out, belief(costs))
     with out.progress("planning", after_s=SILENT_S) as bar:
         trials = _trials(out, bar, context.obj, measure, workload, output) if measure else None
-        plan = planner.solve(
-            loaded,
-            workload_path=workload,
-            profile=costs,
-            profile_path=profile,
-            cluster=None if cluster is None else load_cluster(cluster),
+        planned = api.solve(
+            workload,
+            profile,
+            cluster=cluster,
             devices=devices,
             solver=solver,
             method=method,
             tasks=names("--tasks", tasks),
             top=top,
             budget_s=budget,
-            plan_path=output,
             trials=trials,
+            path=output,
+            hint=out.hint,
             progress=bar.update,
         )
-        proof = prove(plan, loaded, costs)
-    if proof.faults:
-        raise RunFailedError(
-            f"the plan of {plan.solver.name} is not proven: {proof.faults[0]}",
-            hint="choose another --solver; this is a fault of the planner, please report it",
-        )
-    save_document(plan, output)
-    wrote = f"wrote {output}"
-    if proof.compiled is not None and not proof.compiled.folded:
-        wrote += f", and {write_certificate(output, workload, compiled=proof.compiled)}"
-    out.grids(*plan_grids(plan))
-    out.text(f"{wrote}: it trains what the workload says")
-    later = [item for item in loaded.task_sets if item.from_step and tasks is None]
-    if later:
-        steps = "; ".join(f"from step {s.from_step} {', '.join(s.tasks)}" for s in later)
+    planned = planned.save(output)
+    also = "" if planned.certificate is None else f", and {planned.certificate}"
+    out.grids(*planned.grids())
+    out.text(f"wrote {output}{also}: it trains what the workload says")
+    if tasks is None and (steps := planned.later_tasks):
         out.hint(f"mmlaunch run plans for the later task sets by itself: {steps}")
     out.hint(f"mmlaunch verify {output}; mmlaunch run {output}")
-    out.data(plan.model_dump(mode="json", exclude_none=True))
+    out.data(planned.plan.model_dump(mode="json", exclude_none=True))
 
 
 def _trials(
@@ -175,44 +148,34 @@ def compare(
     as_json: JsonOption = False,
 ) -> None:
     """Plans of several solvers side by side, best first."""
-    from mmplan.planning.compare import compare as start
-    from mmplan.report.terminal.comparison_tables import comparison_grids, left_out_lines
-    from mmplan.report.terminal.tables import warn_belief
-    from mmplan.schema.agreement import belief
-    from mmplan.schema.cluster import load_cluster
-    from mmplan.schema.profile import load_profile
-    from mmplan.schema.workload import load_workload
+    from mmplan import api
+    from mmplan.reporting.terminal.comparison_tables import left_out_lines
 
     out = Output(as_json=as_json)
     check_output("--output", output)
-    costs = load_profile(profile)
-    warn_belief(out, belief(costs))
     with out.progress("planning") as bar:
-        comparison = start(
-            load_workload(workload),
-            workload_path=workload,
-            profile=costs,
-            profile_path=profile,
-            cluster=None if cluster is None else load_cluster(cluster),
+        compared = api.compare(
+            workload,
+            profile,
+            cluster=cluster,
             devices=counts("--devices", devices),
             batches=counts("--batches", batches),
             solvers=names("--solvers", solvers),
             tasks=names("--tasks", tasks),
             baseline=baseline,
             budget_s=budget,
-            with_details=output is not None,
+            details=output is not None,
+            hint=out.hint,
             progress=bar.update,
         )
-    for line in left_out_lines(comparison):
+    for line in left_out_lines(compared.comparison):
         out.hint(line)
-    out.grids(*comparison_grids(comparison))
+    out.grids(*compared.grids())
     if output is not None:
-        from mmplan.report.comparison_page import render_comparison
-        from mmplan.schema.base import write_text
-
-        write_text(output, render_comparison(comparison))
+        compared.write_page(output)
         out.text(f"wrote {output}")
-    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in comparison.plans])
+    plans = compared.comparison.plans
+    out.data([plan.model_dump(mode="json", exclude_none=True) for plan in plans])
 
 
 def explain(
@@ -221,50 +184,19 @@ def explain(
     replan: ReplanOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Why a plan is as it is: what binds it, what waits, what it was chosen over."""
+    """Why a plan is as it is: what binds it, what it was chosen over."""
     from dataclasses import asdict
 
-    from mmplan.planning.what_if import part_effects, replans
-    from mmplan.report.explain import best_batch, reason_grid, replan_reason
-    from mmplan.report.explain import explain as reasons_of
-    from mmplan.report.terminal.tables import warn_belief
-    from mmplan.schema.load import load_plan
-    from mmplan.schema.workload import load_workload
-    from mmplan.simulation.peak_memory import ExpectedMemory
-    from mmplan.simulation.predict import check_plans_model, costs_of, plan_profile
-    from mmplan.simulation.step import simulate as simulated
+    from mmplan import api
 
     out = Output(as_json=as_json)
-    document = load_plan(plan)
-    loaded = plan_profile(document, plan, profile)
-    warn_belief(out, check_plans_model(document, plan, profile))
-    effects = part_effects(document, loaded)
-    costs = costs_of(document, loaded)
-    step = simulated(costs.program, costs)
-    reasons = reasons_of(document, loaded, step, effects, run_memory=ExpectedMemory(costs))
-    out.grids(reason_grid(document.name, reasons))
-    changed: list[Reason] = []
-    if replan:
-        path = plan.parent / document.workload.path
-        with out.progress("planning again") as bar:
-            others = replans(
-                document,
-                plan,
-                profile=loaded,
-                profile_path=profile or plan.parent / document.profile.path,
-                workload=load_workload(path),
-                workload_path=path,
-                progress=bar.update,
-            )
-        changed = [
-            *(replan_reason(document, item) for item in others),
-            best_batch(document, others),
-        ]
-        out.grids(reason_grid("with other settings", changed))
+    title = "planning again" if replan else "explaining"
+    with out.progress(title, after_s=0.0 if replan else SILENT_S) as bar:
+        explained = api.explain(plan, profile, replan=replan, hint=out.hint, progress=bar.update)
+    out.grids(*explained.grids())
     out.data(
         {
-            "reasons": [asdict(reason) for reason in reasons],
-            "effects": [asdict(effect) for effect in effects],
-            "replans": [asdict(reason) for reason in changed],
+            name: [asdict(item) for item in getattr(explained, name)]
+            for name in ("reasons", "effects", "replans")
         }
     )

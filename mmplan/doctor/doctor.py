@@ -104,7 +104,11 @@ def _python() -> list[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fit = sys.version_info >= (3, 11)
     hint = None if fit else "use Python 3.11 or newer"
-    return [Finding(name="python", ok=fit, detail=version, hint=hint)]
+    found = [Finding(name="python", ok=fit, detail=version, hint=hint)]
+    if sys.platform != "linux":
+        detail = f"{sys.platform}: mmplan plans here; measuring and mmlaunch need Linux"
+        found.append(Finding(name="system", ok=None, detail=detail))
+    return found
 
 
 def _packages() -> list[Finding]:
@@ -112,13 +116,13 @@ def _packages() -> list[Finding]:
     try:
         wanted = importlib.metadata.requires("mmplan") or []
     except importlib.metadata.PackageNotFoundError:
-        hint = "run make install"
+        hint = "pip install mmplan"
         return [Finding(name="packages", ok=None, detail="mmplan is not installed", hint=hint)]
     names = [re.split(r"[^\w.-]", want)[0] for want in wanted if "extra ==" not in want]
     missing = [name for name in names if not _installed(name)]
     if missing:
         detail = f"missing: {', '.join(missing)}"
-        hint = f"run make install, or pip install {' '.join(missing)}"
+        hint = f"pip install {' '.join(missing)}"
         return [Finding(name="packages", ok=False, detail=detail, hint=hint)]
     return [Finding(name="packages", ok=True, detail=f"all {len(names)} installed")]
 
@@ -134,7 +138,7 @@ def _installed(name: str) -> bool:
 def _torch(timeout_s: float) -> list[Finding]:
     found, error = _probe(timeout_s, "torch")
     if error is not None:
-        hint = "install torch again (make install), and see that nothing shadows it"
+        hint = "install torch again, and see that nothing shadows it"
         return [Finding(name="torch", ok=False, detail=error, hint=hint)]
     gloo = Finding(name="gloo", ok=True, detail="available")
     if not found["gloo"]:
@@ -242,7 +246,8 @@ def _all_reduce(timeout_s: float) -> Finding:
 
 def _threads() -> Finding:
     """Threads per rank against the cores that this process may use."""
-    cores: float = len(os.sched_getaffinity(0))
+    is_linux = sys.platform == "linux"
+    cores: float = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
         cores = min(cores, int(quota[0]) / int(quota[1]))

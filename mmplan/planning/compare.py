@@ -26,7 +26,7 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks, with_batch
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.simulation.utilisation import ModuleUse, module_uses
-from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS, no_plan
+from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS, UNIFORM, no_plan
 
 # Seconds of each solver's search.
 BUDGET_S = 0.5
@@ -36,8 +36,6 @@ LONGEST = ("distmm-mt", "megatron", "distmm", "convex", "megatron-rigid", "ratio
 PATIENCE = 1
 # The same where several settings make curves: a point that is too low would mislead.
 SWEEP_PATIENCE = 8
-# Solvers that give the whole model the same degrees: what people run who have no planner.
-UNIFORM = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 # The reason for a baseline among them.
 UNIFORM_REASON = "the fastest that gives every module the same degrees"
 # Most rows of a plan's timeline in a picture.
@@ -98,6 +96,7 @@ class Comparison:
         omitted: sentences on solvers left out and batches that the workload cannot have.
         baseline: solver that ratios refer to; it has a plan at ``main``.
         baseline_is: the reason for this baseline, in words.
+        plan_path: paths in the plans are relative to its folder.
     """
 
     name: str
@@ -109,6 +108,7 @@ class Comparison:
     omitted: tuple[str, ...]
     baseline: str
     baseline_is: str
+    plan_path: Path
 
     def at(self, setting: ComparedSetting) -> list[Solved]:
         """A setting's plans, most samples per second first."""
@@ -155,9 +155,9 @@ class _Job:
 def compare(
     workload: Workload,
     *,
-    workload_path: Path,
+    workload_path: Path | None,
     profile: Profile,
-    profile_path: Path,
+    profile_path: Path | None,
     cluster: Cluster | None = None,
     devices: Sequence[int] = (),
     batches: Sequence[int] = (),
@@ -173,9 +173,9 @@ def compare(
 
     Args:
         workload: what to train.
-        workload_path: its file.
+        workload_path: its file, None for one that has none.
         profile: what it costs.
-        profile_path: its file.
+        profile_path: its file, likewise.
         cluster: whose devices to use, default the profile's.
         devices: numbers of its first devices; default all. The largest is the main setting.
         batches: more batches, on the main setting's devices.
@@ -202,12 +202,13 @@ def compare(
     jobs, impossible = _jobs(
         workload, tuple(chosen_tasks), names, main, counts, batches, with_details=with_details
     )
+    plan_path = (workload_path or Path(workload.name)).with_suffix(".plan.json")
     solve = partial(
         _solved,
         workload_path=workload_path,
         profile=profile,
         profile_path=profile_path,
-        plan_path=workload_path.with_suffix(".plan.json"),
+        plan_path=plan_path,
         cluster=machine,
         budget_s=budget_s,
         patience_s=budget_s * (SWEEP_PATIENCE if len({j.setting for j in jobs}) > 1 else PATIENCE),
@@ -233,6 +234,7 @@ def compare(
         omitted=(*omitted, *impossible),
         baseline=chosen,
         baseline_is=reason,
+        plan_path=plan_path,
     )
 
 
@@ -333,7 +335,7 @@ def _baseline(
     names = [item.solver for item in ordered]
     reasons = {item.solver: item.error for item in refused if item.setting == main}
     if not names:
-        raise no_plan(_by_message(reasons), reasons)
+        raise no_plan(reasons)
     if asked is None:
         uniform = [name for name in names if name in UNIFORM]
         return (uniform[0], UNIFORM_REASON) if uniform else (names[-1], "the slowest of these")
@@ -343,18 +345,6 @@ def _baseline(
             hint=f"choose among {', '.join(names)}",
         )
     return asked, "as asked"
-
-
-def _by_message(reasons: Mapping[str, MMPlanError]) -> str:
-    """Every reason once, with its solvers."""
-    by_message: defaultdict[str, list[str]] = defaultdict(list)
-    for solver, error in reasons.items():
-        by_message[error.message].append(solver)
-    # A reason of all solvers needs none of their names.
-    return "; ".join(
-        f"{', '.join(solvers)}: {message}" if len(by_message) > 1 else message
-        for message, solvers in by_message.items()
-    )
 
 
 def _best_first(items: Iterable[Solved]) -> list[Solved]:

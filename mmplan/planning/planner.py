@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,13 @@ from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
 from mmplan.schema.agreement import check_profiled, depended_on, planned_task
-from mmplan.schema.base import file_sha256
+from mmplan.schema.base import (
+    Document,
+    document_text,
+    file_sha256,
+    relative_path,
+    text_sha256,
+)
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import (
     Asked,
@@ -34,6 +39,7 @@ from mmplan.schema.plan import (
     PlannedTask,
     PlannedTraining,
     Prediction,
+    RunnerUp,
     SolverReport,
     Unit,
 )
@@ -44,10 +50,17 @@ from mmplan.simulation.step import prediction
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.solvers.distmm.module_options import largest_of_all_tasks
 from mmplan.solvers.placement import last_stage_ranks
-from mmplan.solvers.problem import Candidate, Problem, Request, Solution, first_of_each_kind
+from mmplan.solvers.problem import (
+    Candidate,
+    NotApplicableError,
+    Problem,
+    Request,
+    Solution,
+    first_of_each_kind,
+)
 from mmplan.solvers.registry import BASELINES as BASELINES
 from mmplan.solvers.registry import SOLVERS as SOLVERS
-from mmplan.solvers.registry import SearchProgress, solutions_of
+from mmplan.solvers.registry import UNIFORM, SearchProgress, solutions_of
 from mmplan.wording import counted, missing, rank_ranges, size
 
 # Straggler factors below it are not worth a note.
@@ -77,9 +90,9 @@ NODE_SLACK = 2
 def solve(
     workload: Workload,
     *,
-    workload_path: str | Path,
+    workload_path: str | Path | None,
     profile: Profile,
-    profile_path: str | Path,
+    profile_path: str | Path | None,
     plan_path: str | Path,
     cluster: Cluster | None = None,
     devices: int | None = None,
@@ -97,7 +110,8 @@ def solve(
 
     Args:
         workload: what to train.
-        workload_path: its file; the plan names it relative to its own folder.
+        workload_path: its file, which the plan names relative to its own folder; None for one
+            that has none.
         profile: what it costs.
         profile_path: its file, likewise.
         plan_path: where the plan will be written.
@@ -160,8 +174,11 @@ def solve(
     solutions, left_out = solutions_of(request, solver, progress)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
     plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
+    ordinary = None if top == 1 else candidates.ordinary(plans)
     seconds = time.monotonic() - started
-    return candidates.choose(plans, left_out, trials, devices=devices, seconds=seconds)
+    chosen_plan = candidates.choose(plans, left_out, trials, devices=devices, seconds=seconds)
+    report = chosen_plan.solver.model_copy(update={"ordinary": ordinary})
+    return chosen_plan.model_copy(update={"solver": report})
 
 
 def useful_devices(
@@ -199,8 +216,8 @@ class _CandidatePlans:
     def __init__(
         self,
         request: Request,
-        workload_path: str | Path,
-        profile_path: str | Path,
+        workload_path: str | Path | None,
+        profile_path: str | Path | None,
         plan_path: str | Path,
         training: PlannedTraining,
         asked: Asked,
@@ -211,8 +228,8 @@ class _CandidatePlans:
         self._asked = asked
         self._steps = steps
         folder = Path(plan_path).resolve().parent
-        self._workload = file_reference(workload_path, folder)
-        self._profile = file_reference(profile_path, folder)
+        self._workload = file_reference(request.workload, workload_path, folder)
+        self._profile = file_reference(request.costs.profile, profile_path, folder)
         self._tasks = planned_tasks(request)
         self._depends_on = depended_on(
             request.workload, request.tasks, working=request.costs.profile.data
@@ -259,6 +276,17 @@ class _CandidatePlans:
         if not plans:
             raise none_fits(self._too_large, self._dropped, self._memory_bytes, self._search_notes)
         return plans
+
+    def ordinary(self, plans: Sequence[SimulatedPlan]) -> RunnerUp | None:
+        """The best plan that gives every module the same degrees; None where none fits."""
+        uniform = [item for item in plans if item.solution.solver in UNIFORM]
+        if not uniform:
+            with suppress(InfeasibleError, NotApplicableError):
+                request = replace(self._request, method=None)
+                solutions, _ = solutions_of(request, UNIFORM[0], lambda done, total, note: None)
+                first, _ = first_of_each_kind(solutions)
+                uniform = [item for pair in first for item in self._try(*pair)]
+        return runner_up(min(uniform, key=merit)) if uniform else None
 
     def _try(self, solution: Solution, candidate: Candidate) -> Iterator[SimulatedPlan]:
         """The candidate's simulated plan, nothing where it does not fit or cannot run."""
@@ -458,10 +486,17 @@ class _CandidatePlans:
         return [*notes, *self._search_notes]
 
 
-def file_reference(path: str | Path, folder: Path) -> FileReference:
-    """A file's path relative to the plan's folder, and its hash."""
-    relative = Path(os.path.relpath(Path(path).resolve(), folder)).as_posix()
-    return FileReference(path=relative, sha256=file_sha256(path))
+def file_reference(document: Document, path: str | Path | None, folder: Path) -> FileReference:
+    """A file's path relative to the plan's folder, and its hash.
+
+    Args:
+        document: in that file.
+        path: None where it has none: the hash is that of the file it would be saved in.
+        folder: of the plan.
+    """
+    if path is None:
+        return FileReference(path="", sha256=text_sha256(document_text(document)))
+    return FileReference(path=relative_path(path, folder), sha256=file_sha256(path))
 
 
 def planned_tasks(request: Request) -> dict[str, PlannedTask]:

@@ -39,6 +39,8 @@ NUM_REPLANS = 3 + len(BATCHES)
 MESSAGES = "messages"
 LOSSES = "losses"
 REDUCTIONS = "gradient reductions"
+# Of plans that are not written.
+_NO_FILES: dict[str, Any] = {"workload_path": None, "profile_path": None, "plan_path": "plan.json"}
 
 
 def replan(
@@ -233,12 +235,9 @@ class _Setting:
 
 def replans(
     plan: Plan,
-    plan_path: Path,
     *,
     profile: Profile,
-    profile_path: Path,
     workload: Workload,
-    workload_path: Path,
     progress: Callable[[int, int, str], None] = lambda done, total, note: None,
 ) -> list[Replan]:
     """The best plans of a node more or less, faster links, and other batches.
@@ -247,22 +246,11 @@ def replans(
 
     Args:
         plan: to compare with.
-        plan_path: its file.
         profile: of the plan, or another that knows its modules.
-        profile_path: its file.
         workload: of the plan.
-        workload_path: its file.
         progress: called with settings done, all settings, and the last change.
     """
-    replan = partial(
-        _replanned,
-        plan=plan,
-        plan_path=plan_path,
-        profile=profile,
-        profile_path=profile_path,
-        workload=workload,
-        workload_path=workload_path,
-    )
+    replan = partial(_replanned, plan=plan, profile=profile, workload=workload)
     settings, replanned = _settings(plan), dict[str, Replan]()
     for item in in_processes(replan, settings):
         replanned[item.change] = item
@@ -290,7 +278,7 @@ def _settings(plan: Plan) -> list[_Setting]:
     return settings
 
 
-def _replanned(setting: _Setting, *, plan: Plan, workload: Workload, **files: Any) -> Replan:
+def _replanned(setting: _Setting, *, plan: Plan, profile: Profile, workload: Workload) -> Replan:
     try:
         solved = solve_again(
             plan,
@@ -298,7 +286,8 @@ def _replanned(setting: _Setting, *, plan: Plan, workload: Workload, **files: An
             cluster=setting.cluster,
             devices=setting.devices,
             tasks=tuple(plan.tasks),
-            **files,
+            profile=profile,
+            **_NO_FILES,
         )
     except MMPlanError as error:
         return Replan(change=setting.change, times=setting.times, why=error.message)

@@ -61,7 +61,7 @@ def measure_profile(
     num_processes: int | None = None,
     progress: ProgressCallback | None = None,
     state_path: Path,
-    quick: bool = False,
+    rounds: int = 1,
 ) -> Profile:
     """Measure a workload's modules, losses and links on this machine's devices.
 
@@ -74,7 +74,8 @@ def measure_profile(
         progress: called after every point.
         state_path: where finished points are kept until the profile is done; the caller
             removes it.
-        quick: fewer points and repeats.
+        rounds: how often each point is measured, in new processes each time; more than one
+            take more points and repeats too.
 
     Returns:
         A fitted profile with source "measured".
@@ -93,8 +94,8 @@ def measure_profile(
         folder=path.parent.resolve(),
         device=chosen,
         processes=processes,
-        repeat_s=0.04 if quick else 0.1,
-        max_point_s=2.0 if quick else 20.0,
+        repeat_s=0.04 if rounds == 1 else 0.1,
+        max_point_s=20.0,
         pool=min(MOST_SAMPLES, max(t.batch for t in resolve_tasks(workload).values())),
     )
     state = ProfileState(state_path)
@@ -102,8 +103,7 @@ def measure_profile(
     described, built = _describe(setting, workload, uses, state)
     # Points of another model, which an interrupted profile may have left, are of no use.
     setting = replace(setting, model={name: part.model_dump() for name, part in built.items()})
-    points = _design(workload, uses, described, setting, cluster is None, quick)
-    rounds = 1 if quick else ROUNDS
+    points = _design(workload, uses, described, setting, cluster is None, quick=rounds == 1)
     results = in_rounds(setting, points, state, progress=progress, rounds=rounds)
     measured = list(zip(points, results, strict=True))
     assembled = _assemble(workload, uses, described, setting, measured, cluster)
@@ -192,11 +192,12 @@ def _design(
     described: Mapping[str, Json],
     setting: ProfileSetting,
     with_links: bool,
+    *,
     quick: bool,
 ) -> list[Json]:
     points: list[Json] = [{"kind": "machine"}]
     for use in uses:
-        points += _module_points(workload, use, described[use.module], quick)
+        points += _module_points(workload, use, described[use.module], quick=quick)
     for task in resolve_tasks(workload).values():
         for loss in task.loss_inputs:
             if not any(p["kind"] == "loss" and p["loss"] == loss for p in points):
@@ -206,7 +207,7 @@ def _design(
     return points
 
 
-def _module_points(workload: Workload, use: _Use, module: Json, quick: bool) -> Iterator[Json]:
+def _module_points(workload: Workload, use: _Use, module: Json, *, quick: bool) -> Iterator[Json]:
     batch = resolve_tasks(workload)[use.task].batch
     pinned = workload.modules[use.module].plan.microbatch
     if pinned is not None:

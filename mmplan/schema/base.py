@@ -7,10 +7,11 @@ import json
 import os
 import re
 import secrets
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -353,10 +354,30 @@ def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]
         for fault in faults
         if fault["type"] == "missing" and list(fault["loc"][:-1]) == parent
     ]
-    similar = get_close_matches(str(name), missing, n=1)
-    if first["type"] == "extra_forbidden" and similar:
-        return f"correct its spelling: {similar[0]}"
+    if first["type"] == "extra_forbidden":
+        known = [name for record in _records_at(model, parent) for name in record.model_fields]
+        for names in (missing, known):
+            if similar := get_close_matches(str(name), names, n=1):
+                return f"correct its spelling: {similar[0]}"
     return _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
+
+
+def _records_at(model: type[Record], location: list[int | str]) -> set[type[Record]]:
+    """The kinds of record that may stand at a place of a document."""
+    kinds = {model}
+    for part in location:
+        fields = (kind.model_fields[part] for kind in kinds if part in kind.model_fields)
+        # Keys of mappings, places in lists and branches of unions lead no deeper.
+        kinds = {kind for field in fields for kind in _records_in(field.annotation)} or kinds
+    return kinds
+
+
+def _records_in(annotation: Any) -> Iterator[type[Record]]:
+    """The kinds of record in a field's type."""
+    if isinstance(annotation, type) and issubclass(annotation, Record):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _records_in(inner)
 
 
 def _place(fault: ErrorDetails) -> str:
@@ -441,6 +462,16 @@ def write_text(path: Path, text: str) -> None:
             f"{path}: cannot be written: {error.strerror}",
             hint="free some space or choose another folder",
         ) from None
+
+
+def relative_path(path: str | Path, folder: Path) -> str:
+    """A file's path as another file in a folder has it."""
+    return Path(os.path.relpath(Path(path).resolve(), folder.resolve())).as_posix()
+
+
+def text_sha256(text: str) -> str:
+    """SHA-256 of a text's file, in hex."""
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def file_sha256(path: str | Path) -> str:

@@ -106,6 +106,8 @@ class SolverReport(Record):
         idle_ranks: that are in no unit.
         largest_sync_batch: of each cross-sample loss, that the memory would hold.
         runners_up: next best first.
+        ordinary: the best plan that gives every module the same degrees, as training without
+            a planner does; null where none fits, or only the formula's optimum was asked for.
         curves: of every MetaOp, where tasks were planned in waves.
         asked: to plan for other task sets in the same way.
     """
@@ -123,6 +125,7 @@ class SolverReport(Record):
     idle_ranks: tuple[Index, ...] = ()
     largest_sync_batch: dict[Str, Index] = Field(default_factory=dict)
     runners_up: tuple[RunnerUp, ...] = ()
+    ordinary: RunnerUp | None = None
     curves: tuple[ScalingCurve, ...] = ()
     asked: Asked | None = None
 

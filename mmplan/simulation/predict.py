@@ -21,7 +21,7 @@ from mmplan.simulation.symmetry import simulated
 from mmplan.wording import counted, size
 
 
-def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Profile:
+def plan_profile(plan: Plan, plan_path: Path, given: Profile | Path | None = None) -> Profile:
     """The profile of a plan: the given one, or the one it names, unchanged.
 
     Args:
@@ -32,6 +32,8 @@ def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Prof
     Raises:
         InvalidInputError: it is not there, or no longer the one that was used.
     """
+    if isinstance(given, Profile):
+        return given
     path = given or plan_path.parent / plan.profile.path
     if not path.is_file():
         raise InvalidInputError(
@@ -45,7 +47,9 @@ def plan_profile(plan: Plan, plan_path: Path, given: Path | None = None) -> Prof
     return load_profile(path)
 
 
-def check_plans_model(plan: Plan, plan_path: Path, given: Path | None = None) -> str | None:
+def check_plans_model(
+    plan: Plan, plan_path: Path, given: Profile | Path | None = None
+) -> str | None:
     """Refuse a profile of another model than the plan's workload, where both are there.
 
     Args:
@@ -60,7 +64,9 @@ def check_plans_model(plan: Plan, plan_path: Path, given: Path | None = None) ->
         InvalidInputError: a factory or its arguments are others.
     """
     try:
-        profile = load_profile(given or plan_path.parent / plan.profile.path)
+        profile = given
+        if not isinstance(profile, Profile):
+            profile = load_profile(profile or plan_path.parent / plan.profile.path)
         workload = load_workload(plan_path.parent / plan.workload.path)
     except InvalidInputError:
         return None  # whoever needs the file says what is wrong with it
@@ -68,13 +74,13 @@ def check_plans_model(plan: Plan, plan_path: Path, given: Path | None = None) ->
     return belief(profile)
 
 
-def plan_costs(plan: Plan, plan_path: Path, profile_path: Path | None = None) -> ProgramCosts:
+def plan_costs(plan: Plan, plan_path: Path, given: Profile | Path | None = None) -> ProgramCosts:
     """The plan's program, with times and bytes from its profile.
 
     Raises:
         InvalidInputError: see :func:`plan_profile`; or the profile lacks a module.
     """
-    return costs_of(plan, plan_profile(plan, plan_path, profile_path))
+    return costs_of(plan, plan_profile(plan, plan_path, given))
 
 
 @rare_collections()

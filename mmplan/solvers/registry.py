@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
@@ -36,6 +37,8 @@ BASELINES: dict[str, Solver] = {
     "spindle-optimus": solve_spindle_optimus,
     "distmm-mt": solve_distmm_mt,
 }
+# Solvers that give the whole model the same degrees: what people run who have no planner.
+UNIFORM = ("megatron", "megatron-rigid", "deepspeed", "colocated")
 # With one task, each of these makes the plan of another entry; ``auto`` runs them for several.
 OF_SEVERAL_TASKS = frozenset({"spindle-seq", "spindle-optimus", "distmm-mt"})
 
@@ -78,8 +81,7 @@ def solutions_of(
             if solver in SOLVERS:
                 refused[solver] = error
     if not solutions:
-        reasons = (f"{solver}: {error.message}" for solver, error in refused.items())
-        raise no_plan("; ".join(reasons), refused)
+        raise no_plan(refused)
     return solutions, [
         f"{solver} does not apply: {error.message}"
         for solver, error in refused.items()
@@ -87,10 +89,23 @@ def solutions_of(
     ]
 
 
-def no_plan(message: str, refused: Mapping[str, MMPlanError]) -> MMPlanError:
+def no_plan(refused: Mapping[str, MMPlanError]) -> MMPlanError:
     """The error where every solver refused: infeasible where that is one solver's reason."""
-    short = [error for error in refused.values() if isinstance(error, InfeasibleError)]
+    by_message: defaultdict[str, list[str]] = defaultdict(list)
+    short: dict[str, InfeasibleError] = {}
+    for solver, error in refused.items():
+        first, _, rest = error.message.partition(" ")
+        reason = rest if first in refused else error.message
+        by_message[reason].append(solver)
+        if isinstance(error, InfeasibleError):
+            short.setdefault(reason, error)
+    # A reason of all solvers needs none of their names.
+    same = len({error.message for error in refused.values()}) == 1
+    message = "; ".join(
+        next(iter(refused.values())).message if same else f"{', '.join(solvers)}: {message}"
+        for message, solvers in by_message.items()
+    )
     if not short:
         return InvalidInputError(message, hint=next(iter(refused.values())).hint)
     # Solvers that share devices come last: their shortfall is the smallest.
-    return InfeasibleError(message, hint=short[-1].hint)
+    return InfeasibleError(message, hint=list(short.values())[-1].hint)

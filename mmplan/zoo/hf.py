@@ -8,6 +8,7 @@ or a ``...ForCausalLM``, so ``init: model.safetensors`` of a saved one works.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from textwrap import shorten
@@ -51,8 +52,8 @@ def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
         InvalidInputError: a configuration that transformers refuses.
         UnfitEnvironmentError: transformers is missing or broken.
     """
-    sizes = _config(config, "vision_config")
-    return from_layers(
+    sizes, whole = _config(config, "vision_config")
+    cut = from_layers(
         _transformers("CLIPVisionModelWithProjection")(sizes),
         "vision_model.encoder.layers",
         before=lambda part, image: part.vision_model.pre_layrnorm(
@@ -66,6 +67,8 @@ def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
         last=["vision_model.post_layernorm", "visual_projection"],
         tp_plan=TP_PLAN,
     )
+    cut.configuration = whole
+    return cut
 
 
 def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
@@ -87,7 +90,7 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
             end-of-text ids.
         UnfitEnvironmentError: transformers is missing or broken.
     """
-    sizes = _config(config, "text_config")
+    sizes, whole = _config(config, "text_config")
     end_id = sizes.eos_token_id
     if not isinstance(end_id, int):
         raise InvalidInputError(
@@ -102,7 +105,7 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
         at_end = hidden[torch.arange(len(hidden), device=hidden.device), end]
         return part.text_projection(part.text_model.final_layer_norm(at_end))
 
-    return from_layers(
+    cut = from_layers(
         _transformers("CLIPTextModelWithProjection")(sizes),
         "text_model.encoder.layers",
         before=embed,
@@ -112,6 +115,8 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
         last=["text_model.final_layer_norm", "text_projection"],
         tp_plan=TP_PLAN,
     )
+    cut.configuration = whole
+    return cut
 
 
 def siglip_vision(
@@ -314,14 +319,15 @@ def _end_of_text(tokens: Tensor, end_id: int) -> Tensor:
     return (tokens if end_id == 2 else (tokens == end_id).int()).argmax(dim=-1)
 
 
-def _config(config: Mapping[str, Any] | None, tower: str) -> Any:
-    """The tower's own configuration, with the projection width of the whole."""
+def _config(config: Mapping[str, Any] | None, tower: str) -> tuple[Any, dict[str, Any]]:
+    """The tower's own configuration, with the projection width of the whole; the whole's file."""
     whole = _checked_config("CLIPConfig", config)
     sizes = getattr(whole, tower)
+    written = {**json.loads(whole.to_json_string()), "architectures": ["CLIPModel"]}
     sizes.projection_dim = whole.projection_dim
     # The eager attention works in float32 inside and needs a mask of its own.
     sizes._attn_implementation = "sdpa"
-    return sizes
+    return sizes, written
 
 
 def _checked_config(name: str, config: Mapping[str, Any] | None) -> Any:

@@ -21,6 +21,7 @@ itself: a rank keeps only its own blocks, so the model does not exist there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -96,17 +97,48 @@ class LayerBlock(nn.Module):
 class LayerSequential(nn.Sequential):
     """The blocks, and where their tensors come from.
 
+    ``init:`` of a workload reads the model's own weights by these attributes, and
+    ``mmlaunch export`` writes them; any ``nn.Sequential`` may have them. They are empty in a
+    slice, whose names are not these.
+
     Attributes:
         source_names: name of each parameter and persistent buffer here to the name
-            of the same tensor in the model's own ``state_dict``, for ``init`` files
-            that use the model's names. A tensor with several names in the model
-            has the first one here. Empty in a slice, whose names are not these.
+            of the same tensor in the model's own ``state_dict``. A tensor with several
+            names in the model has the first one here.
+        tied_names: the other names in the model of such tensors, to the first one.
+        configuration: content of the model's ``config.json``, its class among it
+            (``architectures`` of transformers, ``_class_name`` of diffusers). Modules that
+            are parts of one model have equal ones: they are exported together. None: the
+            model is of neither library.
     """
 
     # Takes what nn.Sequential takes: slicing one makes another of its class.
     def __init__(self, *blocks: Any) -> None:
         super().__init__(*blocks)
         self.source_names: dict[str, str] = {}
+        self.tied_names: dict[str, str] = {}
+        self.configuration: dict[str, Any] | None = None
+
+    def remember(self, model: nn.Module) -> None:
+        """Note names and configuration of the model whose tensors the blocks use."""
+        first: dict[int, str] = {}
+        # keep_vars: without it state_dict gives new tensor objects, which identify nothing.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if first.setdefault(id(tensor), name) != name:
+                self.tied_names[name] = first[id(tensor)]
+        own = self.state_dict(keep_vars=True).items()
+        self.source_names = {name: first[id(t)] for name, t in own if id(t) in first}
+        self.configuration = configuration_of(model)
+
+
+def configuration_of(model: nn.Module) -> dict[str, Any] | None:
+    """The ``config.json`` of a model of transformers or diffusers; None of another."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    # In diffusers the configuration is a dict, and the model writes it.
+    writes: Any = getattr(model, "to_json_string", None)
+    return json.loads(writes()) if writes is not None else None
 
 
 def from_layers(
@@ -166,7 +198,7 @@ def from_layers(
     ]
     _check_nothing_lost(model, blocks, ignore)
     cut = LayerSequential(*blocks)
-    cut.source_names = _source_names(model, cut)
+    cut.remember(model)
     return cut
 
 
@@ -296,15 +328,3 @@ def _check_nothing_lost(
             f"no block owns {len(lost)} trainable parameters of {type(model).__name__}: {shown}",
             hint="name their modules in first or last, or in ignore to leave them out",
         )
-
-
-def _source_names(model: nn.Module, blocks: nn.Module) -> dict[str, str]:
-    original: dict[int, str] = {}
-    # keep_vars: without it state_dict gives new tensor objects, which identify nothing.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        original.setdefault(id(tensor), name)
-    return {
-        name: original[id(tensor)]
-        for name, tensor in blocks.state_dict(keep_vars=True).items()
-        if id(tensor) in original
-    }
