@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import cli
-from tests.processes import tree
+from tests.processes import sockets, tree
 
 ROOT = Path(__file__).parent.parent
 Program = Literal["mmplan", "mmlaunch"]
@@ -108,10 +109,15 @@ def start(program: Program, *args: object, cwd: Path, **env: str) -> subprocess.
 def kill_all(launcher: subprocess.Popen[str]) -> None:
     """SIGKILL a launcher and everything that it started, all in the same moment.
 
-    Python's own processes that clear semaphores away live until they have done so.
+    Python's own processes that clear semaphores away live until they have done so. Of the
+    processes that would remove the sockets none is left: they are removed here.
     """
-    for pid in tree(launcher.pid):
+    processes = tree(launcher.pid)
+    folders = sockets(processes)
+    for pid in processes:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             if b"multiprocessing.resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=20)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from mmlaunch.process.process_tree import SOCKETS
 
 _LISTENS = "0A"
 
@@ -42,6 +45,17 @@ def named(text: str) -> list[int]:
             continue
         if text.encode() in said and not dead and pid != os.getpid():
             found.append(pid)
+    return found
+
+
+def sockets(pids: list[int]) -> set[str]:
+    """Folders in which processes of a launcher keep their sockets."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            values = (entry.partition(b"=") for entry in entries)
+            found |= {os.fsdecode(value) for name, _, value in values if name == SOCKETS.encode()}
     return found
 
 
