@@ -23,7 +23,7 @@ from mmlaunch.process.heartbeat import Board
 from mmplan.schema.load import load_plan
 from tests import commands
 from tests.fault_jobs import STEPS
-from tests.processes import named
+from tests.processes import named, sockets
 from tests.streams import LOG, PAUSE
 
 PORT = 29533
@@ -197,8 +197,12 @@ def launcher_is_killed(run: Broken) -> None:
 
 
 def all_is_killed(run: Broken) -> None:
-    for pid in named(str(run.logs[-1])):
+    processes = named(str(run.logs[-1]))
+    folders = sockets(processes)
+    for pid in processes:
         _signal(pid, signal.SIGKILL)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def launcher_is_asked_to_stop(run: Broken) -> None:
