@@ -259,6 +259,7 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - started_s < 8  # start included
 
 
+@pytest.mark.slow
 def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     launcher = start_launcher("report_pid_with_child", tmp_path, 30)
     pids = [pid for _ in range(2) for pid in next_event(launcher)["pids"]]

@@ -285,7 +285,7 @@ def _shares(draw: st.DrawFn, total: int, most: int) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise([0, *sorted(cuts), total]))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(planned_units())
 def test_any_plan_equals_one_process(planned: tuple[list[UnitSpec], list[LossSpec], int]) -> None:
     units, losses, batch = planned

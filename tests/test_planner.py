@@ -85,7 +85,7 @@ def test_random_workloads_give_sound_plans_never_above_the_formula(
 ) -> None:
     rng = random.Random(5 + chained)
     outcomes: Counter[str] = Counter()
-    for _ in range(40):
+    for _ in range(24):
         job, costs = random_job(rng, chained=chained)
         solver, top = rng.choice(["distmm", "auto", "colocated"]), rng.choice([1, 4])
         try:
@@ -400,7 +400,7 @@ def random_coupled_job(rng: random.Random) -> tuple[Workload, Profile]:
 def test_coupled_losses_and_captioners_give_sound_plans(tmp_path: Path) -> None:
     rng = random.Random(3)
     solved: Counter[str] = Counter()
-    for _ in range(30):
+    for _ in range(24):
         job, costs = random_coupled_job(rng)
         try:
             plan = run_solve(tmp_path, job, costs, solver=rng.choice(["distmm", "auto"]), top=3)

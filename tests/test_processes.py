@@ -97,6 +97,7 @@ def endless(folder: Path, plan: Path, *more: object) -> Generator[Endless]:
         run.end()
 
 
+@pytest.mark.slow
 def test_strangers_reach_nothing_and_run_nothing(tmp_path: Path, plan: Path) -> None:
     """No socket is bound to more than loopback; the one that is ours takes nothing from them."""
     with endless(tmp_path, plan, "--num-workers", 1) as run:
@@ -229,6 +230,7 @@ def _free_endpoint() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_doctor_runs_nothing_of_the_current_folder(tmp_path: Path) -> None:
     _plant_modules(tmp_path)
     done = subprocess.run(

@@ -352,6 +352,7 @@ def write_plan(folder: Path, plan: Plan) -> Path:
 # --- the commands --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_from_the_data_to_the_report(folder: Path) -> None:
     """Profile, solve, simulate, show and report; the file says what was looked at."""
     job = workload_dict()

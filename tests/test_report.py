@@ -393,6 +393,7 @@ def test_rows_are_chosen_so_that_every_stage_is_seen() -> None:
     assert timelines.representatives(plan) == [0, 2, 8, 4, 6, 9, 10]
 
 
+@pytest.mark.slow
 def test_the_page_stays_under_five_megabytes(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=10_000)
     process = [{"ph": "M", "pid": p, "tid": 0, "name": "process_name", "args": {"name": name}}

@@ -391,6 +391,7 @@ def test_a_request_to_stop_around_a_change(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_changes_its_tasks_by_itself(tmp_path: Path) -> None:
     sets = {0: ["TR"], 2: ["WR"]}
     files = Files(tmp_path, job(tasks_from_step=sets, steps=4))

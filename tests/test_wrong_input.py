@@ -155,6 +155,7 @@ def test_factory_that_does_not_make_a_module(
     refused(done, "modules.sound", *parts)
 
 
+@pytest.mark.slow
 def test_factory_that_raises_in_a_worker(files: Folder) -> None:
     towers = files.workload.parent / "birds" / "towers.py"
     towers.write_text(f"{towers.read_text()}\nraise OSError('no microphone')\n")

@@ -181,6 +181,7 @@ def test_val_digits_equal_one_process(tmp_path: Path, devices: int) -> None:
     check_equal(tmp_path, small("val-digits", VL=8, AL=6, VAL=4), devices=devices)
 
 
+@pytest.mark.slow
 def test_encoder_decoder_with_light_adaptors_equals_one_process(tmp_path: Path) -> None:
     """OFASys in small: what the encoder joins differs in every task, one has no text at all."""
     vision = {"layers": 2, "width": 16, "heads": 2, "outputs": 16, "patch": 4}
