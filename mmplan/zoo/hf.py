@@ -7,32 +7,27 @@ or a ``...ForCausalLM``, so ``init: model.safetensors`` of a saved one works.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.zoo.decoder import check_placeholders, splice
+from mmplan.zoo.hf_parts import (
+    ENCODER_RULES,
+    checked,
+    checked_config,
+    each_image,
+    transformers_class,
+)
 from mmplan.zoo.sequential import TP_RULES, LayerSequential, Part, from_layers
 
-# transformers has no tp plan of its own for encoders. Its attention takes the
-# number of heads from the local width, so plain Megatron-style shards work.
-TP_PLAN = {
-    "self_attn.q_proj": "colwise",
-    "self_attn.k_proj": "colwise",
-    "self_attn.v_proj": "colwise",
-    "self_attn.out_proj": "rowwise",
-    "mlp.fc1": "colwise",
-    "mlp.fc2": "rowwise",
-}
 # transformers' mark of a norm of single heads, say, of whose gradient each rank has a part.
 _SUMMED = "replicated_with_grad_allreduce"
 
@@ -54,7 +49,7 @@ def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
     """
     sizes, whole = _config(config, "vision_config")
     cut = from_layers(
-        _transformers("CLIPVisionModelWithProjection")(sizes),
+        transformers_class("CLIPVisionModelWithProjection")(sizes),
         "vision_model.encoder.layers",
         before=lambda part, image: part.vision_model.pre_layrnorm(
             part.vision_model.embeddings(image)
@@ -65,7 +60,7 @@ def clip_vision(config: Mapping[str, Any] | None = None) -> LayerSequential:
         ),
         first=["vision_model.embeddings", "vision_model.pre_layrnorm"],
         last=["vision_model.post_layernorm", "visual_projection"],
-        tp_plan=TP_PLAN,
+        tp_plan=ENCODER_RULES,
     )
     cut.configuration = whole
     return cut
@@ -106,14 +101,14 @@ def clip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
         return part.text_projection(part.text_model.final_layer_norm(at_end))
 
     cut = from_layers(
-        _transformers("CLIPTextModelWithProjection")(sizes),
+        transformers_class("CLIPTextModelWithProjection")(sizes),
         "text_model.encoder.layers",
         before=embed,
         each=lambda layer, hidden, end: (layer(hidden, None, is_causal=True), end),
         after=pool,
         first=["text_model.embeddings"],
         last=["text_model.final_layer_norm", "text_projection"],
-        tp_plan=TP_PLAN,
+        tp_plan=ENCODER_RULES,
     )
     cut.configuration = whole
     return cut
@@ -140,7 +135,7 @@ def siglip_vision(
     """
     # The whole configuration would warn of a text tower that nobody asked for.
     given = (config or {}).get("vision_config") or {}
-    sizes = _checked_config("SiglipVisionConfig", given)
+    sizes = checked_config("SiglipVisionConfig", given)
     sizes.vision_use_head = pooled
     sizes._attn_implementation = "sdpa"
 
@@ -149,17 +144,17 @@ def siglip_vision(
             hidden = part.post_layernorm(hidden)
             return _pool(part.head, hidden) if pooled else hidden
 
-        return _each_image(run, images)
+        return each_image(run, images)
 
     cut = from_layers(
-        _transformers("SiglipVisionModel")(sizes),
+        transformers_class("SiglipVisionModel")(sizes),
         "encoder.layers",
-        before=lambda part, images: _each_image(part.embeddings, images),
-        each=lambda layer, images: _each_image(lambda hidden: layer(hidden, None), images),
+        before=lambda part, images: each_image(part.embeddings, images),
+        each=lambda layer, images: each_image(lambda hidden: layer(hidden, None), images),
         after=readout,
         first=["embeddings"],
         last=["post_layernorm", *(["head"] if pooled else [])],
-        tp_plan=TP_PLAN,
+        tp_plan=ENCODER_RULES,
     )
     cut.source_names = {k: f"vision_model.{name}" for k, name in cut.source_names.items()}
     return cut
@@ -251,8 +246,8 @@ def _decoder_config(config: Mapping[str, Any]) -> Any:
             "causal_lm's config has no model_type", hint="give the content of a config.json"
         )
     given = {key: value for key, value in config.items() if key != "model_type"}
-    auto = _transformers("AutoConfig").for_model
-    sizes = _checked(f"{kind} configuration", lambda: auto(kind, **given))
+    auto = transformers_class("AutoConfig").for_model
+    sizes = checked(f"{kind} configuration", lambda: auto(kind, **given))
     windows = {t for t in getattr(sizes, "layer_types", None) or () if t != "full_attention"}
     if windows or (kind == "mistral" and sizes.sliding_window is not None):
         raise InvalidInputError(
@@ -265,8 +260,8 @@ def _decoder_config(config: Mapping[str, Any]) -> Any:
 
 
 def _from_config(sizes: Any) -> nn.Module:
-    auto = _transformers("AutoModelForCausalLM")
-    model = _checked(f"{sizes.model_type} as a decoder", lambda: auto.from_config(sizes))
+    auto = transformers_class("AutoModelForCausalLM")
+    model = checked(f"{sizes.model_type} as a decoder", lambda: auto.from_config(sizes))
     inner = getattr(model, "model", None)
     names = ("embed_tokens", "layers", "norm", "rotary_emb")
     missing = [name for name in names if not hasattr(inner, name)]
@@ -277,19 +272,6 @@ def _from_config(sizes: Any) -> nn.Module:
             hint="cut it with mmplan.zoo.sequential:from_layers in a factory of your own",
         )
     return model
-
-
-def _each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Tensor | Ragged:
-    """Run on every image; where a batch has none, on one of zeros that is thrown away."""
-    if not isinstance(images, Ragged):
-        return run(images)
-    values, lengths = images
-    if len(values):
-        return Ragged(run(values), lengths)
-    # transformers reshapes to sizes that it infers, which an empty tensor does not allow.
-    # Joined to the empty one, so that gradients (of zero) reach whatever made it.
-    one = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
-    return Ragged(run(one)[:0], lengths)
 
 
 def _pool(head: Any, hidden: Tensor) -> Tensor:
@@ -321,43 +303,10 @@ def _end_of_text(tokens: Tensor, end_id: int) -> Tensor:
 
 def _config(config: Mapping[str, Any] | None, tower: str) -> tuple[Any, dict[str, Any]]:
     """The tower's own configuration, with the projection width of the whole; the whole's file."""
-    whole = _checked_config("CLIPConfig", config)
+    whole = checked_config("CLIPConfig", config)
     sizes = getattr(whole, tower)
     written = {**json.loads(whole.to_json_string()), "architectures": ["CLIPModel"]}
     sizes.projection_dim = whole.projection_dim
     # The eager attention works in float32 inside and needs a mask of its own.
     sizes._attn_implementation = "sdpa"
     return sizes, written
-
-
-def _checked_config(name: str, config: Mapping[str, Any] | None) -> Any:
-    """A configuration of one tower or of two."""
-    kind = name.removesuffix("Config")
-    build = _transformers(name)
-    return _checked(f"{kind} configuration", lambda: build(**(config or {})))
-
-
-def _checked(what: str, build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except Exception as error:  # strict dataclasses raise types of their own
-        raise InvalidInputError(
-            f"transformers refuses this {what}: {shorten(str(error), 300, placeholder=' ...')}",
-            hint="give the content of such a model's config.json",
-        ) from error
-
-
-def _transformers(name: str) -> Any:
-    """A class of transformers; loads the library on first use."""
-    try:
-        return getattr(importlib.import_module("transformers"), name)
-    except ModuleNotFoundError as error:
-        raise UnfitEnvironmentError(
-            f"mmplan.zoo.hf needs {error.name}, which is not installed",
-            hint='pip install "transformers>=5.0"',
-        ) from error
-    except (ImportError, RuntimeError) as error:
-        raise UnfitEnvironmentError(
-            f"transformers is broken here: {str(error).strip().splitlines()[0]}",
-            hint="a torchvision of another build than torch does this; pip uninstall torchvision",
-        ) from error
