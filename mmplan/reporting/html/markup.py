@@ -98,10 +98,16 @@ class Markup(str):
 def _cells(row: Sequence[object], right: Sequence[bool]) -> str:
     return "".join(
         element(
-            "td", cell if isinstance(cell, Markup) else esc(cell), class_="r" if is_right else None
+            "td", cell if isinstance(cell, Markup) else esc(cell), class_=_class(cell, is_right)
         )
         for cell, is_right in zip(row, right, strict=True)
     )
+
+
+def _class(cell: object, is_right: bool) -> str | None:
+    if is_right:
+        return "r"
+    return "long" if not isinstance(cell, Markup) and len(str(cell)) > 60 else None
 
 
 def scroller(content: str, *, label: str, class_: str = "figure") -> str:
