@@ -149,6 +149,7 @@ class Watched:
         result = StepResult(
             step=0,
             loss=1.0,
+            losses={},
             grad_norm=None,
             iteration_s=0.04,
             update_s=0.005,

@@ -152,7 +152,7 @@ def test_a_cpu_tensor_of_the_runtime_is_found_at_its_place(monkeypatch: pytest.M
 
     def planted(self: BatchSync, step: int) -> None:
         begin(self, step)
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self.terms = torch.zeros(1, dtype=torch.float64)
 
     monkeypatch.setattr(BatchSync, "begin", planted)
     (fault,) = check_on_accelerator(*_two_ranks(), HERE).faults

@@ -139,8 +139,10 @@ class TaskData:
         num_workers: data loading processes.
         pin_memory: whether batches go to a GPU.
         producers: prepare the data in place of loading processes.
+        field: the place of the data in the workload file, for errors; default: the task's.
 
     Attributes:
+        datasets: of the tasks that the rank takes part in.
         starved: why the last step got samples of an earlier one; else None.
 
     Raises:
@@ -158,15 +160,17 @@ class TaskData:
         num_workers: int,
         pin_memory: bool,
         producers: Producers | None = None,
+        field: str | None = None,
     ) -> None:
         self._workload, self._folder, self._tasks = workload, folder, tasks
+        self._field = field
         self._pin_memory = pin_memory
         self._loading = {name: Loading(processes=num_workers) for name in tasks}
         self._rank, self._needs = rank, rank_needs(program, rank)
-        self._datasets = {n: self._dataset(v) for n, v in tasks.items() if n in self._needs}
+        self.datasets = {n: self._dataset(v) for n, v in tasks.items() if n in self._needs}
         self._orders = {
             name: step_order(program, name, dataset, workload)
-            for name, dataset in self._datasets.items()
+            for name, dataset in self.datasets.items()
         }
         self._loaders: dict[str, StepLoader] = {}
         self._producers = _as_seen_by(rank, program, producers) if producers else None
@@ -224,7 +228,7 @@ class TaskData:
             "ahead": self._loading[task].ahead,
             "pin_memory": self._pin_memory,
         }
-        dataset, producers = self._datasets[task], self._producers
+        dataset, producers = self.datasets[task], self._producers
         if producers is None or not need.fields:
             return StepLoader(dataset, **arguments)
         source = source_of(self._workload, view, self._folder)
@@ -237,7 +241,7 @@ class TaskData:
 
     def sent_bytes(self, task: str, most: float) -> int | None:
         """See :func:`mmlaunch.data.loading_processes.sent_bytes`."""
-        return sent_bytes(self._datasets[task], most)
+        return sent_bytes(self.datasets[task], most)
 
     def close(self) -> None:
         """Stop loading; the next step asked for may be any."""
@@ -246,7 +250,8 @@ class TaskData:
         self._loaders.clear()
 
     def _dataset(self, view: TaskView) -> Any:
-        dataset = open_dataset(self._workload, view, self._folder)
+        source = source_of(self._workload, view, self._folder)
+        dataset = (replace(source, field=self._field) if self._field else source).open()
         if not hasattr(dataset, "collate"):
             check_fields(dataset[0], self._workload.modules)
         return dataset

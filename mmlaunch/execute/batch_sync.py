@@ -61,7 +61,7 @@ class BatchSync:
     def begin(self, step: int) -> None:
         """Forget the last step."""
         self._step = step
-        self.loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        self.terms = no_terms(self._program, self._transport.device)
         self._features: dict[tuple[int, int], Tree] = {}
         self._pending: dict[tuple[int, int], Finish] = {}
         self._gradients: defaultdict[tuple[int, int], list[tuple[int | None, int, int, Tensor]]]
@@ -106,8 +106,11 @@ class BatchSync:
         self._dispatch(loss, batch, grads)
 
     def _sharded_form(self, loss: CrossSampleLoss) -> ShardedLoss | None:
-        only_features = all(item.stage is not None for item in loss.inputs)
-        return as_sharded(self._model.losses[loss.name]) if only_features else None
+        # Own rows alone are worth their exchanges where a backward follows.
+        trains = any(self._wants_gradient(loss, i) for i in range(len(loss.inputs)))
+        if not trains or any(item.stage is None for item in loss.inputs):
+            return None
+        return as_sharded(self._model.losses[loss.name])
 
     def _full(
         self,
@@ -133,7 +136,7 @@ class BatchSync:
         wanted = [i for i, tensor in leaves.items() if tensor.requires_grad]
         parameters = [p for p in module.parameters() if p.requires_grad] if first else []
         if first:
-            self.loss += value.detach()
+            self.terms[loss.index].add_(value.detach())
         if not value.requires_grad or not (wanted or parameters):
             return {}
         grads = torch.autograd.grad(
@@ -173,7 +176,7 @@ class BatchSync:
             added = None if parameter.grad is None else parameter.grad * scale
             parameter.grad = grad
             _accumulate(parameter, added)
-        self.loss += part.detach() * scale
+        self.terms[loss.index].add_(part.detach(), alpha=scale)
         return self._share_in_tp_groups(loss, batch, own_grads, scale)
 
     def _own(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
@@ -310,6 +313,11 @@ class BatchSync:
                 others_only=sharded is not None and others_only(sharded),
             )
         return self._rows[key]
+
+
+def no_terms(program: Program, device: torch.device) -> Tensor:
+    """Zeros for the term of each loss, [losses] float64."""
+    return torch.zeros(len(program.losses), dtype=torch.float64, device=device)
 
 
 def _accumulate(parameter: nn.Parameter, grad: Tensor | None) -> None:

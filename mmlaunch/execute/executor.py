@@ -30,7 +30,7 @@ from mmlaunch.comm.messages import BackwardReceive, Mailbox, Spec
 from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
-from mmlaunch.execute.batch_sync import BatchSync
+from mmlaunch.execute.batch_sync import BatchSync, no_terms
 from mmlaunch.execute.blocks import ExecutionError, StageBlocks, frozen
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.execute.weight_gradients import WeightGradients
@@ -186,8 +186,8 @@ class Executor:
             timed: note when each instruction ran.
 
         Returns:
-            This rank's part of the step's loss (float64, on its device; the parts add up to
-            it), and the times, none unless asked for.
+            This rank's part of each loss's term, [losses] (float64, on its device; the parts of
+            all ranks and losses add up to the step's loss), and the times, none unless asked for.
 
         Raises:
             ExecutionError: an instruction failed; the cause is kept.
@@ -195,7 +195,7 @@ class Executor:
         self._begin(step, data)
         with self._precision.step():
             marks = self._run_row(step, timed=timed)
-        return self._loss + self._sync.loss, marks
+        return self._terms + self._sync.terms, marks
 
     def _run_row(self, step: int, *, timed: bool) -> StepMarks:
         marks = StepMarks(self._transport)
@@ -224,7 +224,7 @@ class Executor:
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step
         self._data = data
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._transport.device)
+        self._terms = no_terms(self._program, self._transport.device)
         self._live: dict[MicroBatch, _Live] = {}
         self._later: dict[MicroBatch, WeightGradients] = {}
         self._mailbox.begin()
@@ -334,7 +334,7 @@ class Executor:
             value = module(*arguments)
         term = widened(value) * self._reductions.scale(loss, stop - start)
         if first:
-            self._loss += term.detach()
+            self._terms[loss.index].add_(term.detach())
         return term
 
     def _backward(self, stage: Stage, mb: int) -> None:

@@ -97,7 +97,8 @@ def infer_shapes(
         if answer.failure is not None:
             raise answer.failure.error()
         specs.append(answer.spec)
-        model.sum_partial(stage, answer.partial)
+        if stage.has_backward:
+            model.sum_partial(stage, answer.partial)
     return specs
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
@@ -49,6 +49,8 @@ from mmlaunch.model.whole_modules import whole_modules
 from mmlaunch.process import process_group
 from mmlaunch.process.device import async_tp_note, pick, set_numerics, warms_up
 from mmlaunch.process.heartbeat import Heartbeat
+from mmlaunch.session.early_stop import EarlyStop
+from mmlaunch.session.evaluation import Evaluation
 from mmlaunch.session.identity import (
     check_same_run,
     check_same_workload,
@@ -75,7 +77,7 @@ from mmplan.schema.load import load_plan
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
 from mmplan.schema.settings import with_settings
-from mmplan.schema.workload import Workload, load_workload, resolve_tasks
+from mmplan.schema.workload import Workload, load_workload, resolve_tasks, value_name
 from mmplan.wording import counted
 
 T = TypeVar("T")
@@ -115,6 +117,8 @@ class Session:
     Attributes:
         step_count: steps done, which is the number of the next one.
         update: this rank's optimizer and its parameters.
+        evaluation: of the plan's tasks; None where the workload has none.
+        early_stop: ends the run by evaluations; None where the workload does not ask for it.
         own_times: which kinds of instructions are timed, of every rank.
         hooks: functions to call on steps, losses and checkpoints.
         notes: lines that tell the user how this run works and why.
@@ -269,6 +273,24 @@ class Session:
         )
         # Emulated steps update nothing.
         every = 0 if emulation is not None else workload.train.compare_replicas
+        train = workload.train
+        self.evaluation = (
+            None
+            if train.eval is None or emulation is not None
+            else Evaluation(
+                plan=plan,
+                workload=workload,
+                folder=folder,
+                model=self.model,
+                transport=transport,
+                seeds=seeds,
+                precision=precision,
+                prepare=self._prepare,
+                heartbeat=self._heartbeat,
+                num_workers=num_workers,
+            )
+        )
+        self.early_stop = EarlyStop(train.early_stop) if train.early_stop else None
         self._saves: BackgroundSaves | None = None
         self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
@@ -391,6 +413,8 @@ class Session:
                 block by an exception does so.
         """
         self._data.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
         if self._saves is not None:
             self._saves.close(failed=failed)
         if self._owns_process_group:
@@ -444,7 +468,8 @@ class Session:
         for hook in self.hooks.on_data:
             hook(self, data)
         began = time.perf_counter()
-        part, marks = self.executor.run(self.step_count, data, timed=timed)
+        terms, marks = self.executor.run(self.step_count, data, timed=timed)
+        part = terms.sum()
         vote = torch.full_like(part, self._should_stop())
         ranks, own = self.transport.world_size, self.own_times
         # Own times are of the last step: those of this one are not known before the device is done.
@@ -456,20 +481,22 @@ class Session:
                 times[index].fill_(seconds)
         starved = torch.full_like(part, self._data.starved is not None)
         said = torch.stack([part, vote, starved, self.update.has_faults()])
-        total = torch.cat([said, times])
+        total = torch.cat([said, terms, times])
         self.transport.all_reduce(total, tuple(range(self.transport.world_size)))
         # All that the host must know of the step in one wait for the device.
         found = torch.cat([total, self._reductions.num_ranks()]).tolist()
         loss, votes, starving, faults = found[: len(said)]
+        values = found[len(said) : len(said) + len(terms)]
         self._reductions.drop_missing(found[len(total) :])
         iteration_s = time.perf_counter() - began
-        of_ranks = found[len(said) : len(total)]
+        of_ranks = found[len(said) + len(terms) : len(total)]
         # Behind the wait: the device has come to all marks.
         spans = marks.spans()
         own.note(spans)
         return StepResult(
             step=self.step_count,
             loss=loss,
+            losses=self._unweighted(values),
             grad_norm=None,
             iteration_s=iteration_s,
             update_s=0.0,
@@ -481,6 +508,14 @@ class Session:
             finite=math.isfinite(loss) and not faults,
             spans=spans,
         )
+
+    def _unweighted(self, terms: Sequence[float]) -> dict[str, float]:
+        """A step's terms without their weights; a loss of the weight 0 is left out."""
+        return {
+            value_name(self.workload, loss.task, loss.name): term / float(loss.weight)
+            for loss, term in zip(self.program.losses, terms, strict=True)
+            if loss.weight
+        }
 
     def _skip(self, done: StepResult) -> StepResult:
         """Leave a step out that is not finite, or end the run, as the workload says."""
@@ -505,6 +540,20 @@ class Session:
         for hook in self.hooks.on_step:
             hook(self, done)
         return done
+
+    def run_evaluation(self) -> dict[str, float]:
+        """Losses and metrics of the held-out data with the current weights, the same on all ranks.
+
+        Ranks run the plan's forward passes; no rank holds more of the model than in a step.
+
+        Raises:
+            InvalidInputError: the workload has no ``train.eval``.
+        """
+        if self.evaluation is None:
+            raise InvalidInputError(
+                "the workload has no train.eval", hint="add train: {eval: {data: {factory: ...}}}"
+            )
+        return self.evaluation.run(self.step_count)
 
     def evaluate(self, function: Callable[[dict[str, nn.Module]], T]) -> T:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.
@@ -577,6 +626,8 @@ class Session:
             "optimizer": self.workload.train.optimizer,
             "identity": identity_of(self.workload),
         }
+        if self.early_stop is not None:
+            state["early_stop"] = self.early_stop.state()
         content = Content(
             root=Path(folder),
             step=self.step_count,
@@ -622,6 +673,8 @@ class Session:
             others = check_same_run(checkpoint.path, saved, self.workload, anyway=anyway)
         finally:
             checkpoint.close()
+        if self.early_stop is not None:
+            self.early_stop.load(checkpoint.manifest.state.get("early_stop"))
         self.step_count = checkpoint.manifest.step
         self._data.close()
         return others
@@ -662,6 +715,7 @@ class StepResult:
     Attributes:
         step: its number, from 0.
         loss: the whole step's loss, the same on all ranks.
+        losses: of it each loss by name (``task.loss`` of several tasks), without its weight.
         grad_norm: norm of all gradients before they were clipped; None without clipping.
         iteration_s: forward, backward, communication and losses.
         update_s: the optimizer's update.
@@ -677,6 +731,7 @@ class StepResult:
 
     step: int
     loss: float
+    losses: dict[str, float]
     grad_norm: float | None
     iteration_s: float
     update_s: float

@@ -111,9 +111,21 @@ def build_module(
 
 
 def build_loss(
-    workload: Workload, name: str, folder: Path, *, device: str | None = None
+    workload: Workload,
+    name: str,
+    folder: Path,
+    *,
+    device: str | None = None,
+    field: str | None = None,
 ) -> nn.Module:
     """Build one loss of a workload, the same in every process.
+
+    Args:
+        workload: whose loss it is.
+        name: of the loss.
+        folder: the workload file's folder.
+        device: where it is made.
+        field: the place in the workload file, for errors.
 
     Raises:
         InvalidInputError: the factory cannot be imported, raises, or returns no nn.Module.
@@ -121,7 +133,7 @@ def build_loss(
     from torch import nn
 
     spec = workload.losses[name]
-    field = f"losses.{name}"
+    field = field or f"losses.{name}"
     seeded = workload.train.seed, field
     loss = _made(spec, folder, field=field, seeded=seeded, device=device)
     if not isinstance(loss, nn.Module):

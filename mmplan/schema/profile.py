@@ -22,7 +22,7 @@ from mmplan.schema.base import (
     load_document,
 )
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.train import Args
+from mmplan.schema.made import Args
 
 
 class Point(Record):

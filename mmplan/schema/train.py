@@ -6,13 +6,13 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
 from mmplan.schema.base import Bool, Count, Index, Int, Positive, Record, Size, Str
-
-Args = Annotated[dict[Str, Any], Field(description="keyword arguments")]
+from mmplan.schema.evaluation import EarlyStopSpec, EvalSpec
+from mmplan.schema.made import Args, CallbackSpec
 
 
 def _numbered(value: object) -> object:
@@ -108,6 +108,9 @@ class TrainSpec(Record):
         deterministic: refuse operations of torch whose results differ between two runs.
         compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
         loss_jump: when a loss is named, in the log and in ``metrics.jsonl``; the run goes on.
+        eval: held-out data, and what is computed of them every so many steps.
+        early_stop: by which evaluations the run ends before its last step.
+        callbacks: objects that hear of steps, evaluations and checkpoints: loggers, say.
         steps: of a run without ``--steps``.
     """
 
@@ -143,6 +146,9 @@ class TrainSpec(Record):
         "skip: go on with the next batch, at most ten times in a row",
     )
     loss_jump: LossJumpSpec = LossJumpSpec()
+    eval: EvalSpec | None = None
+    early_stop: EarlyStopSpec | None = None
+    callbacks: tuple[Literal["tensorboard"] | CallbackSpec, ...] = ()
     steps: Index = 100
     tasks_from_step: TasksFromStep = Field(
         default_factory=dict,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,12 +25,10 @@ from mmplan.schema.base import (
     load_document,
     parse_document,
 )
-from mmplan.schema.train import Args, TaskSet, TrainSpec, task_sets
+from mmplan.schema.evaluation import TOTAL, MetricSpec
+from mmplan.schema.made import Args, DataSpec, Factory
+from mmplan.schema.train import TaskSet, TrainSpec, task_sets
 
-Factory = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$", description='"package.module:callable"'),
-]
 Degrees = Count | tuple[Count, ...]
 Frozen = Bool | tuple[Range, ...]
 DEFAULT_TASK = "default"
@@ -112,13 +111,6 @@ class LossSpec(Record):
     weight: Float = 1.0
 
 
-class DataSpec(Record):
-    """Where samples come from: the factory makes a map-style dataset of dicts of tensors."""
-
-    factory: Factory
-    args: Args = Field(default_factory=dict)
-
-
 class TaskSpec(Record):
     """Modules trained together on one stream of data; what is absent is the workload's.
 
@@ -161,6 +153,7 @@ class Workload(Document):
         for task in resolve_tasks(self).values():
             _check_task(self, task)
         task_sets(self.train.tasks_from_step, tuple(resolve_tasks(self)))
+        _check_evaluation(self)
         return self
 
     @property
@@ -398,6 +391,79 @@ def _check_task(workload: Workload, task: TaskView) -> None:
         spec = workload.losses[loss]
         if spec.sync_batch is not None and not spec.cross_sample:
             raise ValueError(f"losses.{loss}.sync_batch needs cross_sample: true")
+
+
+def _check_evaluation(workload: Workload) -> None:
+    train, tasks = workload.train, resolve_tasks(workload)
+    if train.early_stop is not None and train.eval is None:
+        raise ValueError("train.early_stop needs train.eval: it looks at evaluations")
+    if train.eval is None:
+        return
+    for name in train.eval.data_by_task:
+        if name not in tasks:
+            raise ValueError(
+                f"train.eval.data_by_task: there is no task {name!r}, the workload has "
+                f"{', '.join(tasks)}"
+            )
+    for name in tasks:
+        if train.eval.data is None and name not in train.eval.data_by_task:
+            of = f" of task {name}" if workload.tasks else ""
+            raise ValueError(f"train.eval: data{of} are missing; add data: {{factory: ...}}")
+    for name, metric in train.eval.metrics.items():
+        _check_metric(workload, tasks, name, metric)
+    stop = train.early_stop
+    values = evaluated_values(workload)
+    if stop is not None and stop.metric not in values:
+        similar = get_close_matches(stop.metric, values, n=1)
+        meant = f"; did you mean {similar[0]}?" if similar else ""
+        raise ValueError(
+            f"train.early_stop.metric: {stop.metric!r} is not evaluated, {', '.join(values)} "
+            f"are{meant}"
+        )
+
+
+def _check_metric(
+    workload: Workload, tasks: Mapping[str, TaskView], name: str, metric: MetricSpec
+) -> None:
+    where = f"train.eval.metrics.{name}"
+    if not name.replace("_", "").replace("-", "").isalnum():
+        raise ValueError(f"{where}: its name may have letters, digits, _ and - only")
+    if name == TOTAL or name in workload.losses or name in workload.modules:
+        raise ValueError(f"{where}: {name!r} is the name of a loss or a module; rename the metric")
+    if metric.task is None and len(tasks) > 1:
+        raise ValueError(f"{where}.task is missing; it is one of {', '.join(tasks)}")
+    task = tasks.get(metric.task or next(iter(tasks)))
+    if task is None:
+        raise ValueError(f"{where}.task: {metric.task!r} is not one of {', '.join(tasks)}")
+    sources = _sources(workload, metric.inputs)
+    for source in sources:
+        if source.module is not None and source.module not in task.inputs:
+            raise ValueError(f"{where}.inputs: {source.module} is no module of task {task.name}")
+    if not any(source.module for source in sources):
+        raise ValueError(f"{where}.inputs names no module, so there is nothing to evaluate")
+    if metric.sync_batch is not None and not metric.cross_sample:
+        raise ValueError(f"{where}.sync_batch needs cross_sample: true")
+    if metric.sync_batch is not None and task.batch % metric.sync_batch:
+        raise ValueError(
+            f"{where}.sync_batch: {metric.sync_batch} does not divide the batch of {task.batch}"
+        )
+
+
+def value_name(workload: Workload, task: str, name: str) -> str:
+    """The name of a task's loss or metric in logs and evaluations."""
+    return f"{task}.{name}" if len(resolve_tasks(workload)) > 1 else name
+
+
+def evaluated_values(workload: Workload) -> list[str]:
+    """Names of what an evaluation computes: the total, every loss, every metric."""
+    tasks = resolve_tasks(workload)
+    metrics = workload.train.eval.metrics if workload.train.eval else {}
+    first = next(iter(tasks))
+    return [
+        TOTAL,
+        *(value_name(workload, task, loss) for task in tasks for loss in tasks[task].loss_inputs),
+        *(value_name(workload, m.task or first, name) for name, m in metrics.items()),
+    ]
 
 
 def exact(weight: float) -> Fraction:

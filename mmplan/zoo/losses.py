@@ -242,7 +242,7 @@ class TokenCrossEntropy(nn.Module):
         scores = logits.values if isinstance(logits, Ragged) else logits.flatten(0, 1)
         return functional.cross_entropy(
             scores,
-            self._targets(labels, lengths).flatten(),
+            self.targets(labels, lengths).flatten(),
             ignore_index=self.ignore_index,
             reduction="sum",
         )
@@ -266,12 +266,12 @@ class TokenCrossEntropy(nn.Module):
             )
         labels = fields[name]
         lengths: Any = fields.get(f"{name}_lengths")
-        is_target = (self._targets(labels, lengths) != self.ignore_index).long()
+        is_target = (self.targets(labels, lengths) != self.ignore_index).long()
         if not isinstance(labels, Ragged):
             return is_target.sum(dim=1)
         return is_target.new_zeros(len(labels.lengths)).index_add(0, samples_of(labels), is_target)
 
-    def _targets(self, labels: Tensor | Ragged, lengths: Ragged | None) -> Tensor:
+    def targets(self, labels: Tensor | Ragged, lengths: Ragged | None) -> Tensor:
         """What each position predicts, in the shape of the labels' values."""
         values = labels.values if isinstance(labels, Ragged) else labels
         if not self.shift:

@@ -1,0 +1,218 @@
+"""Evaluation while training: the plan's forward passes on held-out data, on all ranks.
+
+Nothing of training changes by it: weights, gradients, random numbers and the stream of samples are
+the same with and without it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mmlaunch.comm.batches import Tree
+from mmlaunch.comm.transport import Transport
+from mmlaunch.data.task_data import TaskData
+from mmlaunch.execute.blocks import StageBlocks
+from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.reductions import Reductions
+from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import TrainingPrecision
+from mmlaunch.model.seeds import Seeds
+from mmlaunch.model.shape_inference import infer_shapes
+from mmlaunch.process.heartbeat import Heartbeat
+from mmplan.errors import InvalidInputError
+from mmplan.program.communicators import Channels, communicators
+from mmplan.program.evaluation import evaluation_program
+from mmplan.program.model import Loss
+from mmplan.schema.evaluation import TOTAL, EvalSpec
+from mmplan.schema.factories import build_loss
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import LossSpec, Workload, exact, resolve_tasks, value_name
+from mmplan.sources.orders import epoch_length
+
+
+class Evaluation:
+    """Runs the forward passes of a plan on held-out data.
+
+    Args:
+        plan: of the training.
+        workload: with ``train.eval``.
+        folder: the workload file's folder.
+        model: this rank's, as it is trained.
+        transport: moves tensors between ranks.
+        seeds: of the training; its generators draw on as if nothing had been evaluated.
+        precision: the type in which blocks compute.
+        prepare: moves a data field to the device and its training type.
+        heartbeat: told of every instruction.
+        num_workers: data loading processes of this rank.
+
+    Attributes:
+        program: forward passes, losses and metrics.
+        batches: of each task, that an evaluation takes.
+
+    Raises:
+        InvalidInputError: a metric or the data cannot be made, or there is less than one batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        workload: Workload,
+        folder: Path,
+        model: LocalModel,
+        transport: Transport,
+        seeds: Seeds,
+        precision: TrainingPrecision,
+        prepare: Callable[[Tree], Tree],
+        heartbeat: Heartbeat,
+        num_workers: int = 0,
+    ) -> None:
+        spec = workload.train.eval
+        if spec is None:
+            raise InvalidInputError("the workload has no train.eval")
+        self._training, self._transport = workload, transport
+        self._seeds, self._heartbeat = seeds, heartbeat
+        self.program = evaluation_program(plan, spec.metrics)
+        workload = _with_metrics(workload, spec)
+        channels = Channels(self.program)
+        heartbeat.phase("joining")
+        transport.prepare(communicators(self.program), channels.links)
+        self._model = _with_losses(model, workload, folder, self.program.losses, transport)
+        heartbeat.phase("loading data")
+        tasks = resolve_tasks(workload)
+        self._data = TaskData(
+            program=self.program,
+            workload=workload,
+            folder=folder,
+            tasks={name: view for name, view in tasks.items() if name in plan.tasks},
+            rank=transport.rank,
+            num_workers=num_workers,
+            pin_memory=transport.device.type == "cuda",
+            field="train.eval.data",
+        )
+        self.batches = self._number_of_batches(spec.batches)
+        specs = infer_shapes(
+            self.program,
+            self._model,
+            transport,
+            data=lambda task: self._data.of_task(task, 0),
+            prepare=prepare,
+            precision=precision,
+        )
+        self._data.close()
+        self._executor = Executor(
+            program=self.program,
+            model=self._model,
+            transport=transport,
+            specs=specs,
+            channels=channels,
+            blocks=StageBlocks(self._model, seeds, frozenset()),
+            seeds=seeds,
+            precision=precision,
+            reductions=Reductions(self.program, self._model, transport),
+            prepare=prepare,
+            heartbeat=heartbeat,
+        )
+
+    def _number_of_batches(self, asked: int | None) -> int:
+        """As many as asked for, but no more than the shortest data have; alike on all ranks."""
+        lengths = {n: epoch_length(d) for n, d in self._data.datasets.items()}
+        own = {n: length // self.program.batches[n] for n, length in lengths.items()}
+        found = self._transport.gather_objects(own)
+        least = min(number for of_rank in found for number in of_rank.values())
+        return least if asked is None else min(asked, least)
+
+    def run(self, step: int) -> dict[str, float]:
+        """Losses and metrics by name, means over the batches; the same on all ranks.
+
+        Args:
+            step: of training, for messages.
+        """
+        total = torch.zeros(len(self.program.losses), dtype=torch.float64)
+        total = total.to(self._transport.device)
+        with torch.no_grad(), self._seeds.kept(), _evaluating(self._modules()):
+            for batch in range(self.batches):
+                self._heartbeat.phase("evaluating", step)
+                # Random numbers are those of this batch in every evaluation.
+                terms, _ = self._executor.run(batch, self._data.step(batch))
+                total += terms
+        self._data.close()
+        self._heartbeat.phase("evaluating", step)
+        self._transport.all_reduce(total, tuple(range(self._transport.world_size)))
+        means = (total / self.batches).tolist()
+        values = {
+            value_name(self._training, loss.task, loss.name): mean
+            for loss, mean in zip(self.program.losses, means, strict=True)
+        }
+        return {TOTAL: self._total(values), **values}
+
+    def _total(self, values: dict[str, float]) -> float:
+        """The weighted sum of the losses, as training has it."""
+        tasks = resolve_tasks(self._training)
+        return sum(
+            float(exact(task.weight) * exact(self._training.losses[loss].weight))
+            * values[value_name(self._training, name, loss)]
+            for name, task in tasks.items()
+            if name in self.program.batches
+            for loss in task.loss_inputs
+        )
+
+    def _modules(self) -> list[nn.Module]:
+        return [*self._model.blocks.values(), *self._model.losses.values()]
+
+    def close(self) -> None:
+        """End the loading of data."""
+        self._data.close()
+
+
+def _with_metrics(workload: Workload, spec: EvalSpec) -> Workload:
+    """The workload with the held-out data, and with metrics among its losses."""
+    metrics = {
+        name: LossSpec(factory=metric.factory, args=metric.args, inputs=metric.inputs)
+        for name, metric in spec.metrics.items()
+    }
+    tasks = {
+        name: task.model_copy(update={"data": spec.data_by_task.get(name, spec.data)})
+        for name, task in workload.tasks.items()
+    }
+    data = spec.data or next(iter(spec.data_by_task.values()), None)
+    # Its order of samples needs no thought: nothing follows from it.
+    train = workload.train.model_copy(update={"reorder": False})
+    changed = {"losses": {**workload.losses, **metrics}, "data": data, "tasks": tasks}
+    return workload.model_copy(update={**changed, "train": train})
+
+
+def _with_losses(
+    model: LocalModel,
+    workload: Workload,
+    folder: Path,
+    losses: Iterable[Loss],
+    transport: Transport,
+) -> LocalModel:
+    """The model with the metrics beside its losses; its parameters are the same ones."""
+    found = copy.copy(model)
+    found.losses = dict(model.losses)
+    for loss in losses:
+        if transport.rank in loss.ranks and loss.name not in found.losses:
+            made = build_loss(workload, loss.name, folder, field=f"train.eval.metrics.{loss.name}")
+            found.losses[loss.name] = made.to(transport.device)
+    return found
+
+
+@contextmanager
+def _evaluating(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Context in which modules are in evaluation mode; each goes back to its own after it."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for part, _ in modes:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
