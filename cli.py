@@ -304,6 +304,14 @@ def run(
             "--emulate", help="train nothing: computes are waits of the profile's times, on the CPU"
         ),
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="A:B",
+            help="torch.profiler's trace of steps A to before B, counted from 0",
+        ),
+    ] = None,
     timeout: TimeoutOption = 300.0,
     start_timeout: StartTimeoutOption = 900.0,
     as_json: JsonOption = False,
@@ -372,6 +380,7 @@ def run(
         data_address=data_address,
         data_wait_s=0.8 * timeout if data_wait is None else data_wait,
         emulation=emulation,
+        profile=None if profile is None else _step_range(profile),
     )
     prepared = prepare(options)
     options = replace(options, predicted=emulation or _predicted(prepared))
@@ -414,8 +423,19 @@ def run(
             hint=f"go on with: mmlaunch run {plan} --resume --run-dir {summary.run_dir}",
         )
     done = "emulated, nothing was trained" if emulate else "done"
+    if summary.ended_early is not None:
+        done = "done, which is early"
     out.text(f"{counted(summary.steps, 'step')} {done}; see {summary.run_dir}")
     out.hint(f"mmplan report {summary.run_dir} -o report.html")
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    first, _, end = text.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise InvalidInputError(
+            f"--profile {text}: is no range of steps", hint="--profile 2:4 profiles steps 2 and 3"
+        )
+    return int(first), int(end)
 
 
 @mmlaunch_app.command()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mmlaunch.data.loader import StepData
 from mmlaunch.data.loading_processes import LoadCost, Loading, choose, sent_bytes
 from mmlaunch.run.data_watch import DataWatch, hint_of, said_of
-from mmlaunch.run.training_worker import longest_waits
+from mmlaunch.run.metrics_log import longest_waits
 from mmlaunch.session.session import StepResult
 from mmplan.commands.options import count_or_auto
 from mmplan.errors import InvalidInputError

@@ -23,6 +23,7 @@ class RunOptions:
         skip_damaged: resume from an older checkpoint where the newest is damaged, as restarts do.
         data_address: HOST:PORT of the cluster that prepares data; None to load on the machines.
         data_wait_s: longest wait of a step while that has no producer.
+        profile: steps from the first number on, before the second, are profiled by torch.
         predicted: what computes of the plan should take, where a measured profile tells.
     """
 
@@ -47,3 +48,4 @@ class RunOptions:
     data_wait_s: float = 240.0
     emulation: Timings | None = None
     predicted: Timings | None = None
+    profile: tuple[int, int] | None = None

@@ -55,6 +55,7 @@ class RunSummary:
         memory_bytes: rank to the peak of its steps, of ranks whose system tells.
         stopped: whether it saved and ended early, on request or for want of data.
         starved: whether for want of data.
+        ended_early: why training ended of itself before its last step; None where it did not.
         segment: the last one that ran.
     """
 
@@ -63,6 +64,7 @@ class RunSummary:
     steps: int
     stopped: bool
     starved: bool
+    ended_early: str | None
     spans: dict[int, list[tuple[int, float, float]]]
     memory_bytes: dict[int, int]
 
@@ -279,6 +281,7 @@ def run(
         steps=results[0].step,
         stopped=results[0].stopped,
         starved=results[0].starved,
+        ended_early=results[0].ended_early,
         segment=segments[results[0].segment],
         spans={result.rank: result.spans for result in results},
         memory_bytes=held,

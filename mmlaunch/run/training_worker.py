@@ -25,25 +25,24 @@ from mmlaunch.launch.worker_main import WorkerContext
 from mmlaunch.process.device import garbage_steps
 from mmlaunch.process.garbage import PacedGarbage
 from mmlaunch.process.peak_memory import PeakMemory
+from mmlaunch.run.callbacks import Callbacks, RunInfo
 from mmlaunch.run.data_watch import DataWatch
 from mmlaunch.run.loss_jumps import LossJumps
+from mmlaunch.run.metrics_log import MetricsLog
 from mmlaunch.run.options import RunOptions
 from mmlaunch.run.segments import Segment
-from mmlaunch.run.slow_ranks import SlowRanks, slow_ranks_of
-from mmlaunch.session.session import NotFiniteStep, Session, StepResult
+from mmlaunch.run.slow_ranks import slow_ranks_of
+from mmlaunch.run.step_profile import FOLDER, StepProfile
+from mmlaunch.session.session import NotFiniteStep, Session
 from mmlaunch.session.verify import planned_steps
 from mmplan.errors import InvalidInputError, RunFailedError, UnfitEnvironmentError
 from mmplan.schema.base import write_text
 
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 WEIGHTS = "final.safetensors"
 NOT_FINITE = "not-finite"
-# Steps on an accelerator of which one is timed, and first steps that are no measure.
+# Steps on an accelerator of which one is timed.
 _TIMED = 10
-_WARM_UP = 2
-# Ranks in a step's line whose waiting for data is told.
-_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +76,7 @@ class TrainResult:
         step: steps done.
         stopped: whether it ended early, on request or for want of data.
         starved: whether for want of data.
+        ended_early: why training ended before its last step, of itself; None where it did not.
         segment: index of the segment that it ended in.
         spans: (instruction index, start_s, end_s) of the last step on this rank.
         memory_bytes: the peak of the segment's steps; None where the system does not tell.
@@ -86,6 +86,7 @@ class TrainResult:
     step: int
     stopped: bool
     starved: bool = False
+    ended_early: str | None = None
     segment: int
     spans: list[tuple[int, float, float]]
     memory_bytes: int | None = None
@@ -115,7 +116,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     trainer = _Trainer(ctx, job, transport)
     index = _segment_at(job, newest)
     result = trainer.train(index, newest, proven=True)
-    while not result.stopped and result.step < job.steps:
+    while not (result.stopped or result.ended_early) and result.step < job.steps:
         # The last plan's model and groups must be gone before the next ones come.
         gc.collect()
         if ctx.device.device.type == "cuda":
@@ -123,6 +124,7 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
         transport.forget_groups()
         index += 1
         result = trainer.train(index, folder / f"step-{result.step}")
+    trainer.end(result)
     return result
 
 
@@ -137,7 +139,9 @@ class _Trainer:
 
     def __init__(self, ctx: WorkerContext, job: TrainJob, transport: DistTransport) -> None:
         self._ctx, self._job, self._transport = ctx, job, transport
-        self._log: _Metrics | None = None
+        self._log: MetricsLog | None = None
+        self._callbacks: Callbacks | None = None
+        self._profile = StepProfile(job.options.profile, ctx.run_dir / FOLDER, ctx.rank)
         self._data_watch = DataWatch(ctx, job.options.num_workers)
 
     def train(self, index: int, checkpoint: Path | None, *, proven: bool = False) -> TrainResult:
@@ -183,13 +187,19 @@ class _Trainer:
             _report(ctx, {"kind": "segment", "segment": index, "step": session.step_count})
             with PacedGarbage(garbage_steps()) as garbage:
                 stopped, starved, spans = self._steps(session, segment, memory, garbage)
-            if not stopped and session.step_count >= job.steps and options.emulation is None:
+            stop, early = session.early_stop, None
+            if stop is not None and stop.is_over and not stopped:
+                early = f"after step {session.step_count}: {stop.reason()}"
+                _report(ctx, {"kind": "note", "message": f"training ends early, {early}"})
+            is_done = early is not None or session.step_count >= job.steps
+            if not stopped and is_done and options.emulation is None:
                 session.write_weights(ctx.run_dir / WEIGHTS)
             return TrainResult(
                 rank=ctx.rank,
                 step=session.step_count,
                 stopped=stopped,
                 starved=starved,
+                ended_early=early,
                 segment=index,
                 spans=spans,
                 memory_bytes=memory.most_bytes,
@@ -201,9 +211,7 @@ class _Trainer:
         """Train and save; whether it stopped early, for want of data, and the last step's times."""
         job, save_every = self._job, self._job.options.save_every
         if self._log is None and session.rank == 0:
-            emulated = job.options.emulation is not None
-            jumps = LossJumps(session.workload.train.loss_jump)
-            self._log = _Metrics(self._ctx, session.step_count, jumps, emulated=emulated)
+            self._log = self._begin(session)
         if self._log is not None:
             given = segment.path == job.options.plan.absolute()
             predicted = job.options.predicted if given else None
@@ -212,8 +220,9 @@ class _Trainer:
         timed = 1 if self._ctx.device.device.type == "cpu" else _TIMED
         stopped, starved, spans = False, False, []
         memory.forget()
-        while session.step_count < segment.until and not stopped:
+        while session.step_count < segment.until and not (stopped or _is_over(session)):
             step = session.step_count
+            self._profile.before_step(step)
             result = session.step(timed=step % timed == 0 or step == job.steps - 1)
             memory.note()
             spans = [(s.index, s.start_s, s.end_s) for s in result.spans] or spans
@@ -222,17 +231,64 @@ class _Trainer:
                 self._log.add(session, result)
             step = session.step_count
             garbage.after_step(step)
+            self._tell_profile(self._profile.after_step(step))
             stopped = result.stop and step < job.steps
-            if stopped or step == segment.until:
+            if not starved:
+                self._evaluate(session, last=step == job.steps)
+            at_end = stopped or step == segment.until or _is_over(session)
+            if at_end:
                 memory.end(_tensors(session))
             # The last step is saved too: a later run may go on from it with more --steps.
             due = save_every and (step == job.steps or step % save_every == 0)
-            at_end = stopped or step == segment.until
             self._hear_of(session.saved(wait=bool(due or at_end)))
             if due or (at_end and step < job.steps):
                 self._save(session, at_end=at_end)
                 memory.forget()
+        self._tell_profile(self._profile.end())
         return stopped, starved, spans
+
+    def _begin(self, session: Session) -> MetricsLog:
+        """On rank 0, before its first step."""
+        job, workload = self._job, session.workload
+        self._callbacks = Callbacks(workload, session.folder)
+        info = RunInfo(
+            name=workload.name,
+            run_dir=self._ctx.run_dir,
+            step=session.step_count,
+            workload=workload.model_dump(mode="json"),
+        )
+        self._callbacks.on_begin(info)
+        return MetricsLog(
+            self._ctx,
+            session.step_count,
+            LossJumps(workload.train.loss_jump),
+            self._callbacks,
+            emulated=job.options.emulation is not None,
+        )
+
+    def end(self, result: TrainResult) -> None:
+        """Tell callbacks that training is over, in order."""
+        if self._callbacks is not None:
+            done = "stopped" if result.stopped else "done"
+            self._callbacks.on_end(result.step, result.ended_early or done)
+
+    def _evaluate(self, session: Session, *, last: bool) -> None:
+        """Evaluate where it is time to."""
+        if session.evaluation is None or session.workload.train.eval is None:
+            return
+        step = session.step_count
+        if not last and step % session.workload.train.eval.every:
+            return
+        values = session.run_evaluation()
+        if session.early_stop is not None:
+            session.early_stop.add(values)
+        if self._log is not None:
+            self._log.evaluated(step, values)
+
+    def _tell_profile(self, path: Path | None) -> None:
+        if path is not None:
+            message = f"profile of rank {self._ctx.rank}, and of each other: {path}"
+            _report(self._ctx, {"kind": "note", "message": message})
 
     def _save(self, session: Session, *, at_end: bool) -> None:
         """Save, or begin to; a failure ends training only where there is no later save."""
@@ -260,6 +316,13 @@ class _Trainer:
         else:
             event = {"kind": "checkpoint", "step": saved.step, "path": str(saved.path)}
             _report(self._ctx, event)
+            if self._callbacks is not None and saved.path is not None:
+                self._callbacks.on_checkpoint(saved.step, saved.path)
+
+
+def _is_over(session: Session) -> bool:
+    """Whether early stop ends the run; the same on all ranks."""
+    return session.early_stop is not None and session.early_stop.is_over
 
 
 def _producers(ctx: WorkerContext, job: TrainJob) -> Producers | None:
@@ -368,95 +431,3 @@ def _keep_not_finite(ctx: WorkerContext, session: Session, step: NotFiniteStep) 
 def _report(ctx: WorkerContext, event: dict[str, Any]) -> None:
     if ctx.rank == 0:
         ctx.report(event)
-
-
-class _Metrics:
-    """``metrics.jsonl``: one line per step; lines of steps that are done again are dropped.
-
-    Emulated steps have no loss: theirs is null.
-    """
-
-    def __init__(
-        self, ctx: WorkerContext, first_step: int, jumps: LossJumps, *, emulated: bool
-    ) -> None:
-        self._ctx, self._jumps, self._emulated = ctx, jumps, emulated
-        # Whether the last step's loss had jumped.
-        self._high = False
-        path = ctx.run_dir / METRICS
-        write_text(path, "".join(_lines_before(path, first_step)))
-        self._file = path.open("a", encoding="utf-8")
-
-    def watch(self, ranks: SlowRanks, step: int) -> None:
-        """Look for slow ranks from a step on."""
-        self._ranks, self._watched_from = ranks, step + _WARM_UP
-
-    def add(self, session: Session, result: StepResult) -> None:
-        """Append a step and tell the launcher."""
-        samples = sum(session.program.batches.values())
-        entry: dict[str, Any] = {
-            "step": result.step,
-            "loss": None if self._emulated else result.loss,
-            "iteration_s": result.iteration_s,
-            "samples_per_s": samples / result.iteration_s,
-            "update_s": result.update_s,
-            "data_s": result.data_s,
-            "data_s_by_rank": longest_waits(result.data_s_by_rank),
-        }
-        if result.grad_norm is not None:
-            entry["grad_norm"] = result.grad_norm
-        if not (result.finite or self._emulated):
-            entry["skipped"] = True
-        elif not self._emulated:
-            self._look_at(result, entry)
-        # Times are those of the step before.
-        if result.last_own_s and result.step > self._watched_from:
-            self._name_slow(result, entry)
-        try:
-            # JSON has no NaN: such a loss is written as null.
-            finite = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v
-                for k, v in entry.items()
-            }
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise UnfitEnvironmentError(
-                f"{self._file.name}: cannot be written: {error.strerror}",
-                hint="make room, then run again with --resume",
-            ) from None
-        self._ctx.report({"kind": "step", **finite})
-
-    def _name_slow(self, result: StepResult, entry: dict[str, Any]) -> None:
-        for slow in self._ranks.add(result.last_own_s):
-            told = {"rank": slow.rank, "instruction": slow.kind, "times": round(slow.times, 2)}
-            entry.setdefault("slow", []).append(told)
-            self._ctx.report({"kind": "slow", "step": result.step, **told})
-
-    def _look_at(self, result: StepResult, entry: dict[str, Any]) -> None:
-        """Name a loss that jumps: each in the metrics, the first of several in the log."""
-        usual = self._jumps.add(result.loss)
-        if usual is not None:
-            entry["jumped_from"] = usual
-            if not self._high:
-                said = f"step {result.step}: the loss jumps from about {usual:.4g} to"
-                _report(self._ctx, {"kind": "note", "message": f"{said} {result.loss:.4g}"})
-        self._high = usual is not None
-
-
-def longest_waits(waits_s: Sequence[float]) -> dict[str, float]:
-    """The longest of the ranks' waits, in microseconds' precision: a line is short at any size."""
-    ranks = sorted(range(len(waits_s)), key=lambda rank: -waits_s[rank])
-    return {str(rank): round(waits_s[rank], 6) for rank in ranks[:_LISTED]}
-
-
-def _lines_before(path: Path, step: int) -> list[str]:
-    if not path.exists() or step == 0:
-        return []
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] < step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # the last line of a killed run may be cut off
-    return kept

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.ragged import Ragged
-from mmplan.schema.workload import DataSpec, LossSpec, ModuleSpec, Workload
+from mmplan.schema.made import CallbackSpec, DataSpec
+from mmplan.schema.workload import LossSpec, ModuleSpec, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -182,6 +183,16 @@ def build_part(part: Mapping[str, Any], *, field: str) -> Any:
             hint="a dataset has factory and args; in a mixture weight too",
         )
     return _made_dataset(DataSpec(**part), workload_folder(), field)
+
+
+def build_callback(spec: CallbackSpec, folder: Path, *, field: str) -> Any:
+    """The object that a callback's factory makes.
+
+    Raises:
+        InvalidInputError: the factory cannot be imported or raises.
+    """
+    factory = import_factory(spec.factory, folder, field=f"{field}.factory")
+    return _call(factory, spec.args, folder, field=field)
 
 
 def workload_folder() -> Path:
