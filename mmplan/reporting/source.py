@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from mmplan.costs.program_costs import check_cluster
 from mmplan.errors import InvalidInputError, MMPlanError
@@ -24,6 +25,7 @@ from mmplan.simulation.step import Simulation, simulate
 from mmplan.wording import slow_rank
 
 TraceEvent = dict[str, Any]
+Line = TypeVar("Line")
 
 # A trace of a hundred thousand instructions has about as many.
 _MOST_ENTRIES = 5_000_000
@@ -54,6 +56,19 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvaluation:
+    """One line of ``evaluations.jsonl``.
+
+    Attributes:
+        step: steps that were done.
+        values: losses and metrics by name; None where a value was not finite.
+    """
+
+    step: int
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSegment:
     """Steps of a run under one plan, from ``from_step`` on."""
 
@@ -72,6 +87,7 @@ class Run:
         folder: the run directory.
         record: ``run.json``; empty when there is none.
         steps: in order of the file.
+        evaluations: of held-out data; none where the workload asks for none.
         segments: plans in the order in which they trained; none where the record has none.
         faults: sentences on unreadable files.
     """
@@ -79,6 +95,7 @@ class Run:
     folder: Path
     record: dict[str, Any]
     steps: tuple[StepMetrics, ...]
+    evaluations: tuple[RunEvaluation, ...] = ()
     segments: tuple[RunSegment, ...] = ()
     faults: tuple[str, ...] = ()
 
@@ -262,7 +279,8 @@ def load_run(folder: Path) -> Run:
     return Run(
         folder=folder,
         record=record if isinstance(record, dict) else {},
-        steps=_load_steps(folder / "metrics.jsonl", faults),
+        steps=_load_lines(folder / "metrics.jsonl", _step, faults, missing="no step was finished"),
+        evaluations=_load_lines(folder / "evaluations.jsonl", _evaluation, faults),
         segments=_segments(record),
         faults=tuple(faults),
     )
@@ -296,9 +314,24 @@ def _json_file(path: Path, faults: list[str]) -> Any:
         return None
 
 
-def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
+def _load_lines(
+    path: Path,
+    parse: Callable[[bytes], Line | None],
+    faults: list[str],
+    *,
+    missing: str | None = None,
+) -> tuple[Line, ...]:
+    """The lines of a file that can be read.
+
+    Args:
+        path: the file.
+        parse: a line; None where it cannot be read.
+        faults: gets sentences on what is missing or broken.
+        missing: what it means where the file is; None where it may be.
+    """
     if not path.is_file():
-        faults.append("metrics.jsonl is missing: no step was finished")
+        if missing is not None:
+            faults.append(f"{path.name} is missing: {missing}")
         return ()
     try:
         with path.open("rb") as file:
@@ -306,19 +339,19 @@ def _load_steps(path: Path, faults: list[str]) -> tuple[StepMetrics, ...]:
             file.seek(skipped)
             lines = file.read(_MOST_METRICS_BYTES).rsplit(b"\n", _MOST_STEPS + 1)
     except OSError as error:
-        faults.append(f"metrics.jsonl cannot be read: {error.strerror}")
+        faults.append(f"{path.name} cannot be read: {error.strerror}")
         return ()
     if skipped or len(lines) > _MOST_STEPS + 1:
-        faults.append(f"metrics.jsonl: only its last {len(lines) - 2:,} lines are read")
+        faults.append(f"{path.name}: only its last {len(lines) - 2:,} lines are read")
         del lines[0]
-    steps = [_step(line) for line in lines if line.strip()]
-    broken = steps.count(None)
+    found = [parse(line) for line in lines if line.strip()]
+    broken = found.count(None)
     if broken:
         # A killed run may leave its last line cut off.
         is_one = broken == 1
         lines = f"{broken} {'line' if is_one else 'lines'} cannot be read"
-        faults.append(f"metrics.jsonl: {lines} and {'is' if is_one else 'are'} left out")
-    return tuple(step for step in steps if step is not None)
+        faults.append(f"{path.name}: {lines} and {'is' if is_one else 'are'} left out")
+    return tuple(line for line in found if line is not None)
 
 
 def _step(line: bytes) -> StepMetrics | None:
@@ -336,6 +369,16 @@ def _step(line: bytes) -> StepMetrics | None:
                 if (seconds := _finite(w)) is not None
             ),
         )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _evaluation(line: bytes) -> RunEvaluation | None:
+    try:
+        entry = json.loads(line)
+        step = _count(entry.pop("step"))
+        values = {f"{name:.80}": _finite(value) for name, value in entry.items()}
+        return RunEvaluation(step=step, values=values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

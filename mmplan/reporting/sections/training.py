@@ -10,10 +10,12 @@ from typing import Any
 from mmplan.reporting import numbers as fmt
 from mmplan.reporting.html import markup, plots
 from mmplan.reporting.source import ReportData, Run, RunSegment
+from mmplan.schema.evaluation import TOTAL
 from mmplan.wording import counted
 
 # Ranks in the table of those that waited for data.
 _MOST_RANKS = 8
+_MOST_EVALUATIONS = 8
 
 
 def training_section(data: ReportData) -> str:
@@ -36,10 +38,11 @@ def training_section(data: ReportData) -> str:
     segments = _segments(data, run)
     pictures = (
         ("" if run.is_emulated else _loss_picture(run, segments))
+        + _evaluation_picture(run, segments)
         + _time_picture(run, segments)
         + _throughput_picture(run, segments)
     )
-    tables = _time_table(data, run) + _waiting_table(run)
+    tables = _evaluation_table(run) + _time_table(data, run) + _waiting_table(run)
     tables += "".join(markup.note(f"{line}.") for line in run.slow_ranks[:_MOST_RANKS])
     tables += markup.left_out(len(run.slow_ranks) - _MOST_RANKS, "slow rank")
     return notes + markup.element("div", pictures, class_="pair") + tables
@@ -130,6 +133,49 @@ def _loss_picture(run: Run, segments: Sequence[RunSegment]) -> str:
         caption=f"Loss: {first_loss:.4g} at step {first}, {last_loss:.4g} at step {last}."
         f"{_changes(segments)}",
     )
+
+
+def _evaluation_picture(run: Run, segments: Sequence[RunSegment]) -> str:
+    """The weighted sum of the losses on held-out data, over the steps."""
+    pairs = [
+        (each.step, value)
+        for each in run.evaluations
+        if (value := each.values.get(TOTAL)) is not None
+    ]
+    if len(pairs) < 2:
+        return ""
+    xs, ys = plots.thinned(pairs)
+
+    def draw(axes: Any) -> None:
+        axes.plot(xs, ys, color=plots.RED, marker="o", markersize=3)
+        axes.set(xlabel="step", ylabel="loss, held out")
+
+    best, at = min((value, step) for step, value in pairs)
+    return _picture(
+        draw,
+        segments,
+        label=f"Loss of held-out data by step, {best:.4g} at best",
+        prefix="evaluation",
+        caption=f"Loss of held-out data: {best:.4g} at best, after step {at}.{_changes(segments)}",
+    )
+
+
+def _evaluation_table(run: Run) -> str:
+    """The last evaluations, newest first."""
+    if not run.evaluations:
+        return ""
+    shown = run.evaluations[: -_MOST_EVALUATIONS - 1 : -1]
+    names = list(dict.fromkeys(name for each in shown for name in each.values))
+    rows = [
+        (
+            f"after step {each.step}",
+            *("–" if (v := each.values.get(name)) is None else f"{v:.5g}" for name in names),
+        )
+        for each in shown
+    ]
+    columns = ("evaluation", *(f">{name}" for name in names))
+    rest = markup.left_out(len(run.evaluations) - len(shown), "earlier evaluation")
+    return markup.table(columns, rows, label="Evaluations of held-out data") + rest
 
 
 def _time_picture(run: Run, segments: Sequence[RunSegment]) -> str:

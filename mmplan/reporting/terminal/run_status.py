@@ -16,6 +16,7 @@ from mmplan.reporting.terminal.console import Grid
 _RECENT_STEPS = 100
 _SHOWN_LINES = 3
 _SHOWN_PEERS = 4
+_SHOWN_VALUES = 5
 # Most instructions take less.
 _SILENT_S = 2.0
 # No step is beyond it, and no second.
@@ -51,6 +52,11 @@ def status_document(run: Run, launch: Mapping[str, Any]) -> dict[str, Any]:
         "predicted_iteration_s": predicted_s,
         "samples_per_s": median(rates) if rates else None,
         "predicted_samples_per_s": last.samples_per_s if last else None,
+        "evaluation": (
+            {"step": run.evaluations[-1].step, **run.evaluations[-1].values}
+            if run.evaluations
+            else None
+        ),
         "data_wait": wait,
         "data_wait_rank": rank,
         "checkpoint_step": launch["checkpoint_step"],
@@ -79,6 +85,8 @@ def status_grids(status: Mapping[str, Any]) -> list[Grid]:
         ("iteration", _against(status, "iteration_s", seconds)),
         ("samples/s", _against(status, "samples_per_s", lambda value: f"{value:.4g}")),
     ]
+    if status["evaluation"] is not None:
+        rows.append(("last evaluation", _evaluation(status["evaluation"])))
     if status["data_wait"] is not None:
         rank = status["data_wait_rank"]
         whom = "" if rank is None else f", rank {rank} the longest"
@@ -123,6 +131,16 @@ def _against(status: Mapping[str, Any], field: str, text: Any) -> str:
     if not predicted:
         return text(measured)
     return f"{text(measured)} (predicted {text(predicted)}: {measured / predicted:.2f} ×)"
+
+
+def _evaluation(evaluation: Mapping[str, Any]) -> str:
+    values = [
+        f"{name} {'nan' if value is None else f'{value:.4g}'}"
+        for name, value in evaluation.items()
+        if name != "step"
+    ]
+    shown = first_of(values, _SHOWN_VALUES, separator=", ", rest="…")
+    return f"after step {evaluation['step']}: {shown}"
 
 
 def _checkpoint(status: Mapping[str, Any]) -> str:
