@@ -294,7 +294,7 @@ def clusters() -> str:
 def zoo() -> Iterator[str]:
     """The factories of mmplan.zoo, by what they make."""
     yield "## The zoo\n\nFactories for workload files. Arguments without a default are needed."
-    titles = {nn.Sequential: "Modules", nn.Module: "Losses", Dataset: "Data"}
+    titles = {nn.Sequential: "Modules", nn.Module: "Losses and metrics", Dataset: "Data"}
     made = [(name, function, returned(function)) for name, function in public_functions()]
     for base, title in titles.items():
         rows = [

@@ -55,17 +55,23 @@ class TokenAccuracy(TokenCrossEntropy):
 
 
 def accuracy(*, top: int = 1) -> Accuracy:
-    """See :class:`Accuracy`."""
+    """Metric: the share of samples whose class [B] has one of the ``top`` largest logits [B, C]."""
     return Accuracy(top)
 
 
 def retrieval() -> Retrieval:
-    """See :class:`Retrieval`; for ``cross_sample: true``."""
+    """Metric of two modalities' features [B, D]: how often a sample's own partner is nearest.
+
+    For ``cross_sample: true``: it compares the samples of a sync batch.
+    """
     return Retrieval()
 
 
 def token_accuracy(
     *, field: str | None = None, shift: bool = True, ignore_index: int = -100
 ) -> TokenAccuracy:
-    """See :func:`mmplan.zoo.losses.token_cross_entropy` for the arguments."""
+    """Metric: the share of target tokens that have the largest logit.
+
+    Inputs and arguments are those of :func:`mmplan.zoo.losses.token_cross_entropy`.
+    """
     return TokenAccuracy(field=field, shift=shift, ignore_index=ignore_index)
