@@ -15,7 +15,7 @@ install: $(STAMP)  ## make .venv with everything (CPU torch; README.md says how 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet -e ".[hf,demo,ray,datasets,tensorboard,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[hf,diffusers,demo,ray,datasets,tensorboard,dev]"
 	touch $(STAMP)
 
 fix: install  ## format and mend what can be mended

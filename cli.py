@@ -30,10 +30,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmplan.commands import looking, measuring, planning
+from mmplan.commands import beginning, looking, measuring, planning
 from mmplan.commands.options import (
     JsonOption,
     PlanPath,
+    Runtime,
     StartTimeoutOption,
     TasksOption,
     TimeoutOption,
@@ -76,6 +77,7 @@ mmplan_app = typer.Typer(
 mmlaunch_app = typer.Typer(help="Train exactly what a plan says.", **_SETTINGS)
 
 for _command in (
+    beginning.init,
     measuring.profile,
     planning.solve,
     looking.show,
@@ -110,7 +112,7 @@ def _options(
 
 def mmplan_main() -> None:
     """Entry point of ``mmplan``."""
-    _main(mmplan_app, obj=_step_seconds)
+    _main(mmplan_app, obj=Runtime(step_seconds=_step_seconds, hold=_hold))
 
 
 def mmlaunch_main() -> None:
@@ -168,6 +170,21 @@ def _step_seconds(plan: Plan, beside: Path, workload: Path) -> float:
     from mmlaunch.run.trial import step_seconds
 
     return step_seconds(plan, beside, workload=workload)
+
+
+def _hold(workload: Path, original: str) -> beginning.Held:
+    """A cut module against the uncut model, for ``init``."""
+    from mmlaunch.session.original import compare_original
+    from mmplan import api
+    from mmplan.program.compile import compile_plan
+    from mmplan.schema.workload import load_workload
+
+    stated = load_workload(workload)
+    profile = api.profile(workload, cluster="cpu", analytic=True)
+    planned = api.solve(workload, profile, devices=1, path=workload.with_name("plan.json"))
+    found = compare_original(stated, workload.parent, compile_plan(planned.plan), original)
+    lines = [f"differs: {item.what} {item.name}: {_error(item)}" for item in found.differences]
+    return beginning.Held(compared=found.compared, share=found.share, differences=tuple(lines))
 
 
 _SSH = "ssh -o BatchMode=yes"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +14,19 @@ from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 
 # Seconds of planning before it says how far it is.
 SILENT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What commands do with the runtime, which is above this package.
+
+    Attributes:
+        step_seconds: of real steps, for ``solve --measure``.
+        hold: a cut against its model, for ``init``.
+    """
+
+    step_seconds: Callable[..., float]
+    hold: Callable[..., Any]
 
 
 def names(option: str, text: str | None) -> tuple[str, ...] | None:

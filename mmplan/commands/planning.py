@@ -76,7 +76,11 @@ def solve(
     out = Output(as_json=as_json)
     check_output("--output", output)
     with out.progress("planning", after_s=SILENT_S) as bar:
-        trials = _trials(out, bar, context.obj, measure, workload, output) if measure else None
+        trials = (
+            _trials(out, bar, context.obj.step_seconds, measure, workload, output)
+            if measure
+            else None
+        )
         planned = api.solve(
             workload,
             profile,

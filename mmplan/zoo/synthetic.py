@@ -63,7 +63,8 @@ def _draw(spec: Mapping[str, Any], generator: torch.Generator) -> Tensor:
     for placeholder, count in rows.items():
         ids[begin : begin + count] = placeholder
         begin += count
-    ids[: spec.get("ignored", 0)] = IGNORE
+    if spec.get("ignored", 0):
+        ids[: spec["ignored"]] = IGNORE
     return ids
 
 

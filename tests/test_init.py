@@ -1,0 +1,136 @@
+"""``mmplan init``: from a model's configuration to a run and back, without a line of code."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from mmlaunch.checkpoint.exported_weights import load_initial
+from mmplan.schema.factories import build_dataset, build_module
+from mmplan.schema.workload import load_workload
+from tests.commands import call, run
+from tests.init_models import CONFIGS
+
+transformers = pytest.importorskip("transformers")
+PLAIN = {"unet": (), "Translator": ("--sample", "tests.init_models:sentences")}
+
+
+def configuration(name: str, folder: Path) -> Path:
+    config = CONFIGS[name]
+    which = {"architectures": [name]} if "model_type" in config else {"_class_name": name}
+    file = folder / "config.json"
+    file.write_text(json.dumps({**config, **which}))
+    return file
+
+
+def planned(folder: Path, devices: int = 4) -> Path:
+    """Profile, plan and check a folder that init wrote."""
+    workload, profile, plan = (folder / n for n in ("workload.yaml", "profile.json", "plan.json"))
+    for words in (
+        ("profile", workload, "--analytic", "--cluster", f"cpu-{devices}", "-o", profile),
+        ("solve", workload, "--profile", profile, "--devices", devices, "-o", plan),
+        ("check", plan),
+    ):
+        done = call("mmplan", *words)
+        assert done.code == 0, done.err
+    return plan
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [*CONFIGS, *PLAIN])
+def test_from_a_model_to_its_trained_weights(name: str, tmp_path: Path) -> None:
+    folder, out = tmp_path / "work", tmp_path / "out"
+    if name.endswith("2DModel"):
+        pytest.importorskip("diffusers")
+    is_plain = name in PLAIN
+    source = f"tests.init_models:{name}" if is_plain else configuration(name, tmp_path)
+    done = run("mmplan", "init", source, "-o", folder, *PLAIN.get(name, ()), cwd=Path.cwd())
+    assert done.code == 0, done.err
+    assert "equal the model's own" in done.out
+    plan = planned(folder)
+    held = run(
+        "mmlaunch", "verify", plan, "--steps", 1, "--original", "model=model:original", cwd=tmp_path
+    )
+    assert held.code == 0, held.err
+    trained = tmp_path / "run"
+    done = run("mmlaunch", "run", plan, "--steps", 3, "--run-dir", trained, cwd=tmp_path)
+    assert done.code == 0, done.err
+    done = call("mmlaunch", "export", trained, "-o", out)
+    assert done.code == 0, done.err
+    model = loaded(name, out)
+    workload = load_workload(folder / "workload.yaml")
+    cut = build_module(workload, "model", folder)
+    load_initial(cut, trained / "final.safetensors", "model")
+    module: Any = importlib.import_module("model")
+    uncut = module.original()
+    uncut.model = model
+    assert workload.data is not None
+    data = build_dataset(workload.data, folder)
+    samples = [data[i] for i in range(3)]
+    inputs = [torch.stack([s[str(f)] for s in samples]) for f in workload.modules["model"].inputs]
+    with torch.no_grad():
+        given: Any = tuple(inputs) if len(inputs) > 1 else inputs[0]
+        torch.testing.assert_close(cut.eval()(given), uncut.eval()(*inputs), rtol=0, atol=0)
+
+
+def loaded(name: str, folder: Path) -> nn.Module:
+    """The exported model as its own library loads it: nothing is missing, nothing left over."""
+    if name in PLAIN:
+        made = getattr(importlib.import_module("tests.init_models"), name)()
+        model: nn.Module = made[0] if isinstance(made, tuple) else made
+        stored = load_file(folder / "model.safetensors")
+        shared = {n for n, _ in model.named_parameters(remove_duplicate=False)} - set(stored)
+        assert shared <= {"head.weight"}
+        model.load_state_dict(stored, strict=False)
+        return model
+    if name.endswith("2DModel"):
+        return getattr(importlib.import_module("diffusers"), name).from_pretrained(folder)
+    model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nowhere", "nowhere: No such file or directory"),
+        ("tests.init_models:Translator", "whose inputs are not known"),
+        ("tests.init_models:sentences", "whose inputs are not known"),
+        ("tests.init_models:nothing", "has no 'nothing'"),
+    ],
+)
+def test_what_is_no_model_is_refused(source: str, message: str, tmp_path: Path) -> None:
+    done = call("mmplan", "init", source, "-o", tmp_path / "work")
+    assert done.code == 2
+    assert message in done.message
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    done = call("mmplan", "init", configuration("BertForMaskedLM", tmp_path), "-o", tmp_path)
+    assert done.code == 2
+    assert "is not empty" in done.message
+
+
+@pytest.mark.slow
+def test_a_wrong_cut_is_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    source = configuration("T5ForConditionalGeneration", tmp_path)
+    assert call("mmplan", "init", source, "-o", folder, "--no-check").code == 0
+    text = (folder / "model.py").read_text()
+    wrong = text.replace("aten.mul.Tensor(", "aten.div.Tensor(")
+    assert wrong != text
+    (folder / "model.py").write_text(wrong)
+    words = ("--steps", 1, "--original", "model=model:original")
+    done = run("mmlaunch", "verify", planned(folder, 1), *words, cwd=tmp_path)
+    assert done.code != 0
+    assert "differ from model=model:original" in done.err
