@@ -172,7 +172,7 @@ def _step_seconds(plan: Plan, beside: Path, workload: Path) -> float:
     return step_seconds(plan, beside, workload=workload)
 
 
-def _hold(workload: Path, original: str) -> beginning.Held:
+def _hold(workload: Path, original: str) -> beginning.HeldCut:
     """A cut module against the uncut model, for ``init``."""
     from mmlaunch.session.original import compare_original
     from mmplan import api
@@ -184,7 +184,7 @@ def _hold(workload: Path, original: str) -> beginning.Held:
     planned = api.solve(workload, profile, devices=1, path=workload.with_name("plan.json"))
     found = compare_original(stated, workload.parent, compile_plan(planned.plan), original)
     lines = [f"differs: {item.what} {item.name}: {_error(item)}" for item in found.differences]
-    return beginning.Held(compared=found.compared, share=found.share, differences=tuple(lines))
+    return beginning.HeldCut(compared=found.compared, share=found.share, differences=tuple(lines))
 
 
 _SSH = "ssh -o BatchMode=yes"

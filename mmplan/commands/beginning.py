@@ -16,7 +16,7 @@ from mmplan.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldCut:
     """A cut against the uncut model.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held:
 
 
 # Workload, what --original takes -> the comparison. The runtime is above this package.
-Hold = Callable[[Path, str], Held]
+Hold = Callable[[Path, str], HeldCut]
 
 
 def init(

@@ -17,7 +17,7 @@ from mmplan.schema.factories import import_factory
 from mmplan.zoo.automatic.blocks import Uncut
 from mmplan.zoo.automatic.layers import find_layers
 from mmplan.zoo.automatic.pretrained import (
-    Recipe,
+    PretrainedRecipe,
     architecture,
     build_pretrained,
     read_config,
@@ -56,7 +56,7 @@ class _Source:
     make: Callable[[], nn.Module]
     code: str
     imports: str
-    recipe: Recipe
+    recipe: PretrainedRecipe
     inputs: tuple[Tensor, ...]
     names: tuple[str, ...] | None
     config: dict[str, Any] | None = None
@@ -158,7 +158,7 @@ def _plain(source: str, sample: str | None, folder: Path) -> _Source:
         code=f"{attribute}()" + ("[0]" if pair else ""),
         imports=f"\n# Where {module} is.\nsys.path.append({str(Path.cwd())!r})\n"
         f"from {module} import {top}  # noqa: E402\n",
-        recipe=Recipe(inputs=fields, output="", loss=""),
+        recipe=PretrainedRecipe(inputs=fields, output="", loss=""),
         inputs=values,
         names=names if isinstance(given, dict) else None,
     )
@@ -193,13 +193,13 @@ def _output_shape(found: _Source) -> list[int]:
     return list(output.shape[1:])
 
 
-def _trained(found: _Source, shape: list[int]) -> Recipe:
+def _trained(found: _Source, shape: list[int]) -> PretrainedRecipe:
     """The recipe, with a loss by the output's shape where the source does not say."""
     how = found.recipe
     whole = not any(x.is_floating_point() for x in found.inputs)
     if how.loss == "" and whole and len(shape) == 2:
         target = {"shape": shape[:1], "vocab": shape[1]}
-        return Recipe(
+        return PretrainedRecipe(
             inputs=how.inputs,
             output="",
             loss="token_cross_entropy",
@@ -208,7 +208,7 @@ def _trained(found: _Source, shape: list[int]) -> Recipe:
         )
     if how.loss == "" and len(shape) == 1 and shape[0] > 1:
         target = {"shape": [], "vocab": shape[0]}
-        return Recipe(inputs=how.inputs, output="", loss="cross_entropy", target=target)
+        return PretrainedRecipe(inputs=how.inputs, output="", loss="cross_entropy", target=target)
     return how
 
 
@@ -285,7 +285,7 @@ _ABOUT = {
 }
 
 
-def _workload(found: _Source, how: Recipe, shape: list[int], folder: Path) -> str:
+def _workload(found: _Source, how: PretrainedRecipe, shape: list[int], folder: Path) -> str:
     loss = how.loss or "mse"
     fields = {**how.inputs, "target": how.target or {"shape": shape}}
     args = f", args: {_flow(how.loss_args)}" if how.loss_args else ""

@@ -49,7 +49,7 @@ class Uncut(nn.Module):
         return returned if self._output is None else getattr(returned, self._output)
 
 
-class Step(Part):
+class CutStep(Part):
     """A block: a layer of the model, and what stands before it (behind the last one, too).
 
     Attributes:
@@ -116,9 +116,9 @@ def assemble(model: nn.Module, steps: Sequence[StepSpec], *, sizes: Sizes = ()) 
         steps: of each block.
         sizes: of the inputs.
     """
-    blocks: list[Step] = []
+    blocks: list[CutStep] = []
     for function, layer, names in steps:
-        step = Step(function, model, names)
+        step = CutStep(function, model, names)
         step.layer = model.get_submodule(layer)
         blocks.append(step)
     blocks[0].expect(sizes)

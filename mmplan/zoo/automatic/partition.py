@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.automatic.tracing import BY_HAND, CALL, Call, Traced
+from mmplan.zoo.automatic.tracing import BY_HAND, CALL, Traced, TracedCall
 
 _SIZE = cast(Any, torch.ops).aten.sym_size.int
 _CHECKS = ("_assert", "sym_constrain")
@@ -34,7 +34,7 @@ class Piece:
         gives: values that later blocks take; of the last one the output.
     """
 
-    layer: Call
+    layer: TracedCall
     takes: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     gives: tuple[fx.Node, ...]
@@ -61,7 +61,7 @@ class Partition:
         self._block = self._blocks()
         self.pieces = self._pieces()
 
-    def call_of(self, node: fx.Node) -> Call | None:
+    def call_of(self, node: fx.Node) -> TracedCall | None:
         """The call that a node is."""
         return self.traced.calls[cast(int, node.args[2])] if node.target is CALL else None
 
@@ -140,7 +140,7 @@ class Partition:
             own = [n for n in used if n.op != "placeholder" and self._block[n] == block]
             pieces.append(
                 Piece(
-                    layer=cast(Call, self.call_of(layer)),
+                    layer=cast(TracedCall, self.call_of(layer)),
                     takes=takes,
                     nodes=self._with_free([*own, *(gives if block == last else ())], takes),
                     gives=gives,

@@ -19,7 +19,7 @@ _TEXT = "token_cross_entropy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class PretrainedRecipe:
     """How a model is called and trained.
 
     Attributes:
@@ -103,7 +103,7 @@ def architecture(config: Mapping[str, Any]) -> str:
     )
 
 
-def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> Recipe:
+def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> PretrainedRecipe:
     """How to call and train a model, by its class.
 
     Args:
@@ -123,10 +123,12 @@ def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> R
         image = {"shape": [getattr(sizes, "num_channels", 3), height, width]}
         if name.endswith("ImageClassification"):
             labels = {"shape": [], "vocab": sizes.num_labels}
-            return Recipe(
+            return PretrainedRecipe(
                 inputs={"pixel_values": image}, output="logits", loss="cross_entropy", target=labels
             )
-        return Recipe(inputs={"pixel_values": image}, output="last_hidden_state", loss="mse")
+        return PretrainedRecipe(
+            inputs={"pixel_values": image}, output="last_hidden_state", loss="mse"
+        )
     vocabulary = getattr(sizes, "vocab_size", None)
     if not isinstance(vocabulary, int) or getattr(model, "main_input_name", "") != "input_ids":
         raise InvalidInputError(
@@ -146,7 +148,7 @@ def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> R
     begin = (sizes.pad_token_id or 0) + 1 if "oberta" in name else 0
     text = {"shape": [length or min(most - begin, _LENGTH)], "vocab": vocabulary}
     if sizes.is_encoder_decoder:
-        return Recipe(
+        return PretrainedRecipe(
             inputs={"input_ids": text, "decoder_input_ids": text},
             output="logits",
             options={"use_cache": False},
@@ -156,12 +158,12 @@ def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> R
         )
     if name.endswith("SequenceClassification"):
         labels = {"shape": [], "vocab": sizes.num_labels}
-        return Recipe(
+        return PretrainedRecipe(
             inputs={"input_ids": text}, output="logits", loss="cross_entropy", target=labels
         )
     if name.endswith(("ForMaskedLM", "TokenClassification")):
         labels = {**text, "vocab": vocabulary if "Masked" in name else sizes.num_labels}
-        return Recipe(
+        return PretrainedRecipe(
             inputs={"input_ids": text},
             output="logits",
             loss=_TEXT,
@@ -169,14 +171,14 @@ def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> R
             target=labels,
         )
     if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return Recipe(
+        return PretrainedRecipe(
             inputs={"input_ids": text},
             output="logits",
             options={"use_cache": False},
             loss=_TEXT,
             target=text,
         )
-    return Recipe(inputs={"input_ids": text}, output="last_hidden_state", loss="mse")
+    return PretrainedRecipe(inputs={"input_ids": text}, output="last_hidden_state", loss="mse")
 
 
 def _diffusers(config: Mapping[str, Any]) -> nn.Module:
@@ -195,7 +197,7 @@ def _diffusers(config: Mapping[str, Any]) -> nn.Module:
     return checked("configuration of diffusers", lambda: made.from_config(dict(config)))
 
 
-def _of_diffusers(config: Mapping[str, Any]) -> Recipe:
+def _of_diffusers(config: Mapping[str, Any]) -> PretrainedRecipe:
     """Of denoisers: noisy samples and their time to what was added."""
     size = config["sample_size"]
     height, width = (size, size) if isinstance(size, int) else size
@@ -204,10 +206,12 @@ def _of_diffusers(config: Mapping[str, Any]) -> Recipe:
     times = {"shape": [], "vocab": 1000}
     name = str(config["_class_name"])
     if name == "UNet2DModel":
-        return Recipe(inputs={"sample": sample, "timestep": times}, output="sample", loss="mse")
+        return PretrainedRecipe(
+            inputs={"sample": sample, "timestep": times}, output="sample", loss="mse"
+        )
     if name == "DiTTransformer2DModel":
         labels = {"shape": [], "vocab": config.get("num_embeds_ada_norm") or 1000}
-        return Recipe(
+        return PretrainedRecipe(
             inputs={"hidden_states": sample, "timestep": times, "class_labels": labels},
             output="sample",
             loss="mse",

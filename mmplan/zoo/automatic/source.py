@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from mmplan.errors import InvalidInputError
 from mmplan.zoo.automatic.blocks import Uncut
 from mmplan.zoo.automatic.partition import Partition, Piece
-from mmplan.zoo.automatic.tracing import BY_HAND, CALL, TRACED_TYPE, Call, trace
+from mmplan.zoo.automatic.tracing import BY_HAND, CALL, TRACED_TYPE, TracedCall, trace
 
 _ATEN = cast(Any, torch.ops).aten
 _SIZE = _ATEN.sym_size.int
@@ -68,7 +68,7 @@ def _cut_source(
     steps: list[str] = []
     used: set[nn.Parameter] = set()
     for index, piece in enumerate(partition.pieces):
-        block = _Block(partition, piece, is_last=index == len(partition.pieces) - 1)
+        block = _FoundBlock(partition, piece, is_last=index == len(partition.pieces) - 1)
         name = functions.setdefault(block.body, f"step_{len(functions)}")
         names = sorted(block.names)
         steps.append(f"    ({name}, {piece.layer.name!r}, {names!r}),")
@@ -99,7 +99,7 @@ class _Expression(str):
     __slots__ = ()
 
 
-class _Block:
+class _FoundBlock:
     """Source of one block's function.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Block:
         elif node.target is _SIZE:
             self._text[node] = self._size(node)
         elif node.target is CALL:
-            call = cast(Call, self._partition.call_of(node))
+            call = cast(TracedCall, self._partition.call_of(node))
             self._assign(node, self._called(call, node), "layer_out" if call.is_layer else "x")
         elif isinstance(node.target, torch._ops.OpOverload):
             namespace, _, name = str(node.target).partition(".")
@@ -157,7 +157,7 @@ class _Block:
         ]
         return f"{function}({', '.join(words)})"
 
-    def _called(self, call: Call, node: fx.Node) -> str:
+    def _called(self, call: TracedCall, node: fx.Node) -> str:
         leaves = list(call.leaves)
         values = zip(
             [*call.tensors, *call.numbers],

@@ -34,7 +34,7 @@ BY_HAND = (
 
 
 @dataclass(slots=True)
-class Call:
+class TracedCall:
     """A submodule's call, or functional dropout, as one node of the graph.
 
     Attributes:
@@ -71,7 +71,7 @@ class Traced:
     """
 
     graph: fx.Graph
-    calls: list[Call]
+    calls: list[TracedCall]
     targets: Mapping[str, str]
     constants: Mapping[str, Tensor]
     inputs: list[str]
@@ -108,7 +108,7 @@ def trace(
 def _trace(
     uncut: Uncut, inputs: Sequence[Tensor], layers: Sequence[str], *, is_free: bool
 ) -> Traced:
-    calls: list[Call] = []
+    calls: list[TracedCall] = []
     batch = torch.export.Dim("batch")
     free = torch.export.Dim.AUTO
     given = tuple(x.to(TRACED_TYPE) if x.is_floating_point() else x for x in inputs)
@@ -160,7 +160,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 @contextmanager
-def _traceable(model: nn.Module, layers: Sequence[str], calls: list[Call]) -> Generator[None]:
+def _traceable(model: nn.Module, layers: Sequence[str], calls: list[TracedCall]) -> Generator[None]:
     """The model with its submodules as single nodes, in evaluation mode and one known type."""
     own = {model.get_submodule(name) for name in layers}
     with ExitStack() as stack:
@@ -201,7 +201,7 @@ class _Inside:
 
 
 def _called(
-    module: nn.Module, name: str, is_layer: bool, calls: list[Call], inside: _Inside
+    module: nn.Module, name: str, is_layer: bool, calls: list[TracedCall], inside: _Inside
 ) -> Callable[..., Any]:
     forward = module.forward
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -218,7 +218,7 @@ def _called(
     return call
 
 
-def _dropout(calls: list[Call], inside: _Inside) -> Callable[..., Any]:
+def _dropout(calls: list[TracedCall], inside: _Inside) -> Callable[..., Any]:
     def run(_: Any, args: Any, kwargs: Any) -> Any:
         return args[0].clone()
 
@@ -231,7 +231,7 @@ def _dropout(calls: list[Call], inside: _Inside) -> Callable[..., Any]:
 
 
 def _record(
-    calls: list[Call],
+    calls: list[TracedCall],
     inside: _Inside,
     name: str,
     is_layer: bool,
@@ -244,7 +244,7 @@ def _record(
     numbers = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.SymInt)]
     held = {*tensors, *numbers}
     leaves = [None if i in held else leaf for i, leaf in enumerate(flat)]
-    call = Call(name, is_layer, leaves, spec, tensors, numbers)
+    call = TracedCall(name, is_layer, leaves, spec, tensors, numbers)
 
     def faked(given: Sequence[Tensor], ints: Sequence[int]) -> list[Tensor]:
         mode = _guards.detect_fake_mode(list(given))
@@ -278,11 +278,11 @@ def _record(
 
 
 # The calls of the trace that runs: the operator itself takes tensors and numbers only.
-_traces: list[list[Call]] = []
+_traces: list[list[TracedCall]] = []
 
 
 @contextmanager
-def _running(calls: list[Call]) -> Generator[None]:
+def _running(calls: list[TracedCall]) -> Generator[None]:
     _traces.append(calls)
     try:
         yield
