@@ -122,17 +122,24 @@ def siglip_vision(
     Args:
         config: a ``SiglipConfig`` as a dict, ``vision_config`` is used; None is
             base-patch16-224.
-        pooled: whether one vector of an image comes out, by the model's attention pooling;
-            else one of each patch, for a language model.
+        pooled: whether one vector of an image comes out, by the model's attention pooling,
+            as contrastive losses take it beside :func:`siglip_text`; else one of each
+            patch, for a language model.
 
     Returns:
         Takes images [N, channels, height, width], gives features [N, patches, width], or
         [N, width]; images may be ragged (several or none per sample), features then are.
 
     Raises:
-        InvalidInputError: a configuration that transformers refuses.
+        InvalidInputError: a configuration that transformers refuses, or one whose images
+            have sizes of their own (``model_type: siglip2``).
         UnfitEnvironmentError: transformers is missing or broken.
     """
+    if (config or {}).get("model_type") == "siglip2":
+        raise InvalidInputError(
+            "siglip_vision takes images of one size, those of model_type siglip2 have their own",
+            hint="take a SigLIP 2 of one size, whose model_type is siglip",
+        )
     # The whole configuration would warn of a text tower that nobody asked for.
     given = (config or {}).get("vision_config") or {}
     sizes = checked_config("SiglipVisionConfig", given)
@@ -157,7 +164,53 @@ def siglip_vision(
         tp_plan=ENCODER_RULES,
     )
     cut.source_names = {k: f"vision_model.{name}" for k, name in cut.source_names.items()}
+    if pooled and (config is None or "text_config" in config):
+        cut.configuration = _siglip_config(config)[1]
     return cut
+
+
+def siglip_text(config: Mapping[str, Any] | None = None) -> LayerSequential:
+    """SiglipModel's text tower with its pooled head, SigLIP 2's too, one layer per block.
+
+    Every token attends to every other one, padding too: texts are padded to one length, as
+    the model was trained.
+
+    Args:
+        config: a ``SiglipConfig`` as a dict, ``text_config`` is used; None is
+            base-patch16-224.
+
+    Returns:
+        Takes token ids [B, T] (int64), gives features [B, projection_size], not normalised
+        (as ``get_text_features``).
+
+    Raises:
+        InvalidInputError: a configuration that transformers refuses.
+        UnfitEnvironmentError: transformers is missing or broken.
+    """
+    sizes, whole = _siglip_config(config)
+    cut = from_layers(
+        transformers_class(whole["architectures"][0].replace("Model", "TextModel"))(sizes),
+        "encoder.layers",
+        before=lambda part, tokens: part.embeddings(tokens),
+        each=lambda layer, hidden: layer(hidden, None),
+        after=lambda part, hidden: part.head(part.final_layer_norm(hidden[:, -1])),
+        first=["embeddings"],
+        last=["final_layer_norm", "head"],
+        tp_plan=ENCODER_RULES,
+    )
+    cut.source_names = {k: f"text_model.{name}" for k, name in cut.source_names.items()}
+    cut.configuration = whole
+    return cut
+
+
+def _siglip_config(config: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    """The text tower's own configuration; the whole's file."""
+    kind = "Siglip2" if (config or {}).get("model_type") == "siglip2" else "Siglip"
+    whole = checked_config(f"{kind}Config", config)
+    written = {**json.loads(whole.to_json_string()), "architectures": [f"{kind}Model"]}
+    sizes = whole.text_config
+    sizes._attn_implementation = "sdpa"
+    return sizes, written
 
 
 def causal_lm(
