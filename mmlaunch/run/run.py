@@ -274,6 +274,7 @@ def run(
     if writes:
         record.finish(
             "stopped" if results[0].stopped else "done",
+            cause=results[0].ended_early,
             memory_bytes=held if options.emulation is None else None,
         )
     return RunSummary(
@@ -510,7 +511,7 @@ class RunRecord:
 
         Args:
             how: done, stopped or failed.
-            cause: of a failure.
+            cause: of a failure, or why training ended early.
             memory_bytes: peak of the last segment's steps, by rank; None where none counts.
         """
         record = _read_record(self._run_dir)

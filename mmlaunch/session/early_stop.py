@@ -31,8 +31,13 @@ class EarlyStop:
         return self.waited >= self._spec.patience
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Take an evaluation; a value that is no number is not better."""
-        value, best = values[self._spec.metric], self.best
+        """Take an evaluation; a value that is no number is not better.
+
+        One without the metric, whose task does not train just now, says nothing.
+        """
+        value, best = values.get(self._spec.metric), self.best
+        if value is None:
+            return
         sign = 1 if self._spec.mode == "max" else -1
         if best is None:
             better = math.isfinite(value)

@@ -76,9 +76,17 @@ class Evaluation:
         spec = workload.train.eval
         if spec is None:
             raise InvalidInputError("the workload has no train.eval")
-        self._training, self._transport = workload, transport
-        self._seeds, self._heartbeat = seeds, heartbeat
+        self._transport, self._seeds, self._heartbeat = transport, seeds, heartbeat
         self.program = evaluation_program(plan, spec.metrics)
+        self._names = [value_name(workload, x.task, x.name) for x in self.program.losses]
+        # Of the losses, as training adds them up.
+        self._weights = {
+            value_name(workload, name, loss): float(
+                exact(task.weight) * exact(task.losses[loss].weight)
+            )
+            for name, task in plan.tasks.items()
+            for loss in task.losses
+        }
         workload = _with_metrics(workload, spec)
         channels = Channels(self.program)
         heartbeat.phase("joining")
@@ -146,22 +154,8 @@ class Evaluation:
         self._heartbeat.phase("evaluating", step)
         self._transport.all_reduce(total, tuple(range(self._transport.world_size)))
         means = (total / self.batches).tolist()
-        values = {
-            value_name(self._training, loss.task, loss.name): mean
-            for loss, mean in zip(self.program.losses, means, strict=True)
-        }
-        return {TOTAL: self._total(values), **values}
-
-    def _total(self, values: dict[str, float]) -> float:
-        """The weighted sum of the losses, as training has it."""
-        tasks = resolve_tasks(self._training)
-        return sum(
-            float(exact(task.weight) * exact(self._training.losses[loss].weight))
-            * values[value_name(self._training, name, loss)]
-            for name, task in tasks.items()
-            if name in self.program.batches
-            for loss in task.loss_inputs
-        )
+        values = dict(zip(self._names, means, strict=True))
+        return {TOTAL: sum(w * values[name] for name, w in self._weights.items()), **values}
 
     def _modules(self) -> list[nn.Module]:
         return [*self._model.blocks.values(), *self._model.losses.values()]

@@ -169,6 +169,10 @@ class Session:
         self.program = compile_plan(plan)
         if row_sha256 is not None:
             check_row(self.program, transport.rank, row_sha256)
+        self._loss_weights = [
+            (value_name(workload, loss.task, loss.name), float(loss.weight))
+            for loss in self.program.losses
+        ]
         self.own_times = OwnTimes(self.program, transport.rank)
         self._dtype = dtype_of(workload.train.precision)
         self._heartbeat.phase("building the model")
@@ -511,11 +515,8 @@ class Session:
 
     def _unweighted(self, terms: Sequence[float]) -> dict[str, float]:
         """A step's terms without their weights; a loss of the weight 0 is left out."""
-        return {
-            value_name(self.workload, loss.task, loss.name): term / float(loss.weight)
-            for loss, term in zip(self.program.losses, terms, strict=True)
-            if loss.weight
-        }
+        named = zip(self._loss_weights, terms, strict=True)
+        return {name: term / weight for (name, weight), term in named if weight}
 
     def _skip(self, done: StepResult) -> StepResult:
         """Leave a step out that is not finite, or end the run, as the workload says."""
