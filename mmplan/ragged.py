@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+# Attribute of a tensor of lengths: its version, and its numbers.
+_HOST_LENGTHS = "mmplan_host_lengths"
 
 
 class Ragged(NamedTuple):
@@ -28,3 +33,37 @@ def samples_of(rows: Ragged) -> Tensor:
 
     row = torch.arange(len(rows.values), device=rows.values.device)
     return torch.searchsorted(rows.lengths.to(row.device).cumsum(0), row, right=True)
+
+
+def positions_of(rows: Ragged) -> Tensor:
+    """The place of each row in its own sample, [rows] int64; the host does not wait."""
+    import torch
+
+    row = torch.arange(len(rows.values), device=rows.values.device)
+    lengths = rows.lengths.to(row.device)
+    return row - (lengths.cumsum(0) - lengths)[samples_of(rows)]
+
+
+def host_lengths(lengths: Tensor) -> tuple[int, ...]:
+    """The lengths of a ``Ragged`` as numbers of the host.
+
+    They are kept with the tensor, so that the host need not wait for the device. Only a tensor
+    that a block made, or changed in place, is read, once.
+    """
+    known = known_lengths(lengths)
+    if known is None:
+        known = tuple(lengths.tolist())
+        with_host_lengths(lengths, known)
+    return known
+
+
+def known_lengths(lengths: Tensor) -> tuple[int, ...] | None:
+    """What the host knows of lengths; None of those that a block made or changed in place."""
+    version, known = getattr(lengths, _HOST_LENGTHS, (None, None))
+    return known if version == lengths._version else None
+
+
+def with_host_lengths(lengths: Tensor, known: Sequence[int]) -> Tensor:
+    """The tensor of lengths, whose numbers the host knows from now on."""
+    setattr(lengths, _HOST_LENGTHS, (lengths._version, tuple(known)))
+    return lengths

@@ -9,13 +9,12 @@ from torch import Tensor
 from mmlaunch.comm.batches import (
     cat_samples,
     float_rows,
-    host_lengths,
     leaf_of,
     map_tensors,
     slice_samples,
     to_device,
 )
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, host_lengths
 
 
 @pytest.fixture

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from mmplan.errors import RunFailedError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, host_lengths, known_lengths, with_host_lengths
 
 # Every tensor is batch first. None stands for an input that a task does not have.
 Tree: TypeAlias = "Tensor | Ragged | tuple[Tree, ...] | None"
 T = TypeVar("T")
-# Attribute of a tensor of lengths: its version, and its numbers.
-_HOST_LENGTHS = "mmlaunch_host_lengths"
 # What to do about a block that raises for an input without rows.
 NO_ROWS = (
     "let the block take 0 rows: give reshape and view their sizes in place of -1, and take no "
@@ -47,7 +45,7 @@ def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
     if isinstance(tree, Ragged):
         known = host_lengths(tree.lengths)
         first, last = sum(known[:start]), sum(known[:stop])
-        lengths = _with_host_lengths(tree.lengths[start:stop], known[start:stop])
+        lengths = with_host_lengths(tree.lengths[start:stop], known[start:stop])
         return Ragged(tree.values[first:last], lengths)
     if isinstance(tree, Tensor):
         return tree if start == 0 and tree.shape[0] == stop else tree[start:stop]
@@ -61,40 +59,16 @@ def slice_samples(tree: Tree, start: int, stop: int) -> Tree:
     )
 
 
-def host_lengths(lengths: Tensor) -> tuple[int, ...]:
-    """The lengths of a ``Ragged`` as numbers of the host.
-
-    They are kept with the tensor, so that the host need not wait for the device. Only a tensor
-    that a block made, or changed in place, is read, once.
-    """
-    known = _known(lengths)
-    if known is None:
-        known = tuple(lengths.tolist())
-        _with_host_lengths(lengths, known)
-    return known
-
-
 def to_device(lengths: Tensor, device: torch.device) -> Tensor:
     """Lengths that lie on the host, on a device; the host still knows them there."""
     known = host_lengths(lengths)
-    return _with_host_lengths(lengths.to(device, non_blocking=True), known)
-
-
-def _known(lengths: Tensor) -> tuple[int, ...] | None:
-    """What the host knows of lengths; None of those that a block made or changed in place."""
-    version, known = getattr(lengths, _HOST_LENGTHS, (None, None))
-    return known if version == lengths._version else None
-
-
-def _with_host_lengths(lengths: Tensor, known: tuple[int, ...]) -> Tensor:
-    setattr(lengths, _HOST_LENGTHS, (lengths._version, known))
-    return lengths
+    return with_host_lengths(lengths.to(device, non_blocking=True), known)
 
 
 def _as_known(lengths: Tensor, before: Tensor) -> Tensor:
     """Lengths of which the host knows what it knew of others with the same numbers."""
-    known = _known(before)
-    return lengths if known is None else _with_host_lengths(lengths, known)
+    known = known_lengths(before)
+    return lengths if known is None else with_host_lengths(lengths, known)
 
 
 def cat_samples(trees: Sequence[Tree]) -> Tree:
@@ -114,7 +88,7 @@ def cat_samples(trees: Sequence[Tree]) -> Tree:
         values = [tree.values for tree in same if len(tree.values)] or [first.values]
         known = tuple(chain.from_iterable(host_lengths(tree.lengths) for tree in same))
         lengths = torch.cat([tree.lengths for tree in same])
-        return Ragged(torch.cat(values), _with_host_lengths(lengths, known))
+        return Ragged(torch.cat(values), with_host_lengths(lengths, known))
     if isinstance(first, Tensor):
         return torch.cat(list(same))
     if isinstance(first, tuple):

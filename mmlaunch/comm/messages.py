@@ -21,7 +21,6 @@ from mmlaunch.comm.batches import (
     Tree,
     element_of,
     float_leaves,
-    host_lengths,
     map_tensors,
     slice_samples,
     to_device,
@@ -34,7 +33,7 @@ from mmplan.program.communicators import Channels, CommGroup
 from mmplan.program.instructions import Message, Op
 from mmplan.program.model import MicroBatch, Program, Stage
 from mmplan.program.sent_messages import MessagesUnderWay
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, host_lengths
 
 # Tags have room for this many tensors in one message, and one beside it.
 MOST_TENSORS = 64

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmlaunch.comm.batches import Tree, float_leaves, host_lengths
+from mmlaunch.comm.batches import Tree, float_leaves
 from mmlaunch.comm.messages import LeafSpec, Spec, spec_leaves, tree_of
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients, once
@@ -26,7 +26,7 @@ from mmlaunch.model.seeds import Seeds
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op
 from mmplan.program.model import Stage, Timings
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, host_lengths
 
 
 class EmulatedBlocks(StageBlocks):

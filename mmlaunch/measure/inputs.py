@@ -256,8 +256,11 @@ def block_flops(block: nn.Module, args: tuple[Tree, ...]) -> int:
     mapping: dict[Any, Any] = {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
     }
+    # A view of a tensor with a gradient says that it has one too, where none is recorded, and the
+    # counter asks it for its node.
+    given = [map_tensors(arg, Tensor.detach) for arg in args]
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        block(*args)
+        block(*given)
     return counter.get_total_flops()
 
 

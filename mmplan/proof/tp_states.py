@@ -390,7 +390,7 @@ class _Rules:
             (["aten.cat"], self._cat),
             (_ALONG, self._along),
             (_PRODUCTS, self._product),
-            (["attention"], self._attention),
+            (["attention", "mmplan.ragged_attention"], self._attention),
             (["norm"], self._norm),
             (_POINTWISE, self._pointwise),
         ]

@@ -6,8 +6,14 @@ features of other modules (images, sounds) into the places that placeholder ids 
 them; the last child also gives the logits. Between blocks one tensor travels; positions
 and the causal mask follow from its shape, so sequences are padded at their end.
 
+Texts of any lengths come as ``Ragged`` tokens (values [tokens], no padding): a token sees its
+own text alone, and positions begin at 0 in each. Packs of several texts (``packed``,
+:mod:`mmplan.sources.packing`) have their texts' lengths as second input. All that comes out
+between blocks and at the end is ragged then, with values [tokens, ...].
+
 Shape suffixes used in this file: B = batch, T = tokens, W = width, H = local heads,
-D = width of a head, N = rows of features, V = vocabulary.
+D = width of a head, N = rows of features, V = vocabulary. Of ragged text B is 1 inside a block,
+and T all its tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, positions_of
+from mmplan.zoo.ragged_attention import attend_samples, has_values
 from mmplan.zoo.sizes import check_divides, check_sizes
 from mmplan.zoo.towers import attend, parts_tp_plan, split_heads
 
 Features = Tensor | Ragged | None
+Text = Tensor | Ragged
 
 
 class GroupedAttention(nn.Module):
@@ -45,12 +53,19 @@ class GroupedAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, width, bias=False)
         self.tp_plan = {"query": "colwise", "key": "colwise", "value": "colwise", "out": "rowwise"}
 
-    def forward(self, x_BTW: Tensor) -> Tensor:
-        """Mix every token with those before it: [B, T, W] to [B, T, W]."""
+    def forward(self, x_BTW: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Mix every token with those before it: [B, T, W] to [B, T, W].
+
+        Args:
+            x_BTW: normalised activations.
+            lengths: of the texts that lie one after another in T; None where each is a row of B.
+        """
         parts = (self.query, self.key, self.value)
         q, k, v = (split_heads(part(x_BTW), self.head_dim) for part in parts)
-        cos_TD, sin_TD = rotary(x_BTW.shape[1], self.head_dim, self.theta, like=q)
+        cos_TD, sin_TD = rotary(positions(x_BTW, lengths), self.head_dim, self.theta, like=q)
         q, k = rotate(q, cos_TD, sin_TD), rotate(k, cos_TD, sin_TD)
+        if lengths is not None:
+            return self.out(attend_samples(q, k, v, lengths).transpose(1, 2).flatten(2))
         return self.out(attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]))
 
 
@@ -90,11 +105,11 @@ class Splice(nn.Module):
         self.placeholders = tuple(placeholders)
         self.token = nn.Embedding(vocab, width)
 
-    def forward(self, tokens_BT: Tensor, *features: Features) -> Tensor:
-        """Embed ids [B, T] as [B, T, W].
+    def forward(self, tokens: Text, *features: Features) -> Text:
+        """Embed ids [B, T] as [B, T, W], ragged ones as ragged activations.
 
         Args:
-            tokens_BT: int64.
+            tokens: int64, [B, T] or ragged with values [T].
             features: one for each placeholder; [B, ..., W], or ragged with values
                 [items, ..., W]. Their rows, in order, take the places of the id, in
                 order. None leaves the id's own embedding.
@@ -103,7 +118,7 @@ class Splice(nn.Module):
             InvalidInputError: another number of features than of placeholders, or of
                 rows than of places.
         """
-        return splice(self.token(tokens_BT), tokens_BT, features, self.placeholders)
+        return splice(self.token, tokens, features, self.placeholders)
 
 
 class LogitsHead(nn.Module):
@@ -133,10 +148,12 @@ class DecoderBlock(nn.Module):
         eps: float,
         embed: Splice | None,
         head: LogitsHead | None,
+        packed: bool = False,
     ) -> None:
         super().__init__()
         width = attention.query.in_features
         self.embed = embed
+        self.packed = packed
         self.norm1 = nn.RMSNorm(width, eps=eps)
         self.attention = attention
         self.norm2 = nn.RMSNorm(width, eps=eps)
@@ -148,16 +165,25 @@ class DecoderBlock(nn.Module):
         """Run the block.
 
         Args:
-            inputs: token ids [B, T] and features (see :class:`Splice`) for the first
-                block, else activations [B, T, W].
+            inputs: token ids [B, T], if packed the texts' lengths, and features (see
+                :class:`Splice`) for the first block; else activations [B, T, W], with the
+                texts' lengths if packed. As arguments, or one tuple.
 
         Returns:
-            [B, T, W]; from the last block logits [B, T, V], or (logits, [B, T, W]).
+            What the next block takes; from the last block logits [B, T, V], or
+            (logits, [B, T, W]). Ragged where the tokens are.
         """
-        x_BTW: Tensor = inputs[0] if self.embed is None else self.embed(*inputs)
-        x_BTW = x_BTW + self.attention(self.norm1(x_BTW))
+        state = inputs[0] if type(inputs[0]) is tuple else inputs
+        x, texts = state[0], state[1 : 1 + self.packed]
+        if self.embed is not None:
+            x = self.embed(x, *state[1 + self.packed :])
+        x_BTW, lengths = rows_of(x, *texts)
+        x_BTW = x_BTW + self.attention(self.norm1(x_BTW), lengths)
         x_BTW = x_BTW + self.mlp(self.norm2(x_BTW))
-        return x_BTW if self.head is None else self.head(x_BTW)
+        if self.head is not None:
+            out = self.head(x_BTW)
+            return tuple(as_text(x, rows) for rows in out) if self.head.hidden else as_text(x, out)
+        return (as_text(x, x_BTW), *texts) if texts else as_text(x, x_BTW)
 
 
 def llama(
@@ -173,6 +199,7 @@ def llama(
     eps: float = 1e-5,
     fused_mlp: bool = False,
     hidden: bool = False,
+    packed: bool = False,
 ) -> nn.Sequential:
     """Build a decoder of Llama's kind; 7B is ``llama(32, 4096, heads=32, vocab=32000)``.
 
@@ -189,9 +216,12 @@ def llama(
         eps: of the norms.
         fused_mlp: whether gate and up are one matrix.
         hidden: whether the output is (logits, normalised activations), not logits alone.
+        packed: whether a sample is several texts, whose lengths (ragged int64) are input 1;
+            placeholders are for the inputs after it.
 
     Returns:
-        Takes token ids [B, T] and features (see :class:`Splice`), gives logits [B, T, vocab].
+        Takes token ids [B, T], or ragged, and features (see :class:`Splice`), gives logits
+        [B, T, vocab], or ragged with values [tokens, vocab].
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
@@ -215,21 +245,47 @@ def llama(
             eps=eps,
             embed=Splice(vocab=vocab, width=width, placeholders=placeholders) if first else None,
             head=LogitsHead(width=width, vocab=vocab, eps=eps, hidden=hidden) if last else None,
+            packed=packed,
         )
 
     return nn.Sequential(*map(block, range(blocks)))
 
 
-def rotary(num_tokens: int, head_dim: int, theta: float, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D] of the positions 0..T-1, in the type of ``like``.
+def rows_of(x: Text, texts: Ragged | None = None) -> tuple[Tensor, Tensor | None]:
+    """Text as a block's layers take it, [B, T, W], and the lengths of the texts in T.
+
+    Args:
+        x: [B, T, W], whose lengths are None; or ragged.
+        texts: of packs, the texts' lengths (ragged int64).
+    """
+    if not isinstance(x, Ragged):
+        return x, None
+    return x.values[None], x.lengths if texts is None else texts.values
+
+
+def as_text(like: Text, x_BTW: Tensor) -> Text:
+    """What layers made of :func:`rows_of` text, ragged where the text is."""
+    return Ragged(x_BTW[0], like.lengths) if isinstance(like, Ragged) else x_BTW
+
+
+def positions(x_BTW: Tensor, lengths: Tensor | None) -> Tensor:
+    """The place of each token in its text, [T] int64; arguments as :func:`rows_of` gives them."""
+    if lengths is not None:
+        return positions_of(Ragged(x_BTW[0], lengths))
+    return torch.arange(x_BTW.shape[1], device=x_BTW.device)
+
+
+def rotary(
+    position_T: Tensor, head_dim: int, theta: float, *, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, D] of positions, in the type of ``like``.
 
     Worked out in float32, as in Llama: bf16 cannot tell neighbouring positions apart.
 
     Source: RoFormer, arXiv:2104.09864, in Llama's layout (halves, not pairs).
     """
     exponent = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32) / head_dim
-    position = torch.arange(num_tokens, device=like.device, dtype=torch.float32)
-    angle = torch.outer(position, theta**-exponent).repeat(1, 2)
+    angle = torch.outer(position_T.float(), theta**-exponent).repeat(1, 2)
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
@@ -240,29 +296,24 @@ def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def splice(
-    x_BTW: Tensor, tokens_BT: Tensor, features: Sequence[Features], placeholders: Sequence[int]
-) -> Tensor:
-    """Put features into the places of their placeholders; see :class:`Splice`."""
+    embed: nn.Module, tokens: Text, features: Sequence[Features], placeholders: Sequence[int]
+) -> Text:
+    """Embed tokens, with features in the places of their placeholders; see :class:`Splice`."""
     if len(features) != len(placeholders):
         raise InvalidInputError(
             f"the decoder has {len(placeholders)} placeholders and gets {len(features)} features",
             hint="list one id in the factory's arg placeholders for each input after tokens",
         )
+    ids = tokens.values if isinstance(tokens, Ragged) else tokens
+    x = embed(ids)
     for placeholder, feature in zip(placeholders, features, strict=True):
         if feature is not None:
             values = feature.values if isinstance(feature, Ragged) else feature
             rows_NW = values.flatten(0, -2)
-            here_BT = tokens_BT == placeholder
-            _check_places(here_BT, rows_NW, placeholder)
-            x_BTW = _place(x_BTW, here_BT, rows_NW)
-    return x_BTW
-
-
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers, not only a shape."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+            here = ids == placeholder
+            _check_places(here, rows_NW, placeholder)
+            x = _place(x, here, rows_NW)
+    return Ragged(x, tokens.lengths) if isinstance(tokens, Ragged) else x
 
 
 def _place(x_BTW: Tensor, here_BT: Tensor, rows_NW: Tensor) -> Tensor:

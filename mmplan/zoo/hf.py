@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
-from mmplan.zoo.decoder import check_placeholders, splice
+from mmplan.zoo.decoder import (
+    Text,
+    as_text,
+    check_placeholders,
+    positions,
+    rows_of,
+    splice,
+)
 from mmplan.zoo.hf_parts import (
     ENCODER_RULES,
     checked,
@@ -26,6 +33,7 @@ from mmplan.zoo.hf_parts import (
     each_image,
     transformers_class,
 )
+from mmplan.zoo.ragged_attention import attend_samples
 from mmplan.zoo.sequential import TP_RULES, LayerSequential, Part, from_layers
 
 # transformers' mark of a norm of single heads, say, of whose gradient each rank has a part.
@@ -214,7 +222,11 @@ def _siglip_config(config: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any
 
 
 def causal_lm(
-    config: Mapping[str, Any], *, placeholders: Sequence[int] = (), hidden: bool = False
+    config: Mapping[str, Any],
+    *,
+    placeholders: Sequence[int] = (),
+    hidden: bool = False,
+    packed: bool = False,
 ) -> LayerSequential:
     """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...), one layer per block.
 
@@ -226,9 +238,13 @@ def causal_lm(
         placeholders: token ids whose places the features of inputs 1, 2, ... take; see
             :class:`mmplan.zoo.decoder.Splice`.
         hidden: whether the output is (logits, normalised activations), not logits alone.
+        packed: whether a sample is several texts, whose lengths (ragged int64) are input 1;
+            placeholders are for the inputs after it.
 
     Returns:
-        Takes token ids [B, T] (padded at their end) and features, gives logits [B, T, vocab].
+        Takes token ids [B, T] (padded at their end), or ragged (each sample a text of its own
+        length, see :mod:`mmplan.zoo.decoder`), and features, gives logits [B, T, vocab], or
+        ragged with values [tokens, vocab].
 
     Raises:
         InvalidInputError: a configuration that transformers refuses, a model of another
@@ -238,25 +254,39 @@ def causal_lm(
     sizes = _decoder_config(config)
     check_placeholders(placeholders, sizes.vocab_size)
     model: Any = _from_config(sizes)
+    no_ragged = _why_no_ragged(model)
     # By content, so that alike layers share what was compiled.
     kind = f"{sizes.model_type} {sizes.to_json_string()}"
     _ROTARIES[kind] = partial(type(model.model.rotary_emb), sizes)
 
-    def layer(module: nn.Module, x: Tensor) -> Tensor:
-        positions = torch.ops.mmplan.rotary(x.detach(), kind)
-        return module(x, attention_mask=None, position_embeddings=positions)
+    def embed(part: Part, tokens: Text, *others: Any) -> tuple[Any, ...]:
+        if isinstance(tokens, Ragged) and no_ragged is not None:
+            raise InvalidInputError(
+                f"ragged text does not go through this {sizes.model_type}: {no_ragged}",
+                hint="pad the text to one length",
+            )
+        x = splice(part.model.embed_tokens, tokens, others[packed:], placeholders)
+        return x, *others[:packed]
 
-    def readout(part: Part, x: Tensor) -> Any:
-        x = part.model.norm(x)
-        logits = part.lm_head(x)
-        return (logits, x) if hidden else logits
+    def layer(module: nn.Module, x: Text, *texts: Ragged) -> tuple[Any, ...]:
+        rows, lengths = rows_of(x, *texts)
+        count = rows.shape[1]
+        if lengths is not None and not count:
+            # Layers reshape to sizes that they infer, which an empty tensor does not allow.
+            rows, lengths = functional.pad(rows, (0, 0, 0, 1)), lengths.new_ones(1)
+        angles = torch.ops.mmplan.rotary(rows.detach(), positions(rows, lengths)[None], kind)
+        rows = module(rows, attention_mask=lengths, position_embeddings=angles)
+        return as_text(x, rows if count else rows[:, :0]), *texts
+
+    def readout(part: Part, x: Text, *_: Ragged) -> Any:
+        rows = part.model.norm(rows_of(x)[0])
+        logits = as_text(x, part.lm_head(rows))
+        return (logits, as_text(x, rows)) if hidden else logits
 
     return from_layers(
         model,
         "model.layers",
-        before=lambda part, tokens, *features: splice(
-            part.model.embed_tokens(tokens), tokens, features, placeholders
-        ),
+        before=embed,
         each=layer,
         after=readout,
         first=["model.embed_tokens"],
@@ -268,17 +298,66 @@ def causal_lm(
 _ROTARIES: dict[str, Callable[[], nn.Module]] = {}
 
 
-def _rotary(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [1, T, width] each, for activations [B, T, ...]."""
+def _rotary(x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [1, T, width] each, for activations [B, T, ...] at positions [1, T]."""
     # Made anew: a buffer outside the blocks would not move or be filled with them.
     with torch.device(x.device):
-        return _ROTARIES[kind]()(x, torch.arange(x.shape[1])[None])
+        return _ROTARIES[kind]()(x, positions)
 
 
 # One operator for compilers, which cannot look into it: it makes a module.
-torch.library.define("mmplan::rotary", "(Tensor x, str kind) -> (Tensor, Tensor)")
+torch.library.define("mmplan::rotary", "(Tensor x, Tensor positions, str kind) -> (Tensor, Tensor)")
 torch.library.impl("mmplan::rotary", "CompositeExplicitAutograd", _rotary)
 torch.library.register_fake("mmplan::rotary", _rotary)
+
+# The name in transformers' registry of attention functions.
+_ATTENTION = "mmplan_samples"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; a mask of one dim is the lengths of texts.
+
+    They come in the mask's place because every layer hands that on.
+    """
+    scale = options.get("scaling")
+    if attention_mask is None:
+        mixed = functional.scaled_dot_product_attention(
+            *(query, key, value),
+            dropout_p=options.get("dropout", 0.0),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    else:
+        mixed = attend_samples(query, key, value, attention_mask, scale=scale)
+    return mixed.transpose(1, 2), None
+
+
+def _why_no_ragged(model: Any) -> str | None:
+    """Why a decoder cannot take texts of several lengths; None if it can.
+
+    One that can uses :func:`_attention` from now on.
+    """
+    sizes = model.config
+    rope: Mapping[str, Any] = getattr(sizes, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return "its rotary angles depend on the longest text of a micro-batch"
+    if getattr(sizes, "attention_dropout", 0.0):
+        return f"it has attention_dropout {sizes.attention_dropout}"
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    softcap = getattr(sizes, "attn_logit_softcapping", None)
+    if softcap or not causal or not model._supports_attention_backend:
+        return "its attention is of a kind of its own"
+    transformers_class("AttentionInterface").register(_ATTENTION, _attention)
+    sizes._attn_implementation = _ATTENTION
+    return None
 
 
 def _layer_rules(config: Any) -> dict[str, str]:

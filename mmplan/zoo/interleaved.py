@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,11 +65,15 @@ class _Sequence:
         self.images.append(image)
         self.write([placeholder] * rows, learn=False)
 
-    def finish(self, length: int, shape: tuple[int, int, int]) -> InterleavedSample:
-        padding = length - len(self.tokens)
+    def finish(self, length: int | None, shape: tuple[int, int, int]) -> InterleavedSample:
+        """The fields; tokens and labels padded to a length, or ragged where there is none."""
+        padding = 0 if length is None else length - len(self.tokens)
+        tokens = torch.tensor(self.tokens + [0] * padding)
+        labels = torch.tensor(self.labels + [IGNORE] * padding)
+        own = torch.tensor([len(tokens)])
         return {
-            "tokens": torch.tensor(self.tokens + [0] * padding),
-            "labels": torch.tensor(self.labels + [IGNORE] * padding),
+            "tokens": tokens if length is not None else Ragged(tokens, own),
+            "labels": labels if length is not None else Ragged(labels, own),
             "images": _ragged(self.images, shape),
             "targets": _ragged(self.targets, shape),
             "starts": Ragged(
@@ -93,6 +97,7 @@ class Interleaved(Dataset[InterleavedSample]):
         length: int,
         rows: int,
         work: Mapping[str, str],
+        ragged: bool = False,
     ) -> None:
         unknown = [what for what in work.values() if what not in WORK.values()]
         if unknown:
@@ -102,6 +107,11 @@ class Interleaved(Dataset[InterleavedSample]):
             )
         self._kinds, self._work = kinds, dict(work)
         self._shape, self._length, self._rows = shape, length, rows
+        self._ragged = ragged
+        if ragged:
+            self.lengths = self._lengths
+        else:
+            self.work = self._cost
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -110,9 +120,16 @@ class Interleaved(Dataset[InterleavedSample]):
         sequence = _Sequence()
         generator = torch.Generator().manual_seed(_DATA_SEED + index)
         self._write(sequence, self._kinds[index], generator)
-        return sequence.finish(self._length, self._shape)
+        return sequence.finish(None if self._ragged else self._length, self._shape)
 
-    def work(self, index: int) -> dict[str, float]:
+    def _lengths(self, field: str) -> list[int]:
+        """Rows of a ragged field of every sample."""
+        return [
+            len(cast("Ragged", sample[field]).values)
+            for sample in map(self.__getitem__, range(len(self)))
+        ]
+
+    def _cost(self, index: int) -> dict[str, float]:
         """Relative cost of a sample by module."""
         kinds = self._kinds[index]
         targets = kinds.count(_DRAW)
@@ -180,6 +197,7 @@ def digits(
     rows: int = 4,
     sigma: float = 0.8,
     work: Mapping[str, str] = WORK,
+    ragged: bool = False,
 ) -> InterleavedDigits:
     """Captioned scans of one split, interleaved; the number of images is log-normal.
 
@@ -190,6 +208,8 @@ def digits(
         rows: tokens that the encoder makes of an image.
         sigma: of the logarithm of the number of images; the median is two.
         work: module to what its cost goes with: "images", "sequence" or "targets".
+        ragged: whether tokens and labels are ragged, without padding; a sample's work is then
+            its rows, and ``lengths(field)`` says them for packing.
 
     Raises:
         InvalidInputError: a split that does not exist, or sizes that are too small.
@@ -211,7 +231,9 @@ def digits(
         kinds.append(
             [_TEXT if text_only < 0.1 else _DRAW if draw < 0.4 else _READ for draw in draws]
         )
-    return InterleavedDigits(captioned(split), kinds=kinds, length=length, rows=rows, work=work)
+    return InterleavedDigits(
+        captioned(split), kinds=kinds, length=length, rows=rows, work=work, ragged=ragged
+    )
 
 
 def synthetic(
