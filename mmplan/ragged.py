@@ -58,9 +58,19 @@ def host_lengths(lengths: Tensor) -> tuple[int, ...]:
 
 
 def known_lengths(lengths: Tensor) -> tuple[int, ...] | None:
-    """What the host knows of lengths; None of those that a block made or changed in place."""
+    """What the host knows of lengths; None of those that a block made or changed in place.
+
+    Of lengths without values (on the meta device) they are those of some samples that stand for
+    all others.
+    """
     version, known = getattr(lengths, _HOST_LENGTHS, (None, None))
     return known if version == lengths._version else None
+
+
+def as_known(lengths: Tensor, before: Tensor) -> Tensor:
+    """Lengths of which the host knows what it knew of others with the same numbers."""
+    known = known_lengths(before)
+    return lengths if known is None else with_host_lengths(lengths, known)
 
 
 def with_host_lengths(lengths: Tensor, known: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmplan.errors import RunFailedError
-from mmplan.ragged import Ragged, host_lengths, known_lengths, with_host_lengths
+from mmplan.ragged import Ragged, as_known, host_lengths, with_host_lengths
 
 # Every tensor is batch first. None stands for an input that a task does not have.
 Tree: TypeAlias = "Tensor | Ragged | tuple[Tree, ...] | None"
@@ -65,12 +65,6 @@ def to_device(lengths: Tensor, device: torch.device) -> Tensor:
     return with_host_lengths(lengths.to(device, non_blocking=True), known)
 
 
-def _as_known(lengths: Tensor, before: Tensor) -> Tensor:
-    """Lengths of which the host knows what it knew of others with the same numbers."""
-    known = known_lengths(before)
-    return lengths if known is None else with_host_lengths(lengths, known)
-
-
 def cat_samples(trees: Sequence[Tree]) -> Tree:
     """One batch of several, in order; a single one is returned as it is.
 
@@ -118,7 +112,7 @@ def element_of(tree: T, element: int | None, what: str) -> T:
 def map_tensors(tree: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     """The tree with every tensor changed; the change leaves the numbers of lengths as they are."""
     if isinstance(tree, Ragged):
-        return Ragged(change(tree.values), _as_known(change(tree.lengths), tree.lengths))
+        return Ragged(change(tree.values), as_known(change(tree.lengths), tree.lengths))
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, tuple):

@@ -143,13 +143,15 @@ class Counter:
             output_bytes=sum(map(_num_bytes, _tensors(outputs))),
         )
         self._by_itself |= {_storage(t) for t in _tensors(outputs)} & self._known
-        return count, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        return count, pytree.tree_map_only(Tensor, _as_input, outputs)
 
     def another(self, outputs: CountState) -> CountState:
         """Outputs like these of one more block of the same kind, kept where these are kept."""
         return pytree.tree_map_only(Tensor, self._copy, outputs)
 
     def _copy(self, output: Tensor) -> Tensor:
+        if not output.is_floating_point():
+            return output
         copy = torch.empty_like(output)
         if _storage(output) in self._by_itself:
             self._by_itself.add(_storage(copy))
@@ -343,7 +345,12 @@ def _floating(tree: Any) -> list[Tensor]:
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return _as_input(tensor).requires_grad_(tensor.is_floating_point())
+
+
+def _as_input(tensor: Tensor) -> Tensor:
+    # Lengths stay the tensors of which the host knows the numbers.
+    return tensor.detach() if tensor.is_floating_point() else tensor
 
 
 def block_parameters(module: nn.Sequential) -> tuple[int, ...]:

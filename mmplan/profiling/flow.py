@@ -16,6 +16,7 @@ from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.proof.tp_states import module_states
+from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
 from mmplan.schema.factories import build_loss, build_module
 from mmplan.schema.task_shapes import TaskShapes
@@ -31,7 +32,8 @@ class TaskFlow:
     """Counts a task's modules and losses at any micro-batch size and tp.
 
     Shapes come from sample 0 of the task's data set, repeated. Ragged fields have the mean
-    number of rows of samples spread over the data set; how much they vary is not seen.
+    number of rows of samples spread over the data set. How much they vary is seen in attention
+    alone (:mod:`mmplan.zoo.ragged_attention`), which costs the squares of their lengths.
 
     Args:
         workload: the job.
@@ -56,7 +58,7 @@ class TaskFlow:
             samples=BASE,
             dtype=self._dtype,
             output=self._output,
-            ragged_rows=_mean_rows,
+            look_at=_spread_rows,
         )
         self._partial: dict[tuple[str, int], list[list[str]]] = {}
 
@@ -184,20 +186,21 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-def _mean_rows(
+def _spread_rows(
     dataset: Any, collate: Callable[..., Any], fields: Sequence[str]
-) -> dict[str, float]:
-    """Rows per sample of ragged fields, over samples spread evenly over the data set."""
+) -> dict[str, Ragged]:
+    """Ragged fields of samples spread evenly over the data set."""
     if not fields:
         return {}
     length = len(dataset)
     chosen = sorted({i * length // RAGGED_SAMPLES for i in range(RAGGED_SAMPLES)})
-    rows = dict.fromkeys(fields, 0)
-    for index in chosen:
-        sample = collate([dataset[index]])
-        for name in fields:
-            rows[name] += len(sample[name].values)
-    return {name: count / len(chosen) for name, count in rows.items()}
+    samples = [collate([dataset[index]]) for index in chosen]
+    return {
+        name: Ragged(
+            *(torch.cat(column) for column in zip(*(s[name] for s in samples), strict=True))
+        )
+        for name in fields
+    }
 
 
 def _shard_shapes(block: nn.Module, tp: int, *, where: str) -> None:

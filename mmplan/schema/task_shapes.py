@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mmplan.errors import InvalidInputError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, as_known, with_host_lengths
 from mmplan.schema.factories import build_dataset
 from mmplan.schema.workload import InputSource, TaskView, Workload
 
-# Rows per sample of ragged fields: the data set, its collate, the fields.
-RaggedRows = Callable[[Any, Callable[..., Any], Sequence[str]], dict[str, float]]
+# Some samples' ragged fields, joined: of the data set, its collate, the fields.
+LookAtRagged = Callable[[Any, Callable[..., Any], Sequence[str]], dict[str, Ragged]]
 
 
 class TaskShapes:
@@ -29,7 +29,8 @@ class TaskShapes:
         samples: in a batch.
         dtype: of floating-point fields.
         output: the output of a module on such a batch.
-        ragged_rows: rows per sample of ragged fields; one where it does not say.
+        look_at: some samples' ragged fields, whose mean number of rows all samples have; where
+            it does not say, they have one.
 
     Raises:
         InvalidInputError: the task has no data, or its factory cannot be used.
@@ -44,7 +45,7 @@ class TaskShapes:
         samples: int,
         dtype: torch.dtype,
         output: Callable[[str], Any],
-        ragged_rows: RaggedRows = lambda dataset, collate, fields: {},
+        look_at: LookAtRagged = lambda dataset, collate, fields: {},
     ) -> None:
         self._samples, self._output = samples, output
         if task.data is None:
@@ -57,12 +58,18 @@ class TaskShapes:
         fields = collate([dataset[0]] * samples)
         self._fields = {name: on_meta(value, dtype) for name, value in fields.items()}
         ragged = [name for name, value in self._fields.items() if isinstance(value, Ragged)]
-        rows = ragged_rows(dataset, collate, ragged)
+        looked_at = look_at(dataset, collate, ragged)
         for name in ragged:
             values, lengths = self._fields[name]
-            per_sample = rows.get(name, 1.0)
+            found = looked_at.get(name)
+            per_sample = len(found.values) / len(found.lengths) if found else 1.0
             num_rows = max(round(samples * per_sample), 1 if per_sample else 0)
             resized = values.new_empty((num_rows, *values.shape[1:]))
+            if found:
+                with_host_lengths(lengths, found.lengths.tolist())
+                # Of packs the lengths of texts are values of a field.
+                if resized.dtype == torch.int64 and resized.dim() == 1:
+                    with_host_lengths(resized, found.values.tolist())
             self._fields[name] = Ragged(resized, lengths)
 
     def inputs(self, consumer: str, sources: Sequence[InputSource], samples: int) -> list[Any]:
@@ -93,7 +100,7 @@ class TaskShapes:
             if not leaf.dim():
                 return leaf
             shape = leaf.shape[0] * samples // self._samples, *leaf.shape[1:]
-            return leaf.new_empty(shape)
+            return as_known(leaf.new_empty(shape), leaf)
 
         return pytree.tree_map_only(Tensor, grow, tree)
 

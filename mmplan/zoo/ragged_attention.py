@@ -159,14 +159,13 @@ torch.library.register_autograd("mmplan::ragged_attention", _gradients, setup_co
 def _pairs(num_rows: int, lengths: Tensor) -> float:
     """Pairs of rows that look at each other: half the squares of the lengths.
 
-    Samples count as equally long where the host does not know their lengths.
+    Lengths that the host knows may be of samples that stand for these. Samples count as equally
+    long where it knows none.
     """
-    known = known_lengths(lengths)
-    if known is None and has_values(lengths):
-        known = tuple(lengths.tolist())
-    if known is None:
+    known = host_lengths(lengths) if has_values(lengths) else known_lengths(lengths)
+    if not known or not any(known):
         return 0.5 * num_rows * num_rows / max(1, len(lengths))
-    return 0.5 * sum(length * length for length in known)
+    return 0.5 * num_rows * sum(length * length for length in known) / sum(known)
 
 
 @register_flop_formula(torch.ops.mmplan.ragged_attention, get_raw=True)
