@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from mmlaunch.comm.strict import StrictWorld
+from mmlaunch.measure.sample_work import WorkSampler
 from mmplan.errors import InvalidInputError
+from mmplan.profiling.counting import FLOPS
+from mmplan.profiling.flow import BASE, TaskFlow
 from mmplan.ragged import Ragged
+from mmplan.schema.factories import build_dataset
 from mmplan.schema.plan import Plan
-from mmplan.schema.workload import Workload
+from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
 from mmplan.zoo.ragged_attention import attend_samples
@@ -107,6 +112,49 @@ def test_decoders_whose_texts_meet_are_refused(change: dict[str, Any], message: 
     assert module(torch.ones(1, 3, dtype=torch.int64)).shape == (1, 3, 64)
     with pytest.raises(InvalidInputError, match=message):
         module(Ragged(torch.ones(3, dtype=torch.int64), torch.tensor([3])))
+
+
+# ---- what it costs ----
+
+HERE = Path(__file__).parent
+
+
+def texts_of(dataset: Any, index: int) -> list[int]:
+    sample = dataset[index]
+    packed: Ragged | None = sample.get("tokens_lengths")
+    return (sample["tokens"].lengths if packed is None else packed.values).tolist()
+
+
+@pytest.mark.parametrize("data", [pytest.param("ragged", marks=pytest.mark.slow), "packed"])
+def test_attention_costs_the_squares_of_lengths(data: str) -> None:
+    job = workload("ours", data)
+    assert job.data is not None
+    dataset: Any = build_dataset(job.data, HERE, seed=4)
+    flow = TaskFlow(job, HERE, resolve_tasks(job)["default"])
+    (kernels, *_) = [block.forward for block in flow.count_module("llm", tp=1, samples=BASE)]
+    counted = kernels.table[kernels.names.index("mmplan::ragged_attention"), FLOPS]
+    # Samples spread over the data, of which the flow has the mean number of tokens.
+    spread = sorted({i * len(dataset) // 32 for i in range(32)})
+    lengths = [length for index in spread for length in texts_of(dataset, index)]
+    scale = round(BASE * sum(lengths) / len(spread)) / sum(lengths)
+    # Two products of all heads' channels, half of the pairs.
+    assert counted == pytest.approx(2 * 2 * 24 * 0.5 * sum(n * n for n in lengths) * scale)
+
+
+@pytest.mark.parametrize("data", ["ragged", "packed"])
+def test_work_of_samples_has_the_squares_of_lengths(data: str) -> None:
+    job = workload("ours", data)
+    assert job.data is not None
+    dataset: Any = build_dataset(job.data, HERE, seed=4)
+    point = {"task": "default", "order": "spread", "samples": 5}
+    found = WorkSampler(job, HERE).work(point)["work"]["llm"]
+    # FLOPs of a token in two layers and the logits, and of half a pair in two layers.
+    width, ffn, vocab = OURS["width"], OURS["ffn"], OURS["vocab"]
+    token = 2 * 2 * width * (width + width // 2 + width // 2 + width + 3 * ffn) + 2 * width * vocab
+    pair = 2 * 2 * 2 * width * 0.5
+    for number, work in enumerate(found):
+        lengths = texts_of(dataset, number * len(dataset) // 5)
+        assert work == pytest.approx(sum(lengths) + pair / token * sum(n * n for n in lengths))
 
 
 # ---- plans ----
