@@ -268,7 +268,7 @@ def _loop(
     built = [build_module(workload, name, folder).to(device) for name in MODULES]
     front, back = (prepare(module) for module in built)
     x, y = torch.randn(2, MICROBATCHES, microbatch, setting.width, device=device)
-    precision = TrainingPrecision(workload.train.precision, device)
+    precision = TrainingPrecision(workload.train, device)
     scale = 1 / MICROBATCHES
 
     def step() -> None:
@@ -288,7 +288,7 @@ def _microbatch_of(setting: Setting, forward_s: float, folder: Path) -> int:
     workload = load_workload(_workload(setting, folder, setting.microbatch))
     module = build_module(workload, "front", folder).to(setting.torch_device)
     x = torch.randn(setting.microbatch, setting.width, device=setting.torch_device)
-    precision = TrainingPrecision(workload.train.precision, setting.torch_device)
+    precision = TrainingPrecision(workload.train, setting.torch_device)
 
     def forward() -> None:
         with torch.no_grad(), precision.compute(keep_casts=True):

@@ -282,9 +282,10 @@ def test_outputs_flow_into_the_next_module_and_the_losses(folder: Path) -> None:
     assert not profile.losses["square"].sharded
 
 
-def test_bf16_halves_what_is_kept_and_moved(folder: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_narrow_type_halves_what_is_kept_and_moved(folder: Path, precision: str) -> None:
     whole = _profile(_workload(), folder).modules["m"]
-    half = _profile(_workload(train={"precision": "bf16"}), folder).modules["m"]
+    half = _profile(_workload(train={"precision": precision}), folder).modules["m"]
     assert half.output_bytes_per_sample == whole.output_bytes_per_sample / 2
     assert half.points[0].activation_bytes == whole.points[0].activation_bytes / 2
     assert half.flops_per_sample == whole.flops_per_sample

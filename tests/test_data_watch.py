@@ -159,6 +159,7 @@ class Watched:
             stop=False,
             starved=False,
             finite=True,
+            loss_scale=None,
             spans=[],
         )
         for _ in range(count):

@@ -321,8 +321,9 @@ def test_double_precision_reaches_the_data(folder: Path) -> None:
     assert twice == 2 * measurer(folder).measure(module_point("head"))["activation_bytes"]
 
 
-def test_bf16_runs_under_autocast(folder: Path) -> None:
-    data = workload_dict() | {"train": {"precision": "bf16"}}
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_narrow_types_run_under_autocast(folder: Path, precision: str) -> None:
+    data = workload_dict() | {"train": {"precision": precision}}
     at = measurer(folder, data)
     assert at.measure(module_point("head"))["forward_s"] > 0
     blocks = at.measure({"kind": "shape", "task": "default", "module": "head", "microbatch": 2})

@@ -22,7 +22,7 @@ from mmlaunch.comm.transport import Transport
 from mmlaunch.execute.gathered_rows import Finish, GatheredRows, HeldRows, rows_of
 from mmlaunch.execute.reductions import FieldOf
 from mmlaunch.model.local_model import LocalModel
-from mmlaunch.model.precision import widened
+from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import RunFailedError
 from mmplan.program.model import CrossSampleLoss, Program, Stage
@@ -38,6 +38,7 @@ class BatchSync:
         transport: gathers.
         specs: output spec of every stage.
         seeds: for losses that draw random numbers.
+        precision: has the scale of gradients.
         field_of: gives a loss its data fields.
     """
 
@@ -48,10 +49,12 @@ class BatchSync:
         transport: Transport,
         specs: Sequence[Spec],
         seeds: Seeds,
+        precision: TrainingPrecision,
         field_of: FieldOf,
     ) -> None:
         self._program, self._model, self._transport = program, model, transport
         self._specs, self._seeds, self._field_of = specs, seeds, field_of
+        self._precision = precision
         # The same in every step.
         self._rows: dict[tuple[int, int], GatheredRows] = {}
         self._held: dict[tuple[int, int, int, int], list[HeldRows]] = {}
@@ -139,8 +142,9 @@ class BatchSync:
             self.terms[loss.index].add_(value.detach())
         if not value.requires_grad or not (wanted or parameters):
             return {}
+        seed = torch.full_like(value, self._precision.gradient_scale)
         grads = torch.autograd.grad(
-            value, [*(leaves[i] for i in wanted), *parameters], allow_unused=True
+            value, [*(leaves[i] for i in wanted), *parameters], seed, allow_unused=True
         )
         for parameter, grad in zip(parameters, grads[len(wanted) :], strict=True):
             _accumulate(parameter, grad)
@@ -172,12 +176,13 @@ class BatchSync:
             full,
             lambda stats: self._exchange(loss, batch, stats),
         )
+        seed = scale * self._precision.gradient_scale
         for parameter, grad in before.items():
-            added = None if parameter.grad is None else parameter.grad * scale
+            added = None if parameter.grad is None else parameter.grad * seed
             parameter.grad = grad
             _accumulate(parameter, added)
         self.terms[loss.index].add_(part.detach(), alpha=scale)
-        return self._share_in_tp_groups(loss, batch, own_grads, scale)
+        return self._share_in_tp_groups(loss, batch, own_grads, seed)
 
     def _own(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
         """Rows that this rank answers for, by input; none of a tensor-parallel sibling's."""
@@ -215,7 +220,7 @@ class BatchSync:
         return positions
 
     def _share_in_tp_groups(
-        self, loss: CrossSampleLoss, batch: int, own_grads: Mapping[int, Tensor], scale: float
+        self, loss: CrossSampleLoss, batch: int, own_grads: Mapping[int, Tensor], seed: float
     ) -> dict[int, Tensor]:
         """Only the first rank of a tensor-parallel group computes; the others get its result."""
         grads: dict[int, Tensor] = {}
@@ -224,7 +229,7 @@ class BatchSync:
             if not self._wants_gradient(loss, i):
                 continue
             d, t = stage.place(self._transport.rank)
-            grad = own_grads[i] * scale
+            grad = own_grads[i] * seed
             group = stage.ranks[d]
             if len(group) > 1:
                 if t:

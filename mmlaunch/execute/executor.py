@@ -164,7 +164,7 @@ class Executor:
             (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
         )
         self._mailbox = Mailbox(program, transport, specs, channels, self._output_of)
-        self._sync = BatchSync(program, model, transport, specs, seeds, self._field)
+        self._sync = BatchSync(program, model, transport, specs, seeds, precision, self._field)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Compute: self._compute,
             Message: self._message,
@@ -340,8 +340,8 @@ class Executor:
     def _backward(self, stage: Stage, mb: int) -> None:
         live = self._live[stage.index, mb]
         live.messages = self._mailbox.take_backward(stage, mb)
-        grads: dict[Tensor, Tensor | None]
-        grads = dict.fromkeys(term for term in live.losses if term.requires_grad)
+        scale = self._precision.gradient_scale
+        grads = {t: torch.full_like(t, scale) for t in live.losses if t.requires_grad}
         grads |= self._output_gradients(stage, mb, live)
         with nullcontext() if live.later is None else live.later.collect():
             if grads:

@@ -157,7 +157,7 @@ class Inputs:
             pool = self._pool_of(task)
             everything = self._args(task, task.inputs[name], pool, 0)
             parts: list[Tree] = []
-            precision = TrainingPrecision(self._workload.train.precision, self._device)
+            precision = TrainingPrecision(self._workload.train, self._device)
             with torch.no_grad(), precision.compute(keep_casts=True):
                 for first in range(0, pool, _POOL_STEP):
                     last = min(first + _POOL_STEP, pool)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mmlaunch.measure.clocks import Clock, CudaClock, Reading, clock_of
 from mmlaunch.measure.timing import Peers, Stopwatch, Timing
 from mmplan.processes import num_cores
+from mmplan.schema.factories import compute_dtype
 
 # Share of a GPU's memory in pieces that no tensor fits into; chosen by hand within the 5 to 8% that
 # users of large models leave free.
@@ -104,7 +105,7 @@ def room_on_cuda(
 def _peak_flops(device: torch.device, precision: str, watch: Stopwatch) -> float:
     """FLOP per second of a large matrix product."""
     size = 8192 if device.type == "cuda" else 1024
-    dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}.get(precision, torch.float32)
+    dtype = compute_dtype(precision)
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)

@@ -110,7 +110,7 @@ class Measurer:
             return {"skipped": "out of memory"}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        precision = TrainingPrecision(self._workload.train.precision, self._device)
+        precision = TrainingPrecision(self._workload.train, self._device)
         return precision.compute(keep_casts=True)
 
     def _machine(self, _: Json) -> Json:
@@ -285,7 +285,7 @@ class Measurer:
     def _held_bytes(self, blocks: list[nn.Module], args: tuple[Tree, ...]) -> float:
         """Bytes held from the forward to the backward, outputs included."""
         held = [p for b in blocks for p in (*b.parameters(), *b.buffers())]
-        twice = self._workload.train.precision == "bf16"
+        twice = TrainingPrecision(self._workload.train, self._device).is_narrow
         with self._autocast():
             return kept_bytes(
                 lambda: call_blocks(blocks, args), [*held, *tensors_of(args)], self._device, twice

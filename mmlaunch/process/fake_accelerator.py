@@ -109,7 +109,7 @@ class _DeviceModule(ModuleType):
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Types of autocast."""
-        return [torch.bfloat16]
+        return [torch.bfloat16, torch.float16]
 
 
 def register() -> torch.device:

@@ -75,6 +75,8 @@ class MetricsLog:
             entry["lr"] = float(rates[0]["lr"])
         if result.grad_norm is not None:
             entry["grad_norm"] = result.grad_norm
+        if result.loss_scale is not None and not self._emulated:
+            entry["loss_scale"] = result.loss_scale
         if not (result.finite or self._emulated):
             entry["skipped"] = True
         elif not self._emulated:

@@ -38,6 +38,7 @@ Value: TypeAlias = "Tensor | Ragged | tuple[Value, ...] | None"
 Spans = Mapping[tuple[str, str, int], Sequence[SampleRange]]
 
 _BITS = (1 << 64) - 1
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def microbatch_spans(program: Program) -> Spans:
@@ -143,10 +144,10 @@ class Reference:
         another order.
         """
         kept = {name: p.detach().clone() for name, p in self.named_parameters().items()}
-        narrow = self._train.precision == "bf16"
+        narrow = _NARROW.get(self._train.precision)
         with torch.no_grad():
             for p in self.named_parameters().values():
-                half_unit = 2.0**-9 if narrow else torch.finfo(p.dtype).eps
+                half_unit = torch.finfo(narrow or p.dtype).eps / (4 if narrow else 1)
                 draw = torch.rand(p.shape, generator=draws, dtype=p.dtype)
                 p.mul_(1 + half_unit * (2 * draw - 1 if narrow else (3 * draw).floor() - 1))
         self._cut_otherwise = True
@@ -166,9 +167,27 @@ class Reference:
         total: Any = torch.zeros((), dtype=torch.float64)
         for task in self.tasks.values():
             total = total + task.weight * self._task_loss(task)
-        if total.requires_grad:
+        if total.requires_grad and self._train.precision == "fp16":
+            self._scaled_backward(total)
+        elif total.requires_grad:
             total.backward()
         return float(total.detach())
+
+    def _scaled_backward(self, total: Tensor) -> None:
+        """Gradients of the loss times a scale, over it; a smaller scale until none overflows."""
+        trained = [p for p in self.named_parameters().values() if p.requires_grad]
+        spec, scale = self._train.loss_scale, self._train.loss_scale.initial
+        while True:
+            found = torch.autograd.grad(
+                total * scale, trained, retain_graph=True, allow_unused=True
+            )
+            if scale == 1.0 or all(g is None or g.isfinite().all() for g in found):
+                break
+            scale = max(1.0, scale / spec.factor)
+        for parameter, grad in zip(trained, found, strict=True):
+            if grad is not None:
+                before = 0.0 if parameter.grad is None else parameter.grad
+                parameter.grad = before + grad / scale
 
     def _freeze(self) -> None:
         """Turn off the gradients of blocks that no task trains."""
@@ -305,9 +324,10 @@ class Reference:
         return value, not torch.equal(before, torch.get_rng_state())
 
     def _compute(self) -> AbstractContextManager[Any]:
-        if self._train.precision != "bf16":
+        narrow = _NARROW.get(self._train.precision)
+        if narrow is None:
             return nullcontext()
-        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+        return torch.autocast("cpu", dtype=narrow, cache_enabled=False)
 
     def _seed(self, name: str, index: int, first_sample: int) -> Tensor:
         """Seed the generator for one block on one micro-batch; returns its state."""

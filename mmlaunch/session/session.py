@@ -120,6 +120,7 @@ class Session:
         evaluation: of the plan's tasks; None where the workload has none.
         early_stop: ends the run by evaluations; None where the workload does not ask for it.
         own_times: which kinds of instructions are timed, of every rank.
+        loss_scale: of all modules' gradients in fp16; None for other types.
         hooks: functions to call on steps, losses and checkpoints.
         notes: lines that tell the user how this run works and why.
 
@@ -204,7 +205,8 @@ class Session:
             pin_memory=transport.device.type == "cuda",
             producers=producers,
         )
-        precision = TrainingPrecision(workload.train.precision, transport.device)
+        precision = TrainingPrecision(workload.train, transport.device)
+        self.loss_scale = precision.loss_scale
         self._heartbeat.phase("building the model")
         specs = infer_shapes(
             self.program,
@@ -456,6 +458,8 @@ class Session:
         marks = [self.transport.mark()]
         norm = None if self._emulation else self.update.apply(self.step_count)
         marks.append(self.transport.mark())
+        if self.loss_scale is not None:
+            self.loss_scale.stepped()
         update_s = self.transport.seconds_of(marks)[-1]
         result = replace(done, grad_norm=norm, update_s=update_s)
         self.step_count += 1
@@ -464,7 +468,10 @@ class Session:
         return result
 
     def forward_backward(self, *, timed: bool = False) -> StepResult:
-        """A step without its update; the gradients are left in ``.grad``."""
+        """A step without its update; the gradients are left in ``.grad``.
+
+        Where a gradient overflows in fp16 the same batch is taken again with a smaller scale.
+        """
         asked = time.perf_counter()
         self._heartbeat.phase("loading data", self.step_count, slow=False)
         data = self._data.step(self.step_count)
@@ -472,6 +479,32 @@ class Session:
         for hook in self.hooks.on_data:
             hook(self, data)
         began = time.perf_counter()
+        done = self._attempt(data, asked, began, timed=timed)
+        scale = self.loss_scale
+        if scale is None or done.starved:
+            return done
+        first = scale.state()
+        while not done.finite and math.isfinite(done.loss) and scale.shrink():
+            self.update.skip()
+            done = self._attempt(data, asked, began, timed=timed)
+        if done.finite:
+            self.update.unscale(scale.value)
+        else:
+            # What no scale makes finite is no overflow.
+            scale.load(first)
+        return done
+
+    def _attempt(
+        self, data: Mapping[str, StepData], asked: float, began: float, *, timed: bool
+    ) -> StepResult:
+        """Forward, backward and sums of one batch, and what all ranks know of them.
+
+        Args:
+            data: this rank's samples by task.
+            asked: when they were asked for.
+            began: when they were there.
+            timed: note when each instruction ran.
+        """
         terms, marks = self.executor.run(self.step_count, data, timed=timed)
         part = terms.sum()
         vote = torch.full_like(part, self._should_stop())
@@ -510,6 +543,7 @@ class Session:
             stop=votes + starving > 0,
             starved=starving > 0,
             finite=math.isfinite(loss) and not faults,
+            loss_scale=None if self.loss_scale is None else self.loss_scale.value,
             spans=spans,
         )
 
@@ -629,6 +663,8 @@ class Session:
         }
         if self.early_stop is not None:
             state["early_stop"] = self.early_stop.state()
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state()
         content = Content(
             root=Path(folder),
             step=self.step_count,
@@ -676,6 +712,8 @@ class Session:
             checkpoint.close()
         if self.early_stop is not None:
             self.early_stop.load(checkpoint.manifest.state.get("early_stop"))
+        if self.loss_scale is not None:
+            self.loss_scale.load(checkpoint.manifest.state.get("loss_scale"))
         self.step_count = checkpoint.manifest.step
         self._data.close()
         return others
@@ -727,6 +765,7 @@ class StepResult:
         stop: whether any rank's ``should_stop`` said so; the same on all ranks.
         starved: whether a rank had no data: the step is not done, and stop is set.
         finite: whether the loss and all summed gradients are numbers; else nothing was updated.
+        loss_scale: with which the gradients were computed; None but in fp16.
         spans: when each instruction of this rank ran; empty unless asked for.
     """
 
@@ -742,6 +781,7 @@ class StepResult:
     stop: bool
     starved: bool
     finite: bool
+    loss_scale: float | None
     spans: list[InstructionSpan]
 
 

@@ -127,6 +127,11 @@ class Update:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
+    def unscale(self, scale: float) -> None:
+        """Divide the gradients by the scale with which their backward began."""
+        for grads in self._by_type(self.slices).values():
+            torch._foreach_mul_(grads, 1.0 / scale)  # pyright: ignore[reportPrivateImportUsage]
+
     def has_faults(self) -> Tensor:
         """1.0 where a summed gradient of this rank is not finite, else 0.0; on its device."""
         found = [grad for grad in self.gradients().values() if grad.numel()]

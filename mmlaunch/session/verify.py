@@ -36,16 +36,16 @@ from mmplan.program.model import Program
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
 
-# Draws of the rounding. In bf16 a parameter of one number would be lucky with a single one.
-_DRAWS = {"fp64": 1, "fp32": 1, "bf16": 3}
-# A gradient may lie this many times as far from the reference as the draws do. In bf16 there are
+# Draws of the rounding. In a narrow type one alone may be lucky for a parameter of one number.
+_DRAWS = {"fp64": 1, "fp32": 1, "bf16": 3, "fp16": 3}
+# A gradient may lie this many times as far from the reference as the draws do. Narrow types have
 # several roundings in a row where a draw has one in each block; in wide types any wrong sum is
 # larger by orders of magnitude, so the factor leaves room for long sums.
-_FACTOR = {"fp64": 50.0, "fp32": 50.0, "bf16": 4.0}
+_FACTOR = {"fp64": 50.0, "fp32": 50.0, "bf16": 4.0, "fp16": 4.0}
 # Units in the last place of a gradient's size that are always allowed: a draw may leave a
 # gradient as it is.
-_UNITS = {"fp64": 64.0, "fp32": 64.0, "bf16": 2.0}
-_BF16_UNIT = 2.0**-8
+_UNITS = {"fp64": 64.0, "fp32": 64.0, "bf16": 2.0, "fp16": 2.0}
+_NARROW_UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 # The update follows elementwise from the gradients, with the same operations: a few units for
 # sums of the norm in another order, and as many again for each step before.
 _UPDATE_UNITS = 16.0
@@ -532,7 +532,7 @@ class Rounding:
     def __init__(self, precision: str, gradients: Mapping[str, Tensor | None], loss: float) -> None:
         self._factor, self._gradients, self._of_loss = _FACTOR[precision], gradients, loss
         wide = torch.float64 if precision == "fp64" else torch.float32
-        unit = _BF16_UNIT if precision == "bf16" else torch.finfo(wide).eps
+        unit = _NARROW_UNITS.get(precision, torch.finfo(wide).eps)
         self._floor = _UNITS[precision] * unit
         sizes = [_largest(g) for g in gradients.values() if g is not None]
         self.largest = max(sizes, default=0.0) or 1.0

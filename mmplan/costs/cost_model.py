@@ -30,9 +30,9 @@ _STATE_NUMBERS = {"SGD": 1, "Adagrad": 1, "RMSprop": 1, "ASGD": 1}
 # Adam's two moments.
 _ADAM_NUMBERS = 2
 # Bytes of a parameter, of its gradient and of each number of its state.
-_NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4}
+_NUMBER_BYTES = {"fp32": 4, "fp64": 8, "bf16": 4, "fp16": 4}
 # Bytes of the copy in which a parameter is computed with.
-_COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2}
+_COPY_BYTES = {"fp32": 0, "fp64": 0, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,13 @@ from mmplan.profiling.grid import RAGGED_SAMPLES
 from mmplan.proof.tp_states import module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
-from mmplan.schema.factories import build_loss, build_module
+from mmplan.schema.factories import build_loss, build_module, compute_dtype
 from mmplan.schema.task_shapes import TaskShapes
 from mmplan.schema.workload import TaskView, Workload, crossing_elements
 
 # Samples of the run that fixes shapes: more than one, so that no dimension is squeezed away,
 # and several, because ragged fields have a whole number of rows in all of them together.
 BASE = 8
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 class TaskFlow:
@@ -49,7 +48,7 @@ class TaskFlow:
 
     def __init__(self, workload: Workload, folder: Path, task: TaskView) -> None:
         self._workload, self._folder, self.task = workload, folder, task
-        self._dtype = DTYPES[workload.train.precision]
+        self._dtype = compute_dtype(workload.train.precision)
         self._outputs: dict[str, Any] = {}
         self.shapes = TaskShapes(
             workload,

@@ -34,7 +34,7 @@ from mmplan.profiling.counting import BATCH, FLOPS, MOVED, SUMMED, K, M, N
 from mmplan.schema.base import Count, Document, Positive, Record, Str, load_document
 from mmplan.schema.cluster import Cluster, Device
 
-_ELEMENT_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+_ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _PARTIAL_SUM_BYTES = 4
 
 
@@ -51,7 +51,9 @@ class Roofline:
         self._cluster = cluster
         self._known = known = hardware.known(cluster.device)
         self._kernels = hardware.kernels
-        peak = cluster.device.peak_flops * {str(k): v for k, v in known.rates.items()}[precision]
+        # Devices with both multiply in bf16 and fp16 at one rate; constants are called after bf16.
+        rate = "bf16" if precision == "fp16" else precision
+        peak = cluster.device.peak_flops * {str(k): v for k, v in known.rates.items()}[rate]
         self._element_bytes = _ELEMENT_BYTES[precision]
         self._seconds: dict[tuple[bytes, int], float] = {}
         self.launch_s = hardware.kernels.launch_s

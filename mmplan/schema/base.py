@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,8 @@ Index = Annotated[int, Strict(), Field(ge=0, le=MOST_COUNT)]
 Size = Annotated[float, Strict(), Field(ge=0)]
 Positive = Annotated[float, Strict(), Field(gt=0)]
 Range = tuple[Index, Index]
+# The type of a training's computes.
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 # A parsed document, or what processes tell each other.
 Json = dict[str, Any]
 

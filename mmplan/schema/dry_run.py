@@ -24,6 +24,7 @@ from mmplan.schema.factories import (
     build_dataset,
     build_loss,
     build_module,
+    compute_dtype,
     dtype_of,
     frozen_blocks,
 )
@@ -296,8 +297,9 @@ class _Trial:
         with ExitStack() as stack:
             if self._model.mode is not None:
                 stack.enter_context(self._model.mode)
-            if self._workload.train.precision == "bf16":
-                stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+            dtype = compute_dtype(self._workload.train.precision)
+            if dtype.itemsize < 4:
+                stack.enter_context(torch.autocast("cpu", dtype=dtype))
             yield
 
     # --- data ---

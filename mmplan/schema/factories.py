@@ -77,10 +77,18 @@ def factory_seed(train_seed: int, name: str) -> int:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Type of the parameters that the optimizer updates; bf16 keeps float32 ones."""
+    """Type of the parameters that the optimizer updates; bf16 and fp16 keep float32 ones."""
     import torch
 
     return torch.float64 if precision == "fp64" else torch.float32
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    """Type of most that blocks compute: the autocast's in bf16 and fp16."""
+    import torch
+
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return narrow.get(precision) or dtype_of(precision)
 
 
 def build_module(

@@ -17,6 +17,7 @@ from mmplan.schema.base import (
     Int,
     Name,
     Positive,
+    Precision,
     Range,
     Record,
     Size,
@@ -293,7 +294,7 @@ class PlannedTask(Record):
 class PlannedTraining(Record):
     """What memory and time need to know of the training."""
 
-    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    precision: Precision = "fp32"
     zero: Literal[0, 1] = 0
     optimizer: Str = "AdamW"
     seed: Int = 0

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict, model_validator
 
-from mmplan.schema.base import Bool, Count, Index, Int, Positive, Record, Size, Str
+from mmplan.schema.base import Bool, Count, Index, Int, Positive, Precision, Record, Size, Str
 from mmplan.schema.evaluation import EarlyStopSpec, EvalSpec
 from mmplan.schema.made import Args, CallbackSpec
 
@@ -80,6 +80,27 @@ class GroupSpec(Record):
     optimizer_args: Args = Field(min_length=1)
 
 
+# A backward begins in float32, which ends at 2^128.
+LARGEST_SCALE = 2.0**64
+
+
+class LossScaleSpec(Record):
+    """The factor of all gradients in an fp16 backward, whose small ones would be zeros without it.
+
+    Where a gradient overflows the batch is taken again with the scale over ``factor``.
+
+    Attributes:
+        factor: by which the scale falls after an overflow and grows after steps without one.
+        growth_interval: steps without an overflow after which it grows.
+    """
+
+    initial: Annotated[float, Strict(), Field(ge=1, le=LARGEST_SCALE)] = Field(
+        default=2.0**16, description="of the first step; a scale stays between 1 and 2^64"
+    )
+    factor: Annotated[float, Strict(), Field(gt=1)] = 2.0
+    growth_interval: Count = 2000
+
+
 class LossJumpSpec(Record):
     """When a loss is said to jump: it is above the median of the steps before by more than
     ``times`` their spread.
@@ -103,7 +124,8 @@ class TrainSpec(Record):
         optimizer_args: that it is called with.
         groups: parameters with arguments of their own.
         schedule: of all learning rates.
-        precision: bf16 is autocast; weights, gradients and optimizer state stay float32.
+        precision: bf16 and fp16 are autocast; weights, gradients and optimizer state stay float32.
+        loss_scale: of fp16; no other type has one.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
         deterministic: refuse operations of torch whose results differ between two runs.
         compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
@@ -122,7 +144,8 @@ class TrainSpec(Record):
     clip_grad_norm: Positive | None = Field(
         default=None, description="largest norm of all gradients together; larger ones are scaled"
     )
-    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    precision: Precision = "fp32"
+    loss_scale: LossScaleSpec = LossScaleSpec()
     zero: Literal[0, 1] = 0
     deterministic: Bool = False
     tf32: Bool = Field(
