@@ -18,7 +18,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_GROUPED = {**_TEXT, "num_key_value_heads": 1}
+TINY_TEXT = {**_TEXT, "num_key_value_heads": 1}
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -39,17 +39,45 @@ _BART = {
     **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
 }
+_SPEECH = {**_BART, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 24}
+_SPEECH.pop("max_position_embeddings")
+TINY_AUDIO: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_WAVE = {
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+    "mask_time_prob": 0.0,
+}
+_UNET = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [8, 16],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "attention_head_dim": 4,
+}
 _DIT = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 4, "norm_num_groups": 4}
 
 # Class to its config.json.
 CONFIGS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"model_type": "gpt2", **_GPT2, "bos_token_id": 1, "eos_token_id": 2},
-    "LlamaForCausalLM": {"model_type": "llama", **_GROUPED},
-    "Qwen2ForCausalLM": {"model_type": "qwen2", **_GROUPED, "tie_word_embeddings": True},
-    "MistralForCausalLM": {"model_type": "mistral", **_GROUPED, "sliding_window": 8},
+    "LlamaForCausalLM": {"model_type": "llama", **TINY_TEXT},
+    "Qwen2ForCausalLM": {"model_type": "qwen2", **TINY_TEXT, "tie_word_embeddings": True},
+    "MistralForCausalLM": {"model_type": "mistral", **TINY_TEXT, "sliding_window": 8},
     "Gemma2ForCausalLM": {
         "model_type": "gemma2",
-        **_GROUPED,
+        **TINY_TEXT,
         "head_dim": 16,
         "sliding_window": 8,
     },
@@ -66,7 +94,74 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Dinov2ForImageClassification": {"model_type": "dinov2", **_VISION, **_CLASSES},
     "T5ForConditionalGeneration": {"model_type": "t5", **_T5, **_ENDS},
     "BartForConditionalGeneration": {"model_type": "bart", **_BART, **_ENDS},
+    "Qwen3ForCausalLM": {"model_type": "qwen3", **TINY_TEXT, "head_dim": 16},
+    "PhiForCausalLM": {"model_type": "phi", **_TEXT},
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text",
+        **TINY_TEXT,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },
+    "MixtralForCausalLM": {"model_type": "mixtral", **TINY_TEXT, **_EXPERTS},
+    "BertForSequenceClassification": {"model_type": "bert", **_TEXT, **_CLASSES},
+    "LlamaForSequenceClassification": {"model_type": "llama", **TINY_TEXT, **_CLASSES},
+    "WhisperForConditionalGeneration": {"model_type": "whisper", **_SPEECH, **_ENDS},
+    "VoxtralForConditionalGeneration": {
+        "model_type": "voxtral",
+        "audio_token_id": 59,
+        "text_config": {"model_type": "llama", **TINY_TEXT},
+        "audio_config": {
+            "model_type": "voxtral_encoder",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            **TINY_AUDIO,
+        },
+    },
+    "Wav2Vec2ForSequenceClassification": {
+        "model_type": "wav2vec2",
+        **_TEXT,
+        **_WAVE,
+        **_CLASSES,
+    },
+    "ASTForAudioClassification": {
+        "model_type": "audio-spectrogram-transformer",
+        **_VISION,
+        **_CLASSES,
+        "max_length": 32,
+        "num_mel_bins": 16,
+    },
     "DiTTransformer2DModel": {"sample_size": 8, "in_channels": 4, "out_channels": 4, **_DIT},
+    "PixArtTransformer2DModel": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 8,
+        **_DIT,
+        "caption_channels": 12,
+        "cross_attention_dim": 32,
+    },
+    "SD3Transformer2DModel": {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "caption_projection_dim": 32,
+        "joint_attention_dim": 12,
+        "pooled_projection_dim": 10,
+        "pos_embed_max_size": 8,
+    },
+    "UNet2DModel": {
+        **_UNET,
+        "down_block_types": ["DownBlock2D", "AttnDownBlock2D"],
+        "up_block_types": ["AttnUpBlock2D", "UpBlock2D"],
+    },
+    "UNet2DConditionModel": {
+        **_UNET,
+        "cross_attention_dim": 12,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    },
 }
 
 

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mmlaunch.checkpoint.exported_weights import load_initial
+from mmplan.errors import InvalidInputError
 from mmplan.schema.factories import build_dataset, build_module
 from mmplan.schema.workload import load_workload
+from mmplan.zoo.automatic.denoisers import denoiser_fields
 from tests.commands import call, run
-from tests.init_models import CONFIGS
+from tests.init_models import CONFIGS, TINY_AUDIO, TINY_TEXT
 
 transformers = pytest.importorskip("transformers")
 PLAIN = {"unet": (), "Translator": ("--sample", "tests.init_models:sentences")}
@@ -28,6 +30,10 @@ def configuration(name: str, folder: Path) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps({**config, **which}))
     return file
+
+
+def is_of_diffusers(name: str) -> bool:
+    return "model_type" not in CONFIGS.get(name, {"model_type": None})
 
 
 def planned(folder: Path, devices: int = 4) -> Path:
@@ -48,7 +54,7 @@ def planned(folder: Path, devices: int = 4) -> Path:
 @pytest.mark.parametrize("name", [*CONFIGS, *PLAIN])
 def test_from_a_model_to_its_trained_weights(name: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "work", tmp_path / "out"
-    if name.endswith("2DModel"):
+    if is_of_diffusers(name):
         pytest.importorskip("diffusers")
     is_plain = name in PLAIN
     source = f"tests.init_models:{name}" if is_plain else configuration(name, tmp_path)
@@ -91,7 +97,7 @@ def loaded(name: str, folder: Path) -> nn.Module:
         assert shared <= {"head.weight"}
         model.load_state_dict(stored, strict=False)
         return model
-    if name.endswith("2DModel"):
+    if is_of_diffusers(name):
         return getattr(importlib.import_module("diffusers"), name).from_pretrained(folder)
     model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
@@ -112,6 +118,50 @@ def test_what_is_no_model_is_refused(source: str, message: str, tmp_path: Path) 
     assert done.code == 2
     assert message in done.message
     assert not (tmp_path / "work").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Qwen2AudioForConditionalGeneration": (
+        {
+            "model_type": "qwen2_audio",
+            "text_config": {"model_type": "qwen2", **TINY_TEXT},
+            "audio_config": {"model_type": "qwen2_audio_encoder", **TINY_AUDIO},
+        },
+        "selects its frames by their values",
+    ),
+    "Wav2Vec2ForCTC": (CONFIGS["Wav2Vec2ForSequenceClassification"], "returns ['logits'], and how"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_cut_says_why(name: str, tmp_path: Path) -> None:
+    config, message = REFUSED[name]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**config, "architectures": [name]}))
+    done = call("mmplan", "init", file, "-o", tmp_path / "work")
+    assert done.code == 2
+    assert name in done.message
+    assert message in done.message
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("AutoencoderKL", {}, "how AutoencoderKL is called is not known"),
+        (
+            "UNet2DConditionModel",
+            {"addition_embed_type": "text_time"},
+            "with addition_embed_type 'text_time' takes more",
+        ),
+    ],
+)
+def test_a_denoiser_that_takes_more_is_refused(
+    name: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        denoiser_fields(name, config, None)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from mmplan.zoo.automatic.pretrained import (
     build_pretrained,
     read_config,
     recipe,
+    without_effect,
 )
 from mmplan.zoo.automatic.source import CutSource, cut_source
+from mmplan.zoo.synthetic import noise
 
 _SAMPLES = 3
 MODULE = "model"
@@ -61,6 +63,7 @@ class _Source:
     names: tuple[str, ...] | None
     config: dict[str, Any] | None = None
     init: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def begin(
@@ -104,16 +107,18 @@ def _pretrained(source: Path, length: int | None) -> _Source:
         code='build_pretrained(Path(__file__).with_name("config.json"))',
         imports="from mmplan.zoo.automatic.pretrained import build_pretrained\n",
         recipe=how,
-        inputs=tuple(_drawn(spec) for spec in how.inputs.values()),
+        inputs=_drawn(how.inputs),
         names=tuple(how.inputs),
         config=config,
         init=source.resolve() if weights else None,
+        notes=tuple(without_effect(model)),
     )
 
 
-def _drawn(spec: Mapping[str, Any]) -> Tensor:
-    shape = (_SAMPLES, *spec["shape"])
-    return torch.randint(1, spec["vocab"], shape) if "vocab" in spec else torch.rand(shape)
+def _drawn(fields: Mapping[str, Mapping[str, Any]]) -> tuple[Tensor, ...]:
+    data = noise(fields, samples=_SAMPLES)
+    samples = [data[index] for index in range(_SAMPLES)]
+    return tuple(torch.stack([sample[name] for sample in samples]) for name in fields)
 
 
 def _plain(source: str, sample: str | None, folder: Path) -> _Source:
@@ -226,7 +231,7 @@ def _write(found: _Source, cut: CutSource, shape: list[int], folder: Path) -> Be
         files=tuple(folder / name for name in files),
         blocks=cut.blocks,
         originals=(f"{MODULE}=model:original",),
-        notes=tuple(notes),
+        notes=(*found.notes, *notes),
     )
 
 

@@ -40,13 +40,26 @@ class Uncut(nn.Module):
         self._inputs, self._output, self._options = inputs, output, dict(options or {})
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The output for the inputs."""
+        """The output for the inputs.
+
+        Raises:
+            InvalidInputError: the model returns no such thing.
+        """
         if self._inputs is None:
             returned = self.model(*inputs, **self._options)
         else:
             named = dict(zip(self._inputs, inputs, strict=True))
             returned = self.model(**named, **self._options)
-        return returned if self._output is None else getattr(returned, self._output)
+        if self._output is None:
+            return returned
+        if not hasattr(returned, self._output):
+            has = [*cast("dict[str, Any]", returned)] if isinstance(returned, dict) else "no name"
+            raise InvalidInputError(
+                f"{type(self.model).__name__} returns {has}, and how it is trained is not known",
+                hint="wrap it in a module whose forward returns the tensor that a loss takes, and "
+                "give module:callable",
+            )
+        return getattr(returned, self._output)
 
 
 class CutStep(Part):

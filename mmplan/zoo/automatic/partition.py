@@ -57,9 +57,34 @@ class Partition:
         self._layers = [n for n in self.order if self.is_layer(n)]
         if not self._layers:
             raise InvalidInputError("the model's forward calls none of its layers", hint=BY_HAND)
+        self._check_calls()
         self._free: dict[fx.Node, bool] = {}
         self._block = self._blocks()
         self.pieces = self._pieces()
+
+    def _check_calls(self) -> None:
+        """Refuse a submodule that mixes the samples, or took their number for a constant."""
+        for node in self.order:
+            call = self.call_of(node)
+            if call is None or not call.name:
+                continue
+            takes = any(map(self._has_batch, node.all_input_nodes))
+            if takes and not any(map(self._has_batch, node.meta["val"])):
+                raise InvalidInputError(
+                    f"{call.name} takes the samples, and what it returns has no dimension of them",
+                    hint=BY_HAND,
+                )
+
+    def _has_batch(self, value: fx.Node | Tensor) -> bool:
+        tensor: Any = value.meta.get("val") if isinstance(value, fx.Node) else value
+        return isinstance(tensor, Tensor) and bool(self._batch_dims(tensor))
+
+    def _batch_dims(self, tensor: Tensor) -> list[int]:
+        """Dimensions whose size depends on the number of samples."""
+        batch = cast(Any, self.batch).node.expr
+        sizes = [cast(Any, s).node.expr for s in tensor.shape if isinstance(s, torch.SymInt)]
+        places = [d for d, s in enumerate(tensor.shape) if isinstance(s, torch.SymInt)]
+        return [d for d, size in zip(places, sizes, strict=True) if batch in size.free_symbols]
 
     def call_of(self, node: fx.Node) -> TracedCall | None:
         """The call that a node is."""
@@ -183,9 +208,7 @@ class Partition:
             )
         batch = cast(Any, self.batch).node.expr
         sizes = [s.node.expr if isinstance(s, torch.SymInt) else s for s in tensor.shape]
-        with_batch = [
-            d for d, size in enumerate(sizes) if batch in getattr(size, "free_symbols", ())
-        ]
+        with_batch = self._batch_dims(tensor)
         if not with_batch:
             return "each"
         place = with_batch[0]

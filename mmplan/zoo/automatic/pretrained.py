@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,15 @@ from typing import Any, cast
 from torch import nn
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
+from mmplan.zoo.automatic.denoisers import denoiser_fields
+from mmplan.zoo.automatic.experts import allow_any_type
 from mmplan.zoo.hf_parts import checked, transformers_class
 
 # Tokens of a synthetic text, where the model takes that many. Short, so that a trial is quick.
 _LENGTH = 64
+# Of models of images of any size, and samples of a wave of any length: a second at 16 kHz.
+_IMAGE = 224
+_WAVE = 16_000
 _TEXT = "token_cross_entropy"
 
 
@@ -80,6 +86,7 @@ def build_pretrained(config: Mapping[str, Any] | Path) -> nn.Module:
         ),
     )
     made = transformers_class(architecture(config))
+    allow_any_type()
     sizes._attn_implementation = "sdpa" if getattr(made, "_supports_sdpa", False) else "eager"
     return checked(f"{kind} model", lambda: made(sizes))
 
@@ -115,70 +122,121 @@ def recipe(config: Mapping[str, Any], model: nn.Module, length: int | None) -> P
         InvalidInputError: its kind is none that is known.
     """
     if "_class_name" in config:
-        return _of_diffusers(config)
+        # From noisy samples and their time to what was added.
+        fields = denoiser_fields(architecture(config), cast(Any, model).config, length)
+        return PretrainedRecipe(inputs=fields, output="sample", loss="mse")
     name, sizes = architecture(config), cast(Any, model.config)
-    if hasattr(sizes, "image_size") and getattr(model, "main_input_name", "") == "pixel_values":
-        size = sizes.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        image = {"shape": [getattr(sizes, "num_channels", 3), height, width]}
-        if name.endswith("ImageClassification"):
-            labels = {"shape": [], "vocab": sizes.num_labels}
-            return PretrainedRecipe(
-                inputs={"pixel_values": image}, output="logits", loss="cross_entropy", target=labels
-            )
+    inputs = _inputs(name, model, length)
+    arguments = inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in arguments else {}
+
+    def of(output: str, loss: str, target: Any = None, **loss_args: Any) -> PretrainedRecipe:
         return PretrainedRecipe(
-            inputs={"pixel_values": image}, output="last_hidden_state", loss="mse"
+            inputs=inputs,
+            output=output,
+            options=options,
+            loss=loss,
+            loss_args=loss_args,
+            target=target,
         )
-    vocabulary = getattr(sizes, "vocab_size", None)
-    if not isinstance(vocabulary, int) or getattr(model, "main_input_name", "") != "input_ids":
+
+    text = inputs.get("decoder_input_ids") or inputs.get("input_ids")
+    if name.endswith(("ImageClassification", "AudioClassification", "SequenceClassification")):
+        return of("logits", "cross_entropy", {"shape": [], "vocab": sizes.num_labels})
+    if text is None or not name.endswith(_WITH_LOGITS):
+        return of("last_hidden_state", "mse")
+    if "TokenClassification" in name:
+        text = {**text, "vocab": sizes.num_labels}
+    shift = name.endswith(("ForCausalLM", "LMHeadModel")) or "rows" in text
+    # Placeholders of audio are no words to learn.
+    ignored = {"ignored": sum(text["rows"].values())} if "rows" in text else {}
+    target = {"shape": text["shape"], "vocab": text["vocab"]} | ignored
+    return of("logits", _TEXT, target, **({} if shift else {"shift": False}))
+
+
+# Endings of the classes whose output has scores for each token.
+_WITH_LOGITS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForConditionalGeneration",
+)
+
+
+def _inputs(name: str, model: nn.Module, length: int | None) -> dict[str, dict[str, Any]]:
+    """Arguments of forward to synthetic fields, by what the model takes first."""
+    sizes, first = cast(Any, model.config), str(getattr(model, "main_input_name", ""))
+    text = {"decoder_input_ids": _text(name, sizes, length)} if sizes.is_encoder_decoder else {}
+    if first == "input_ids" and isinstance(getattr(sizes, "vocab_size", None), int):
+        return {first: _text(name, sizes, length), **text}
+    if first == "pixel_values":
+        size = getattr(sizes, "image_size", _IMAGE)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {first: {"shape": [getattr(sizes, "num_channels", 3), height, width]}}
+    if first == "input_features" and hasattr(sizes, "max_source_positions"):
+        return {first: _spectrum(sizes), **text}
+    if first == "input_values" and hasattr(sizes, "max_length"):
+        return {first: {"shape": [sizes.max_length, sizes.num_mel_bins]}}
+    if first == "input_values" and hasattr(sizes, "conv_stride"):
+        return {first: {"shape": [length or _WAVE]}}
+    audio = getattr(sizes, "audio_config", None)
+    arguments = inspect.signature(model.forward).parameters
+    if first == "input_ids" and "feature_attention_mask" in arguments:
         raise InvalidInputError(
-            f"{name} takes neither text nor images alone, which mmplan init knows",
-            hint="write a workload with the factories of mmplan.zoo, or of your own; see "
-            "docs/your-own-model.md",
+            f"{name} takes audio of several lengths, and selects its frames by their values, which "
+            "no trace can follow",
+            hint="cut it with mmplan.zoo.sequential:from_layers, see docs/your-own-model.md; "
+            "Voxtral's and Whisper's kinds, of one length, are cut by themselves",
         )
-    most = next(
-        (
-            value
-            for key in ("max_position_embeddings", "n_positions")
-            if isinstance(value := getattr(sizes, key, None), int)
-        ),
-        _LENGTH,
+    if first == "input_ids" and hasattr(audio, "max_source_positions"):
+        return _speech_and_text(name, sizes, length)
+    raise InvalidInputError(
+        f"mmplan init does not know what {name} takes",
+        hint="write a workload with the factories of mmplan.zoo, or of your own, or give "
+        "module:callable of a module that takes tensors; see docs/your-own-model.md",
     )
+
+
+def _text(name: str, sizes: Any, length: int | None) -> dict[str, Any]:
+    keys = ("max_position_embeddings", "n_positions", "max_target_positions")
+    known = [value for key in keys if isinstance(value := getattr(sizes, key, None), int)]
     # RoBERTa's positions begin behind the padding's.
     begin = (sizes.pad_token_id or 0) + 1 if "oberta" in name else 0
-    text = {"shape": [length or min(most - begin, _LENGTH)], "vocab": vocabulary}
-    if sizes.is_encoder_decoder:
-        return PretrainedRecipe(
-            inputs={"input_ids": text, "decoder_input_ids": text},
-            output="logits",
-            options={"use_cache": False},
-            loss=_TEXT,
-            loss_args={"shift": False},
-            target=text,
-        )
-    if name.endswith("SequenceClassification"):
-        labels = {"shape": [], "vocab": sizes.num_labels}
-        return PretrainedRecipe(
-            inputs={"input_ids": text}, output="logits", loss="cross_entropy", target=labels
-        )
-    if name.endswith(("ForMaskedLM", "TokenClassification")):
-        labels = {**text, "vocab": vocabulary if "Masked" in name else sizes.num_labels}
-        return PretrainedRecipe(
-            inputs={"input_ids": text},
-            output="logits",
-            loss=_TEXT,
-            loss_args={"shift": False},
-            target=labels,
-        )
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
-        return PretrainedRecipe(
-            inputs={"input_ids": text},
-            output="logits",
-            options={"use_cache": False},
-            loss=_TEXT,
-            target=text,
-        )
-    return PretrainedRecipe(inputs={"input_ids": text}, output="last_hidden_state", loss="mse")
+    most = min([*known[:1], _LENGTH + begin]) - begin
+    return {"shape": [length or most], "vocab": sizes.vocab_size}
+
+
+def _spectrum(sizes: Any) -> dict[str, Any]:
+    # Whisper's second convolution has stride 2.
+    return {"shape": [sizes.num_mel_bins, 2 * sizes.max_source_positions]}
+
+
+def _speech_and_text(name: str, sizes: Any, length: int | None) -> dict[str, dict[str, Any]]:
+    """Placeholders at the beginning of the text, as many as Voxtral's projector gives rows."""
+    audio = sizes.audio_config
+    rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+    text = _text(name, sizes.text_config, length)
+    shape = [length or rows + text["shape"][0]]
+    return {
+        "input_ids": {**text, "shape": shape, "rows": {str(sizes.audio_token_id): rows}},
+        "input_features": _spectrum(audio),
+    }
+
+
+def without_effect(model: nn.Module) -> list[str]:
+    """What a model does in training only, beside dropout, which its blocks do not do."""
+    sizes, notes = cast(Any, model).config, list[str]()
+    drops = [
+        (k, v)
+        for k, v in dict(sizes.to_dict() if hasattr(sizes, "to_dict") else {}).items()
+        if "layerdrop" in k and v
+    ]
+    notes += [f"{key} {value} has no effect: no layer is left out" for key, value in drops]
+    masked = getattr(sizes, "mask_time_prob", 0) or getattr(sizes, "mask_feature_prob", 0)
+    if masked and getattr(sizes, "apply_spec_augment", False):
+        notes.append("SpecAugment has no effect: mask the features in the data set")
+    return notes
 
 
 def _diffusers(config: Mapping[str, Any]) -> nn.Module:
@@ -195,27 +253,3 @@ def _diffusers(config: Mapping[str, Any]) -> nn.Module:
             f"diffusers has no {config['_class_name']}", hint="correct _class_name in config.json"
         )
     return checked("configuration of diffusers", lambda: made.from_config(dict(config)))
-
-
-def _of_diffusers(config: Mapping[str, Any]) -> PretrainedRecipe:
-    """Of denoisers: noisy samples and their time to what was added."""
-    size = config["sample_size"]
-    height, width = (size, size) if isinstance(size, int) else size
-    sample = {"shape": [config["in_channels"], height, width]}
-    # A thousand steps of noise are usual.
-    times = {"shape": [], "vocab": 1000}
-    name = str(config["_class_name"])
-    if name == "UNet2DModel":
-        return PretrainedRecipe(
-            inputs={"sample": sample, "timestep": times}, output="sample", loss="mse"
-        )
-    if name == "DiTTransformer2DModel":
-        labels = {"shape": [], "vocab": config.get("num_embeds_ada_norm") or 1000}
-        return PretrainedRecipe(
-            inputs={"hidden_states": sample, "timestep": times, "class_labels": labels},
-            output="sample",
-            loss="mse",
-        )
-    raise InvalidInputError(
-        f"how {name} is called is not known", hint="give module:callable and --sample"
-    )

@@ -27,6 +27,8 @@ _LIBRARY.define("call(Tensor[] tensors, SymInt[] ints, int number) -> Tensor[]")
 CALL = cast(Any, torch.ops).mmplan_cut.call.default
 # The model is traced in this type: where the graph names it, the model's own type is meant.
 TRACED_TYPE = torch.float64
+# Without an end, a tensor whose elements a 64-bit number must count limits the batch.
+_MOST_SAMPLES = 2**24
 BY_HAND = (
     "write the cut with mmplan.zoo.sequential:from_layers, or name the layers with --layers; see "
     "docs/your-hugging-face-model.md"
@@ -98,7 +100,9 @@ def trace(
         raise
     except Exception as error:  # of torch.export, or of the model
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
-        said = shorten(lines[0] if lines else "", 300, placeholder=" ...")
+        # A broken constraint stands below the line that says only that there is one.
+        broken = [line.strip() for line in lines[1:] if line.strip().startswith("- ")]
+        said = shorten(" ".join([*lines[:1], *broken[:1]]), 300, placeholder=" ...")
         raise InvalidInputError(
             f"{type(uncut.model).__name__} cannot be traced: {type(error).__name__}: {said}",
             hint=BY_HAND,
@@ -109,7 +113,7 @@ def _trace(
     uncut: Uncut, inputs: Sequence[Tensor], layers: Sequence[str], *, is_free: bool
 ) -> Traced:
     calls: list[TracedCall] = []
-    batch = torch.export.Dim("batch")
+    batch = torch.export.Dim("batch", max=_MOST_SAMPLES)
     free = torch.export.Dim.AUTO
     given = tuple(x.to(TRACED_TYPE) if x.is_floating_point() else x for x in inputs)
     shapes = tuple(
@@ -166,7 +170,7 @@ def _traceable(model: nn.Module, layers: Sequence[str], calls: list[TracedCall])
     with ExitStack() as stack:
         inside = _Inside()
         stack.enter_context(_running(calls))
-        model.eval().to(TRACED_TYPE)
+        nn.Module.to(model.eval(), TRACED_TYPE)  # diffusers' own warns
         for name, module in _outermost(model, own):
             forward = _called(module, name, module in own, calls, inside)
             stack.enter_context(mock.patch.object(module, "forward", forward))
@@ -255,7 +259,9 @@ def _record(
         given_args, given_kwargs = pytree.tree_unflatten(filled, spec)
         inside.depth += 1
         try:
-            returned = run(mode, given_args, given_kwargs)
+            # The module runs as it is later: what it asks of sizes limits nothing.
+            with cast(Any, mode).shape_env.suppress_guards():
+                returned = run(mode, given_args, given_kwargs)
         finally:
             inside.depth -= 1
         paths, structure = pytree.tree_flatten_with_path(returned)
