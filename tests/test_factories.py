@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -100,6 +100,25 @@ not_callable = 3
 
 class Stream:
     pass
+
+
+class Start(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x > 0
+
+
+class Masked(nn.Linear):
+    def forward(self, x, mask):
+        return super().forward(x * mask), mask
+
+
+class Whole(nn.Linear):
+    def forward(self, state):
+        return super().forward(state[0] * state[1])
+
+
+def masked(width):
+    return nn.Sequential(Start(width, width), Masked(width, width), Whole(width, width))
 """
 
 
@@ -281,6 +300,17 @@ def test_faulty_data_is_named(folder: Path, factory: str, args: dict[str, Any], 
         build_dataset(DataSpec(factory=factory, args=args), folder)
     assert part in caught.value.message
     assert caught.value.message.startswith("data")
+
+
+def test_a_tuple_is_several_arguments_or_one(folder: Path) -> None:
+    module = build_module(workload(factory="user_model:masked", args={"width": 4}), "a", folder)
+    x = torch.randn(3, 4)
+    start, middle, end = (cast(nn.Linear, block) for block in module)
+    inner = nn.functional.linear(
+        nn.functional.linear(x, start.weight, start.bias) * (x > 0), middle.weight, middle.bias
+    )
+    expected = nn.functional.linear(inner * (x > 0), end.weight, end.bias)
+    torch.testing.assert_close(module(x), expected)
 
 
 def test_a_loss_that_is_no_module_is_named(folder: Path) -> None:

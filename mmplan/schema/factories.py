@@ -116,6 +116,7 @@ def build_module(
     module = _made(spec, folder, field=field, seeded=seeded, device=device)
     _check_module(module, field=field, factory=spec.factory, on_meta=device == "meta")
     frozen_blocks(spec.frozen, len(module), field=f"{field}.frozen")
+    _pass_elements(module)
     return module.to(device=device, dtype=dtype_of(workload.train.precision))
 
 
@@ -435,6 +436,23 @@ def _check_module(module: object, *, field: str, factory: str, on_meta: bool) ->
             hint="create the parameters on the CPU",
         )
     _check_buffers(module, field)
+
+
+def _pass_elements(module: nn.Sequential) -> None:
+    """Give a tuple's elements to blocks whose forward names several arguments.
+
+    A hook, so that everything that calls a block follows the rule, the Sequential itself too.
+    """
+    for block in module:
+        kinds = [p.kind for p in inspect.signature(block.forward).parameters.values()]
+        named = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if sum(kind in named for kind in kinds) > 1:
+            block.register_forward_pre_hook(_elements)
+
+
+def _elements(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    # A NamedTuple such as Ragged is one tensor.
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else None
 
 
 def _check_buffers(module: nn.Module, field: str) -> None:
