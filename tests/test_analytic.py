@@ -11,7 +11,23 @@ import pytest
 from mmplan.arrays import Floats
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.analytic import analytic_profile
-from mmplan.profiling.counting import BATCH, COLUMNS, FLOPS, MOVED, K, M, N
+from mmplan.profiling.counting import (
+    ACTIVATION,
+    ATTENTION,
+    BATCH,
+    COLUMNS,
+    FLOPS,
+    KIND,
+    MOVED,
+    NORM,
+    POINTWISE,
+    PRODUCT,
+    ROWS,
+    SOFTMAX,
+    K,
+    M,
+    N,
+)
 from mmplan.profiling.flow import TaskFlow
 from mmplan.profiling.grid import design, microbatch_sizes
 from mmplan.profiling.roofline import Roofline, load_hardware
@@ -121,8 +137,8 @@ class Data(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return {"x": torch.ones(self.tokens, WIDTH), "label": torch.tensor(index)}
 """
-LAUNCH_S = load_hardware().kernels.launch_s
-MEMORY_EFFICIENCY = load_hardware().kernels.memory_efficiency
+KERNELS = load_hardware().kernels
+CPU_START_S = 4e-6  # of every kernel
 WIDTH, HIDDEN, TOKENS, OUT = 16, 64, 5, 8
 MLP_FLOPS = 2 * TOKENS * 2 * WIDTH * HIDDEN
 
@@ -172,14 +188,14 @@ def test_kept_activations_are_what_autograd_saves_once(folder: Path) -> None:
 
 
 def test_times_are_the_rooflines_of_the_kernels(folder: Path) -> None:
-    """With a slow device every product is bound by its FLOPs and the rest by launches."""
+    """With a slow device every product is bound by its FLOPs and the rest by its start."""
     slow = _cluster_of("cpu", 1e6)
     point = next(
         p for p in _profile(_workload(), folder, slow).modules["m"].points if p.microbatch == 4
     )
     flops_per_s = 1e6 * 0.7  # a CPU's fp32 is its peak, and shapes do not matter
     forward = 4 * (3 * MLP_FLOPS + 2 * TOKENS * WIDTH * OUT) / flops_per_s
-    assert point.forward_s == pytest.approx(forward + 3 * LAUNCH_S)
+    assert point.forward_s == pytest.approx(forward + 10 * CPU_START_S, rel=1e-5)
     # The backward computes each product twice; the inputs' gradients are half of it.
     assert point.backward_s == pytest.approx(2 * forward, rel=1e-4)
     assert point.backward_input_s == pytest.approx(forward, rel=1e-4)
@@ -340,30 +356,78 @@ def _rows(*kernels: dict[int, float]) -> Floats:
 
 
 def _product(m: int, n: int, k: int, batch: int = 1) -> dict[int, float]:
-    return {FLOPS: 2.0 * batch * m * n * k, M: m, N: n, K: k, BATCH: batch}
+    return {KIND: PRODUCT, FLOPS: 2.0 * batch * m * n * k, M: m, N: n, K: k, BATCH: batch}
 
 
-def test_the_roofline_takes_the_slower_of_products_and_memory() -> None:
-    roofline = Roofline(load_cluster("a800-14"), "bf16")
-    attention, memory = 3.12e14 * 0.65, 2e12 * MEMORY_EFFICIENCY
+def _a800(*, compiled: bool = True) -> Roofline:
+    return Roofline(load_cluster("a800-14"), "bf16", compiled=compiled)
+
+
+def test_attention_takes_its_start_and_the_slower_of_products_and_memory() -> None:
+    attention, memory = 3.12e14 * 0.65, 2e12 * KERNELS.memory_efficiency.attention
+    whole = {KIND: ATTENTION, M: 128.0, N: 64.0, BATCH: 108.0}
     kernels = _rows(
-        {FLOPS: attention, MOVED: memory / 2}, {FLOPS: attention / 4, MOVED: memory}, {FLOPS: 1.0}
+        {FLOPS: attention, MOVED: memory / 2, **whole},
+        {FLOPS: attention / 4, MOVED: memory, **whole},
     )
-    assert roofline.seconds(kernels) == pytest.approx(2 + LAUNCH_S)
-    assert roofline.seconds(np.zeros((0, COLUMNS))) == 0
+    assert _a800().seconds(kernels) == pytest.approx(2 + 2 * KERNELS.start_s.attention)
+    assert _a800().seconds(np.zeros((0, COLUMNS))) == 0
+
+
+def test_attention_over_few_tokens_fills_its_tiles_and_rounds_in_part() -> None:
+    def busy_s(tokens: float, heads: float) -> float:
+        flops = 4 * heads * tokens**2 * 64
+        kernel = {KIND: ATTENTION, FLOPS: flops, M: tokens, N: tokens, BATCH: heads}
+        return _a800().seconds(_rows(kernel)) - KERNELS.start_s.attention
+
+    # 77 tokens take two tiles of 128 queries and 64 keys, as 128 do.
+    assert busy_s(77, 108) == pytest.approx(busy_s(128, 108))
+    # One head takes as long as one for each of 108 multiprocessors.
+    assert busy_s(128, 1) == pytest.approx(busy_s(128, 108))
+    assert busy_s(128, 109) == pytest.approx(2 * busy_s(128, 108))
+
+
+def test_kernels_that_stream_reach_the_part_of_their_kind() -> None:
+    size = 1e9
+    for kind, name in (
+        (POINTWISE, "pointwise"),
+        (NORM, "norm"),
+        (SOFTMAX, "softmax"),
+        (ACTIVATION, "activation"),
+    ):
+        start_s = getattr(KERNELS.start_s, name)
+        large_s = size / (2e12 * getattr(KERNELS.memory_efficiency, name))
+        kernels = {KIND: float(kind), MOVED: size, ROWS: 1e4 if kind in (NORM, SOFTMAX) else 0.0}
+        assert _a800().seconds(_rows(kernels)) == pytest.approx(np.hypot(start_s, large_s))
+        assert _a800().seconds(_rows({KIND: float(kind)})) == start_s
+    # A row is one multiprocessor's.
+    few = _a800().seconds(_rows({KIND: NORM, MOVED: size, ROWS: 27.0}))
+    many = _a800().seconds(_rows({KIND: NORM, MOVED: size, ROWS: 108.0}))
+    assert few == pytest.approx(4 * many, rel=1e-3)
+
+
+def test_the_host_starts_kernels_one_by_one_unless_blocks_are_compiled() -> None:
+    small = _rows(*[{MOVED: 1.0}] * 5)
+    assert _a800(compiled=False).seconds(small) == pytest.approx(5 * KERNELS.host_s)
+    assert _a800().seconds(small) == pytest.approx(5 * KERNELS.start_s.pointwise)
+    # Large ones are what the host waits for.
+    large = _rows({MOVED: 1e9})
+    assert _a800(compiled=False).seconds(large) == _a800().seconds(large)
 
 
 def test_a_product_of_whole_rounds_of_tiles_runs_at_the_full_rate() -> None:
-    roofline = Roofline(load_cluster("a800-14"), "bf16")
+    def busy_s(kernel: dict[int, float]) -> float:
+        return _a800().seconds(_rows(kernel)) - KERNELS.start_s.product
+
     # 9 x 24 tiles of 256 x 128: two rounds of 108 multiprocessors.
     kernel = _product(9 * 256, 24 * 128, 4096)
-    assert roofline.seconds(_rows(kernel)) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.87))
+    assert busy_s(kernel) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.75))
     # One row more is another row of tiles, of which the smallest costs least.
-    more = roofline.seconds(_rows(_product(9 * 256 + 1, 24 * 128, 4096)))
-    assert 1.05 < more / roofline.seconds(_rows(kernel)) < 1.5
+    more = busy_s(_product(9 * 256 + 1, 24 * 128, 4096))
+    assert 1.05 < more / busy_s(kernel) < 1.5
     # The same as many products at once.
     heads = _product(256, 128, 4096, batch=9 * 24)
-    assert roofline.seconds(_rows(heads)) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.87))
+    assert busy_s(heads) == pytest.approx(kernel[FLOPS] / (3.12e14 * 0.75))
 
 
 def test_one_tile_has_one_multiprocessor_and_long_sums_are_cut() -> None:
@@ -373,8 +437,9 @@ def test_one_tile_has_one_multiprocessor_and_long_sums_are_cut() -> None:
     fed = min(rate, 32 * 3.1e12)
     short = roofline.seconds(_rows(_product(64, 64, 100_000)))
     # Cut into 8 parts, each on a multiprocessor; 8 partial sums are written and read.
-    partial_s = 2 * 8 * 4 * 64 * 64 / (9e11 * MEMORY_EFFICIENCY)
-    assert short == pytest.approx(2 * 64 * 64 * 12_500 * 80 / fed + partial_s)
+    partial_s = 2 * 8 * 4 * 64 * 64 / (9e11 * KERNELS.memory_efficiency.product)
+    busy_s = 2 * 64 * 64 * 12_500 * 80 / fed + partial_s
+    assert short == pytest.approx(KERNELS.start_s.product + busy_s)
 
 
 def test_efficiency_grows_with_size_up_to_the_ceiling_and_time_never_falls() -> None:
@@ -395,13 +460,13 @@ def test_shapes_of_products_are_counted_in_both_directions(folder: Path) -> None
     flow = TaskFlow(workload, folder, resolve_tasks(workload)["default"])
     mlp = flow.count_module("m", tp=1, samples=4)[0]
     rows, products = 4 * TOKENS, mlp.forward.table[:, K] > 0
-    assert mlp.forward.table[products][:, M:].tolist() == [
+    assert mlp.forward.table[products][:, M : BATCH + 1].tolist() == [
         [rows, HIDDEN, WIDTH, 1],
         [rows, WIDTH, HIDDEN, 1],
     ]
     for count in (mlp.forward, mlp.backward):
         table = count.table[count.table[:, K] > 0]
-        assert (table[:, FLOPS] == 2 * table[:, M:].prod(axis=1)).all()
+        assert (table[:, FLOPS] == 2 * table[:, M : BATCH + 1].prod(axis=1)).all()
     # Inputs' gradients sum over the outputs, weights' gradients over the rows.
     sums = mlp.backward.table[:, K]
     assert sorted(sums[sums > 0].tolist()) == sorted([HIDDEN, WIDTH, rows, rows])

@@ -47,7 +47,8 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
     Raises:
         InvalidInputError: no data, a factory that fails, or a block that needs values.
     """
-    roofline = Roofline(cluster, workload.train.precision)
+    train = workload.train
+    roofline = Roofline(cluster, train.precision, compiled=train.compile)
     modules: dict[str, ModuleProfile] = {}
     tasks: dict[str, dict[str, dict[str, Any]]] = {}
     losses: dict[str, LossProfile] = {}
@@ -71,7 +72,7 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
         losses=losses,
         provenance={
             **roofline.provenance(),
-            "precision": workload.train.precision,
+            "precision": train.precision,
             "torch": str(torch.__version__),
             "tp_left_out": left_out,
         },

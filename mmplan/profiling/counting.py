@@ -25,8 +25,10 @@ from mmplan.arrays import Floats
 CountState = Any  # a tensor, or a tuple of tensors
 Product = tuple[int, int, int, int]
 # Columns of a table of kernels.
-COLUMNS = 7
-FLOPS, MOVED, SUMMED, M, N, K, BATCH = range(COLUMNS)
+COLUMNS = 9
+FLOPS, MOVED, SUMMED, M, N, K, BATCH, KIND, ROWS = range(COLUMNS)
+# Kinds of kernels, which reach different parts of a device's rates. POINTWISE is all else.
+POINTWISE, PRODUCT, ATTENTION, NORM, SOFTMAX, ACTIVATION = range(6)
 
 # No kernel runs for these: they make a name, or memory that another kernel fills.
 _FREE = frozenset(
@@ -43,6 +45,9 @@ _FREE = frozenset(
         "new_empty_strided",
     ]
 )
+# How the names of norms' kernels begin.
+_NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
+_ACTIVATIONS = frozenset(["gelu", "silu", "sigmoid", "tanh", "mish", "softplus", "exp"])
 # Five matrix products (one of them repeats the forward's) against the forward's two.
 _ATTENTION_BACKWARD = 2.5
 
@@ -53,8 +58,9 @@ class Kernels:
 
     Attributes:
         names: one per kernel.
-        table: [kernels, 7], FLOPs, bytes moved, bytes summed over the TP group; of a matrix
-            product ``[batch, m, k] x [batch, k, n]`` also m, n, k and batch, else 0.
+        table: [kernels, 9], FLOPs, bytes moved, bytes summed over the TP group; of a matrix
+            product ``[batch, m, k] x [batch, k, n]`` m, n, k and batch, of attention m queries, n
+            keys and a batch of heads, else 0; the kind; of norms and softmaxes the rows.
     """
 
     names: tuple[str, ...]
@@ -92,9 +98,11 @@ class _Log:
         moved: float = 0,
         summed: float = 0,
         product: Product = (0, 0, 0, 0),
+        kind: int = POINTWISE,
+        rows: float = 0,
     ) -> None:
         self.names.append(name)
-        self.rows.append((float(flops), float(moved), float(summed), *map(float, product)))
+        self.rows.append(tuple(map(float, (flops, moved, summed, *product, kind, rows))))
 
     def take(self) -> Kernels:
         table = np.array(self.rows, dtype=np.float64).reshape(-1, COLUMNS)
@@ -227,8 +235,26 @@ class _Kernels(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0
         moved = sum(map(_num_bytes, _tensors((args, kwargs, out))))
-        self._log.add(name, flops=flops, moved=moved, product=_product(name, args))
+        product = _product(name, args)
+        kind = PRODUCT if product[2] else _kind(name)
+        rows = _rows(args) if kind in (NORM, SOFTMAX) else 0
+        self._log.add(name, flops=flops, moved=moved, product=product, kind=kind, rows=rows)
         return out
+
+
+def _kind(name: str) -> int:
+    """Of a kernel that is no matrix product."""
+    if "softmax" in name:
+        return SOFTMAX
+    if name.startswith(_NORMS):
+        return NORM
+    return ACTIVATION if name.removesuffix("_backward") in _ACTIVATIONS else POINTWISE
+
+
+def _rows(args: Sequence[Any]) -> int:
+    """Rows of the first tensor, each of which one block of threads handles."""
+    shape = _tensors(args)[0].shape
+    return shape[:-1].numel() if len(shape) > 1 else 1
 
 
 def _product(name: str, args: Sequence[Any]) -> Product:
@@ -278,15 +304,18 @@ class _RMSNorm(torch.autograd.Function):
         out = torch.empty_like(x)
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.dim() - weight.dim()]))
         ctx.log = log
-        log.add("rms_norm", moved=sum(map(_num_bytes, (x, weight, out))))
+        log.add(
+            "rms_norm", moved=sum(map(_num_bytes, (x, weight, out))), kind=NORM, rows=_rows([x])
+        )
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         # Input, output gradient and result; input and output gradient again for the weight's.
-        ctx.log.add("rms_norm", moved=3 * _num_bytes(x))
-        ctx.log.add("rms_norm", moved=2 * _num_bytes(x))
+        for tensors in (3, 2):
+            moved = tensors * _num_bytes(x)
+            ctx.log.add("rms_norm", moved=moved, kind=NORM, rows=_rows([x]))
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
@@ -300,14 +329,17 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.log = log
         ctx.flops = 2 * share * q[..., 0].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        log.add("attention", flops=ctx.flops, moved=sum(map(_num_bytes, (q, k, v, out))))
+        ctx.scores = (q.shape[-2], k.shape[-2], 0, q.shape[:-2].numel())
+        moved = sum(map(_num_bytes, (q, k, v, out)))
+        log.add("attention", flops=ctx.flops, moved=moved, product=ctx.scores, kind=ATTENTION)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, *_ = ctx.saved_tensors
         moved = 2 * sum(map(_num_bytes, (q, k, v, gradients[0])))
-        ctx.log.add("attention", flops=_ATTENTION_BACKWARD * ctx.flops, moved=moved)
+        flops = _ATTENTION_BACKWARD * ctx.flops
+        ctx.log.add("attention", flops=flops, moved=moved, product=ctx.scores, kind=ATTENTION)
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
 
 

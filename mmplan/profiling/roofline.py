@@ -1,21 +1,28 @@
 """Seconds of counted kernels on a device, from its data sheet and published efficiencies.
 
-A kernel takes the longest of three: its launch, its bytes at what memory reaches, and its
-FLOPs. Those of a matrix product are done in tiles of the result, spread over the device's
-multiprocessors in rounds:
+A matrix product, or an attention, takes its start and then the longer of its bytes and its FLOPs.
+They are done in tiles of the result, spread over the device's multiprocessors in rounds:
 
-    seconds = min over tiles and splits of
+    FLOP seconds = min over tiles and splits of
         rounds * tile FLOPs / (rate of one multiprocessor * what the tile reaches)
     rounds = ceil(batch * splits * ceil(m / tile_m) * ceil(n / tile_n) / multiprocessors)
 
 so that small products, tiles at the edges and a last round that is not full leave the device
 idle in part. Small tiles load more bytes for each FLOP and are bound by the cache that feeds
 them; a sum cut in ``splits`` writes and reads its parts. Of a large product every round is
-full, and it reaches the device's ``matmul_efficiency``. Attention, and products whose shape
-is not known, have an efficiency of their own whatever their size.
+full, and it reaches the device's ``matmul_efficiency``. Attention has tiles of one shape and an
+efficiency of its own; products whose shape is not known run at it whatever their size.
 
-Kernels run one after another; a sum over a tensor-parallel group is an all-reduce on the
-node's link and hides behind nothing. All constants are in ``profiles/devices.yaml``.
+All other kernels stream their bytes:
+
+    seconds = sqrt(start^2 + (bytes / (memory rate * part that the kind reaches * multiprocessors
+    in use / all))^2)
+
+Of a norm or a softmax a multiprocessor has a row, so that few rows use few of them.
+
+Kernels run one after another, and no faster than the host starts them, one by one where blocks
+are not compiled; a sum over a tensor-parallel group is an all-reduce on the node's link and hides
+behind nothing. All constants are in ``profiles/devices.yaml``.
 """
 
 from __future__ import annotations
@@ -30,8 +37,24 @@ from pydantic import Field
 
 from mmplan.arrays import Floats
 from mmplan.costs.links import collective_s
-from mmplan.profiling.counting import BATCH, FLOPS, MOVED, SUMMED, K, M, N
-from mmplan.schema.base import Count, Document, Positive, Record, Str, load_document
+from mmplan.profiling.counting import (
+    ACTIVATION,
+    ATTENTION,
+    BATCH,
+    FLOPS,
+    KIND,
+    MOVED,
+    NORM,
+    POINTWISE,
+    PRODUCT,
+    ROWS,
+    SOFTMAX,
+    SUMMED,
+    K,
+    M,
+    N,
+)
+from mmplan.schema.base import Count, Document, Positive, Record, Size, Str, load_document
 from mmplan.schema.cluster import Cluster, Device
 
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
@@ -44,22 +67,24 @@ class Roofline:
     Args:
         cluster: its device's peak and its links.
         precision: of the training.
+        compiled: whether the host starts a block's kernels together.
     """
 
-    def __init__(self, cluster: Cluster, precision: str) -> None:
+    def __init__(self, cluster: Cluster, precision: str, *, compiled: bool = False) -> None:
         hardware = load_hardware()
         self._cluster = cluster
         self._known = known = hardware.known(cluster.device)
-        self._kernels = hardware.kernels
+        self._kernels = kernels = known.kernels or hardware.kernels
+        self._host_s = 0.0 if compiled else kernels.host_s
         # Devices with both multiply in bf16 and fp16 at one rate; constants are called after bf16.
         rate = "bf16" if precision == "fp16" else precision
         peak = cluster.device.peak_flops * {str(k): v for k, v in known.rates.items()}[rate]
         self._element_bytes = _ELEMENT_BYTES[precision]
         self._seconds: dict[tuple[bytes, int], float] = {}
-        self.launch_s = hardware.kernels.launch_s
         self.flops_per_s = peak * known.matmul_efficiency
         self.attention_flops_per_s = peak * known.attention_efficiency
-        self.bytes_per_s = known.memory_of(cluster.device) * hardware.kernels.memory_efficiency
+        self._bytes_per_s = known.memory_of(cluster.device) * kernels.memory_efficiency.by_kind()
+        self._start_s = kernels.start_s.by_kind()
 
     def seconds(self, table: Floats, *, tp: int = 1) -> float:
         """Seconds of kernels, a table as :mod:`mmplan.profiling.counting` makes it."""
@@ -69,7 +94,9 @@ class Roofline:
         key = table.tobytes(), tp
         if key not in self._seconds:
             summed = table[:, SUMMED]
-            compute_s = float(self.kernel_s(table)[summed == 0].sum())
+            computes = summed == 0
+            compute_s = float(self.kernel_s(table)[computes].sum())
+            compute_s = max(compute_s, self._host_s * int(computes.sum()))
             sums = (
                 collective_s(self._cluster, "all_reduce", range(tp), float(b)) for b in summed if b
             )
@@ -77,20 +104,38 @@ class Roofline:
         return self._seconds[key]
 
     def kernel_s(self, table: Floats) -> NDArray[np.float64]:
-        """Seconds of each kernel, what is summed over a group left out."""
-        moved_s = table[:, MOVED] / self.bytes_per_s
-        is_product = table[:, K] > 0
+        """Seconds of each kernel on the device, what is summed over a group left out."""
+        kind = table[:, KIND].astype(np.intp)
+        processors, rows = self._known.multiprocessors, table[:, ROWS]
+        in_use = np.where(rows > 0, np.minimum(rows / (processors or 1), 1.0), 1.0)
+        moved_s = table[:, MOVED] / (self._bytes_per_s[kind] * in_use)
         flops_s = table[:, FLOPS] / np.where(
-            is_product, self.flops_per_s, self.attention_flops_per_s
+            kind == PRODUCT, self.flops_per_s, self.attention_flops_per_s
         )
-        if self._known.multiprocessors is not None and is_product.any():
-            flops_s[is_product] = self._product_s(table[is_product])
-        return np.maximum(np.maximum(flops_s, moved_s), self.launch_s)
+        if processors is not None:
+            for of_kind, tiled_s in ((PRODUCT, self._product_s), (ATTENTION, self._attention_s)):
+                if (chosen := kind == of_kind).any():
+                    flops_s[chosen] = tiled_s(table[chosen], processors)
+        busy_s = np.maximum(flops_s, moved_s)
+        start_s = self._start_s[kind]
+        return np.where(
+            (kind == PRODUCT) | (kind == ATTENTION), start_s + busy_s, np.hypot(start_s, busy_s)
+        )
 
-    def _product_s(self, table: Floats) -> NDArray[np.float64]:
+    def _attention_s(self, table: Floats, processors: int) -> NDArray[np.float64]:
+        """Seconds of attentions in tiles of queries and keys; never less than at full rate."""
+        m, n, batch = (table[:, column] for column in (M, N, BATCH))
+        tile_m, tile_n = self._kernels.attention_tile
+        rows = np.ceil(m / tile_m)
+        padded = rows * tile_m * np.ceil(n / tile_n) * tile_n / np.maximum(m * n, 1)
+        tiles = batch * rows
+        idle = np.ceil(tiles / processors) * processors / np.maximum(tiles, 1)
+        return table[:, FLOPS] * padded * idle / self.attention_flops_per_s
+
+    def _product_s(self, table: Floats, processors: int) -> NDArray[np.float64]:
         """Seconds of matrix products by their fastest tiling; never less than at full rate."""
         m, n, k, batch = (table[:, column] for column in (M, N, K, BATCH))
-        processors = self._known.multiprocessors or 1
+        bytes_per_s = self._bytes_per_s[PRODUCT]
         options: list[NDArray[np.float64]] = []
         for tile_m, tile_n in self._kernels.tiles:
             tiles = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n)
@@ -102,7 +147,7 @@ class Roofline:
                 rounds = np.ceil(tiles * splits / processors)
                 busy_s = rounds * 2 * tile_m * tile_n * np.ceil(k / splits) * per_flop_s
                 parts = 0 if splits == 1 else 2 * splits
-                partial_s = parts * _PARTIAL_SUM_BYTES * batch * m * n / self.bytes_per_s
+                partial_s = parts * _PARTIAL_SUM_BYTES * batch * m * n / bytes_per_s
                 options.append(busy_s + partial_s)
         return np.maximum(np.min(options, axis=0), table[:, FLOPS] / self.flops_per_s)
 
@@ -114,15 +159,59 @@ class Roofline:
             "device": ", ".join(self._known.names) or "other",
             "matmul_efficiency": self._known.matmul_efficiency,
             "attention_efficiency": self._known.attention_efficiency,
-            "memory_efficiency": self._kernels.memory_efficiency,
+            "memory_efficiency": self._kernels.memory_efficiency.model_dump(),
             "flops_per_s": self.flops_per_s,
-            "memory_bytes_per_s": self.bytes_per_s,
-            "launch_s": self.launch_s,
+            "memory_bytes_per_s": float(self._bytes_per_s[POINTWISE]),
+            "start_s": self._kernels.start_s.model_dump(),
+            "host_s": self._host_s,
         }
 
 
 Share = Positive
 Precision = Literal["bf16", "fp32", "fp64"]
+
+
+class ByKind(Record):
+    """A constant of each kind of kernels."""
+
+    pointwise: Positive
+    product: Positive
+    attention: Positive
+    norm: Positive
+    softmax: Positive
+    activation: Positive
+
+    def by_kind(self) -> NDArray[np.float64]:
+        """In the order of a table's kinds."""
+        of = {
+            POINTWISE: self.pointwise,
+            PRODUCT: self.product,
+            ATTENTION: self.attention,
+            NORM: self.norm,
+            SOFTMAX: self.softmax,
+            ACTIVATION: self.activation,
+        }
+        return np.array([of[kind] for kind in sorted(of)])
+
+
+class KernelConstants(Record):
+    """What kernels of a class of devices have in common.
+
+    Attributes:
+        memory_efficiency: part of the memory bandwidth that kernels reach.
+        start_s: of a kernel, on the device.
+        host_s: from one kernel's start to the next's where the host starts them one by one.
+        tiles: shapes of a product's output tiles.
+        splits: numbers of parts in which sums may be cut.
+        attention_tile: queries and keys of a tile of attention.
+    """
+
+    memory_efficiency: ByKind
+    start_s: ByKind
+    host_s: Size
+    tiles: tuple[tuple[Count, Count], ...]
+    splits: tuple[Count, ...]
+    attention_tile: tuple[Count, Count]
 
 
 class Known(Record):
@@ -137,6 +226,7 @@ class Known(Record):
         flops_per_byte: peak over memory bandwidth.
         matmul_efficiency: part of the peak that products of the best shapes reach.
         attention_efficiency: the same of attention, and of what else is not a product.
+        kernels: its own; None where they are the accelerators'.
     """
 
     names: tuple[Str, ...] = ()
@@ -147,36 +237,25 @@ class Known(Record):
     flops_per_byte: Positive | None = None
     matmul_efficiency: Share = Field(le=1)
     attention_efficiency: Share = Field(le=1)
+    kernels: KernelConstants | None = None
 
     def memory_of(self, device: Device) -> float:
         """Bytes per second of a device's memory, by its data sheet."""
         return self.memory_bytes_per_s or device.peak_flops / (self.flops_per_byte or 1.0)
 
 
-class RooflineConstants(Record):
-    """Constants of all devices.
+class Hardware(Document):
+    """The whole file.
 
     Attributes:
-        memory_efficiency: part of the memory bandwidth that kernels reach.
-        launch_s: least time of a kernel.
-        tiles: shapes of output tiles.
-        splits: numbers of parts in which sums may be cut.
+        kernels: of accelerators.
     """
-
-    memory_efficiency: Share
-    launch_s: Positive
-    tiles: tuple[tuple[Count, Count], ...]
-    splits: tuple[Count, ...]
-
-
-class Hardware(Document):
-    """The whole file."""
 
     kind: ClassVar[str] = "devices"
 
     devices: tuple[Known, ...]
     other: Known
-    kernels: RooflineConstants
+    kernels: KernelConstants
 
     def known(self, device: Device) -> Known:
         """What is assumed of a device; a process is a CPU whatever it is called."""
