@@ -6,7 +6,7 @@ Korthikanti et al., Reducing Activation Recomputation in Large Transformer Model
 arXiv:2205.05198, tables 3 and 5: four models with tensor parallelism in a node and a pipeline over
 nodes, no data parallelism; seconds of an iteration with all activations recomputed, and with
 sequence parallelism and selective recomputation. Configurations are theirs; analytic profiles
-on nodes of 8 A100 with NVLink at 300 GB/s each way and 8 x 200 Gb/s. Nothing is fitted.
+on the nodes of profiles/clusters/a100.yaml. Nothing is fitted to them.
 
 Ours has no sequence parallelism, which moves the same bytes, so that memory is not looked at;
 attention that keeps no scores stands for selective recomputation. Llama's blocks with an MLP of
@@ -35,7 +35,6 @@ from mmplan.schema.profile import load_profile
 from mmplan.schema.workload import Workload
 
 TOKENS, VOCAB, TP = 2048, 51200, 8
-SAME_NODE_BYTES_PER_S, NODE_BYTES_PER_S = 3.0e11, 2.0e11
 # More than any plan needs: see above.
 MEMORY_BYTES = 1e12
 
@@ -167,26 +166,10 @@ def _workload(known: Published, recompute: str) -> dict[str, Any]:
 
 
 def _cluster(nodes: int) -> Cluster:
-    """DGX A100s; the A800 is an A100 but for its NVLink."""
-    a800 = load_cluster("a800")
-    device = a800.device.model_copy(update={"name": "A100-80GB", "memory_bytes": MEMORY_BYTES})
-    links = a800.links
-    assert links.inter_node is not None
-    rates = (
-        (links.intra_node, SAME_NODE_BYTES_PER_S),
-        (links.inter_node, NODE_BYTES_PER_S),
-    )
-    inside, between = (
-        link.model_copy(update={"bandwidth_bytes_per_s": rate}) for link, rate in rates
-    )
-    return a800.model_copy(
-        update={
-            "name": f"dgx-a100-{nodes}",
-            "nodes": nodes,
-            "device": device,
-            "links": links.model_copy(update={"intra_node": inside, "inter_node": between}),
-        }
-    )
+    """DGX A100s with memory for every plan."""
+    a100 = load_cluster(f"a100-{nodes}")
+    device = a100.device.model_copy(update={"memory_bytes": MEMORY_BYTES})
+    return a100.model_copy(update={"device": device})
 
 
 if __name__ == "__main__":

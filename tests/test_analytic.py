@@ -197,8 +197,8 @@ def test_times_are_the_rooflines_of_the_kernels(folder: Path) -> None:
     forward = 4 * (3 * MLP_FLOPS + 2 * TOKENS * WIDTH * OUT) / flops_per_s
     assert point.forward_s == pytest.approx(forward + 10 * CPU_START_S, rel=1e-5)
     # The backward computes each product twice; the inputs' gradients are half of it.
-    assert point.backward_s == pytest.approx(2 * forward, rel=1e-4)
-    assert point.backward_input_s == pytest.approx(forward, rel=1e-4)
+    assert point.backward_s == pytest.approx(2 * forward, rel=1e-3)
+    assert point.backward_input_s == pytest.approx(forward, rel=1e-3)
 
 
 def _cluster_of(name: str, peak_flops: float) -> Cluster:
