@@ -222,3 +222,38 @@ class Translator(nn.Module):
 
 def sentences() -> dict[str, Tensor]:
     return {"source": torch.randint(0, 50, (3, 7)), "target": torch.randint(0, 50, (3, 5))}
+
+
+class Branching(nn.Module):
+    """Looks at a value: no trace follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x[0].sum() > 1e9:
+                x = -x
+        return x
+
+
+class Centred(Branching):
+    """Each sample's output depends on the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x - x.mean(0))
+        return x
+
+
+class Normed(nn.Sequential):
+    """With running statistics, which micro-batches would each change."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def rows() -> Tensor:
+    return torch.rand(3, 4)

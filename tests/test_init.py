@@ -146,6 +146,26 @@ def test_a_model_that_cannot_be_cut_says_why(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Branching", "Branching cannot be traced at"),
+        ("Centred", "output for a sample depends on the other samples"),
+        ("Normed", "running_mean"),
+    ],
+)
+def test_a_plain_model_that_cannot_be_cut_says_why_and_leaves_nothing(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    words = (f"tests.init_models:{name}", "--sample", "tests.init_models:rows")
+    done = run("mmplan", "init", *words, "-o", tmp_path / "work", cwd=Path.cwd())
+    assert done.code == 2
+    assert message in done.err
+    assert "aten" not in done.err + done.out  # torch's graph is no message
+    assert not (tmp_path / "work").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from mmplan.commands.options import JsonOption, names
-from mmplan.errors import RunFailedError
+from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.reporting.terminal.console import Output
 from mmplan.wording import counted
 
@@ -73,7 +73,11 @@ def init(
     for note in begun.notes:
         out.hint(note)
     hold = cast(Hold, context.obj.hold)
-    held = [hold(begun.workload, original) for original in begun.originals] if check else []
+    try:
+        held = [hold(begun.workload, original) for original in begun.originals] if check else []
+    except MMPlanError:
+        begun.remove()
+        raise
     wrong = [line for item in held for line in item.differences]
     for line in wrong[:10]:
         out.text(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from mmplan.zoo.automatic.source import CutSource, cut_source
 from mmplan.zoo.synthetic import noise
 
 _SAMPLES = 3
+# Far above what rounding does in another order, far below what another sample does.
+_SLACK = 1e-3
 MODULE = "model"
 
 
@@ -48,6 +51,15 @@ class Begun:
     blocks: int
     originals: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def remove(self) -> None:
+        """Take back what was written, so that the same command can be given again."""
+        for file in self.files:
+            file.unlink(missing_ok=True)
+        folder = self.workload.parent
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +103,9 @@ def begin(
     uncut = Uncut(
         found.make(), found.names, output=found.recipe.output or None, options=found.recipe.options
     )
+    shape = _output_shape(found)
     cut = cut_source(uncut, found.inputs, find_layers(uncut.model, layers))
-    return _write(found, cut, _output_shape(found), folder)
+    return _write(found, cut, shape, folder)
 
 
 def _pretrained(source: Path, length: int | None) -> _Source:
@@ -185,15 +198,24 @@ def _named_inputs(given: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
 
 
 def _output_shape(found: _Source) -> list[int]:
-    """Of one sample's output."""
+    """Of one sample's output, which no other sample may change."""
     how = found.recipe
     uncut = Uncut(found.make().eval(), found.names, output=how.output or None, options=how.options)
     with torch.no_grad():
         output = uncut(*found.inputs)
+        longer = uncut(*(torch.cat([x, x[-1:]]) for x in found.inputs))
     if not isinstance(output, Tensor) or len(output) != len(found.inputs[0]):
         raise InvalidInputError(
             f"{found.name} gives a {type(output).__name__}, not one tensor with the samples first",
             hint="wrap it in a module whose forward returns the tensor that the loss takes",
+        )
+    slack = _SLACK * float(output.abs().max())
+    same = torch.isclose(longer[: len(output)], output, rtol=_SLACK, atol=slack, equal_nan=True)
+    if not same.all():
+        raise InvalidInputError(
+            f"{found.name}'s output for a sample depends on the other samples, or on chance",
+            hint="a batch is cut into micro-batches: put what mixes samples into a loss with "
+            "cross_sample: true",
         )
     return list(output.shape[1:])
 

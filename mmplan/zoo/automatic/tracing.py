@@ -8,17 +8,23 @@ stands around them is traced, and modules are later called as they are.
 from __future__ import annotations
 
 import importlib
+import io
+import logging
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, _guards, fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+import mmplan
 from mmplan.errors import InvalidInputError
 from mmplan.zoo.automatic.blocks import Uncut
 
@@ -95,7 +101,8 @@ def trace(
         InvalidInputError: torch.export refuses the model, or freezes its batch.
     """
     try:
-        return _trace(uncut, inputs, layers, is_free=is_free)
+        with _quiet():
+            return _trace(uncut, inputs, layers, is_free=is_free)
     except InvalidInputError:
         raise
     except Exception as error:  # of torch.export, or of the model
@@ -103,10 +110,33 @@ def trace(
         # A broken constraint stands below the line that says only that there is one.
         broken = [line.strip() for line in lines[1:] if line.strip().startswith("- ")]
         said = shorten(" ".join([*lines[:1], *broken[:1]]), 300, placeholder=" ...")
+        if isinstance(error, GuardOnDataDependentSymNode):
+            said = "its forward asks for values (an if, .item(), int(...) of a tensor)"
         raise InvalidInputError(
-            f"{type(uncut.model).__name__} cannot be traced: {type(error).__name__}: {said}",
+            f"{type(uncut.model).__name__} cannot be traced{_where(error)}: "
+            f"{type(error).__name__}: {said}",
             hint=BY_HAND,
         ) from error
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """torch prints the graph so far when a trace ends early; the error says what matters."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _where(error: Exception) -> str:
+    """Line of the model that raised, where one did."""
+    own = (f"{Path(torch.__file__).parent}/", f"{Path(mmplan.__file__).parent}/")
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [f for f in frames if f.filename.startswith("/") and not f.filename.startswith(own)]
+    return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
 def _trace(
