@@ -24,7 +24,6 @@ from torch import Tensor, _guards, fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-import mmplan
 from mmplan.errors import InvalidInputError
 from mmplan.zoo.automatic.blocks import Uncut
 
@@ -133,7 +132,7 @@ def _quiet() -> Generator[None]:
 
 def _where(error: Exception) -> str:
     """Line of the model that raised, where one did."""
-    own = (f"{Path(torch.__file__).parent}/", f"{Path(mmplan.__file__).parent}/")
+    own = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/")
     frames = traceback.extract_tb(error.__traceback__)
     found = [f for f in frames if f.filename.startswith("/") and not f.filename.startswith(own)]
     return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""
