@@ -14,8 +14,10 @@ from torch import nn
 
 from mmlaunch.checkpoint.exported_weights import load_initial
 from mmplan.errors import InvalidInputError
+from mmplan.ragged import Ragged
 from mmplan.schema.factories import build_dataset, build_module
 from mmplan.schema.workload import load_workload
+from mmplan.zoo.automatic.blocks import CutStep
 from mmplan.zoo.automatic.denoisers import denoiser_fields
 from tests.commands import call, run
 from tests.init_models import CONFIGS, TINY_AUDIO, TINY_TEXT
@@ -182,6 +184,15 @@ def test_a_denoiser_that_takes_more_is_refused(
 ) -> None:
     with pytest.raises(InvalidInputError, match=message):
         denoiser_fields(name, config, None)
+
+
+def test_ragged_samples_are_refused() -> None:
+    block = CutStep(lambda part, x: part.layer(x), nn.Module(), ())
+    block.layer = nn.Linear(4, 4)
+    block.expect([[(4, 4)]])
+    assert block(torch.zeros(2, 4)).shape == (2, 4)
+    with pytest.raises(InvalidInputError, match="samples of several lengths"):
+        block(Ragged(torch.zeros(3, 4), torch.tensor([1, 2])))
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

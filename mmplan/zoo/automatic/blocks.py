@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmplan.errors import InvalidInputError
+from mmplan.ragged import Ragged
 from mmplan.zoo.sequential import LayerSequential, Part
 
 # A function of (step, *state), the layer's name in the model, and other names that it uses.
@@ -107,7 +108,13 @@ class CutStep(Part):
         return super().forward(*state)
 
 
-def _check(value: Tensor, sizes: Sequence[tuple[int, int | None]]) -> None:
+def _check(value: Tensor | Ragged, sizes: Sequence[tuple[int, int | None]]) -> None:
+    if isinstance(value, Ragged):
+        raise InvalidInputError(
+            "an input has samples of several lengths, a model cut by mmplan init takes one",
+            hint="pad them in the data set, with -100 in the target; mmplan.zoo.hf:causal_lm takes "
+            "ragged text",
+        )
     for size, (least, most) in zip(value.shape[1:], sizes, strict=True):
         if size < least or (most is not None and size > most):
             raise InvalidInputError(
