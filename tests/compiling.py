@@ -86,6 +86,20 @@ def _told() -> list[Inputs]:
     return found
 
 
+def _texts(packed: bool) -> list[Inputs]:
+    """Ragged token ids, or packs of one and two texts."""
+    found: list[Inputs] = []
+    for lengths in [(5, 9), (3, 1, 4), (0, 7), (2, 2), (6, 8)]:
+        ids, texts = torch.randint(1, PLACEHOLDER, (sum(lengths),)), torch.tensor(lengths)
+        if packed:
+            packs = torch.tensor([lengths[0], sum(lengths[1:])])
+            numbers = torch.tensor([1, len(lengths) - 1])
+            found.append((Ragged(ids, packs), Ragged(texts, numbers)))
+        else:
+            found.append((Ragged(ids, texts),))
+    return found
+
+
 def _drawn() -> list[Inputs]:
     """Activations, images to draw, and where they stand."""
     found: list[Inputs] = []
@@ -102,6 +116,10 @@ ZOO: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], list[Inputs]]]] =
     "decoder.llama": (
         lambda: decoder.llama(3, WIDTH, heads=4, kv_heads=2, ffn=64, vocab=VOCAB),
         _tokens,
+    ),
+    "decoder.llama ragged": (
+        lambda: decoder.llama(3, WIDTH, heads=4, kv_heads=2, ffn=64, vocab=VOCAB),
+        lambda: _texts(packed=False),
     ),
     "decoder.llama told": (
         lambda: decoder.llama(
@@ -166,6 +184,10 @@ ZOO: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], list[Inputs]]]] =
     "hf.causal_lm": (
         lambda: hf.causal_lm(_QWEN, placeholders=[PLACEHOLDER], hidden=True),
         _told,
+    ),
+    "hf.causal_lm packed": (
+        lambda: hf.causal_lm(_QWEN, packed=True),
+        lambda: _texts(packed=True),
     ),
 }
 

@@ -20,6 +20,7 @@ from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
+from mmplan.zoo.diffusion import generator
 from mmplan.zoo.ragged_attention import attend_samples
 from tests.programs import loss, make_plan, unit
 from tests.test_hf_mllm import DECODERS
@@ -95,6 +96,24 @@ def test_the_operator_of_compiled_blocks_is_the_same_attention() -> None:
     torch.testing.assert_close(torch.autograd.grad(found, given, gradient), expected, **EXACT)
     tried = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(operator.default, (*given, lengths, 0.3), test_utils=tried)
+
+
+def test_images_are_drawn_from_ragged_text_as_from_padded() -> None:
+    module = generator(
+        2, 16, heads=2, hidden=24, image=8, patch=4, channels=1, condition=3
+    ).double()
+    lengths, images = torch.tensor([4, 0, 7]), torch.tensor([2, 0, 1])
+    rows = torch.randn(11, 24, dtype=torch.float64)
+    is_text = torch.arange(7) < lengths[:, None]
+    padded = torch.zeros(3, 7, 24, dtype=torch.float64).masked_scatter(is_text[..., None], rows)
+    drawn = Ragged(torch.rand(3, 1, 8, 8, dtype=torch.float64), images)
+    starts = Ragged(torch.tensor([0, 3, 6]), images)
+
+    def noise(hidden: Tensor | Ragged) -> Tensor:
+        torch.manual_seed(1)
+        return module[1](module[0](hidden, drawn, starts))[0].values
+
+    torch.testing.assert_close(noise(Ragged(rows, lengths)), noise(padded), **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Noising(nn.Module):
             nn.Linear(_TIME_CHANNELS, width), nn.SiLU(), nn.Linear(width, 6 * width)
         )
 
-    def forward(self, hidden_BTW: Tensor, images: Ragged, starts: Ragged) -> DiffusionState:
+    def forward(self, hidden: Tensor | Ragged, images: Ragged, starts: Ragged) -> DiffusionState:
         """Noisy patches [N, P, W], conditioning [N, C, W], time [N, 6, W], noise [N, P, Q].
 
         Raises:
@@ -89,7 +89,7 @@ class Noising(nn.Module):
         noisy_NPQ = angle.cos() * clean_NPQ + angle.sin() * noise_NPQ
         x_NPW = self.project(noisy_NPQ) + self.position
         time_N6W = self.time(sinusoids(time_N).to(noisy_NPQ.dtype)).unflatten(1, (6, -1))
-        condition_NCW = self._conditioning(hidden_BTW, starts)
+        condition_NCW = self._conditioning(hidden, starts)
         lengths = images.lengths
         return (
             Ragged(x_NPW, lengths),
@@ -98,13 +98,18 @@ class Noising(nn.Module):
             Ragged(noise_NPQ, lengths),
         )
 
-    def _conditioning(self, hidden_BTW: Tensor, starts: Ragged) -> Tensor:
+    def _conditioning(self, hidden: Tensor | Ragged, starts: Ragged) -> Tensor:
         """Activations of the tokens right before each image, projected: [N, C, W]."""
-        num_tokens = hidden_BTW.shape[1]
-        offset_C = torch.arange(-self.condition, 0, device=hidden_BTW.device)
+        if isinstance(hidden, Ragged):
+            all_rows = hidden.values
+            begin_B = hidden.lengths.cumsum(0) - hidden.lengths
+        else:
+            all_rows = hidden.flatten(0, 1)
+            begin_B = torch.arange(len(hidden), device=hidden.device) * hidden.shape[1]
+        offset_C = torch.arange(-self.condition, 0, device=all_rows.device)
         place_NC = starts.values[:, None] + offset_C
-        row_NC = samples_of(starts)[:, None] * num_tokens + place_NC.clamp(0, num_tokens - 1)
-        rows = hidden_BTW.flatten(0, 1).index_select(0, row_NC.flatten())
+        row_NC = begin_B[samples_of(starts)][:, None] + place_NC.clamp(min=0)
+        rows = all_rows.index_select(0, row_NC.clamp(max=len(all_rows) - 1).flatten())
         told = self.condition_project(self.condition_norm(rows)).unflatten(0, (-1, self.condition))
         return torch.where((place_NC >= 0)[..., None], told, self.before)
 
@@ -155,9 +160,10 @@ class DiffusionBlock(nn.Module):
         """Run the block.
 
         Args:
-            inputs: for the first block the language model's activations [B, T, W'], the
-                images (ragged, [N, channels, side, side]) and the position of each image's
-                first token (ragged, [N] int64); else the state that a block returns.
+            inputs: for the first block the language model's activations [B, T, W'] (or
+                ragged), the images (ragged, [N, channels, side, side]) and the position of
+                each image's first token (ragged, [N] int64); else the state that a block
+                returns.
 
         Returns:
             (patches, conditioning, time, noise), all ragged over images; from the last
@@ -243,8 +249,9 @@ def generator(
         condition: tokens before an image that the language model draws it from.
 
     Returns:
-        Takes activations [B, T, hidden], images (ragged) and their first tokens' positions
-        (ragged), gives (predicted noise, noise), both ragged: see :class:`DiffusionBlock`.
+        Takes activations [B, T, hidden], or ragged (not of packs), images (ragged) and their
+        first tokens' positions (ragged), gives (predicted noise, noise), both ragged: see
+        :class:`DiffusionBlock`.
 
     Raises:
         InvalidInputError: sizes that do not fit one another.
