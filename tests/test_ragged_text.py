@@ -83,7 +83,7 @@ def test_no_text_has_gradients_of_zero() -> None:
 def test_the_operator_of_compiled_blocks_is_the_same_attention() -> None:
     lengths = torch.tensor(LENGTHS)
     given = [
-        torch.randn(1, heads, sum(LENGTHS), 8, dtype=torch.float64, requires_grad=True)
+        torch.randn(1, sum(LENGTHS), heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
         for heads in (4, 2, 2)
     ]
     query, key, value = given
@@ -95,7 +95,10 @@ def test_the_operator_of_compiled_blocks_is_the_same_attention() -> None:
     torch.testing.assert_close(found, want, **EXACT)
     torch.testing.assert_close(torch.autograd.grad(found, given, gradient), expected, **EXACT)
     tried = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(operator.default, (*given, lengths, 0.3), test_utils=tried)
+    arguments = (*given, lengths, 0.3)
+    torch.library.opcheck(operator.default, arguments, test_utils=tried)
+    back: Any = torch.ops.mmplan.ragged_attention_backward
+    torch.library.opcheck(back.default, (gradient, *arguments), test_utils=tried[::2])
 
 
 def test_images_are_drawn_from_ragged_text_as_from_padded() -> None:

@@ -110,7 +110,7 @@ def _each_sample(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    return _each_sample(q, k, v, host_lengths(lengths), scale)
+    return _each_sample(q, k, v, host_lengths(lengths), scale).contiguous()
 
 
 def _backward(
@@ -120,7 +120,8 @@ def _backward(
     with torch.enable_grad():
         given = [x.detach().requires_grad_() for x in (q, k, v)]
         out = _each_sample(given[0], given[1], given[2], host_lengths(lengths), scale)
-        return torch.autograd.grad(out, given, gradient)
+        # Laid out as compilers are told below.
+        return tuple(x.contiguous() for x in torch.autograd.grad(out, given, gradient))
 
 
 def _like_query(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
@@ -130,7 +131,7 @@ def _like_query(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) 
 def _like_inputs(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float
 ) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
