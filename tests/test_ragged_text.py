@@ -100,11 +100,11 @@ def test_the_operator_of_compiled_blocks_is_the_same_attention() -> None:
     torch.library.opcheck(operator.default, arguments, test_utils=tried)
     back: Any = torch.ops.mmplan.ragged_attention_backward
     # It runs in backwards, where no gradient of it is wanted.
-    plain = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    torch.testing.assert_close(back(gradient, *plain), expected, **EXACT)
+    plain = [gradient, *(x.detach() for x in given), lengths]
+    torch.testing.assert_close(back(*plain, 0.3), expected, **EXACT)
     with FakeTensorMode() as mode:
-        shapes = back(*(mode.from_tensor(x) for x in (gradient, *plain[:-1])), 0.3)
-    for like, real in zip(shapes, back(gradient, *plain), strict=True):
+        shapes = back(*map(mode.from_tensor, plain), 0.3)
+    for like, real in zip(shapes, back(*plain, 0.3), strict=True):
         assert (like.shape, like.stride()) == (real.shape, real.stride())
 
 
