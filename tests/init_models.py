@@ -257,3 +257,35 @@ class Normed(nn.Sequential):
 
 def rows() -> Tensor:
     return torch.rand(3, 4)
+
+
+# Of several parts: class to its config.json.
+_TOWER = {"num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 2}
+FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
+    "CLIPModel": {
+        "model_type": "clip",
+        "projection_dim": 12,
+        "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 8},
+        "text_config": {
+            **_TOWER,
+            "hidden_size": 24,
+            "vocab_size": 50,
+            "max_position_embeddings": 9,
+            "bos_token_id": 48,
+            "eos_token_id": 49,
+        },
+    },
+    "SiglipModel": {
+        "model_type": "siglip",
+        "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 8},
+        "text_config": {
+            **_TOWER,
+            "hidden_size": 32,
+            "projection_size": 32,
+            "vocab_size": 50,
+            "max_position_embeddings": 9,
+            "bos_token_id": 48,
+            "eos_token_id": 49,
+        },
+    },
+}

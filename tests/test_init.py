@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,19 +15,20 @@ from torch import nn
 from mmlaunch.checkpoint.exported_weights import load_initial
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
-from mmplan.schema.factories import build_dataset, build_module
+from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.workload import load_workload
 from mmplan.zoo.automatic.blocks import CutStep
 from mmplan.zoo.automatic.denoisers import denoiser_fields
+from mmplan.zoo.automatic.families import WithLoss
 from tests.commands import call, run
-from tests.init_models import CONFIGS, TINY_AUDIO, TINY_TEXT
+from tests.init_models import CONFIGS, FAMILY_CONFIGS, TINY_AUDIO, TINY_TEXT
 
 transformers = pytest.importorskip("transformers")
 PLAIN = {"unet": (), "Translator": ("--sample", "tests.init_models:sentences")}
 
 
 def configuration(name: str, folder: Path) -> Path:
-    config = CONFIGS[name]
+    config = (CONFIGS | FAMILY_CONFIGS)[name]
     which = {"architectures": [name]} if "model_type" in config else {"_class_name": name}
     file = folder / "config.json"
     file.write_text(json.dumps({**config, **which}))
@@ -87,6 +88,64 @@ def test_from_a_model_to_its_trained_weights(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         given: Any = tuple(inputs) if len(inputs) > 1 else inputs[0]
         torch.testing.assert_close(cut.eval()(given), uncut.eval()(*inputs), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+def test_from_a_model_of_several_parts_to_its_trained_weights(name: str, tmp_path: Path) -> None:
+    folder, trained, out = tmp_path / "work", tmp_path / "run", tmp_path / "out"
+    assert "equal the model's own" in done_by(
+        "mmplan", "init", configuration(name, tmp_path), "-o", folder
+    )
+    plan = planned(folder)
+    done_by("mmlaunch", "verify", plan, "--steps", 1, "--original", "model:original")
+    done_by("mmlaunch", "run", plan, "--steps", 3, "--run-dir", trained)
+    assert call("mmlaunch", "export", trained, "-o", out).code == 0
+    model = loaded(name, out)
+    workload = load_workload(folder / "workload.yaml")
+    modules = {part: build_module(workload, part, folder).eval() for part in workload.modules}
+    losses = {loss: build_loss(workload, loss, folder) for loss in workload.losses}
+    for part, module in (modules | losses).items():
+        owner = part if part in modules else f"losses.{part}"
+        load_initial(cast(Any, module), trained / "final.safetensors", owner)
+    assert workload.data is not None
+    data = build_dataset(workload.data, folder)
+    samples = [data[i] for i in range(6)]
+    fields = {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
+    with torch.no_grad():
+        features = [
+            module(fields[str(workload.modules[part].inputs[0])])
+            for part, module in modules.items()
+        ]
+        (loss,) = losses.values()
+        whole = WithLoss(model.eval(), {"return_loss": True})(**fields)
+        torch.testing.assert_close(loss(*features), whole, rtol=1e-6, atol=0)
+    # The trained weights are a start too, the loss's scale among them.
+    again = tmp_path / "again"
+    assert call("mmplan", "init", out, "-o", again, "--no-check").code == 0
+    text = (again / "workload.yaml").read_text()
+    assert text.count("init: ") == len(modules)
+    assert "init_scale" in text
+
+
+def test_parts_of_a_model_are_modules_of_the_workload(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    source = configuration("SiglipModel", tmp_path)
+    done = call("mmplan", "init", source, "-o", folder, "--layers", "text_model.encoder.layers")
+    assert done.code == 2
+    assert "is cut at the layers of its parts" in done.message
+    assert call("mmplan", "init", source, "-o", folder, "--no-check").code == 0
+    workload = load_workload(folder / "workload.yaml")
+    assert list(workload.modules) == ["vision", "text"]
+    assert workload.losses["sigmoid"].cross_sample
+
+
+def done_by(*words: Any) -> str:
+    """What a command printed that ended well."""
+    done = run(*words, cwd=Path.cwd())
+    assert done.code == 0, done.err
+    return done.out
 
 
 def loaded(name: str, folder: Path) -> nn.Module:

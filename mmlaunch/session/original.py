@@ -255,7 +255,7 @@ class _Comparison:
         names = _matched(cut, original, self._spec)
         with torch.no_grad():
             for name, its in names.items():
-                original[its].copy_(cut[name][0])
+                original[its].copy_(cut[name][0].reshape(original[its].shape))
         return names
 
     def _rounding(self, loss: float, again: Any = None) -> Rounding:
@@ -287,6 +287,7 @@ class _Comparison:
                 continue
             gradient = original[its].grad
             found = torch.zeros_like(original[its]) if gradient is None else gradient
+            found = found.reshape(parameters[name].shape)
             error, allowed, _ = rounding.judge(found, ReportedElements(name=name))
             self._note(name, "gradient", error, allowed)
         for its, parameter in original.items():
@@ -327,7 +328,10 @@ def _matched(
         if its is None:
             ends = [n for n in original if any(n.endswith(f".{c}") for c in candidates)]
             its = ends[0] if len(ends) == 1 else None
-        if its is not None and original[its].shape == tensor.shape:
+        # A scalar may have a dimension of one.
+        if its is not None and (
+            original[its].shape == tensor.shape or original[its].numel() == tensor.numel() == 1
+        ):
             found[name] = its
     if len(found) < len(cut) and len(cut) == len(original):
         pairs = list(zip(cut, original, strict=True))

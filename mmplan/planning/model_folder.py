@@ -16,6 +16,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.schema.base import write_text
 from mmplan.schema.factories import import_factory
 from mmplan.zoo.automatic.blocks import Uncut
+from mmplan.zoo.automatic.families import FAMILIES, Family, family_fields, stored_scales
 from mmplan.zoo.automatic.layers import find_layers
 from mmplan.zoo.automatic.pretrained import (
     PretrainedRecipe,
@@ -99,6 +100,8 @@ def begin(
             f"-o {folder} exists and is not empty", hint="name a folder that does not exist"
         )
     is_path = Path(source).exists() or ":" not in source
+    if is_path and architecture(config := read_config(Path(source))) in FAMILIES:
+        return _begin_family(Path(source), config, folder, layers, length)
     found = _pretrained(Path(source), length) if is_path else _plain(source, sample, folder)
     uncut = Uncut(
         found.make(), found.names, output=found.recipe.output or None, options=found.recipe.options
@@ -106,6 +109,38 @@ def begin(
     shape = _output_shape(found)
     cut = cut_source(uncut, found.inputs, find_layers(uncut.model, layers))
     return _write(found, cut, shape, folder)
+
+
+def _begin_family(
+    source: Path, config: dict[str, Any], folder: Path, layers: Sequence[str], length: int | None
+) -> Begun:
+    """A workload of several modules, each by a factory of mmplan.zoo.hf."""
+    name = architecture(config)
+    if layers:
+        raise InvalidInputError(
+            f"--layers {','.join(layers)}: {name} is cut at the layers of its parts",
+            hint="leave --layers out",
+        )
+    config |= {"architectures": [name]}
+    family = FAMILIES[name]
+    fields = family_fields(build_pretrained(config), length)
+    blocks = sum(len(part.build(config)) for part in family.parts.values())
+    weights = source.is_dir() and any(source.glob("*.safetensors"))
+    init = source.resolve() if weights else None
+    files = {
+        "model.py": _family_model(name, family),
+        "workload.yaml": _family_workload(name, family, fields, init, folder),
+        "config.json": json.dumps(config, indent=2) + "\n",
+    }
+    for file, text in files.items():
+        write_text(folder / file, text)
+    return Begun(
+        workload=folder / "workload.yaml",
+        files=tuple(folder / file for file in files),
+        blocks=blocks,
+        originals=("model:original",),
+        notes=(),
+    )
 
 
 def _pretrained(source: Path, length: int | None) -> _Source:
@@ -305,6 +340,68 @@ def model():
 '''
 
 
+def _family_model(name: str, family: Family) -> str:
+    def made(part: str) -> str:
+        of = family.parts[part]
+        words = ["CONFIG", *(f"{k}={v!r}" for k, v in of.options.items())]
+        return f"def {part}():\n    return hf.{of.factory}({', '.join(words)})"
+
+    functions = "\n\n\n".join(map(made, family.parts))
+    return f'''"""{name} in its parts: {", ".join(family.parts)}. Written by `mmplan init`.
+
+Each function makes the blocks of a part, `original` the whole model, whose forward gives its loss
+and against which `mmlaunch verify PLAN --original model:original` holds them.
+"""
+# pyright: basic
+
+from pathlib import Path
+
+from mmplan.zoo import hf
+from mmplan.zoo.automatic.families import WithLoss
+from mmplan.zoo.automatic.pretrained import build_pretrained, read_config
+
+CONFIG = read_config(Path(__file__).with_name("config.json"))
+
+
+{functions}
+
+
+def original():
+    return WithLoss(build_pretrained(CONFIG), {dict(family.options)!r})
+'''
+
+
+def _family_workload(
+    name: str,
+    family: Family,
+    fields: Mapping[str, Mapping[str, Any]],
+    init: Path | None,
+    folder: Path,
+) -> str:
+    modules = "\n".join(
+        f'  {part}: {{factory: "model:{part}", inputs: [{of.takes}]'
+        + (f", init: {_flow(str(init))}}}" if init else "}")
+        for part, of in family.parts.items()
+    )
+    scales = stored_scales(family, init) if init else {}
+    args = f"\n    args: {_flow(scales)}" if scales else ""
+    inputs = ", ".join(family.parts)
+    return f"""# {name}, written by `mmplan init`; see docs/your-hugging-face-model.md.
+version: 1
+name: {_flow(folder.resolve().name)}
+batch: 8
+modules:
+{modules}
+losses:
+  # Each sample's pair against the pairs of all sync_batch samples.
+  {family.loss}:
+    factory: "mmplan.zoo.losses:{family.loss}"
+    inputs: [{inputs}]
+    cross_sample: true
+    sync_batch: 8{args}
+{_data(fields)}"""
+
+
 _ABOUT = {
     "token_cross_entropy": "next token, or the token at each place (shift: false); -100: no target",
     "cross_entropy": "class of each sample",
@@ -317,7 +414,6 @@ def _workload(found: _Source, how: PretrainedRecipe, shape: list[int], folder: P
     fields = {**how.inputs, "target": how.target or {"shape": shape}}
     args = f", args: {_flow(how.loss_args)}" if how.loss_args else ""
     init = f"\n    init: {_flow(str(found.init))}" if found.init else ""
-    lines = "\n".join(f"      {name}: {_flow(spec)}" for name, spec in fields.items())
     return f"""# {found.name}, written by `mmplan init`; see docs/your-hugging-face-model.md.
 version: 1
 name: {_flow(folder.resolve().name)}
@@ -329,8 +425,15 @@ modules:
 losses:
   # {_ABOUT[loss]}
   loss: {{factory: "mmplan.zoo.losses:{loss}", inputs: [{MODULE}, target]{args}}}
-# SYNTHETIC: noise in the right shapes. Put your own data set here: a factory of a map-style
-# dataset, whose samples are dicts of tensors with these names and shapes; see docs/data.md.
+{_data(fields)}"""
+
+
+def _data(fields: Mapping[str, Mapping[str, Any]]) -> str:
+    """The workload's data and training."""
+    lines = "\n".join(f"      {name}: {_flow(spec)}" for name, spec in fields.items())
+    return f"""# SYNTHETIC: noise in the right shapes. Put your own data set here: a factory of a
+# map-style dataset, whose samples are dicts of tensors with these names and shapes; see
+# docs/data.md.
 data:
   factory: "mmplan.zoo.synthetic:noise"
   args:

@@ -285,7 +285,7 @@ class _Fused(TorchFunctionMode):
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         # Fused kernels skip the half of the scores that a causal mask hides.
         share = 0.5 if named.get("is_causal") else 1.0
-        return cast(Any, _Attention).apply(
+        return cast(Any, _CountedAttention).apply(
             named["query"], named["key"], named["value"], share, self._log
         )
 
@@ -319,7 +319,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-class _Attention(torch.autograd.Function):
+class _CountedAttention(torch.autograd.Function):
     """Shapes, FLOPs and saved tensors of a fused attention kernel."""
 
     @staticmethod

@@ -168,7 +168,7 @@ class Roofline:
 
 
 Share = Positive
-Precision = Literal["bf16", "fp32", "fp64"]
+RatedPrecision = Literal["bf16", "fp32", "fp64"]
 
 
 class ByKind(Record):
@@ -230,7 +230,7 @@ class Known(Record):
     """
 
     names: tuple[Str, ...] = ()
-    rates: dict[Precision, Share]
+    rates: dict[RatedPrecision, Share]
     multiprocessors: Count | None = None
     memory_bytes_per_s: Positive | None = None
     l2_bytes_per_s: Positive | None = None

@@ -167,9 +167,11 @@ _WITH_LOGITS = (
 def _inputs(name: str, model: nn.Module, length: int | None) -> dict[str, dict[str, Any]]:
     """Arguments of forward to synthetic fields, by what the model takes first."""
     sizes, first = cast(Any, model.config), str(getattr(model, "main_input_name", ""))
-    text = {"decoder_input_ids": _text(name, sizes, length)} if sizes.is_encoder_decoder else {}
+    text = (
+        {"decoder_input_ids": text_field(name, sizes, length)} if sizes.is_encoder_decoder else {}
+    )
     if first == "input_ids" and isinstance(getattr(sizes, "vocab_size", None), int):
-        return {first: _text(name, sizes, length), **text}
+        return {first: text_field(name, sizes, length), **text}
     if first == "pixel_values":
         size = getattr(sizes, "image_size", _IMAGE)
         height, width = (size, size) if isinstance(size, int) else size
@@ -198,7 +200,8 @@ def _inputs(name: str, model: nn.Module, length: int | None) -> dict[str, dict[s
     )
 
 
-def _text(name: str, sizes: Any, length: int | None) -> dict[str, Any]:
+def text_field(name: str, sizes: Any, length: int | None) -> dict[str, Any]:
+    """Synthetic field of a text of ``length`` tokens; None: 64, or what the model takes."""
     keys = ("max_position_embeddings", "n_positions", "max_target_positions")
     known = [value for key in keys if isinstance(value := getattr(sizes, key, None), int)]
     # RoBERTa's positions begin behind the padding's.
@@ -216,7 +219,7 @@ def _speech_and_text(name: str, sizes: Any, length: int | None) -> dict[str, dic
     """Placeholders at the beginning of the text, as many as Voxtral's projector gives rows."""
     audio = sizes.audio_config
     rows = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
-    text = _text(name, sizes.text_config, length)
+    text = text_field(name, sizes.text_config, length)
     shape = [length or rows + text["shape"][0]]
     return {
         "input_ids": {**text, "shape": shape, "rows": {str(sizes.audio_token_id): rows}},
