@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +21,7 @@ from mmplan.planning import planner
 from mmplan.processes import in_processes
 from mmplan.program.trace import trace_events
 from mmplan.schema.cluster import Cluster
-from mmplan.schema.plan import Plan
+from mmplan.schema.plan import Plan, RunnerUp
 from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks, with_batch
 from mmplan.simulation.symmetry import BestSteps, simulated
@@ -221,7 +221,7 @@ def compare(
         results[item.solver, item.setting] = item
         progress(len(results), len(jobs), item.solver)
     ordered = [results[job.solver, job.setting] for job in jobs]
-    solved = tuple(item for item in ordered if isinstance(item, Solved))
+    solved = _against_one([item for item in ordered if isinstance(item, Solved)])
     refused = tuple(item for item in ordered if isinstance(item, Refused))
     chosen, reason = _baseline(main, solved, refused, baseline)
     return Comparison(
@@ -320,6 +320,23 @@ def _solved(job: _Job, *, profile: Profile, **setting: Any) -> Solved | Refused:
         return Refused(solver=job.solver, setting=job.setting, error=error)
     details = None if steps is None else _details(plan, profile, steps)
     return Solved(solver=job.solver, setting=job.setting, plan=plan, details=details)
+
+
+def _against_one(solved: Sequence[Solved]) -> tuple[Solved, ...]:
+    """The plans of a setting against the same ordinary way: the best that any solver found."""
+    best: dict[ComparedSetting, RunnerUp] = {}
+    for item in solved:
+        found = item.plan.solver.ordinary
+        known = best.get(item.setting, found)
+        if found is not None and known is not None:
+            best[item.setting] = min(known, found, key=lambda one: one.iteration_s)
+    reports = (
+        item.plan.solver.model_copy(update={"ordinary": best.get(item.setting)}) for item in solved
+    )
+    return tuple(
+        replace(item, plan=item.plan.model_copy(update={"solver": report}))
+        for item, report in zip(solved, reports, strict=True)
+    )
 
 
 def _baseline(

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from io import StringIO
@@ -19,7 +19,7 @@ from mmplan.errors import MMPlanError, UnfitEnvironmentError
 
 # Longest silence of a progress without a terminal.
 _LINE_S = 30.0
-# Width of piped tables; chosen by hand.
+# Width of piped tables, unless COLUMNS says another; chosen by hand.
 _PIPE_COLUMNS = 200
 # A column of longer texts may be folded to so many characters; chosen by hand.
 _TEXT_COLUMNS = 20
@@ -81,8 +81,9 @@ class Output:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal; piped output is not cut to one."""
-        return get_terminal_size().columns if self._is_terminal else _PIPE_COLUMNS
+        """Columns of the terminal; piped output is cut only to COLUMNS, where that is set."""
+        is_narrow = self._is_terminal or "COLUMNS" in os.environ
+        return get_terminal_size().columns if is_narrow else _PIPE_COLUMNS
 
     @property
     def _is_terminal(self) -> bool:
@@ -151,16 +152,22 @@ class Progress:
     def _begin(self) -> None:
         if sys.stderr is None or not sys.stderr.isatty() or "NO_COLOR" in os.environ:
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        from rich import progress
+        from rich.console import Console, RenderableType
+        from rich.text import Text
+
+        class Bar(progress.Progress):
+            """A bar above its note: beside a long one, a bar has no room on 80 columns."""
+
+            def get_renderables(self) -> Iterator[RenderableType]:
+                yield self.make_tasks_table(self.tasks)
+                yield from (Text(task.fields["note"]) for task in self.tasks if task.fields["note"])
 
         self._live = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(),
             console=Console(file=sys.stderr),
         )
         self._task = self._live.add_task(self._title, total=None, note="")
