@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmplan.api import (
+        Trials,
         check,
         compare,
         diff,
         explain,
+        init,
         load,
         load_plan,
         load_profile,
@@ -48,12 +50,14 @@ __all__ = [
     "PredictedStep",
     "Profile",
     "Ragged",
+    "Trials",
     "Workload",
     "check",
     "compare",
     "diff",
     "examine",
     "explain",
+    "init",
     "load",
     "load_cluster",
     "load_plan",
@@ -71,6 +75,7 @@ __all__ = [
 _WHERE = {
     "examine": "mmplan.doctor.doctor",
     "Ragged": "mmplan.ragged",
+    "Trials": "mmplan.planning.measured_trials",
     "save_document": "mmplan.schema.base",
     "Cluster": "mmplan.schema.cluster",
     "load_cluster": "mmplan.schema.cluster",

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from mmplan.errors import InvalidInputError, RunFailedError, require_linux
 from mmplan.planning import compare as comparing
 from mmplan.planning import planner
 from mmplan.planning.differences import plan_changes
-from mmplan.planning.measured_trials import Trials
+from mmplan.planning.measured_trials import Trials as Trials
 from mmplan.planning.what_if import part_effects, replans
 from mmplan.proof.certificate import write_certificate
 from mmplan.proof.prove import Proof, prove
@@ -46,6 +46,9 @@ from mmplan.simulation.step import prediction
 from mmplan.simulation.step import simulate as simulate_step
 from mmplan.solvers.registry import SearchProgress
 
+if TYPE_CHECKING:
+    from mmplan.planning.model_folder import Begun
+
 # What a file is given as.
 WorkloadLike = Workload | str | Path
 ProfileLike = Profile | str | Path
@@ -61,6 +64,35 @@ def _silent(_: str) -> None:
 
 def _no_progress(done: int, total: int, note: str) -> None:
     """For those who want no progress."""
+
+
+def init(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    sample: str | None = None,
+    layers: Sequence[str] = (),
+    length: int | None = None,
+) -> Begun:
+    """Write a folder with a workload that trains a model as it is, on synthetic data.
+
+    Args:
+        source: folder of a model or its config.json; or ``module:callable`` of a plain model.
+        folder: new, or empty.
+        sample: ``module:callable`` of the plain model's inputs, where its callable gives none.
+        layers: names of lists of layers to cut at; none: all outermost ones.
+        length: tokens of a synthetic text.
+
+    Returns:
+        The files, and what ``mmlaunch verify --original`` holds the cut against.
+
+    Raises:
+        InvalidInputError: the source is no model, or cannot be cut by itself.
+        UnfitEnvironmentError: its library is missing.
+    """
+    from mmplan.planning.model_folder import begin
+
+    return begin(str(source), Path(folder), sample=sample, layers=layers, length=length)
 
 
 def load(path: str | Path) -> Workload | Profile | Planned | Cluster:

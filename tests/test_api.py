@@ -99,6 +99,40 @@ def test_a_misspelt_optional_field_gets_its_suggestion(tmp_path: Path) -> None:
     assert caught.value.hint == "correct its spelling: recompute"
 
 
+@pytest.mark.parametrize(
+    ("train", "said", "hint"),
+    [
+        (
+            {"callbacks": ["tensorbord"]},
+            "train.callbacks.0: must be 'tensorboard' or a mapping of fields, got 'tensorbord'",
+            "see docs/schemas/workload.json",
+        ),
+        (
+            {"callbacks": [{"factory": "a:B", "arg": {}}]},
+            "train.callbacks.0.arg: unknown field",
+            "correct its spelling: args",
+        ),
+        ({"evaluation": {}}, "train.evaluation: unknown field", "correct its spelling: eval"),
+    ],
+)
+def test_faults_of_an_open_run_say_what_is_taken(
+    train: dict[str, Any], said: str, hint: str, tmp_path: Path
+) -> None:
+    document = JOB.model_dump(mode="json", exclude_none=True)
+    document["train"] |= train
+    (tmp_path / "w.json").write_text(json.dumps(document))
+    with pytest.raises(InvalidInputError) as caught:
+        mmplan.load_workload(tmp_path / "w.json")
+    assert (caught.value.message, caught.value.hint) == (f"{tmp_path / 'w.json'}: {said}", hint)
+
+
+def test_a_comparison_has_one_ordinary_way() -> None:
+    compared = mmplan.compare(JOB, costs(4), solvers=["distmm", "megatron", "colocated"])
+    ways = {planned.plan.solver.ordinary for planned in compared.plans.values()}
+    assert len(ways) == 1
+    assert None not in ways
+
+
 def test_more_than_the_peak_is_named() -> None:
     modules = {n: module_profile(blocks=2, flops_per_sample=1e15) for n in "ab"}
     shown = repr(mmplan.solve(JOB, profile(modules, 2), solver="distmm"))

@@ -265,6 +265,22 @@ def test_a_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
         assert stream.getvalue().splitlines() == lines
 
 
+def test_a_note_stands_below_its_bar_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    note = "loss 5.5687  1504 samples/s  iteration 170.2 ms (predicted 77.1)"
+    with Output().progress("training") as bar:
+        bar.update(7, 120, note)
+    shown = stream.getvalue()
+    assert "7/120" in shown
+    assert note in shown.replace("\x1b[0m", "")
+    assert "…" not in shown
+
+
 def test_output_survives_a_terminal_without_unicode(files: Files) -> None:
     done = run("mmplan", "show", files.solved, cwd=files.root, PYTHONIOENCODING="ascii")
     assert done.code == 0, done.err

@@ -63,10 +63,10 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Write a workload that trains a model as it is."""
-    from mmplan.planning.model_folder import begin
+    from mmplan import api
 
     out = Output(as_json=as_json)
-    begun = begin(
+    begun = api.init(
         source, output, sample=sample, layers=names("--layers", layers) or (), length=length
     )
     out.text(f"wrote {', '.join(map(str, begun.files))}: {counted(begun.blocks, 'block')}")

@@ -318,7 +318,7 @@ def _explain(
     error: ValidationError, model: type[Document], data: Json, source: str
 ) -> InvalidInputError:
     """One line for the first fault; the others are only counted."""
-    faults = error.errors(include_url=False)
+    faults = _of_meant_branches(error.errors(include_url=False))
     found = next((kind for kind, marks in _MARKS.items() if data.keys() >= marks), None)
     if any(fault["type"] == "missing" for fault in faults) and found not in (None, model.kind):
         return InvalidInputError(
@@ -327,7 +327,7 @@ def _explain(
         )
     # A name spelt wrong is an unknown field and a missing one: the former says where to look.
     first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")
-    others = len(faults) - 1
+    others = len({_place(fault) for fault in faults}) - 1
     more = f" (and {counted(others, 'more fault')})" if others else ""
     # A fault of the whole file names its field itself.
     where = ": ".join(filter(None, [source, _place(first)]))
@@ -337,16 +337,28 @@ def _explain(
     )
 
 
-def _choices(first: ErrorDetails, faults: list[ErrorDetails]) -> str | None:
-    """What a field that is a switch or one of some words takes: both branches of its union."""
-    words = [
-        str(fault.get("ctx", {})["expected"])
+def _of_meant_branches(faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Without what a mapping is told for not being one of some words."""
+    meant = [
+        fault
         for fault in faults
-        if fault["type"] == "literal_error" and _place(fault) == _place(first)
+        if not (fault["type"] == "literal_error" and isinstance(fault["input"], dict))
     ]
-    if first["type"] != "bool_type" or not words:
+    return meant or faults
+
+
+def _choices(first: ErrorDetails, faults: list[ErrorDetails]) -> str | None:
+    """What a field takes that is one of some words, or else a switch or a mapping."""
+    here = [fault for fault in faults if _place(fault) == _place(first)]
+    kinds = {fault["type"] for fault in here}
+    words = [
+        str(fault.get("ctx", {})["expected"]) for fault in here if fault["type"] == "literal_error"
+    ]
+    switch = ["true, false"] if "bool_type" in kinds else []
+    mapping = ["a mapping of fields"] if "model_type" in kinds else []
+    if not words or not (switch or mapping):
         return None
-    return f"must be true, false or {' or '.join(words)}, got {first['input']!r:.60}"
+    return f"must be {' or '.join((*switch, *words, *mapping))}, got {first['input']!r:.60}"
 
 
 def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]) -> str:
@@ -359,7 +371,9 @@ def _mend(first: ErrorDetails, faults: list[ErrorDetails], model: type[Document]
     if first["type"] == "extra_forbidden":
         known = [name for record in _records_at(model, parent) for name in record.model_fields]
         for names in (missing, known):
-            if similar := get_close_matches(str(name), names, n=1):
+            similar = get_close_matches(str(name), names, n=1)
+            similar += [other for other in names if str(name).startswith(other)]
+            if similar:
                 return f"correct its spelling: {similar[0]}"
     return _MENDS.get(first["type"], f"see docs/schemas/{model.kind}.json")
 
@@ -388,7 +402,7 @@ def _place(fault: ErrorDetails) -> str:
     return ".".join(part for part in parts if "[" not in part and part not in _BRANCH_TAGS)
 
 
-_BRANCH_TAGS = {"bool", "int", "constrained-int", "str", "float", "list", "tuple"}
+_BRANCH_TAGS = {"bool", "int", "constrained-int", "str", "float", "list", "tuple", "CallbackSpec"}
 
 
 _WORDINGS = {
