@@ -156,14 +156,14 @@ class Progress:
         from rich.console import Console, RenderableType
         from rich.text import Text
 
-        class Bar(progress.Progress):
+        class NotedBar(progress.Progress):
             """A bar above its note: beside a long one, a bar has no room on 80 columns."""
 
             def get_renderables(self) -> Iterator[RenderableType]:
                 yield self.make_tasks_table(self.tasks)
                 yield from (Text(task.fields["note"]) for task in self.tasks if task.fields["note"])
 
-        self._live = Bar(
+        self._live = NotedBar(
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
