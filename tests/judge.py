@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.comm.transport import CommGroup
 from mmlaunch.execute.batch_sync import BatchSync
-from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.executor import ComputePart, Executor
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.model.deferred_init import UndeferrableError
 from mmlaunch.session.session import Session
@@ -358,11 +358,12 @@ def _standing_in(program: Program) -> Generator[None]:
             if total != mine * len(ranks):
                 raise WrongError(f"ranks {list(ranks)} meet in {item} and in something else")
 
-    def compute_together(self: Any, item: Compute) -> None:
-        place = self._places.get(item.stage)
-        if place is not None and item.op is not Op.WEIGHT:
-            meet(self._transport, sorted(program.stages[item.stage].ranks[place[0]]), item)
-        compute(self, item)
+    def compute_together(self: Any, part: ComputePart) -> None:
+        place = self._places.get(part.stage.index)
+        if place is not None and part.op is not Op.WEIGHT:
+            item = Compute(part.op, part.stage.index, part.mb)
+            meet(self._transport, sorted(part.stage.ranks[place[0]]), item)
+        compute(self, part)
 
     def wait_together(self: Any, loss: int, batch: int) -> None:
         meet(self._transport, program.losses[loss].ranks, Sync(Op.SYNC_WAIT, loss, batch))

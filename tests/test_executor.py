@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute.executor import ExecutionError, Executor
+from mmlaunch.comm.messages import Way
+from mmlaunch.execute.executor import ComputePart, ExecutionError, Executor
 from mmlaunch.process.heartbeat import Heartbeat
 from mmlaunch.session.session import Session
 from mmplan.errors import RunFailedError
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Message, MessageKey, Op, Step
-from mmplan.program.model import Stage
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.schema.plan import Plan
 from tests.matrix_cases import SOME_FEATURES, Case
@@ -33,16 +33,16 @@ def test_a_middle_stage_holds_what_it_sends_as_long_as_the_program_says(
     most = 0
     message, finish = Executor._message, Executor._finish
 
-    def sent(self: Executor, item: Message) -> None:
+    def sent(self: Executor, way: Way) -> None:
         nonlocal most
-        message(self, item)
+        message(self, way)
         if self._transport.rank == 1:
             held = set(self._mailbox._sent)
             assert held == {s for s, end in last.items() if s <= self._position < end}
             most = max(most, len(held))
 
-    def finished(self: Executor, step: Step) -> None:
-        finish(self, step)
+    def finished(self: Executor) -> None:
+        finish(self)
         assert not self._mailbox.held_bytes
 
     monkeypatch.setattr(Executor, "_message", sent)
@@ -149,8 +149,9 @@ def test_micro_batches_are_held_as_the_program_says(
     most: Counter[tuple[int, int]] = Counter()
     forward = Executor._forward
 
-    def counted(self: Executor, stage: Stage, mb: int) -> None:
-        forward(self, stage, mb)
+    def counted(self: Executor, part: ComputePart) -> None:
+        forward(self, part)
+        stage = part.stage
         held = [
             k for k, live in self._live.items() if k[0] == stage.index and live.output is not None
         ]

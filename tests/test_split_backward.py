@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmlaunch.comm.inprocess import InProcessWorld
-from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.executor import ComputePart, Executor
 from mmlaunch.session.session import Session
 from mmlaunch.session.verify import Verdict
 from mmplan.costs.program_costs import CostModel, ProgramCosts
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Collective, Compute, Op, format_row
-from mmplan.program.model import Program, Stage
+from mmplan.program.model import Program
 from mmplan.program.text import format_program
 from mmplan.schema.plan import Plan
 from mmplan.simulation.step import simulate
@@ -369,8 +369,9 @@ def test_the_executor_holds_what_the_program_says(
     most: dict[tuple[int, int], int] = {}
     forward = Executor._forward
 
-    def counted(self: Executor, stage: Stage, mb: int) -> None:
-        forward(self, stage, mb)
+    def counted(self: Executor, part: ComputePart) -> None:
+        forward(self, part)
+        stage = part.stage
         live = {k[1] for k, v in self._live.items() if k[0] == stage.index and v.output is not None}
         held = live | {k[1] for k, v in self._later.items() if k[0] == stage.index and len(v)}
         key = self._transport.rank, stage.index

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmlaunch.comm.messages import ForwardReceive, Mailbox
+from mmlaunch.comm.messages import ForwardReceive, Mailbox, Way
 from mmlaunch.comm.strict import Mode, StrictTransport, StrictWorld
 from mmlaunch.comm.transport import CommGroup, Done, TransferEnd
 from mmlaunch.execute.executor import Executor
@@ -195,8 +195,9 @@ def test_a_compute_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_send_that_changes_before_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     message = Executor._message
 
-    def changed(self: Executor, item: Message) -> None:
-        message(self, item)
+    def changed(self: Executor, way: Way) -> None:
+        message(self, way)
+        item = way.message
         if item.op is Op.SEND_F:
             live = self._live[item.stage, item.mb].output
             assert isinstance(live, Tensor)

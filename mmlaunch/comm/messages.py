@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, Protocol, TypeVar, cast
 
@@ -31,14 +30,15 @@ from mmlaunch.comm.wire import DType
 from mmplan.errors import RunFailedError
 from mmplan.program.communicators import Channels, CommGroup
 from mmplan.program.instructions import Message, Op
-from mmplan.program.model import MicroBatch, Program, Stage
+from mmplan.program.model import Edge, MicroBatch, Program
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.ragged import Ragged, host_lengths
 
 # Tags have room for this many tensors in one message, and one beside it.
 MOST_TENSORS = 64
-# Where nothing goes beside a message.
+# Where nothing goes beside a message, and where nothing is waited for.
 _NOTHING = torch.empty(0)
+_DONE = Done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +156,19 @@ class Carrier(Protocol):
 class _OwnMessages:
     """Carries what a rank sends to itself. In every program the send comes before the wait.
 
-    Whole tensors are handed over as they are: nothing is copied.
+    Whole messages are handed over as they are: nothing is copied.
     """
 
     def __init__(self) -> None:
         self._sent: dict[int, Tensor] = {}
-        self._handed: dict[int, list[Tensor]] = {}
+        self._handed: dict[int, Any] = {}
 
-    def hand_over(self, tag: int, tensors: list[Tensor]) -> None:
-        """Keep the tensors of a message for :meth:`take`."""
-        self._handed[tag] = tensors
+    def hand_over(self, tag: int, message: Any) -> None:
+        """Keep a message for :meth:`take`."""
+        self._handed[tag] = message
 
-    def take(self, tag: int) -> list[Tensor]:
-        """The tensors of a message, once."""
+    def take(self, tag: int) -> Any:
+        """A message, once."""
         return self._handed.pop(tag)
 
     def post(self, transfers: Sequence[TransferEnd], channel: CommGroup) -> Work:
@@ -187,18 +187,28 @@ class _OwnMessages:
         return Deferred(lambda: tensor.copy_(self._sent.pop(tag)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Way:
     """How a message goes; the same in every step.
 
     Attributes:
+        message: the instruction.
+        edge: its.
+        module: whose output goes along it, forward or as a gradient.
+        has_backward: whether the message's own stage has one.
         tag: of what goes over the host; the tensors' follow it.
         share: what its receiver takes of each tensor; None for all of it.
         own: hands it over, where a rank sends itself whole tensors.
         spec: of what the edge takes of the producer's output.
+        leaves: of the spec; of a gradient, the floating ones.
+        ragged: how many of them are.
         samples: first and end, counted in this rank's micro-batch.
     """
 
+    message: Message
+    edge: Edge
+    module: str
+    has_backward: bool
     carrier: Carrier
     device: torch.device
     channel: CommGroup
@@ -206,6 +216,8 @@ class _Way:
     tag: int
     share: TensorShare | None
     spec: Spec
+    leaves: tuple[LeafSpec, ...]
+    ragged: int
     samples: tuple[int, int]
     own: _OwnMessages | None
 
@@ -222,15 +234,10 @@ class _Receive:
         way: of the message.
     """
 
-    def __init__(self, way: _Way) -> None:
-        self._way = way
-        self._buffers: list[Tensor | PaddedShare] | None = None
-        self._work: Work = Done()
-
-    @property
-    def channel(self) -> CommGroup:
-        """On which it comes."""
-        return self._way.channel
+    def __init__(self, way: Way) -> None:
+        self.way = way
+        self._buffers: list[Tensor | PaddedShare] = []
+        self._work: Work = _DONE
 
     def can_post(self) -> bool:
         """Whether its shapes are known without a wait."""
@@ -242,13 +249,9 @@ class _Receive:
 
     def post(self) -> None:
         """Give the tensors' buffers to the transport."""
-        way, share = self._way, self._way.share
-        shapes = self._shapes()
-        if way.own is not None:
-            return
-        self._buffers = []
+        way, share = self.way, self.way.share
         transfers: list[TransferEnd] = []
-        for tag, (shape, dtype) in enumerate(shapes, start=way.tag + 1):
+        for tag, (shape, dtype) in enumerate(self._shapes(), start=way.tag + 1):
             size = prod(shape)
             padded = (share.padded(size),) if share else shape
             buffer = torch.empty(padded, dtype=dtype, device=way.device)
@@ -261,10 +264,8 @@ class _Receive:
 
     def _received(self) -> list[Tensor | PaddedShare]:
         """The tensors, when they are there."""
-        if self._way.own is not None:
-            return list(self._way.own.take(self._way.tag))
         self._work.wait()
-        return self._buffers or []
+        return self._buffers
 
 
 class ForwardReceive(_Receive):
@@ -274,13 +275,12 @@ class ForwardReceive(_Receive):
     :class:`PaddedShare` in place of each tensor, lengths excepted.
     """
 
-    def __init__(self, way: _Way) -> None:
+    def __init__(self, way: Way) -> None:
         super().__init__(way)
-        num_ragged = sum(leaf.ragged for leaf in spec_leaves(way.spec))
         self._lengths = _NOTHING
-        self._lengths_work: Work = Done()
-        if num_ragged:
-            self._lengths = torch.empty((num_ragged, way.num_samples), dtype=torch.int64)
+        self._lengths_work: Work = _DONE
+        if way.ragged and way.own is None:
+            self._lengths = torch.empty((way.ragged, way.num_samples), dtype=torch.int64)
             self._lengths_work = way.carrier.receive_on_host(self._lengths, way.peer, way.tag)
 
     def can_post(self) -> bool:
@@ -290,23 +290,25 @@ class ForwardReceive(_Receive):
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         self._lengths_work.wait()
         rows = iter(self._lengths.sum(1).tolist() if len(self._lengths) else ())
-        samples = self._way.num_samples
+        samples = self.way.num_samples
         return [
             ((next(rows) if leaf.ragged else samples, *leaf.tail), leaf.dtype)
-            for leaf in spec_leaves(self._way.spec)
+            for leaf in self.way.leaves
         ]
 
     def wait(self) -> TreeOfShares:
         """The tree that was sent."""
+        if self.way.own is not None:
+            return self.way.own.take(self.way.tag)
         received, lengths = iter(self._received()), iter(self._lengths)
 
         def leaf(spec: LeafSpec) -> Any:
             values = next(received)
             if not spec.ragged:
                 return values
-            return Ragged(cast(Tensor, values), to_device(next(lengths), self._way.device))
+            return Ragged(cast(Tensor, values), to_device(next(lengths), self.way.device))
 
-        return tree_of(self._way.spec, leaf)
+        return tree_of(self.way.spec, leaf)
 
 
 class BackwardReceive(_Receive):
@@ -321,26 +323,24 @@ class BackwardReceive(_Receive):
         output: the samples of the forward's output that were sent; None before the forward.
     """
 
-    def __init__(self, way: _Way, output: Callable[[], Tree]) -> None:
+    def __init__(self, way: Way, output: Callable[[Way], Tree]) -> None:
         super().__init__(way)
         self._output = output
-        leaves = [leaf for leaf in spec_leaves(way.spec) if leaf.dtype.is_floating_point]
-        self._dense = not any(leaf.ragged for leaf in leaves)
-        self._known = [((way.num_samples, *leaf.tail), leaf.dtype) for leaf in leaves]
         self._flags = _NOTHING
-        self._flags_work: Work = Done()
+        self._flags_work: Work = _DONE
 
     def can_post(self) -> bool:
         """See :class:`_Receive`."""
-        return self._dense or self._output() is not None
+        return not self.way.ragged or self._output(self.way) is not None
 
     def _shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        known = self._known
-        if not self._dense:
-            known = [(tuple(leaf.shape), leaf.dtype) for leaf in float_leaves(self._output())]
+        way = self.way
+        if way.ragged:
+            known = [(tuple(leaf.shape), leaf.dtype) for leaf in float_leaves(self._output(way))]
+        else:
+            known = [((way.num_samples, *leaf.tail), leaf.dtype) for leaf in way.leaves]
         num_empty = sum(not prod(shape) for shape, _ in known)
         if num_empty:
-            way = self._way
             self._flags = torch.empty(num_empty, dtype=torch.bool)
             self._flags_work = way.carrier.receive_on_host(self._flags, way.peer, way.tag)
         return known
@@ -350,6 +350,8 @@ class BackwardReceive(_Receive):
 
         None for an empty leaf that the consumer did not use.
         """
+        if self.way.own is not None:
+            return self.way.own.take(self.way.tag)
         received = self._received()
         self._flags_work.wait()
         flags = iter(self._flags.tolist() if len(self._flags) else ())
@@ -389,17 +391,14 @@ class Mailbox:
         self._channels, self._output_of = channels, output_of
         self._most_samples = max(program.batches.values())
         self._own = _OwnMessages()
-        self._ways: dict[Message, _Way] = {}
         self._over: defaultdict[int, list[int]] = defaultdict(list)
         for position, shown in MessagesUnderWay(program).last_positions(transport.rank).items():
             self._over[shown].append(position)
 
     def begin(self) -> None:
         """A step begins."""
-        self._forward: defaultdict[MicroBatch, list[tuple[Message, ForwardReceive]]]
-        self._forward = defaultdict(list)
-        self._backward: defaultdict[MicroBatch, list[tuple[Message, BackwardReceive]]]
-        self._backward = defaultdict(list)
+        self._forward: defaultdict[MicroBatch, list[ForwardReceive]] = defaultdict(list)
+        self._backward: defaultdict[MicroBatch, list[BackwardReceive]] = defaultdict(list)
         # By channel, receives that are not posted yet: theirs is the order of the channel.
         self._unposted: defaultdict[CommGroup, deque[_Receive]] = defaultdict(deque)
         # By position of the send.
@@ -410,52 +409,49 @@ class Mailbox:
         """Bytes of the tensors whose sends are not known to be over."""
         return sum(t.nbytes for sent in self._sent.values() for _, t in sent)
 
-    def take_forward(self, stage: Stage, mb: int) -> list[tuple[Message, ForwardReceive]]:
+    def take_forward(self, key: MicroBatch) -> list[ForwardReceive]:
         """Posted receives of a forward's inputs, once."""
-        return self._posted(_in_group_order(self._forward.pop((stage.index, mb), [])))
+        return self._posted(_in_group_order(self._forward.pop(key, [])))
 
-    def take_backward(self, stage: Stage, mb: int) -> list[tuple[Message, BackwardReceive]]:
+    def take_backward(self, key: MicroBatch) -> list[BackwardReceive]:
         """Posted receives of the gradients of a micro-batch's output, once."""
-        return self._posted(_in_group_order(self._backward.pop((stage.index, mb), [])))
+        return self._posted(_in_group_order(self._backward.pop(key, [])))
 
-    def _posted(self, receives: list[tuple[Message, R]]) -> list[tuple[Message, R]]:
-        for _, receive in receives:
-            waiting = self._unposted[receive.channel]
-            while receive in waiting:
-                waiting.popleft().post()
+    def _posted(self, receives: list[R]) -> list[R]:
+        for receive in receives:
+            if receive.way.own is None:
+                waiting = self._unposted[receive.way.channel]
+                while receive in waiting:
+                    waiting.popleft().post()
         return receives
 
-    def post_receive(self, message: Message) -> None:
+    def post_receive(self, way: Way) -> None:
         """Post a receive; the compute that needs it waits."""
-        key = message.stage, message.mb
-        way = self._way(message)
-        if message.op == Op.RECV_B:
-            backward = BackwardReceive(way, partial(self._sent_output, message, way))
-            self._backward[key].append((message, backward))
-            receive = backward
+        key = way.message.stage, way.message.mb
+        if way.message.op == Op.RECV_B:
+            receive = BackwardReceive(way, self._sent_output)
+            self._backward[key].append(receive)
         else:
-            forward = ForwardReceive(way)
-            self._forward[key].append((message, forward))
-            receive = forward
-        waiting = self._unposted[way.channel]
-        waiting.append(receive)
-        while waiting and waiting[0].can_post():
-            waiting.popleft().post()
+            receive = ForwardReceive(way)
+            self._forward[key].append(receive)
+        if way.own is None:
+            waiting = self._unposted[way.channel]
+            waiting.append(receive)
+            while waiting and waiting[0].can_post():
+                waiting.popleft().post()
 
-    def _sent_output(self, message: Message, way: _Way) -> Tree:
+    def _sent_output(self, way: Way) -> Tree:
         """The part of this rank's output whose gradient a message brings."""
-        stage = self._program.stages[message.stage]
-        output = self._output_of(message.stage, message.mb)
+        output = self._output_of(way.message.stage, way.message.mb)
         if output is None:
             return None
-        element = self._program.edges[message.edge].element
-        return slice_samples(element_of(output, element, stage.module), *way.samples)
+        return slice_samples(element_of(output, way.edge.element, way.module), *way.samples)
 
-    def post_send(self, message: Message, tree: Tree, position: int) -> None:
+    def post_send(self, way: Way, tree: Tree, position: int) -> None:
         """Post the send of a message's samples.
 
         Args:
-            message: a send.
+            way: of the message.
             tree: the stage's output for the micro-batch; after a backward its assembled input,
                 whose leaves have gradients.
             position: of the instruction in the row.
@@ -464,37 +460,42 @@ class Mailbox:
             RunFailedError: more tensors than a message may have, or other ones than the receiver
                 waits for.
         """
-        stage, way = self._program.stages[message.stage], self._way(message)
-        share, spec = way.share, way.spec
-        beside: Tensor | None = None
-        if message.op == Op.SEND_F:
-            output = element_of(tree, self._program.edges[message.edge].element, stage.module)
-            if not fits(output, spec):
-                raise RunFailedError(
-                    f"modules.{stage.module} returns {_shown(spec_of(output))} for a micro-batch, "
-                    f"others wait for {_shown(spec)}",
-                    hint="return the same for every micro-batch; where no sample has a row, "
-                    "mmplan.Ragged with 0 rows",
-                )
-            cut = slice_samples(output, *way.samples)
-            tensors = message_tensors(cut, share)
-            lengths = _all_lengths(cut)
-            if lengths:
-                beside = torch.tensor(lengths, dtype=torch.int64)
+        if way.message.op == Op.SEND_F:
+            self._send_forward(way, tree, position)
         else:
-            gradients = map_tensors(tree, _gradient_of)
-            cuts = list(float_leaves(slice_samples(gradients, *way.samples)))
-            tensors = [item if share is None else share.of(item) for item in cuts]
-            pairs = zip(float_leaves(tree), cuts, strict=True)
-            flags = [leaf.grad is not None for leaf, item in pairs if not item.numel()]
-            if flags:
-                beside = torch.tensor(flags)
-        if len(tensors) >= MOST_TENSORS:
-            raise RunFailedError(f"{stage.module} sends {len(tensors)} tensors in one message")
-        self._send(way, position, tensors, beside)
+            self._send_backward(way, tree, position)
+
+    def _send_forward(self, way: Way, tree: Tree, position: int) -> None:
+        output = element_of(tree, way.edge.element, way.module)
+        if not fits(output, way.spec):
+            raise RunFailedError(
+                f"modules.{way.module} returns {_shown(spec_of(output))} for a micro-batch, "
+                f"others wait for {_shown(way.spec)}",
+                hint="return the same for every micro-batch; where no sample has a row, "
+                "mmplan.Ragged with 0 rows",
+            )
+        cut = slice_samples(output, *way.samples)
+        if way.own is not None:
+            way.own.hand_over(way.tag, map_tensors(cut, _to_send))
+            return
+        lengths = _all_lengths(cut)
+        beside = torch.tensor(lengths, dtype=torch.int64) if lengths else None
+        self._send(way, position, message_tensors(cut, way.share), beside)
+
+    def _send_backward(self, way: Way, tree: Tree, position: int) -> None:
+        gradients = map_tensors(tree, _gradient_of)
+        cuts = list(float_leaves(slice_samples(gradients, *way.samples)))
+        pairs = zip(float_leaves(tree), cuts, strict=True)
+        if way.own is not None:
+            used = [cut if cut.numel() or leaf.grad is not None else None for leaf, cut in pairs]
+            way.own.hand_over(way.tag, used)
+            return
+        tensors = [cut if way.share is None else way.share.of(cut) for cut in cuts]
+        flags = [leaf.grad is not None for leaf, cut in pairs if not cut.numel()]
+        self._send(way, position, tensors, torch.tensor(flags) if flags else None)
 
     def _send(
-        self, way: _Way, position: int, tensors: Sequence[Tensor], beside: Tensor | None
+        self, way: Way, position: int, tensors: Sequence[Tensor], beside: Tensor | None
     ) -> None:
         """Post tensors in the order of their channel; nothing is sent of an empty one."""
         sent = self._sent.setdefault(position, [])
@@ -503,11 +504,8 @@ class Mailbox:
         waiting = self._unposted[way.channel]
         while waiting:
             waiting.popleft().post()
-        if way.own is not None:
-            way.own.hand_over(way.tag, [item.detach().contiguous() for item in tensors])
-            return
         transfers = [
-            TransferEnd(tensor=item.detach().contiguous(), peer=way.peer, tag=k, is_send=True)
+            TransferEnd(tensor=_to_send(item), peer=way.peer, tag=k, is_send=True)
             for k, item in enumerate(tensors, start=way.tag + 1)
             if item.numel()
         ]
@@ -528,13 +526,12 @@ class Mailbox:
                 work.wait()
         self._sent.clear()
 
-    def _way(self, message: Message) -> _Way:
-        found = self._ways.get(message)
-        if found is None:
-            found = self._ways[message] = self._find_way(message)
-        return found
+    def way(self, message: Message) -> Way:
+        """How a message of this rank goes.
 
-    def _find_way(self, message: Message) -> _Way:
+        Raises:
+            RunFailedError: it has more tensors than a message may have.
+        """
         rank, tag = self._transport.rank, self._tag(message)
         stage, edge = self._program.stages[message.stage], self._program.edges[message.edge]
         d, _ = stage.place(rank)
@@ -544,7 +541,17 @@ class Mailbox:
         producer = self._program.stages[edge.producer]
         channel = self._channels.of(rank, message)
         share = share_of(self._program, edge, receiver, backward=backward)
-        return _Way(
+        spec = element_of(self._specs[edge.producer], edge.element, producer.module)
+        leaves = [
+            leaf for leaf in spec_leaves(spec) if not backward or leaf.dtype.is_floating_point
+        ]
+        if len(leaves) >= MOST_TENSORS:
+            raise RunFailedError(f"{stage.module} sends {len(leaves)} tensors in one message")
+        return Way(
+            message=message,
+            edge=edge,
+            module=producer.module,
+            has_backward=stage.has_backward,
             carrier=self._own if channel is None else self._transport,
             own=self._own if channel is None and share is None else None,
             device=self._transport.device,
@@ -553,7 +560,9 @@ class Mailbox:
             peer=message.peer,
             tag=tag,
             share=share,
-            spec=element_of(self._specs[edge.producer], edge.element, producer.module),
+            spec=spec,
+            leaves=tuple(leaves),
+            ragged=sum(leaf.ragged for leaf in leaves),
             samples=(message.start - first, message.stop - first),
         )
 
@@ -563,11 +572,16 @@ class Mailbox:
         return number * MOST_TENSORS
 
 
-def _in_group_order(receives: list[tuple[Message, T]]) -> list[tuple[Message, T]]:
+def _in_group_order(receives: list[R]) -> list[R]:
     """Receives in the order in which a group gathers shares: the same on all its ranks."""
     if len(receives) < 2:
         return receives
-    return sorted(receives, key=lambda item: (item[0].edge, item[0].start))
+    return sorted(receives, key=lambda item: (item.way.message.edge, item.way.message.start))
+
+
+def _to_send(tensor: Tensor) -> Tensor:
+    """The values of a tensor, cut from its history."""
+    return tensor.detach().contiguous()
 
 
 def _shown(spec: Spec) -> str:

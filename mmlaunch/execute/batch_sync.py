@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,14 +20,31 @@ from torch import Tensor, nn
 from mmlaunch.comm.batches import Tree, element_of, slice_samples
 from mmlaunch.comm.messages import LeafSpec, Spec
 from mmlaunch.comm.transport import Transport
-from mmlaunch.execute.gathered_rows import Finish, GatheredRows, HeldRows, rows_of
+from mmlaunch.execute.gathered_rows import Finish, GatheredRows, rows_of
 from mmlaunch.execute.reductions import FieldOf
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision, widened
 from mmlaunch.model.seeds import Seeds
 from mmplan.errors import RunFailedError
-from mmplan.program.model import CrossSampleLoss, Program, Stage
+from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
 from mmplan.schema.protocols import ShardedLoss, as_sharded, others_only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """Samples [start, stop) of one of this rank's micro-batches, which a loss's input takes.
+
+    Attributes:
+        first: position in the sync batch of the first of them.
+        element: of the micro-batch's output.
+    """
+
+    key: MicroBatch
+    start: int
+    stop: int
+    first: int
+    element: int | None
+    module: str
 
 
 class BatchSync:
@@ -57,36 +75,35 @@ class BatchSync:
         self._precision = precision
         # The same in every step.
         self._rows: dict[tuple[int, int], GatheredRows] = {}
-        self._held: dict[tuple[int, int, int, int], list[HeldRows]] = {}
-        self._num_uses: dict[tuple[int, int], int] = {}
+        self._given: dict[tuple[int, int], dict[int, list[_Given]]] = {}
+        self._num_uses: dict[MicroBatch, int] = {}
         self._positions: dict[tuple[int, int], dict[int, Tensor]] = {}
 
     def begin(self, step: int) -> None:
         """Forget the last step."""
         self._step = step
         self.terms = no_terms(self._program, self._transport.device)
-        self._features: dict[tuple[int, int], Tree] = {}
+        self._features: dict[MicroBatch, Tree] = {}
         self._pending: dict[tuple[int, int], Finish] = {}
-        self._gradients: defaultdict[tuple[int, int], list[tuple[int | None, int, int, Tensor]]]
+        self._gradients: defaultdict[MicroBatch, list[tuple[int | None, int, int, Tensor]]]
         self._gradients = defaultdict(list)
-        self._uses: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._uses: dict[MicroBatch, int] = {}
 
-    def keep(self, stage: Stage, mb: int, output: Tree) -> None:
+    def keep(self, stage: Stage, key: MicroBatch, output: Tree) -> None:
         """Remember a micro-batch's output until its syncs are over."""
         if not stage.syncs:
             return
-        key = stage.index, mb
         number = self._num_uses.get(key)
         if number is None:
-            span = stage.microbatches[stage.place(self._transport.rank)[0]][mb]
+            span = stage.microbatches[stage.place(self._transport.rank)[0]][key[1]]
             losses = map(self._program.cross_sample, stage.syncs)
             number = self._num_uses[key] = sum(len(loss.batches_of(span)) for loss in losses)
         self._uses[key] = number
         self._features[key] = output
 
-    def gradients(self, stage: Stage, mb: int) -> list[tuple[int | None, int, int, Tensor]]:
+    def gradients(self, key: MicroBatch) -> Sequence[tuple[int | None, int, int, Tensor]]:
         """(element, first sample, end, gradient) of a micro-batch's outputs; given once."""
-        return self._gradients.pop((stage.index, mb), [])
+        return self._gradients.pop(key, ())
 
     def start(self, index: int, batch: int) -> None:
         """Begin to gather the features of one sync batch."""
@@ -187,17 +204,10 @@ class BatchSync:
     def _own(self, loss: CrossSampleLoss, batch: int) -> dict[int, Tensor]:
         """Rows that this rank answers for, by input; none of a tensor-parallel sibling's."""
         found: dict[int, Tensor] = {}
-        for i, item in enumerate(loss.inputs):
-            stage = self._program.stages[item.stage or 0]
-            place = stage.find_place(self._transport.rank)
-            if item.stage is None or place is None:
-                continue
+        for i, given in self._given_to(loss, batch).items():
             spec = self._specs_of(loss)[i]
-            parts = [
-                self._feature(loss, batch, rows)
-                for rows in self._held_rows(stage, place[0], loss, batch, i)
-                if place[1] == 0
-            ]
+            stage = self._program.stages[loss.inputs[i].stage or 0]
+            parts = [self._feature(item) for item in given] if self._is_first(stage) else []
             none = torch.empty((0, *spec.tail), dtype=spec.dtype, device=self._transport.device)
             with torch.no_grad():
                 found[i] = torch.cat(parts) if parts else none
@@ -208,16 +218,16 @@ class BatchSync:
         if (loss.index, batch) in self._positions:
             return self._positions[loss.index, batch]
         positions = self._positions[loss.index, batch] = dict[int, Tensor]()
-        for i, item in enumerate(loss.inputs):
-            stage = self._program.stages[item.stage or 0]
-            place = stage.find_place(self._transport.rank)
-            if item.stage is None or place is None:
-                continue
-            held = self._held_rows(stage, place[0], loss, batch, i)
-            spans = [(rows.start, rows.stop) for rows in held] or [(0, 0)]
+        for i, given in self._given_to(loss, batch).items():
+            spans = [(item.first, item.first + item.stop - item.start) for item in given]
             device = self._transport.device
-            positions[i] = torch.cat([torch.arange(*span, device=device) for span in spans])
+            parts = [torch.arange(*span, device=device) for span in spans or [(0, 0)]]
+            positions[i] = torch.cat(parts)
         return positions
+
+    def _is_first(self, stage: Stage) -> bool:
+        """Whether this rank is the first of its tensor-parallel group, which gives the rows."""
+        return stage.place(self._transport.rank)[1] == 0
 
     def _share_in_tp_groups(
         self, loss: CrossSampleLoss, batch: int, own_grads: Mapping[int, Tensor], seed: float
@@ -240,46 +250,48 @@ class BatchSync:
 
     def _dispatch(self, loss: CrossSampleLoss, batch: int, grads: Mapping[int, Tensor]) -> None:
         """Cut the gradients of this rank's rows back into its micro-batches."""
-        first = loss.samples(batch)[0]
+        given_to = self._given_to(loss, batch)
         for i, grad in grads.items():
-            stage = self._program.stages[loss.inputs[i].stage or 0]
-            replica = stage.place(self._transport.rank)[0]
-            held = self._held_rows(stage, replica, loss, batch, i)
-            for rows, cut in zip(held, grad.split([r.stop - r.start for r in held]), strict=True):
-                span = first + rows.start, first + rows.stop
-                self._gradients[stage.index, rows.mb].append((loss.inputs[i].element, *span, cut))
-        self._release(loss, batch)
+            given = given_to[i]
+            cuts = grad.split([item.stop - item.start for item in given])
+            for item, cut in zip(given, cuts, strict=True):
+                self._gradients[item.key].append((item.element, item.start, item.stop, cut))
+        # Each stage's micro-batches once, however many inputs it brings.
+        for key in dict.fromkeys(item.key for given in given_to.values() for item in given):
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._features[key], self._uses[key]
 
-    def _release(self, loss: CrossSampleLoss, batch: int) -> None:
-        for stage in self._program.stages:
+    def _given_to(self, loss: CrossSampleLoss, batch: int) -> dict[int, list[_Given]]:
+        """What this rank's micro-batches give to each input of which it holds any stage."""
+        found = self._given.get((loss.index, batch))
+        if found is None:
+            found = self._given[loss.index, batch] = self._find_given(loss, batch)
+        return found
+
+    def _find_given(self, loss: CrossSampleLoss, batch: int) -> dict[int, list[_Given]]:
+        found: dict[int, list[_Given]] = {}
+        samples = loss.samples(batch)
+        for i, item in enumerate(loss.inputs):
+            stage = self._program.stages[item.stage or 0]
             place = stage.find_place(self._transport.rank)
-            if loss.index not in stage.syncs or place is None:
+            if item.stage is None or place is None:
                 continue
-            for rows in self._held_rows(stage, place[0], loss, batch, 0):
-                key = stage.index, rows.mb
-                self._uses[key] -= 1
-                if not self._uses[key]:
-                    del self._features[key], self._uses[key]
-
-    def _held_rows(
-        self, stage: Stage, replica: int, loss: CrossSampleLoss, batch: int, index: int
-    ) -> list[HeldRows]:
-        key = stage.index, loss.index, batch, index
-        if key not in self._held:
-            self._held[key] = rows_of(stage, replica, loss.samples(batch), index)
-        return self._held[key]
+            found[i] = []
+            for held in rows_of(stage, place[0], samples, i):
+                before = samples[0] - stage.microbatches[place[0]][held.mb][0]
+                span = before + held.start, before + held.stop
+                key = stage.index, held.mb
+                found[i].append(_Given(key, *span, held.start, item.element, stage.module))
+        return found
 
     def _wants_gradient(self, loss: CrossSampleLoss, index: int) -> bool:
         stage = loss.inputs[index].stage
         return stage is not None and self._program.stages[stage].has_backward
 
-    def _feature(self, loss: CrossSampleLoss, batch: int, rows: HeldRows) -> Tensor:
-        item = loss.inputs[rows.input]
-        stage = self._program.stages[rows.stage]
-        d, _ = stage.place(self._transport.rank)
-        first = loss.samples(batch)[0] - stage.microbatches[d][rows.mb][0]
-        tree = element_of(self._features[rows.stage, rows.mb], item.element, stage.module)
-        return cast(Tensor, slice_samples(tree, first + rows.start, first + rows.stop))
+    def _feature(self, given: _Given) -> Tensor:
+        tree = element_of(self._features[given.key], given.element, given.module)
+        return cast(Tensor, slice_samples(tree, given.start, given.stop))
 
     def _specs_of(self, loss: CrossSampleLoss) -> dict[int, LeafSpec]:
         """Specs of the features that a loss takes, by input; each must be one tensor."""

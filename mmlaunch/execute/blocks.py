@@ -75,15 +75,15 @@ class StageBlocks:
         again = stage.module in self._recompute and torch.is_grad_enabled()
         given = tuple(arguments)
         for index in range(*stage.blocks):
-            block = partial(self._run_block, stage, index, step, first_sample, later)
             try:
                 if again:
+                    block = partial(self._run_block, stage, index, step, first_sample, later)
                     # The block seeds the generators itself: their state needs no copy.
                     output = checkpoint(
                         block, *given, use_reentrant=False, preserve_rng_state=False
                     )
                 else:
-                    output = block(*given)
+                    output = self._run_block(stage, index, step, first_sample, later, *given)
             except Exception as error:
                 if isinstance(error, MMPlanError) or not any(map(lacks_rows, given)):
                     raise
@@ -110,6 +110,8 @@ class StageBlocks:
         off = self._model.frozen_here[stage.index]
         self._model.tp_groups.enter(stage, index)
         self._seeds.enter(step, stage.module, index, first_sample)
+        if later is None and not off and self._compiled is None:
+            return block(*arguments)
         through = nullcontext() if later is None else self.split.during(block)
         with frozen(off), through:
             if self._compiled is None:

@@ -1,15 +1,16 @@
 """Run one rank's program: one optimizer step.
 
 The program decides the order; the executor never reorders or skips, and waits only for
-what an instruction names. State lives for one call of ``run``.
+what an instruction names. State lives for one call of ``run``; what an instruction means on this
+rank is found when it is first met, and the same in every step.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,11 +23,10 @@ from mmlaunch.comm.batches import (
     element_of,
     float_leaves,
     float_rows,
-    leaf_of,
     map_tensors,
     slice_samples,
 )
-from mmlaunch.comm.messages import BackwardReceive, Mailbox, Spec
+from mmlaunch.comm.messages import BackwardReceive, Mailbox, Spec, Way
 from mmlaunch.comm.scatter_gather import TreeOfShares, gather_shares
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import StepData
@@ -40,8 +40,29 @@ from mmlaunch.model.seeds import Seeds
 from mmlaunch.process.heartbeat import Heartbeat
 from mmplan.errors import MMPlanError
 from mmplan.program.communicators import Channels
-from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Step, Sync
+from mmplan.program.instructions import Collective, Compute, Instruction, Message, Op, Sync
 from mmplan.program.model import MicroBatch, PerSampleLoss, Program, Source, Stage
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ComputePart:
+    """A compute instruction with its stage and its samples; the same in every step.
+
+    Attributes:
+        key: of what is kept for the micro-batch.
+        start, stop: its samples.
+        receives: messages that it takes.
+        sends: later sends of what it gives.
+    """
+
+    op: Op
+    stage: Stage
+    mb: int
+    key: MicroBatch
+    start: int
+    stop: int
+    receives: int
+    sends: int
 
 
 @dataclass(slots=True)
@@ -62,7 +83,7 @@ class _Live:
     losses: list[Tensor]
     sends_left: int
     later: WeightGradients | None = None
-    messages: list[tuple[Message, BackwardReceive]] = field(default_factory=list)
+    messages: list[BackwardReceive] = field(default_factory=list[BackwardReceive])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +170,7 @@ class Executor:
         self._row = program.instructions[transport.rank]
         self._texts = [str(instruction) for instruction in self._row]
         self._units = [self._unit(instruction) for instruction in self._row]
+        self._calls: list[Callable[[], None] | None] = [None] * len(self._row)
         self._model = model
         self._transport = transport
         self._blocks = blocks
@@ -160,18 +182,9 @@ class Executor:
         self._places = {
             stage.index: stage.place(transport.rank) for stage in program.stages_of(transport.rank)
         }
-        self._sends = Counter(
-            (i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message) and i.is_send
-        )
+        self._messages = Counter((i.op, i.stage, i.mb) for i in self._row if isinstance(i, Message))
         self._mailbox = Mailbox(program, transport, specs, channels, self._output_of)
         self._sync = BatchSync(program, model, transport, specs, seeds, precision, self._field)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Compute: self._compute,
-            Message: self._message,
-            Sync: self._synchronise,
-            Collective: self._collective,
-            Step: self._finish,
-        }
         self._data: Mapping[str, StepData] = {}
         self._step = 0
 
@@ -200,26 +213,60 @@ class Executor:
     def _run_row(self, step: int, *, timed: bool) -> StepMarks:
         marks = StepMarks(self._transport)
         self._heartbeat.on_wait = marks.add if timed else None
+        beat = self._heartbeat.beat
         if timed:
             marks.add()
-        for position, instruction in enumerate(self._row):
-            self._position = position
-            self._heartbeat.beat(step, position, self._texts[position], self._units[position])
-            if timed:
-                marks.begin()
-                marks.add()
-            try:
-                self._handlers[type(instruction)](instruction)
-            except MMPlanError:
-                raise
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}"
-                late = self._heartbeat.lateness(error)
-                raise ExecutionError(f"{self._describe(position, late)}: {said}") from error
-            if timed:
-                marks.add()
+        try:
+            for position, call in enumerate(self._calls):
+                self._position = position
+                beat(step, position, self._texts[position], self._units[position])
+                if timed:
+                    marks.begin()
+                    marks.add()
+                if call is None:
+                    call = self._calls[position] = self._call_of(self._row[position])
+                call()
+                if timed:
+                    marks.add()
+        except MMPlanError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            late = self._heartbeat.lateness(error)
+            raise ExecutionError(f"{self._describe(self._position, late)}: {said}") from error
         self._heartbeat.on_wait = None
         return marks
+
+    def _call_of(self, instruction: Instruction) -> Callable[[], None]:
+        """What an instruction does on this rank."""
+        if isinstance(instruction, Compute):
+            return partial(self._compute, self._part_of(instruction))
+        if isinstance(instruction, Message):
+            return partial(self._message, self._mailbox.way(instruction))
+        if isinstance(instruction, Sync):
+            starts = instruction.op == Op.SYNC_START
+            return partial(
+                self._sync.start if starts else self._sync.wait, instruction.loss, instruction.batch
+            )
+        if isinstance(instruction, Collective):
+            return partial(self._collective, instruction)
+        return self._finish
+
+    def _part_of(self, instruction: Compute) -> ComputePart:
+        stage, mb = self._program.stages[instruction.stage], instruction.mb
+        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
+        forward = instruction.op == Op.FORWARD
+        received, sent = (Op.RECV_F, Op.SEND_F) if forward else (Op.RECV_B, Op.SEND_B)
+        return ComputePart(
+            op=instruction.op,
+            stage=stage,
+            mb=mb,
+            key=(stage.index, mb),
+            start=start,
+            stop=stop,
+            receives=self._messages[received, stage.index, mb],
+            sends=self._messages[sent, stage.index, mb],
+        )
 
     def _begin(self, step: int, data: Mapping[str, StepData]) -> None:
         self._step = step
@@ -232,62 +279,70 @@ class Executor:
         self._reductions.begin()
         self._sync.begin(step)
 
-    def _compute(self, instruction: Compute) -> None:
-        stage = self._program.stages[instruction.stage]
-        self._model.tp_groups.running = stage.index
-        if instruction.op == Op.FORWARD:
-            self._forward(stage, instruction.mb)
-        elif instruction.op == Op.WEIGHT:
-            later = self._later.pop((stage.index, instruction.mb))
+    def _compute(self, part: ComputePart) -> None:
+        self._model.tp_groups.running = part.stage.index
+        if part.op == Op.FORWARD:
+            self._forward(part)
+        elif part.op == Op.WEIGHT:
+            later = self._later.pop(part.key)
             with self._reductions.starting_inside(later.parameters()):
                 later.compute()
-        else:
+        elif self._reductions.are_starting:
             with self._reductions.starting_inside():
-                self._backward(stage, instruction.mb)
+                self._backward(part)
+        else:
+            self._backward(part)
 
-    def _forward(self, stage: Stage, mb: int) -> None:
-        key = stage.index, mb
-        start, stop = stage.microbatches[self._places[stage.index][0]][mb]
-        inputs = self._assemble(stage, mb)
+    def _forward(self, part: ComputePart) -> None:
+        stage = part.stage
+        inputs = self._assemble(part) if part.receives else {}
         later = self._blocks.split.microbatch() if stage.split else None
-        compute = self._precision.compute(keep_casts=stage.has_backward)
-        with torch.set_grad_enabled(stage.has_backward), compute:
-            arguments = [self._argument(s, stage, inputs, start, stop) for s in stage.inputs]
-            output = self._blocks.run(stage, self._step, start, arguments, later)
-            losses = [
-                self._hosted_loss(
-                    self._program.per_sample(index), output, inputs, stage, start, stop
-                )
-                for index in stage.hosted
-            ]
-        self._sync.keep(stage, mb, output)
-        sends = self._sends[Op.SEND_F, stage.index, mb]
+        # Contexts cost more than a whole instruction does without them.
+        plain = stage.has_backward == torch.is_grad_enabled() and not self._precision.is_narrow
+        if plain:
+            output, losses = self._computed(part, inputs, later)
+        else:
+            compute = self._precision.compute(keep_casts=stage.has_backward)
+            with torch.set_grad_enabled(stage.has_backward), compute:
+                output, losses = self._computed(part, inputs, later)
+        self._sync.keep(stage, part.key, output)
         if stage.has_backward:
-            self._live[key] = _Live(inputs, output, losses, sends, later)
-        elif sends:
-            self._live[key] = _Live({}, output, [], sends)
+            self._live[part.key] = _Live(inputs, output, losses, part.sends, later)
+        elif part.sends:
+            self._live[part.key] = _Live({}, output, [], part.sends)
+
+    def _computed(
+        self, part: ComputePart, inputs: Mapping[int, Tree], later: WeightGradients | None
+    ) -> tuple[Tree, list[Tensor]]:
+        """The output of a micro-batch, and its terms of hosted losses."""
+        stage = part.stage
+        arguments = [self._argument(source, part, inputs) for source in stage.inputs]
+        output = self._blocks.run(stage, self._step, part.start, arguments, later)
+        losses = [
+            self._hosted_loss(self._program.per_sample(index), output, inputs, part)
+            for index in stage.hosted
+        ]
+        return output, losses
 
     def _output_of(self, stage: int, mb: int) -> Tree:
         live = self._live.get((stage, mb))
         return None if live is None else live.output
 
-    def _assemble(self, stage: Stage, mb: int) -> dict[int, Tree]:
+    def _assemble(self, part: ComputePart) -> dict[int, Tree]:
         """The stage's inputs by edge, each joined from the messages of the edge."""
-        messages = self._mailbox.take_forward(stage, mb)
-        if not messages:
-            return {}
-        received = [receive.wait() for _, receive in messages]
+        messages = self._mailbox.take_forward(part.key)
+        received = [receive.wait() for receive in messages]
         self._mailbox.release(self._position)
-        by_edge: defaultdict[int, list[Tree]] = defaultdict(list)
-        trees = self._gather_shares(stage, received)
-        for (message, _), tree in zip(messages, trees, strict=True):
-            by_edge[message.edge].append(tree)
+        trees = self._gather_shares(part.stage, received)
+        by_edge: dict[int, list[Tree]] = {}
+        for receive, tree in zip(messages, trees, strict=True):
+            by_edge.setdefault(receive.way.edge.index, []).append(tree)
         inputs: dict[int, Tree] = {}
-        for edge, parts in by_edge.items():
+        for index, parts in by_edge.items():
             tree = cat_samples(parts)
-            if self._program.edges[edge].carries_gradient:
-                tree = map_tensors(tree, leaf_of)
-            inputs[edge] = tree
+            if self._program.edges[index].carries_gradient:
+                tree = map_tensors(tree, _wanting_gradient)
+            inputs[index] = tree
         return inputs
 
     def _gather_shares(self, stage: Stage, trees: Sequence[TreeOfShares]) -> Sequence[Tree]:
@@ -297,12 +352,12 @@ class Executor:
             return cast("Sequence[Tree]", trees)
         return gather_shares(trees, self._transport, group)
 
-    def _argument(
-        self, source: Source, stage: Stage, inputs: Mapping[int, Tree], start: int, stop: int
-    ) -> Tree:
+    def _argument(self, source: Source, part: ComputePart, inputs: Mapping[int, Tree]) -> Tree:
         if source.edge is not None:
             return inputs[source.edge]
-        return None if source.field is None else self._field(stage.task, source.field, start, stop)
+        if source.field is None:
+            return None
+        return self._field(part.stage.task, source.field, part.start, part.stop)
 
     def _field(self, task: str, name: str, start: int, stop: int) -> Tree:
         return self._prepare(self._field_on_host(task, name, start, stop))
@@ -311,89 +366,80 @@ class Executor:
         return self._data[task].get(name, start, stop)
 
     def _hosted_loss(
-        self,
-        loss: PerSampleLoss,
-        output: Tree,
-        inputs: Mapping[int, Tree],
-        stage: Stage,
-        start: int,
-        stop: int,
+        self, loss: PerSampleLoss, output: Tree, inputs: Mapping[int, Tree], part: ComputePart
     ) -> Tensor:
         """This micro-batch's weighted term of a per-sample loss."""
+        stage = part.stage
         arguments = [
             element_of(output, source.element, stage.module)
             if source.own
-            else self._argument(source, stage, inputs, start, stop)
+            else self._argument(source, part, inputs)
             for source in loss.inputs
         ]
-        self._seeds.enter(self._step, f"losses.{loss.name}", 0, start)
+        self._seeds.enter(self._step, f"losses.{loss.name}", 0, part.start)
         first = self._places[stage.index][1] == 0
         module = self._model.losses[loss.name]
         # Of a tensor-parallel group only the first rank counts for the loss's parameters.
         with frozen([] if first else list(module.parameters())):
             value = module(*arguments)
-        term = widened(value) * self._reductions.scale(loss, stop - start)
+        term = widened(value) * self._reductions.scale(loss, part.stop - part.start)
         if first:
             self._terms[loss.index].add_(term.detach())
         return term
 
-    def _backward(self, stage: Stage, mb: int) -> None:
-        live = self._live[stage.index, mb]
-        live.messages = self._mailbox.take_backward(stage, mb)
+    def _backward(self, part: ComputePart) -> None:
+        live = self._live[part.key]
+        if part.receives:
+            live.messages = self._mailbox.take_backward(part.key)
         scale = self._precision.gradient_scale
-        grads = {t: torch.full_like(t, scale) for t in live.losses if t.requires_grad}
-        grads |= self._output_gradients(stage, mb, live)
-        with nullcontext() if live.later is None else live.later.collect():
-            if grads:
-                torch.autograd.backward(list(grads), list(grads.values()))
+        gradients = {t: torch.full_like(t, scale) for t in live.losses if t.requires_grad}
+        gradients |= self._output_gradients(part, live)
         if live.later is not None:
-            self._later[stage.index, mb] = live.later
+            with live.later.collect():
+                _backward(gradients)
+            self._later[part.key] = live.later
+        else:
+            _backward(gradients)
+        if not part.sends:
+            del self._live[part.key]
+            return
         live.output, live.losses, live.messages = None, [], []
-        live.sends_left = self._sends[Op.SEND_B, stage.index, mb]
-        if not live.sends_left:
-            del self._live[stage.index, mb]
+        live.sends_left = part.sends
 
-    def _output_gradients(self, stage: Stage, mb: int, live: _Live) -> dict[Tensor, Tensor]:
+    def _output_gradients(self, part: ComputePart, live: _Live) -> dict[Tensor, Tensor]:
         """Floating outputs that need a gradient, each with the sum over its consumers."""
-        start, _ = stage.microbatches[self._places[stage.index][0]][mb]
+        stage = part.stage
         sums: dict[Tensor, Tensor] = {}
         if live.messages:
             cuts: list[tuple[Tree, int, Tree]] = []
-            for message, _ in live.messages:
-                edge = self._program.edges[message.edge]
-                tree = element_of(live.output, edge.element, stage.module)
-                low, high = message.start - start, message.stop - start
+            for receive in live.messages:
+                low, high = receive.way.samples
+                tree = element_of(live.output, receive.way.edge.element, stage.module)
                 cuts.append((tree, low, slice_samples(tree, low, high)))
-            waited = zip(live.messages, cuts, strict=True)
-            received = [receive.wait(cut[2]) for (_, receive), cut in waited]
+            received = [
+                receive.wait(cut[2]) for receive, cut in zip(live.messages, cuts, strict=True)
+            ]
             self._mailbox.release(self._position)
             given = self._gather_shares(stage, received)
             for cut, gradients in zip(cuts, given, strict=True):
                 _add_gradients(sums, *cut, cast("tuple[Tensor | None, ...]", gradients))
-        for element, low, high, grad in self._sync.gradients(stage, mb):
+        for element, low, high, grad in self._sync.gradients(part.key):
             tree = element_of(live.output, element, stage.module)
-            part = slice_samples(tree, low - start, high - start)
-            _add_gradients(sums, tree, low - start, part, [grad])
+            _add_gradients(sums, tree, low, slice_samples(tree, low, high), [grad])
         return sums
 
-    def _message(self, message: Message) -> None:
+    def _message(self, way: Way) -> None:
+        message = way.message
         if not message.is_send:
-            self._mailbox.post_receive(message)
+            self._mailbox.post_receive(way)
             return
         live = self._live[message.stage, message.mb]
         after_backward = message.op == Op.SEND_B
         tree = live.inputs[message.edge] if after_backward else live.output
-        self._mailbox.post_send(message, tree, self._position)
+        self._mailbox.post_send(way, tree, self._position)
         live.sends_left -= 1
-        has_backward = self._program.stages[message.stage].has_backward
-        if not live.sends_left and (after_backward or not has_backward):
+        if not live.sends_left and (after_backward or not way.has_backward):
             del self._live[message.stage, message.mb]
-
-    def _synchronise(self, instruction: Sync) -> None:
-        if instruction.op == Op.SYNC_START:
-            self._sync.start(instruction.loss, instruction.batch)
-        else:
-            self._sync.wait(instruction.loss, instruction.batch)
 
     def _collective(self, instruction: Collective) -> None:
         if instruction.op == Op.REDUCE:
@@ -403,7 +449,7 @@ class Executor:
         else:
             self._reductions.count(instruction.index, self._field_on_host)
 
-    def _finish(self, _: Step) -> None:
+    def _finish(self) -> None:
         """Gradients are complete after this; the caller updates the parameters."""
         self._blocks.split.forget()
         self._mailbox.finish()
@@ -423,6 +469,17 @@ class Executor:
         )
 
 
+def _wanting_gradient(tensor: Tensor) -> Tensor:
+    """A received tensor, which has no history; a floating one collects its gradient."""
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _backward(gradients: Mapping[Tensor, Tensor]) -> None:
+    """The backward from some tensors with their gradients."""
+    if gradients:
+        torch.autograd.backward([*gradients], [*gradients.values()])
+
+
 def _add_gradients(
     sums: dict[Tensor, Tensor],
     tree: Tree,
@@ -440,18 +497,19 @@ def _add_gradients(
         grads: a gradient for each floating leaf of the part; None where it was not used.
     """
     if isinstance(tree, Tensor) and isinstance(part, Tensor) and grads:
-        leaves = [(tree, part, first)]
+        leaves = ((tree, part, first),)
     else:
         leaves = zip(float_leaves(tree), float_leaves(part), float_rows(tree, first), strict=True)
     for (leaf, cut, first_row), given in zip(leaves, grads, strict=True):
         if given is None or not leaf.requires_grad:
             continue
         grad = given if given.dtype == leaf.dtype else given.to(leaf.dtype)
+        is_whole = cut is leaf or cut.shape == leaf.shape
         if leaf not in sums:
-            if cut.shape == leaf.shape:
+            if is_whole:
                 sums[leaf] = grad
                 continue
             sums[leaf] = torch.zeros_like(leaf)
         whole = sums[leaf]
-        rows = whole if cut.shape == leaf.shape else whole[first_row : first_row + len(cut)]
+        rows = whole if is_whole else whole[first_row : first_row + len(cut)]
         rows += grad

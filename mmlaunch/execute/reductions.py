@@ -219,6 +219,11 @@ class Reductions:
         """Let the sums of one reduction begin inside the next compute."""
         self._starting += self._sums[index]
 
+    @property
+    def are_starting(self) -> bool:
+        """Whether any sum begins inside the next compute."""
+        return bool(self._starting)
+
     def starting_inside(
         self, pending: Collection[Tensor] | None = None
     ) -> AbstractContextManager[None]:
