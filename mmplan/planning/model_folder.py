@@ -123,8 +123,10 @@ def _begin_family(
         )
     config |= {"architectures": [name]}
     family = FAMILIES[name]
-    fields = family_fields(build_pretrained(config), length)
-    blocks = sum(len(part.build(config)) for part in family.parts.values())
+    # Shapes alone are looked at.
+    with torch.device("meta"):
+        fields = family_fields(build_pretrained(config), length)
+        blocks = sum(len(part.build(config)) for part in family.parts.values())
     weights = source.is_dir() and any(source.glob("*.safetensors"))
     init = source.resolve() if weights else None
     files = {
