@@ -128,6 +128,11 @@ def tower(blocks: int, dropout: float = 0.0, tuple_output: bool = False) -> nn.S
     return nn.Sequential(*items, *([Split()] if tuple_output else []))
 
 
+def wide(blocks: int, width: int) -> nn.Sequential:
+    """Nearly all parameters are matrices."""
+    return nn.Sequential(*(Block(WIDTH, width, WIDTH, 0.0) for _ in range(blocks)))
+
+
 def tied(blocks: int) -> nn.Sequential:
     """The first and the last block share a weight."""
     items = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(blocks)]

@@ -174,7 +174,8 @@ def test_the_profiles_own_lists_share_out_parameters_activations_and_cuts() -> N
         ({"precision": "fp64"}, 8 + 8 + 16, 8),
         ({"precision": "bf16"}, 4 + 2 + 4 + 8, 4 + 2),
         ({"precision": "fp16"}, 4 + 2 + 4 + 8, 4 + 2),
-        ({"precision": "bf16", "zero": 1}, 4 + 2 + 4 + 8 / 4, 4 + 2),
+        ({"precision": "bf16", "zero": 1}, 2 + 4 + 12 / 4, 4 + 2),
+        ({"precision": "fp16", "zero": 1, "optimizer": "SGD"}, 2 + 4 + 8 / 4, 4 + 2),
         ({"optimizer": "SGD"}, 4 + 4 + 4, 4),
     ],
 )

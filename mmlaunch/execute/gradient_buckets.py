@@ -7,7 +7,8 @@ With ZeRO-1 the optimizer's state of a parameter is sharded over the ranks that 
 The parameters that a set of ranks sums together lie one after another in one flat buffer.
 REDUCE leaves each rank the summed gradient of its equal flat shard of the buffer, the optimizer
 updates that shard alone, and an all-gather makes the buffer whole again. The result of an
-elementwise optimizer is that of an update of whole parameters.
+elementwise optimizer is that of an update of whole parameters. In a training type of 16 bits the
+buffer may be narrow; a rank has float32 values of its own shard only, which the optimizer updates.
 
 Source: Rajbhandari et al., arXiv:1910.02054, section 5.1 (P_os).
 """
@@ -261,16 +262,19 @@ class FlatShards:
     """Slices of parameters of which each rank of a set updates an equal flat shard.
 
     Whole parameters become views of one buffer. Slices of larger tensor-parallel shards stay
-    where they are; the optimizer is given views on their boxes.
+    where they are; the optimizer is given views on their boxes. With a narrow type it is given
+    float32 copies of either, and :meth:`make_narrow` leaves parameters in that type.
 
     Args:
         slices: of one type; the same on all ranks, but for their boxes.
         ranks: of the reduce-scatter.
         rank: this rank, one of them.
         counted: names of parameters of which these ranks' shards count (:class:`UpdatedSlice`).
+        narrow: type in which parameters are held whole; None for their own.
 
     Attributes:
         slices: as given.
+        narrow: as given.
         updated: this rank's shard, parameter by parameter; empty where it is all padding.
         num_ranks: on how many ranks each slice got a gradient; empty before the sum.
     """
@@ -282,24 +286,37 @@ class FlatShards:
         rank: int,
         *,
         counted: frozenset[str],
+        narrow: torch.dtype | None = None,
     ) -> None:
-        self._ranks, self.slices = ranks, slices
+        self._ranks, self.slices, self.narrow = ranks, slices, narrow
+        # Of the optimizer's slices and of gradients.
+        self._dtype, self._device = slices[0].parameter.dtype, slices[0].parameter.device
+        self._held = narrow or self._dtype
         total = sum(item.num_elements for item in slices)
         self._length = -(-total // len(ranks))
         self._low = ranks.index(rank) * self._length
         # This rank's part of the sum under way, what is summed, and a wait for it.
         self._under_way: tuple[Tensor, Tensor, Work] | None = None
         in_boxes = any(item.boxes is not None for item in slices)
-        self._flat = None if in_boxes else self._new(self._length * len(ranks)).zero_()
+        self._flat = self._own = None
+        if not in_boxes:
+            self._flat = self._new(self._length * len(ranks)).zero_().to(self._held)
+            self._own = self._flat[self._low : self._low + self._length]
+            if narrow is not None:
+                self._own = self._new(self._length).zero_()
         self.updated: list[UpdatedSlice] = []
         # Index of the slice of each updated one.
         self._slice_of: list[int] = []
         self.num_ranks = self._new(0)
         for index, (item, start, stop) in enumerate(self._laid_out()):
             low, high = max(start, self._low), min(stop, self._low + self._length)
-            if self._flat is not None:
-                view = self._flat[start:stop].view(item.parameter.shape)
-                view.copy_(item.parameter.detach())
+            if self._flat is not None and self._own is not None:
+                values = item.parameter.detach()
+                own = slice(low - self._low, high - self._low)
+                if low < high:
+                    self._own[own] = values.reshape(-1)[low - start : high - start]
+                view = self._flat[start:stop].view(values.shape)
+                view.copy_(values)
                 item.parameter.data = view
             if low < high:
                 cut = self._cut(item, start, low, high, counts=item.name in counted)
@@ -314,24 +331,31 @@ class FlatShards:
             start += item.num_elements
 
     def _new(self, length: int) -> Tensor:
-        like = self.slices[0].parameter
-        return torch.empty(length, dtype=like.dtype, device=like.device)
+        return torch.empty(length, dtype=self._dtype, device=self._device)
 
     def _cut(
         self, item: ParameterSlice, start: int, low: int, high: int, *, counts: bool
     ) -> list[UpdatedSlice]:
         """Elements [low, high) of the flat buffer, all of one slice, as this rank updates them."""
         name, parameter = item.name, item.parameter
-        if self._flat is not None:
-            tensor = self._flat[low:high].view((high - low,) if parameter.dim() else ())
+        if self._own is not None:
+            tensor = self._own[low - self._low : high - self._low]
+            tensor = tensor.view((high - low,) if parameter.dim() else ())
             span = low - start, high - start
             return [UpdatedSlice(name=name, tensor=nn.Parameter(tensor), counts=counts, span=span)]
         cut: list[UpdatedSlice] = []
         for local in flat_parts(item.boxes or (), low - start, high - start):
-            tensor = nn.Parameter(parameter.data[local.slices])
+            values = parameter.data[local.slices]
+            tensor = nn.Parameter(values if self.narrow is None else values.clone())
             ((full, _),) = item.layout.to_full(local)
             cut.append(UpdatedSlice(name=name, tensor=tensor, counts=counts, box=full))
         return cut
+
+    def make_narrow(self) -> None:
+        """Leave parameters in the narrow type; their gradients still add up in their own."""
+        for parameter in (item.parameter for item in self.slices):
+            parameter.data = parameter.data.to(self._held)
+            parameter.grad_dtype = self._dtype
 
     @property
     def is_under_way(self) -> bool:
@@ -398,14 +422,14 @@ class FlatShards:
 
     def gather(self, transport: Transport) -> None:
         """Gather the updated shards on all ranks."""
-        if self._flat is not None:
-            mine = self._flat[self._low : self._low + self._length].clone()
+        if self._flat is not None and self._own is not None:
+            mine = self._own.to(self._held, copy=True)
             transport.gather_flat(self._flat, mine, self._ranks)
             return
         own = [updated.tensor.detach().reshape(-1) for updated in self.updated]
         padding = self._new(self._length - sum(map(len, own))).zero_()
-        mine = torch.cat([*own, padding])
-        full = self._new(self._length * len(self._ranks))
+        mine = torch.cat([*own, padding]).to(self._held)
+        full = mine.new_empty(self._length * len(self._ranks))
         transport.gather_flat(full, mine, self._ranks)
         for item, start, stop in self._laid_out():
             item.write(item.parameter.data, full[start:stop])

@@ -31,6 +31,7 @@ from mmlaunch.execute.gradient_buckets import (
     whole_slice,
 )
 from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.precision import widen_rows
 from mmplan.program.model import (
     BlockReduction,
     BlockUpdate,
@@ -61,9 +62,20 @@ class Reductions:
         program: the whole program.
         model: this rank's parameters.
         transport: sums.
+        narrow: type in which ranks hold matrices whole whose update ZeRO cuts; None for their own.
+
+    Attributes:
+        narrow_names: full names of these matrices.
     """
 
-    def __init__(self, program: Program, model: LocalModel, transport: Transport) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        narrow: torch.dtype | None = None,
+    ) -> None:
+        self._narrow = narrow
         self._program, self._model, self._transport = program, model, transport
         self._trained = dict(model.trained())
         self._ties = {tie.name: tie for tie in model.ties}
@@ -74,6 +86,13 @@ class Reductions:
             r.index: list(self._sums_of(r)) for r in program.reductions if transport.rank in r.ranks
         }
         self._all_sums = [*chain.from_iterable(self._sums.values())]
+        # After all of them: several may have parts of one parameter.
+        self.narrow_names: set[str] = set()
+        for item in self._all_sums:
+            if isinstance(item, FlatShards) and item.narrow is not None:
+                item.make_narrow()
+                self.narrow_names.update(part.name for part in item.slices)
+        widen_rows(model.blocks.values(), {self._trained[name] for name in self.narrow_names})
         # Those that begin inside the next compute, in order.
         self._starting: list[_Sum] = []
         self._totals: dict[int, float] = {}
@@ -101,18 +120,21 @@ class Reductions:
         Last parameters come first: a backward completes their gradients first.
         """
         rank = self._transport.rank
-        found: defaultdict[tuple[str, Ranks], list[ParameterSlice]] = defaultdict(list)
+        found: defaultdict[tuple[str, Ranks, bool], list[ParameterSlice]] = defaultdict(list)
         counted: set[str] = set()
         for item in self._slices_of(reduction):
             update = self._update_of(item.name, reduction)
             sharers = update.ranks if update.sharded else ()
-            found[str(item.parameter.dtype), sharers].append(item)
+            is_narrow = bool(sharers) and item.name in self._model.matrices
+            found[str(item.parameter.dtype), sharers, is_narrow].append(item)
             if rank in update.counted:
                 counted.add(item.name)
-        for (_, sharers), slices in sorted(found.items()):
+        for (_, sharers, is_narrow), slices in sorted(found.items()):
+            narrow = self._narrow if is_narrow else None
             for bucket in in_buckets(slices[::-1]):
                 if sharers:
-                    yield FlatShards(bucket, sharers, rank, counted=frozenset(counted))
+                    names = frozenset(counted)
+                    yield FlatShards(bucket, sharers, rank, counted=names, narrow=narrow)
                 else:
                     yield GradientBucket(bucket, reduction.ranks)
 

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.model.deferred_init import MetaModule, UndeferrableError, check_gone
+from mmlaunch.model.precision import matrix_names
 from mmlaunch.model.shard_layout import ShardLayout
 from mmlaunch.model.tensor_parallel import TensorParallelComm, TPGroups, cut_parameters, shard_block
 from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, trainable_blocks
@@ -61,6 +62,8 @@ class LocalModel:
             here and cut on other ranks.
         canonical: full names of tied parameters to the name under which they are saved.
         ties: ties of the modules that this rank built.
+        matrices: full names of the weights that may be narrow
+            (:func:`mmlaunch.model.precision.matrix_names`).
         frozen_here: for each stage, trained parameters that must not get a gradient from it.
         tp_groups: which shards this rank holds, and in which groups it runs them.
         notes: modules that had to be built whole, and why, in words for the user.
@@ -81,6 +84,7 @@ class LocalModel:
         self.layouts: dict[str, ShardLayout] = {}
         self.canonical: dict[str, str] = {}
         self.ties: list[Tie] = []
+        self.matrices: set[str] = set()
         self.notes: list[str] = []
         self.tp_groups = TPGroups(program, rank)
         self._trains = trainable_blocks(program)
@@ -175,6 +179,7 @@ class LocalModel:
     ) -> dict[str, list[Box]]:
         """Keep the stages' blocks, cut; returns the kept parts of cut parameters."""
         self._note_ties(owner, module)
+        self.matrices |= {f"{owner}.{name}" for name in matrix_names(module)}
         cuts: dict[str, list[Box]] = {}
         for stage in kept:
             for index in range(*stage.blocks):

@@ -1,9 +1,15 @@
-"""Training types: bf16 and fp16 are autocast around blocks and hosted losses, weights stay float32.
+"""Training types: bf16 and fp16 are autocast around blocks and hosted losses.
 
 Features leave a stage in the type in which its blocks return them, so messages and gathers
 carry the narrow type where they do. Losses across samples compute in float32, without autocast,
 from features made wide; the value of every loss is float32. Gradients of parameters add up in
-float32, since each micro-batch's reach the float32 weight apart.
+float32.
+
+Weights stay float32, and autocast makes narrow copies of them that last a step. Where ZeRO cuts the
+update the narrow weights are all that a rank holds whole: of the matrices with which autocast
+computes in its own type alone (:func:`matrix_names`), float32 values lie cut beside the
+optimizer's state. A step's numbers are the same either way, but for rows of an embedding, which
+are rounded then.
 
 Numbers of fp16 end at 65,504 and 6e-8. So a backward in fp16 begins with the gradient of the
 loss times a scale, the same for all modules and ranks, and the summed gradients are divided by it.
@@ -11,15 +17,21 @@ loss times a scale, the same for all modules and ranks, and the summed gradients
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from mmplan.schema.factories import compute_dtype
 from mmplan.schema.train import LARGEST_SCALE, LossScaleSpec, TrainSpec
+
+once = cast("Callable[[Any], Any]", once_differentiable)
 
 
 class LossScale:
@@ -69,14 +81,19 @@ class TrainingPrecision:
         device: where blocks run.
 
     Attributes:
-        is_narrow: whether blocks compute in a type of 16 bits.
+        narrow: the type of 16 bits in which blocks compute; None for a wider one.
         loss_scale: of fp16; None for other types.
     """
 
     def __init__(self, train: TrainSpec, device: torch.device) -> None:
         self._dtype, self._device = compute_dtype(train.precision), device
-        self.is_narrow = self._dtype.itemsize < 4
+        self.narrow = self._dtype if self._dtype.itemsize < 4 else None
         self.loss_scale = LossScale(train.loss_scale) if train.precision == "fp16" else None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether blocks compute in a type of 16 bits."""
+        return self.narrow is not None
 
     @property
     def gradient_scale(self) -> float:
@@ -108,3 +125,75 @@ def widened(tensor: Tensor) -> Tensor:
     """Floats narrower than 32 bits as float32; other tensors as they are."""
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     return tensor.float() if narrow else tensor
+
+
+# Forwards that use their weights in nothing but what autocast computes in its own type.
+_PRODUCTS = frozenset(
+    f"torch.nn.modules.{kind}.forward"
+    for kind in (
+        "linear.Linear",
+        "conv.Conv1d",
+        "conv.Conv2d",
+        "conv.Conv3d",
+        "activation.MultiheadAttention",
+    )
+) | {"transformers.pytorch_utils.Conv1D.forward"}
+
+
+def matrix_names(module: nn.Module) -> set[str]:
+    """Names of the weights that may be narrow: of products, convolutions and embeddings.
+
+    Their layers run their own library's forward. A parameter of three or more dimensions that a
+    layer has beside such ones is taken for a stack of matrices (experts), unless it is broadcast
+    along its first dimension. A parameter that another layer uses too is left out.
+    """
+    uses: defaultdict[nn.Parameter, set[bool]] = defaultdict(set)
+    for layer in module.modules():
+        forward = type(layer).forward
+        multiplies = f"{forward.__module__}.{forward.__qualname__}" in _PRODUCTS
+        known = multiplies or _reads_rows(layer)
+        norm = isinstance(layer, nn.LayerNorm | nn.RMSNorm)
+        for name, parameter in layer.named_parameters(recurse=False):
+            stack = parameter.dim() > 2 and len(parameter) > 1 and not norm
+            weight = parameter.dim() > 1 and known and name.endswith("weight")
+            uses[parameter].add(weight or stack)
+    return {name for name, parameter in module.named_parameters() if uses[parameter] == {True}}
+
+
+def _reads_rows(layer: nn.Module) -> bool:
+    """Whether a layer is an embedding as :func:`widen_rows` can run it."""
+    if type(layer).forward is not nn.Embedding.forward:
+        return False
+    table = cast(nn.Embedding, layer)
+    return table.max_norm is None and not table.sparse
+
+
+def widen_rows(blocks: Iterable[nn.Module], narrow: Collection[nn.Parameter]) -> None:
+    """Let embeddings with narrow weights return float32, and add up their gradient in it."""
+    for layer in (layer for block in blocks for layer in block.modules()):
+        if _reads_rows(layer) and cast(nn.Embedding, layer).weight in narrow:
+            layer.forward = partial(_rows, cast(nn.Embedding, layer))
+
+
+def _rows(layer: nn.Embedding, input: Tensor) -> Tensor:
+    padding = -1 if layer.padding_idx is None else layer.padding_idx
+    return _Rows.apply(layer.weight, input, padding, layer.scale_grad_by_freq)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows of a narrow table as float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, index: Tensor, padding: int, scale_grad_by_freq: bool
+    ) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.settings = len(weight), padding, scale_grad_by_freq
+        return functional.embedding(index, weight).float()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        grad = torch.ops.aten.embedding_dense_backward(grads[0], index, *ctx.settings)
+        return grad, None, None, None

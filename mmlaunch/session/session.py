@@ -217,7 +217,7 @@ class Session:
             precision=precision,
         )
         self._data.close()
-        self._reductions = Reductions(self.program, self.model, transport)
+        self._reductions = Reductions(self.program, self.model, transport, precision.narrow)
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         blocks = (
@@ -260,7 +260,7 @@ class Session:
             self._data.close()
             self._heartbeat.phase("building the model")
         self.executor = executor(Executor, transport, self._heartbeat)
-        self._state = LocalState(self.program, self.model, transport.rank)
+        self._state = LocalState(self.program, self.model, transport.rank, self._reductions)
         # Where the plan is for every task of the workload all state is the session's own.
         self._inactive = (
             None
@@ -673,7 +673,7 @@ class Session:
             keep=keep,
             keep_every_s=keep_every_s,
         )
-        entries = self._state.entries(self.optimizer, self.update.slices)
+        entries = self._state.entries(self.optimizer)
         return content, [*entries, *(self._inactive.entries() if self._inactive else [])]
 
     def load(self, path: str | Path, *, anyway: bool = False, proven: bool = False) -> list[str]:
@@ -701,7 +701,7 @@ class Session:
             self.update.check_state(checkpoint)
             written = [spec[0] for spec in self._state.specs()]
             check_holds(checkpoint, written)
-            self._state.load(checkpoint, self.optimizer, self.update.slices)
+            self._state.load(checkpoint, self.optimizer)
             if self._inactive is not None:
                 trained = [item.name for item in self.update.slices]
                 self._inactive.load(checkpoint, written=written, trained=trained)

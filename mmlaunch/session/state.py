@@ -18,6 +18,7 @@ from mmlaunch.checkpoint.tensorfile import TensorSpec
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import DType
 from mmlaunch.execute.gradient_buckets import UpdatedSlice
+from mmlaunch.execute.reductions import Reductions
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.shard_layout import replicated_layout
 from mmplan.program.model import Program
@@ -48,10 +49,13 @@ class LocalState:
         program: says which other ranks hold a block.
         model: this rank's parameters.
         rank: this rank.
+        reductions: says what its optimizer updates.
     """
 
-    def __init__(self, program: Program, model: LocalModel, rank: int) -> None:
-        self._model = model
+    def __init__(
+        self, program: Program, model: LocalModel, rank: int, reductions: Reductions
+    ) -> None:
+        self._model, self._slices = model, reductions.updated_slices()
         self._tensors: dict[str, Tensor] = dict(model.named_parameters())
         self._tensors.update(model.named_buffers())
         self._layouts = {
@@ -59,7 +63,16 @@ class LocalState:
             for name, tensor in self._tensors.items()
         }
         writers = _writers(program)
-        self._written = {name for name in self._tensors if self._is_writer(name, writers, rank)}
+        # Of narrow parameters the optimizer's float32 slices are saved, which ranks have cut.
+        self._cut = {name: list[UpdatedSlice]() for name in reductions.narrow_names}
+        for item in self._slices:
+            if item.counts and item.name in self._cut:
+                self._cut[item.name].append(item)
+        self._written = {
+            name
+            for name in self._tensors
+            if self._cut.get(name, self._is_writer(name, writers, rank))
+        }
 
     def _is_writer(
         self, name: str, writers: Mapping[tuple[str, int], tuple[int, ...]], rank: int
@@ -71,23 +84,20 @@ class LocalState:
         # under the name of a block on other ranks, which write it.
         return rank in (ranks if name in self._model.layouts else ranks[:1])
 
-    def entries(
-        self, optimizer: torch.optim.Optimizer | None, slices: Sequence[UpdatedSlice]
-    ) -> list[Entry]:
+    def entries(self, optimizer: torch.optim.Optimizer | None) -> list[Entry]:
         """This rank's entries of a checkpoint: of replicas, one rank writes.
 
         Args:
             optimizer: of this rank.
-            slices: those that it updates.
         """
         found: list[Entry] = []
-        trained = {item.name for item in slices}
+        trained = {item.name for item in self._slices}
         for name, layout in self._layouts.items():
             if name in self._written:
-                views = self._weight_views(name)
+                views = self._saved_views(name)
                 found.append(_entry(name, _WEIGHT, layout.full_shape, views, name in trained))
         state = {} if optimizer is None else optimizer.state
-        for item in slices:
+        for item in self._slices:
             if item.counts:
                 found += self._state_entries(state.get(item.tensor, {}), item)
         return found
@@ -101,12 +111,7 @@ class LocalState:
             elif value is not None:
                 yield _entry(item.name, kind, (), [(whole(()), torch.as_tensor(value))])
 
-    def load(
-        self,
-        checkpoint: Checkpoint,
-        optimizer: torch.optim.Optimizer | None,
-        slices: Sequence[UpdatedSlice],
-    ) -> None:
+    def load(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         """Fill parameters and optimizer state from a checkpoint of any plan.
 
         Raises:
@@ -114,14 +119,27 @@ class LocalState:
         """
         for name, layout in self._layouts.items():
             _read(checkpoint, name, _WEIGHT, layout.full_shape, self._weight_views(name))
+        for item in self._slices:
+            if item.name in self._cut:
+                full_shape, views = self._layouts[item.name].full_shape, self._values(item)
+                _read(checkpoint, item.name, _WEIGHT, full_shape, views)
         if optimizer is not None:
             groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-            for item in slices:
+            for item in self._slices:
                 state, group = optimizer.state[item.tensor], groups[item.tensor]
                 self._load_state(checkpoint, state, group, item)
 
     def _weight_views(self, name: str) -> list[tuple[Box, Tensor]]:
         return self._layouts[name].views(self._tensors[name].detach())
+
+    def _saved_views(self, name: str) -> list[tuple[Box, Tensor]]:
+        """This rank's part of a weight that it saves."""
+        if name not in self._cut:
+            return self._weight_views(name)
+        return [view for item in self._cut[name] for view in self._values(item)]
+
+    def _values(self, item: UpdatedSlice) -> list[tuple[Box, Tensor]]:
+        return self._views(item.tensor.detach(), item)
 
     def _views(self, value: Tensor, item: UpdatedSlice) -> list[tuple[Box, Tensor]]:
         """Disjoint views of a slice's optimizer state, with their boxes in the full tensor."""
@@ -165,15 +183,17 @@ class LocalState:
 
     def specs(self) -> list[WeightSpec]:
         """See :class:`Weights`."""
-        return [
-            (name, self._layouts[name].full_shape, tensor.dtype, self._layouts[name].boxes)
-            for name, tensor in self._tensors.items()
-            if name in self._written
-        ]
+        found: list[WeightSpec] = []
+        for name in self._tensors:
+            if name in self._written:
+                views = self._saved_views(name)
+                boxes, dtype = tuple(box for box, _ in views), views[0][1].dtype
+                found.append((name, self._layouts[name].full_shape, dtype, boxes))
+        return found
 
     def parts(self, name: str) -> list[Tensor]:
         """See :class:`Weights`."""
-        return [part for _, part in self._weight_views(name)]
+        return [part for _, part in self._saved_views(name)]
 
 
 def write_final_weights(path: Path, holders: Sequence[Weights], transport: Transport) -> list[Path]:

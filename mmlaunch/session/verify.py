@@ -77,6 +77,13 @@ class ReportedElements:
         low, high = self.span
         return local.reshape(-1)[low:high].reshape((high - low,) if local.dim() else ())
 
+    def put(self, full: Tensor, values: Tensor) -> None:
+        """Set these elements of a tensor like the full parameter."""
+        if self.layout is None and self.span is None and self.box is None:
+            full.copy_(values)
+        else:
+            full.view(-1)[self.positions(full.shape)] = values.reshape(-1)
+
     def positions(self, shape: torch.Size) -> Tensor:
         """The places of these elements in the flat parameter."""
         return self.take(torch.arange(shape.numel()).view(shape)).reshape(-1)
@@ -122,12 +129,14 @@ class LocalUpdate:
     Attributes:
         norm: of all gradients, before they were clipped; None without clipping.
         weights: by name, with their elements of the full parameter.
+        wide: by label the float32 values of the narrow ones among them, of which a rank has a part.
         state: the optimizer's by label; None where it was not asked for.
     """
 
     norm: float | None
     weights: dict[str, tuple[ReportedElements, Tensor]]
     state: dict[str, dict[str, Any]] | None
+    wide: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,11 +264,17 @@ class Recorder:
         found = self._found or self._note_gradients(math.nan)
         model, optimizer = self._session.model, self._session.optimizer
         states = {} if optimizer is None else optimizer.state
+        weights = dict(model.named_parameters())
         update = LocalUpdate(
             norm=norm,
             weights={
                 name: (ReportedElements(name=name, layout=model.layouts.get(name)), _copied(p))
-                for name, p in model.named_parameters()
+                for name, p in weights.items()
+            },
+            wide={
+                item.label: _copied(item.tensor)
+                for item in self._session.update.slices
+                if item.tensor.dtype != weights[item.name].dtype
             },
             state={
                 item.label: {
@@ -466,13 +481,21 @@ class Judge:
         step = found[0][0].step
         self._take_gradients([given for given, _ in found])
         norm = self._update.apply(step)
+        wide: dict[str, Tensor] = {}
+        for given, update in found:
+            for label, values in update.wide.items():
+                where = given.elements[label]
+                full = self._parameters[where.name].detach()
+                self._compare_exactly(label, "weight", given, values, where.take(full), step)
+                where.put(wide.setdefault(where.name, full.clone()), values)
         for given, update in found:
             if self._clips or update.norm is not None:
                 error = math.inf if update.norm is None else abs(update.norm - norm)
                 self._note("norm", "norm", given, error / max(norm, 1e-300), self._exact(step))
             for name, (where, weight) in update.weights.items():
                 self._updates += 1
-                full = self._parameters[name].detach()
+                # A narrow weight is its float32 values rounded, wherever these are.
+                full = wide.get(name, self._parameters[name].detach()).to(weight.dtype)
                 self._compare_exactly(name, "weight", given, weight, where.take(full), step)
             for label, state in (update.state or {}).items():
                 where = given.elements[label]
@@ -488,11 +511,7 @@ class Judge:
         for rank in reversed(found):
             for label, gradient in rank.gradients.items():
                 where = rank.elements[label]
-                full = taken[where.name]
-                if where.layout is None and where.span is None and where.box is None:
-                    full.copy_(gradient)
-                else:
-                    full.view(-1)[where.positions(full.shape)] = gradient.reshape(-1)
+                where.put(taken[where.name], gradient)
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 parameter.grad = taken[name]

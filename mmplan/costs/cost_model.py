@@ -252,7 +252,7 @@ class CostModel(LinkCosts):
     ) -> float:
         """Weights, gradients and optimizer state of a stage on one device.
 
-        All are divided by ``tp``, and the state also by ``dp`` under ZeRO-1.
+        All are divided by ``tp``, and what ZeRO-1 cuts also by ``dp``.
         """
         blocks = blocks or (0, self.num_blocks(task=task, module=module))
         total = self.parameters(task=task, module=module, blocks=blocks)
@@ -266,13 +266,17 @@ class CostModel(LinkCosts):
         ) / tp
 
     def bytes_per_parameter(self, *, trainable: bool, dp: int = 1) -> float:
-        """Bytes that one parameter costs a device under this training."""
-        number = self.gradient_bytes
-        weight = number + _COPY_BYTES[self.training.precision]
+        """Bytes that one parameter costs a device under this training.
+
+        ZeRO-1 cuts the state; where weights have a narrow copy it cuts the weights beside it too.
+        """
+        number, copy = self.gradient_bytes, _COPY_BYTES[self.training.precision]
         if not trainable:
-            return weight
+            return number + copy
         state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
-        return weight + number + state / (dp if self.training.zero else 1)
+        if not self.training.zero:
+            return number + copy + number + state
+        return (copy + (number + state) / dp if copy else number + state / dp) + number
 
     @property
     def gradient_bytes(self) -> int:

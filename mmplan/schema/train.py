@@ -124,7 +124,8 @@ class TrainSpec(Record):
         optimizer_args: that it is called with.
         groups: parameters with arguments of their own.
         schedule: of all learning rates.
-        precision: bf16 and fp16 are autocast; weights, gradients and optimizer state stay float32.
+        precision: bf16 and fp16 are autocast; weights, gradients and optimizer state stay float32,
+            with ZeRO a narrow copy of the weights, and of the rest the rank's own part.
         loss_scale: of fp16; no other type has one.
         zero: 1 cuts the optimizer's state over the ranks that sum a gradient.
         deterministic: refuse operations of torch whose results differ between two runs.
