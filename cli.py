@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from mmlaunch.run.options import RunOptions
     from mmlaunch.run.run import Prepared
     from mmlaunch.schedulers.job import SchedulerJob
-    from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.verify import Difference
     from mmplan.program.model import Timings
     from mmplan.schema.plan import Plan
@@ -183,7 +182,7 @@ def _hold(workload: Path, original: str) -> beginning.HeldCut:
     profile = api.profile(workload, cluster="cpu", analytic=True)
     planned = api.solve(workload, profile, devices=1, path=workload.with_name("plan.json"))
     found = compare_original(stated, workload.parent, compile_plan(planned.plan), original)
-    lines = [f"differs: {item.what} {item.name}: {_error(item)}" for item in found.differences]
+    lines = [f"differs: {item.what} {item.name}: {item.error_words}" for item in found.differences]
     return beginning.HeldCut(compared=found.compared, share=found.share, differences=tuple(lines))
 
 
@@ -653,7 +652,7 @@ def verify(
     if not (in_process or shrink or strict):
         fork_server.start(fork_server.RANK_MODULES)
     from mmlaunch.run.options import RunOptions
-    from mmlaunch.run.run import check_device, prepare, shrunk, try_out, verify_original
+    from mmlaunch.run.run import prepare, shrunk, try_out
     from mmlaunch.run.run import verify as start
 
     out = Output(as_json=as_json)
@@ -672,33 +671,29 @@ def verify(
             f"--shrink: {prepared.plan.devices} of {counted(whole.devices, 'rank')}, every class "
             "of alike ranks among them"
         )
-    uncut = None if original is None else verify_original(prepared, original)
-    from mmlaunch.comm.inprocess import InProcessWorld
-    from mmlaunch.comm.strict import StrictWorld
-
     devices = prepared.plan.devices
-    rules = StrictWorld(devices) if strict else None
-    threads = InProcessWorld(devices) if in_process or shrink else None
-    device = check_device(prepared) if strict else None
-    broken = [] if device is None else _device_faults(device)
-    try:
-        verdict = start(options, prepared, steps=steps, world=rules or threads)
-    finally:
-        broken += [f"NCCL: {fault}" for fault in rules.faults] if rules else []
-        for fault in broken:
-            out.text(fault)
-    if broken:
+    threads = "threads" if in_process or shrink else "processes"
+    found = start(
+        options,
+        prepared,
+        steps=steps,
+        workers="strict" if strict else threads,
+        original=original,
+    )
+    verdict, uncut, rules = found.verdict, found.uncut, found.rules
+    broken, faults = found.broken_rules, found.faults
+    # Of differences, the largest ones say enough.
+    shown = len(broken) + min(len(faults) - len(broken), 20)
+    for fault in faults[:shown]:
+        out.text(fault)
+    if found.failure is not None:
+        raise found.failure
+    if broken or verdict is None:
         raise RunFailedError(
             f"{counted(len(broken), 'fault')} on GPUs",
             hint="mmplan check PLAN; a device's fault names a line of the code that it is in",
             documented=True,
         )
-    for item in uncut.differences[:10] if uncut else ():
-        out.text(f"differs from the original: {item.what} {item.name}: {_error(item)}")
-    for item in verdict.differences[:10]:
-        where = f"rank {item.rank}" if item.rank >= 0 else "no rank has one"
-        when = "after the reload" if item.step == steps else f"step {item.step}"
-        out.text(f"differs: {item.what} {item.name} ({where}, {when}): {_error(item)}")
     out.data(
         {
             "compared": verdict.compared,
@@ -737,7 +732,7 @@ def verify(
             hint="mmplan check PLAN; a module whose forward is not deterministic differs too",
             documented=True,
         )
-    if rules and device:
+    if rules and (device := found.device):
         out.text(
             f"an accelerator takes a step of {counted(device.ranks, 'distinct rank')}; the host "
             f"waits for it {counted(device.most_synchronisations, 'time')} at most"
@@ -808,11 +803,10 @@ def export(
     """Write a run's weights as their models are loaded elsewhere."""
     from dataclasses import asdict
 
-    from mmlaunch.run.export import FORMATS, check_output, find_source
+    from mmlaunch.run.export import check_kind, check_output, find_source
     from mmlaunch.run.export import export as write
 
-    if kind not in FORMATS:
-        raise InvalidInputError(f"--format {kind}: unknown", hint=f"one of {', '.join(FORMATS)}")
+    check_kind(kind)
     check_output(output)
     out, source = Output(as_json=as_json), find_source(path, step=step, workload=workload)
     out.text(f"importing {', '.join(source.imports)}")
@@ -1060,20 +1054,6 @@ def _write_script(
         out.text(f"wrote {output}")
         out.hint(then)
     out.data({"output": None if output is None else str(output), "text": text})
-
-
-def _device_faults(found: AcceleratorVerdict) -> list[str]:
-    """What a step on an accelerator fails at, and where its host waits between computes."""
-    faults = [
-        f"device: rank {fault.rank}, {fault.instruction or 'before the step'}, {fault.place}: "
-        f"{fault.kind}: {fault.detail}"
-        for fault in found.faults
-    ]
-    return faults or ([] if found.failure is None else [f"device: {found.failure}"])
-
-
-def _error(item: Difference) -> str:
-    return f"{item.error:.3g} of its size, allowed {item.allowed:.2g}"
 
 
 def _row(item: Difference) -> list[Any]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from mmplan.doctor.doctor import examine
     from mmplan.ragged import Ragged
+    from mmplan.reporting.source import load_run
     from mmplan.results import (
         Checked,
         Compared,
@@ -62,6 +63,7 @@ __all__ = [
     "load_cluster",
     "load_plan",
     "load_profile",
+    "load_run",
     "load_workload",
     "profile",
     "report",
@@ -75,6 +77,7 @@ __all__ = [
 _WHERE = {
     "examine": "mmplan.doctor.doctor",
     "Ragged": "mmplan.ragged",
+    "load_run": "mmplan.reporting.source",
     "Trials": "mmplan.planning.measured_trials",
     "save_document": "mmplan.schema.base",
     "Cluster": "mmplan.schema.cluster",

@@ -231,6 +231,16 @@ def _int(value: object) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def check_kind(kind: str) -> None:
+    """Refuse a format that is not there.
+
+    Raises:
+        InvalidInputError: names those that are.
+    """
+    if kind not in FORMATS:
+        raise InvalidInputError(f"--format {kind}: unknown", hint=f"one of {', '.join(FORMATS)}")
+
+
 def check_output(folder: Path) -> None:
     """Refuse a folder that holds something.
 

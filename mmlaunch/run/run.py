@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import TypeAdapter
 
@@ -31,11 +31,12 @@ from mmplan.wording import counted, size
 
 if TYPE_CHECKING:
     from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
+    from mmlaunch.comm.strict import StrictWorld
     from mmlaunch.launch.launch import Launcher
     from mmlaunch.launch.watch import OnEvent
     from mmlaunch.session.accelerator_check import AcceleratorVerdict
     from mmlaunch.session.original import OriginalVerdict
-    from mmlaunch.session.verify import Verdict
+    from mmlaunch.session.verify import Difference, Verdict
 
 # Weights, gradients and two moments; the reference also keeps weights while they are moved, and
 # gradients of the step, of a draw and their difference.
@@ -67,6 +68,68 @@ class RunSummary:
     ended_early: str | None
     spans: dict[int, list[tuple[int, float, float]]]
     memory_bytes: dict[int, int]
+
+
+# What the ranks are: processes; threads of this one; threads under the rules of GPUs and NCCL.
+Workers = Literal["processes", "threads", "strict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What was held against one process, and what differs.
+
+    Attributes:
+        devices: ranks of the plan.
+        verdict: of gradients, updates and the reload; None where the steps ended early.
+        failure: what ended them.
+        original: the uncut model, where the cut was held against it.
+        uncut: what came of that.
+        device: one step of each distinct rank on an accelerator without hardware, where the rules
+            of GPUs held.
+        rules: those of NCCL, and what broke them.
+    """
+
+    devices: int
+    verdict: Verdict | None
+    failure: MMPlanError | None
+    original: str | None
+    uncut: OriginalVerdict | None
+    device: AcceleratorVerdict | None
+    rules: StrictWorld | None
+
+    @property
+    def broken_rules(self) -> list[str]:
+        """What a step on GPUs fails at, and where its host waits between computes."""
+        found: list[str] = []
+        if self.device is not None:
+            found += [
+                f"device: rank {fault.rank}, {fault.instruction or 'before the step'}, "
+                f"{fault.place}: {fault.kind}: {fault.detail}"
+                for fault in self.device.faults
+            ]
+            if not found and self.device.failure is not None:
+                found.append(f"device: {self.device.failure}")
+        return found + [f"NCCL: {fault}" for fault in (self.rules.faults if self.rules else ())]
+
+    @property
+    def faults(self) -> list[str]:
+        """A sentence for each thing that is not as it must be; none where all is."""
+        found = self.broken_rules
+        if self.uncut is not None:
+            found += [f"differs from the original: {_words(d)}" for d in self.uncut.differences]
+        if self.verdict is not None:
+            if not math.isfinite(self.verdict.reference_loss):
+                found.append(f"one process's own loss is {self.verdict.reference_loss:g}")
+            found += [f"differs: {_words(item, self.verdict)}" for item in self.verdict.differences]
+        return found
+
+
+def _words(item: Difference, planned: Verdict | None = None) -> str:
+    if planned is None:
+        return f"{item.what} {item.name}: {item.error_words}"
+    where = f"rank {item.rank}" if item.rank >= 0 else "no rank has one"
+    when = "after the reload" if item.step == planned.steps else f"step {item.step}"
+    return f"{item.what} {item.name} ({where}, {when}): {item.error_words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,16 +353,54 @@ def run(
 
 
 def verify(
-    options: RunOptions, prepared: Prepared, *, steps: int, world: InProcessWorld | None
-) -> Verdict:
+    options: RunOptions,
+    prepared: Prepared,
+    *,
+    steps: int,
+    workers: Workers = "processes",
+    original: str | None = None,
+) -> Verified:
     """Planned steps and a reload held against one process.
 
     Args:
         options: of the command line.
         prepared: checked.
         steps: of the optimizer.
-        world: of the ranks as threads of this process; None for processes.
+        workers: what the ranks are.
+        original: ``[module=]package.module:callable`` of the uncut model.
+
+    Raises:
+        WorkerFailedError: a rank as a process died or hung.
     """
+    from mmlaunch.comm.inprocess import InProcessWorld
+    from mmlaunch.comm.strict import StrictWorld
+
+    uncut = None if original is None else _verify_original(prepared, original)
+    devices, strict = prepared.plan.devices, workers == "strict"
+    rules = StrictWorld(devices) if strict else None
+    device = _check_device(prepared) if strict else None
+    world = rules or (InProcessWorld(devices) if workers == "threads" else None)
+    verdict = failure = None
+    try:
+        verdict = _verdict(options, prepared, steps=steps, world=world)
+    except MMPlanError as error:
+        if rules is None:
+            raise
+        failure = error
+    return Verified(
+        devices=devices,
+        verdict=verdict,
+        failure=failure,
+        original=original,
+        uncut=uncut,
+        device=device,
+        rules=rules,
+    )
+
+
+def _verdict(
+    options: RunOptions, prepared: Prepared, *, steps: int, world: InProcessWorld | None
+) -> Verdict:
     from mmlaunch.session.verify import judge
 
     folder = prepared.workload_path.parent
@@ -356,7 +457,7 @@ def shrunk(prepared: Prepared) -> Prepared:
     return replace(prepared, plan=plan, workload=workload)
 
 
-def check_device(prepared: Prepared) -> AcceleratorVerdict:
+def _check_device(prepared: Prepared) -> AcceleratorVerdict:
     """One step of each distinct rank on an accelerator without hardware."""
     from mmlaunch.session.accelerator_check import check_on_accelerator
 
@@ -364,7 +465,7 @@ def check_device(prepared: Prepared) -> AcceleratorVerdict:
     return check_on_accelerator(prepared.plan, prepared.workload, folder)
 
 
-def verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
+def _verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
     """The workload's cut modules against the model before it was cut."""
     from mmlaunch.session.original import compare_original
     from mmplan.program.compile import compile_plan

@@ -172,6 +172,11 @@ class Difference:
         """Part of what is allowed."""
         return self.error / self.allowed if self.allowed else (math.inf if self.error else 0.0)
 
+    @property
+    def error_words(self) -> str:
+        """The error beside what is allowed."""
+        return f"{self.error:.3g} of its size, allowed {self.allowed:.2g}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

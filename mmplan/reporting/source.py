@@ -272,8 +272,9 @@ def data_of(
     )
 
 
-def load_run(folder: Path) -> Run:
+def load_run(run_dir: str | Path) -> Run:
     """Read a run's folder; what is missing or broken in it becomes ``faults``."""
+    folder = Path(run_dir)
     faults: list[str] = []
     record = _json_file(folder / "run.json", faults)
     return Run(
