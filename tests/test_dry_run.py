@@ -63,7 +63,7 @@ MISTAKES: dict[str, tuple[Edit, Sequence[str], str]] = {
     "loss of two": (
         ("losses", SPECIES, f"{SPECIES}, kind"),
         ("losses.species (Species) returned a tuple of 2 ([] float32, [2] int64), not a scalar",),
-        "return the loss alone",
+        "return a tensor of one number alone",
     ),
     "loss of each sample": (
         ("losses", SPECIES, SPECIES[:-1] + ", reduction='none')"),
@@ -101,6 +101,37 @@ MISTAKES: dict[str, tuple[Edit, Sequence[str], str]] = {
         "mend the data set",
     ),
 }
+
+
+EVALUATION = """eval:
+    data: {factory: "birds.data:Recordings", args: {count: 40}}
+    metrics:
+      found: {factory: "mmplan.zoo.metrics:retrieval", inputs: [sound, words], cross_sample: true}
+"""
+# What stands in the evaluation, and what stands there instead.
+MISTAKES_OF_EVALUATION: dict[str, tuple[str, str, Sequence[str], str]] = {
+    "field": ("[sound, words]", "[sound, wrods]", ["metrics.found.inputs: 'wrods'"], "words?"),
+    "factory": ("retrieval", "retreival", ["metrics.found.factory", "retreival"], ""),
+    "shape": ("[sound, words]", "[sound, kind]", ["metrics.found (", "kind [2]"], ""),
+    "data": ("Recordings", "Records", ["train.eval.data.factory"], ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES_OF_EVALUATION)
+def test_a_mistake_of_the_evaluation_is_found_before_it(tmp_path: Path, name: str) -> None:
+    old, new, parts, hint = MISTAKES_OF_EVALUATION[name]
+    workload = copy_workload(tmp_path)
+    for text in (EVALUATION, EVALUATION.replace(old, new)):
+        changed = f"train:\n  {text}  seed: 3\n  steps: 2\n"
+        before, _, _ = workload.read_text().partition("train:")
+        workload.write_text(before + changed)
+        if text == EVALUATION:
+            assert dry_run(load_workload(workload), workload.parent) == []
+    with pytest.raises(InvalidInputError) as caught:
+        dry_run(load_workload(workload), workload.parent)
+    for part in parts:
+        assert part in caught.value.message
+    assert hint in str(caught.value.hint)
 
 
 def made(root: Path, edit: Edit | None) -> tuple[Path, Path]:

@@ -29,10 +29,10 @@ from mmplan.errors import InvalidInputError
 from mmplan.program.communicators import Channels, communicators
 from mmplan.program.evaluation import evaluation_program
 from mmplan.program.model import Loss
-from mmplan.schema.evaluation import TOTAL, EvalSpec
+from mmplan.schema.evaluation import TOTAL
 from mmplan.schema.factories import build_loss
 from mmplan.schema.plan import Plan
-from mmplan.schema.workload import LossSpec, Workload, exact, resolve_tasks, value_name
+from mmplan.schema.workload import Workload, exact, resolve_tasks, value_name, with_metrics
 from mmplan.sources.orders import epoch_length
 
 
@@ -87,7 +87,7 @@ class Evaluation:
             for name, task in plan.tasks.items()
             for loss in task.losses
         }
-        workload = _with_metrics(workload, spec)
+        workload = with_metrics(workload, spec)
         channels = Channels(self.program)
         heartbeat.phase("joining")
         transport.prepare(communicators(self.program), channels.links)
@@ -163,23 +163,6 @@ class Evaluation:
     def close(self) -> None:
         """End the loading of data."""
         self._data.close()
-
-
-def _with_metrics(workload: Workload, spec: EvalSpec) -> Workload:
-    """The workload with the held-out data, and with metrics among its losses."""
-    metrics = {
-        name: LossSpec(factory=metric.factory, args=metric.args, inputs=metric.inputs)
-        for name, metric in spec.metrics.items()
-    }
-    tasks = {
-        name: task.model_copy(update={"data": spec.data_by_task.get(name, spec.data)})
-        for name, task in workload.tasks.items()
-    }
-    data = spec.data or next(iter(spec.data_by_task.values()), None)
-    # Its order of samples needs no thought: nothing follows from it.
-    train = workload.train.model_copy(update={"reorder": False})
-    changed = {"losses": {**workload.losses, **metrics}, "data": data, "tasks": tasks}
-    return workload.model_copy(update={**changed, "train": train})
 
 
 def _with_losses(

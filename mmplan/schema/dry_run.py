@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from difflib import get_close_matches
 from functools import partial
@@ -29,7 +29,15 @@ from mmplan.schema.factories import (
     frozen_blocks,
 )
 from mmplan.schema.optimizers import check_optimizer
-from mmplan.schema.workload import DataSpec, InputSource, TaskView, Workload, resolve_tasks
+from mmplan.schema.workload import (
+    DataSpec,
+    InputSource,
+    TaskView,
+    Workload,
+    input_sources,
+    resolve_tasks,
+    with_metrics,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -279,13 +287,14 @@ class _Trial:
         Raises:
             InvalidInputError: something is wrong.
         """
-        fields = self._fields()
+        fields = self._fields(*self._training_data(), self._consumers())
         try:
             with self._context():
                 for name in self._task.modules:
                     self._outputs[name] = self._run_module(name, fields)
                 losses = {name: self._run_loss(name, fields) for name in self._task.loss_inputs}
                 self._run_backward([loss for loss in losses.values() if loss.requires_grad])
+            self._run_evaluation()
         except _CannotBeTriedError as error:
             return [f"{self._where}{error}"]
         return []
@@ -304,20 +313,25 @@ class _Trial:
 
     # --- data ---
 
-    def _fields(self) -> dict[str, Any]:
-        """A batch of the task's data, with the fields that it takes."""
-        from torch import Tensor
-        from torch.utils import _pytree as pytree
-
+    def _training_data(self) -> tuple[DataSpec, str]:
+        """The task's data, and their place in the workload file."""
         data = self._task.data
         if data is None:
             raise InvalidInputError(
                 f"task {self._task.name} has no data",
                 hint="add data: {factory: ...} to the workload",
             )
-        field = "data" if data == self._workload.data else f"tasks.{self._task.name}.data"
+        return data, "data" if data == self._workload.data else f"tasks.{self._task.name}.data"
+
+    def _fields(
+        self, data: DataSpec, field: str, consumers: Iterable[tuple[str, tuple[InputSource, ...]]]
+    ) -> dict[str, Any]:
+        """A batch of data, with the fields that are taken."""
+        from torch import Tensor
+        from torch.utils import _pytree as pytree
+
         batch = self._model.batch(data, field)
-        for consumer, sources in self._consumers():
+        for consumer, sources in consumers:
             for source in sources:
                 if source.field is not None and source.field not in batch:
                     self._refuse_field(consumer, source.field, field, [*batch])
@@ -390,18 +404,40 @@ class _Trial:
             given = {"": out}
         return given[""]
 
-    def _run_loss(self, name: str, fields: Mapping[str, Any]) -> Tensor:
-        from torch import Tensor
+    def _run_evaluation(self) -> None:
+        """Try the metrics on what they are evaluated on."""
+        import torch
 
+        spec = self._workload.train.eval
+        if spec is None:
+            return
+        data, field = spec.data_by_task.get(self._task.name), "train.eval.data"
+        if data is not None:
+            field = f"train.eval.data_by_task.{self._task.name}"
+        metrics = {
+            f"train.eval.metrics.{name}": (name, input_sources(self._workload, metric.inputs))
+            for name, metric in spec.metrics.items()
+            if metric.task in (None, self._task.name)
+        }
+        named = [(where, sources) for where, (_, sources) in metrics.items()]
+        data = data or spec.data
+        assert data is not None  # the workload's own check
+        fields = self._fields(data, field, [*self._consumers(), *named])
+        if not metrics:
+            return
+        with self._context(), torch.no_grad():
+            for name in self._task.modules:
+                self._outputs[name] = self._run_module(name, fields)
+            workload = with_metrics(self._workload, spec)
+            for where, (name, sources) in metrics.items():
+                part = build_loss(workload, name, self._folder, field=where)
+                self._run_scalar(where, part, sources, fields)
+
+    def _run_loss(self, name: str, fields: Mapping[str, Any]) -> Tensor:
         sources = self._task.loss_inputs[name]
         loss = self._model.losses[name]
         where = f"{self._where}losses.{name} ({type(loss).__name__})"
-        value = self._called(loss, where, self._arguments(f"losses.{name}", sources, fields))
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-            raise InvalidInputError(
-                f"{where} returned {_shown(value)}, not a scalar",
-                hint="return the loss alone, a tensor of one number: the mean over the samples",
-            )
+        value = self._run_scalar(f"losses.{name}", loss, sources, fields)
         trains = any(parameter.requires_grad for parameter in loss.parameters())
         trains = trains or any(source.module in self._training for source in sources)
         if trains and not value.requires_grad:
@@ -409,6 +445,24 @@ class _Trial:
                 f"{where} returned a number that no gradient leads back from",
                 hint="compute it from its inputs by differentiable operations, without detach(), "
                 "item(), argmax() and no_grad()",
+            )
+        return value
+
+    def _run_scalar(
+        self,
+        consumer: str,
+        part: nn.Module,
+        sources: Sequence[InputSource],
+        fields: Mapping[str, Any],
+    ) -> Tensor:
+        from torch import Tensor
+
+        where = f"{self._where}{consumer} ({type(part).__name__})"
+        value = self._called(part, where, self._arguments(consumer, sources, fields))
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
+            raise InvalidInputError(
+                f"{where} returned {_shown(value)}, not a scalar",
+                hint="return a tensor of one number alone: the mean over the samples",
             )
         return value
 

@@ -25,7 +25,7 @@ from mmplan.schema.base import (
     load_document,
     parse_document,
 )
-from mmplan.schema.evaluation import TOTAL, MetricSpec
+from mmplan.schema.evaluation import TOTAL, EvalSpec, MetricSpec
 from mmplan.schema.made import Args, DataSpec, Factory
 from mmplan.schema.train import TaskSet, TrainSpec, task_sets
 
@@ -257,7 +257,7 @@ def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
                 raise ValueError(f"task {name} uses the {kind} {item!r}, which is not defined")
     batch = spec.batch or workload.batch
     inputs = {
-        module: _sources(workload, spec.inputs.get(module, workload.modules[module].inputs))
+        module: input_sources(workload, spec.inputs.get(module, workload.modules[module].inputs))
         for module in spec.modules
     }
     losses = {loss: workload.losses[loss] for loss in spec.losses}
@@ -268,7 +268,7 @@ def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
         data=spec.data or workload.data,
         inputs=producers_first(name, inputs),
         loss_inputs={
-            loss: _sources(workload, spec.inputs.get(loss, item.inputs))
+            loss: input_sources(workload, spec.inputs.get(loss, item.inputs))
             for loss, item in losses.items()
         },
         sync_batches={
@@ -281,7 +281,8 @@ def _resolve(workload: Workload, name: str, spec: TaskSpec) -> TaskView:
     )
 
 
-def _sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[InputSource, ...]:
+def input_sources(workload: Workload, inputs: tuple[str | None, ...]) -> tuple[InputSource, ...]:
+    """Where the inputs of a module, a loss or a metric come from."""
     return tuple(parse_source(text, workload.modules) for text in inputs)
 
 
@@ -435,7 +436,7 @@ def _check_metric(
     task = tasks.get(metric.task or next(iter(tasks)))
     if task is None:
         raise ValueError(f"{where}.task: {metric.task!r} is not one of {', '.join(tasks)}")
-    sources = _sources(workload, metric.inputs)
+    sources = input_sources(workload, metric.inputs)
     for source in sources:
         if source.module is not None and source.module not in task.inputs:
             raise ValueError(f"{where}.inputs: {source.module} is no module of task {task.name}")
@@ -447,6 +448,23 @@ def _check_metric(
         raise ValueError(
             f"{where}.sync_batch: {metric.sync_batch} does not divide the batch of {task.batch}"
         )
+
+
+def with_metrics(workload: Workload, spec: EvalSpec) -> Workload:
+    """The workload with the held-out data, and with metrics among its losses."""
+    metrics = {
+        name: LossSpec(factory=metric.factory, args=metric.args, inputs=metric.inputs)
+        for name, metric in spec.metrics.items()
+    }
+    tasks = {
+        name: task.model_copy(update={"data": spec.data_by_task.get(name, spec.data)})
+        for name, task in workload.tasks.items()
+    }
+    data = spec.data or next(iter(spec.data_by_task.values()), None)
+    # Its order of samples needs no thought: nothing follows from it.
+    train = workload.train.model_copy(update={"reorder": False})
+    changed = {"losses": {**workload.losses, **metrics}, "data": data, "tasks": tasks}
+    return workload.model_copy(update={**changed, "train": train})
 
 
 def value_name(workload: Workload, task: str, name: str) -> str:
