@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,7 @@ from mmlaunch.run.status import LaunchStatus, launch_status
 from mmplan.errors import InvalidInputError, require_linux
 from mmplan.schema.base import parse_json, read_text
 from mmplan.schema.plan import Plan
-
-# Hears sentences that a user should know and that are no error.
-Hint = Callable[[str], None]
+from mmplan.wording import Hint
 
 
 def _silent(_: object) -> None:

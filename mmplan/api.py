@@ -7,7 +7,7 @@ subclasses of :class:`mmplan.errors.MMPlanError` with a message and a hint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, overload
@@ -45,6 +45,7 @@ from mmplan.simulation.sampled_batches import sample_steps
 from mmplan.simulation.step import prediction
 from mmplan.simulation.step import simulate as simulate_step
 from mmplan.solvers.registry import SearchProgress
+from mmplan.wording import Hint
 
 if TYPE_CHECKING:
     from mmplan.planning.model_folder import Begun
@@ -54,8 +55,6 @@ WorkloadLike = Workload | str | Path
 ProfileLike = Profile | str | Path
 ClusterLike = Cluster | str | Path
 PlanLike = Planned | str | Path
-# Hears sentences that a user should know and that are no error.
-Hint = Callable[[str], None]
 
 
 def _silent(_: str) -> None:

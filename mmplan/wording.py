@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+# Hears sentences that a user should know and that are no error.
+Hint = Callable[[str], None]
 
 SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 

@@ -165,9 +165,12 @@ def test_a_run_ends_after_so_many_evaluations_that_are_not_better(
         again = EarlyStop(spec)
         again.load(stop.state())
         for each in (stop, again):
-            each.add({"loss": value})
+            each.add(count, {"loss": value})
         assert again.state() == stop.state()
         assert stop.is_over == (count == over_after)
+    best = values.index((min if mode == "min" else max)(v for v in values if v == v))
+    if over_after is not None and mode == "max":
+        assert f"at best, after step {best + 1})" in stop.reason()
 
 
 def changed(**train: Any) -> Callable[[], Workload]:

@@ -168,6 +168,13 @@ def test_a_killed_run_stops_early_at_the_same_step(birds: Birds, ended: int) -> 
     assert len(birds.lines("killed", "metrics.jsonl")) == ended
 
 
+def test_a_profile_of_steps_that_are_not_trained_is_refused(birds: Birds) -> None:
+    done = birds.run("nothing", "--steps", 2, "--profile", "3:6")
+    assert done.code == 2, done.err
+    assert "--profile 3:6: the run has 2 steps" in done.err
+    assert not (birds.folder / "nothing").exists()
+
+
 @pytest.mark.slow
 def test_steps_are_profiled_on_every_rank(birds: Birds) -> None:
     done = birds.run("profiled", "--steps", 4, "--profile", "1:3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -83,6 +84,14 @@ def mark_frozen(module: nn.Sequential, owner: str, trains: Mapping[BlockKey, boo
                 parameter.requires_grad_(False)
 
 
+class WholeModule(nn.Sequential):
+    """A module's blocks, called with the module's inputs, of which there may be several."""
+
+    def forward(self, input: Tree, *more: Tree) -> Tree:  # noqa: A002, the name of nn.Sequential
+        """One block after another, as a rank that has all of them runs them."""
+        return call_blocks(self, (input, *more))
+
+
 def whole_modules(
     workload: Workload, folder: Path, program: Program, weights: Mapping[str, Tensor]
 ) -> dict[str, nn.Module]:
@@ -98,7 +107,8 @@ def whole_modules(
     trains = trainable_blocks(program)
     for owner in dict.fromkeys(stage.owner for stage in program.stages):
         module = build_owner(workload, owner, folder, trains)
-        modules[owner] = _with_weights(module, weights, owner)
+        blocks = OrderedDict(_with_weights(module, weights, owner).named_children())
+        modules[owner] = WholeModule(blocks).eval()
     # A module that shares another's parameters is that module, under its own name too.
     modules |= {stage.module: modules[stage.owner] for stage in program.stages}
     for name in dict.fromkeys(loss.name for loss in program.losses):

@@ -154,10 +154,13 @@ class Prepared:
     @property
     def imports(self) -> list[str]:
         """The factories that workers are about to import."""
-        parts = [*self.workload.modules.values(), *self.workload.losses.values()]
-        data = [t.data for t in self.workload.tasks.values()] + [self.workload.data]
-        found = [p.factory for p in parts] + [d.factory for d in data if d is not None]
-        return list(dict.fromkeys(found))
+        workload, held_out = self.workload, self.workload.train.eval
+        parts = [*workload.modules.values(), *workload.losses.values()]
+        parts += [task.data for task in workload.tasks.values()] + [workload.data]
+        if held_out is not None:
+            parts += [held_out.data, *held_out.data_by_task.values(), *held_out.metrics.values()]
+        parts += [call for call in workload.train.callbacks if not isinstance(call, str)]
+        return list(dict.fromkeys(part.factory for part in parts if part is not None))
 
 
 def prepare(options: RunOptions) -> Prepared:
@@ -191,6 +194,7 @@ def prepare(options: RunOptions) -> Prepared:
     if profile is not None:
         check_profiled(profile, workload)
     _check_devices(plan, options)
+    _check_profiled_steps(workload, options)
     return Prepared(
         plan=plan,
         workload=workload,
@@ -681,6 +685,16 @@ def _check_devices(plan: Plan, options: RunOptions) -> None:
             f"machine, which has {available}",
             hint=f"solve with --devices {max(available, 1)}, or run all ranks as processes: "
             "MMLAUNCH_DEVICE=cpu",
+        )
+
+
+def _check_profiled_steps(workload: Workload, options: RunOptions) -> None:
+    steps = workload.train.steps if options.steps is None else options.steps
+    if options.profile is not None and options.profile[0] >= steps:
+        first, end = options.profile
+        raise InvalidInputError(
+            f"--profile {first}:{end}: the run has {counted(steps, 'step')}, counted from 0",
+            hint="name steps that are trained, or train more of them: --steps",
         )
 
 

@@ -258,6 +258,8 @@ class _Trainer:
             workload=workload.model_dump(mode="json"),
         )
         self._callbacks.on_begin(info)
+        if session.evaluation is not None and (left := session.evaluation.left_out):
+            _report(self._ctx, {"kind": "note", "message": f"train.eval: {left}"})
         return MetricsLog(
             self._ctx,
             session.step_count,
@@ -281,13 +283,15 @@ class _Trainer:
             return
         values = session.run_evaluation()
         if session.early_stop is not None:
-            session.early_stop.add(values)
+            session.early_stop.add(step, values)
         if self._log is not None:
             self._log.evaluated(step, values)
 
     def _tell_profile(self, path: Path | None) -> None:
         if path is not None:
-            message = f"profile of rank {self._ctx.rank}, and of each other: {path}"
+            first, end = self._job.options.profile or (0, 0)
+            steps = f"step {first}" if end == first + 1 else f"steps {first} to {end - 1}"
+            message = f"profile of {steps}, counted from 0: {path}, and one of each other rank"
             _report(self._ctx, {"kind": "note", "message": message})
 
     def _save(self, session: Session, *, at_end: bool) -> None:

@@ -34,6 +34,7 @@ from mmplan.schema.factories import build_loss
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload, exact, resolve_tasks, value_name, with_metrics
 from mmplan.sources.orders import epoch_length
+from mmplan.wording import counted
 
 
 class Evaluation:
@@ -130,11 +131,22 @@ class Evaluation:
 
     def _number_of_batches(self, asked: int | None) -> int:
         """As many as asked for, but no more than the shortest data have; alike on all ranks."""
-        lengths = {n: epoch_length(d) for n, d in self._data.datasets.items()}
-        own = {n: length // self.program.batches[n] for n, length in lengths.items()}
-        found = self._transport.gather_objects(own)
-        least = min(number for of_rank in found for number in of_rank.values())
+        own = {n: epoch_length(d) for n, d in self._data.datasets.items()}
+        self._lengths = {n: x for of in self._transport.gather_objects(own) for n, x in of.items()}
+        least = min(self._lengths[n] // self.program.batches[n] for n in self._lengths)
         return least if asked is None else min(asked, least)
+
+    @property
+    def left_out(self) -> str | None:
+        """Which samples no evaluation takes, in words; None where it takes all."""
+        taken = {n: self.batches * self.program.batches[n] for n in self._lengths}
+        words = [
+            f"{taken[name]:,} of {counted(length, 'sample')}"
+            + (f" of task {name}" if len(taken) > 1 else "")
+            for name, length in self._lengths.items()
+            if taken[name] < length
+        ]
+        return f"each evaluation takes {', '.join(words)}" if words else None
 
     def run(self, step: int) -> dict[str, float]:
         """Losses and metrics by name, means over the batches; the same on all ranks.

@@ -594,8 +594,9 @@ class Session:
         """Call a function on rank 0 with whole modules and losses; all ranks get its result.
 
         Args:
-            function: takes the modules by name and the losses as ``losses.NAME``, in
-                evaluation mode, with the current weights, on the CPU.
+            function: takes a dictionary: the modules by name, each called with its inputs, and
+                the losses as ``losses.NAME``; in evaluation mode, with the current weights, on the
+                CPU.
         """
         weights = gather_weights(self._state, self.transport)
         result = None
