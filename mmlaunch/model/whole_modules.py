@@ -87,7 +87,7 @@ def mark_frozen(module: nn.Sequential, owner: str, trains: Mapping[BlockKey, boo
 class WholeModule(nn.Sequential):
     """A module's blocks, called with the module's inputs, of which there may be several."""
 
-    def forward(self, input: Tree, *more: Tree) -> Tree:  # noqa: A002, the name of nn.Sequential
+    def forward(self, input: Tree, *more: Tree) -> Tree:
         """One block after another, as a rank that has all of them runs them."""
         return call_blocks(self, (input, *more))
 
