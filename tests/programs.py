@@ -387,7 +387,7 @@ def trained_as(plan: Plan, workload: Workload, folder: Path | None = Path(__file
         owners = {m: workload.modules[m].share or m for m in blocks}
         ties = {m: ties_of(workload, o, folder) for m, o in owners.items()} if folder else {}
         tasks[name] = planned_task(workload, views[name], blocks, ties)
-    same = workload.train.model_dump(include={"precision", "seed", "optimizer", "reorder", "zero"})
+    same = workload.train.model_dump(include=set(PlannedTraining.model_fields))
     same["zero"] = max(same["zero"], plan.training.zero)
     training = plan.training.model_copy(update=same)
     depends_on = depended_on(workload, plan.tasks, working=())

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mmlaunch.session.session import Session
 from mmplan.costs.cost_model import CostModel
 from mmplan.schema.plan import Plan, PlannedTraining
 from mmplan.schema.profile import Profile
+from mmplan.schema.train import TrainSpec
 from mmplan.schema.workload import Workload
 from mmplan.simulation.predict import costs_of
 from tests.matrix_cases import Case, small_case
@@ -114,6 +116,28 @@ def _towers(options: dict[str, Any]) -> tuple[Plan, Workload]:
     return plan, _changed(workload, zero=options["zero"])
 
 
+def test_narrow_gradients_are_those_of_one_process_as_near_as_rounding_allows() -> None:
+    case = small_case(dp=2, feature="regression")
+    sent: set[torch.dtype] = set()
+    begin = FlatShards.begin
+
+    def noted(self: FlatShards, transport: Any, begun: set[str]) -> None:
+        if self.narrow:
+            sent.update(i.parameter.grad.dtype for i in self.slices if i.parameter.grad is not None)
+        begin(self, transport, begun)
+
+    workload = _changed(case.workload(), narrow_gradients=True, clip_grad_norm=0.5)
+    with patch.object(FlatShards, "begin", noted):
+        verdict = verify_steps(case.plan(), workload, steps=2)
+    assert not verdict.differences, verdict.differences[:5]
+    assert sent == {torch.bfloat16}
+
+
+def test_narrow_gradients_without_narrow_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="narrow_gradients: needs precision bf16 or fp16"):
+        TrainSpec(narrow_gradients=True)
+
+
 def test_the_rules_of_gpus_are_kept() -> None:
     case = small_case(dp=2, pp=2, feature="chain", kind="1f1b")
     world = StrictWorld(case.plan().devices)
@@ -144,9 +168,11 @@ def _stored(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@pytest.mark.parametrize(("precision", "tp"), [("bf16", 1), ("fp16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "tp", "gradient"), [("bf16", 1, 4), ("fp16", 2, 4), ("bf16", 1, 2)]
+)
 def test_a_rank_holds_what_the_plan_counts(
-    precision: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    precision: str, tp: int, gradient: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, blocks = 64, 2
     units, losses = (
@@ -156,7 +182,7 @@ def test_a_rank_holds_what_the_plan_counts(
     workload = make_workload(
         units, losses, batch=12, factories={"v": "wide"}, args={"v": {"width": width}}
     )
-    workload = _changed(workload, precision=precision)
+    workload = _changed(workload, precision=precision, narrow_gradients=gradient == 2)
     plan = trained_as(make_plan(*units, losses=losses, batch=12), workload)
     gradients: defaultdict[int, int] = defaultdict(int)
     begin = FlatShards.begin
@@ -184,7 +210,7 @@ def test_a_rank_holds_what_the_plan_counts(
     numbers = sum(p.numel() for p in wide(blocks, width).parameters())
     costs = costs_of(plan, _profile(numbers, blocks))
     counted = [costs.static_bytes(rank) for rank in range(plan.devices)]
-    assert counted == pytest.approx([numbers / tp * (2 + 4 + 12 / 4)] * plan.devices)
+    assert counted == pytest.approx([numbers / tp * (2 + gradient + 12 / 4)] * plan.devices)
     assert InProcessWorld(plan.devices).run(held) == pytest.approx(counted, rel=0.05)
 
 

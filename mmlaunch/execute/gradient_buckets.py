@@ -271,6 +271,7 @@ class FlatShards:
         rank: this rank, one of them.
         counted: names of parameters of which these ranks' shards count (:class:`UpdatedSlice`).
         narrow: type in which parameters are held whole; None for their own.
+        gradients: type in which gradients add up; None for the parameters' own.
 
     Attributes:
         slices: as given.
@@ -287,11 +288,12 @@ class FlatShards:
         *,
         counted: frozenset[str],
         narrow: torch.dtype | None = None,
+        gradients: torch.dtype | None = None,
     ) -> None:
         self._ranks, self.slices, self.narrow = ranks, slices, narrow
-        # Of the optimizer's slices and of gradients.
+        # Of the optimizer's slices, of parameters, and of gradients and their sums.
         self._dtype, self._device = slices[0].parameter.dtype, slices[0].parameter.device
-        self._held = narrow or self._dtype
+        self._held, self._summed = narrow or self._dtype, gradients or self._dtype
         total = sum(item.num_elements for item in slices)
         self._length = -(-total // len(ranks))
         self._low = ranks.index(rank) * self._length
@@ -307,7 +309,7 @@ class FlatShards:
         self.updated: list[UpdatedSlice] = []
         # Index of the slice of each updated one.
         self._slice_of: list[int] = []
-        self.num_ranks = self._new(0)
+        self.num_ranks = self._new(0, self._summed)
         for index, (item, start, stop) in enumerate(self._laid_out()):
             low, high = max(start, self._low), min(stop, self._low + self._length)
             if self._flat is not None and self._own is not None:
@@ -330,8 +332,8 @@ class FlatShards:
             yield item, start, start + item.num_elements
             start += item.num_elements
 
-    def _new(self, length: int) -> Tensor:
-        return torch.empty(length, dtype=self._dtype, device=self._device)
+    def _new(self, length: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(length, dtype=dtype or self._dtype, device=self._device)
 
     def _cut(
         self, item: ParameterSlice, start: int, low: int, high: int, *, counts: bool
@@ -352,10 +354,10 @@ class FlatShards:
         return cut
 
     def make_narrow(self) -> None:
-        """Leave parameters in the narrow type; their gradients still add up in their own."""
+        """Leave parameters in the narrow type."""
         for parameter in (item.parameter for item in self.slices):
             parameter.data = parameter.data.to(self._held)
-            parameter.grad_dtype = self._dtype
+            parameter.grad_dtype = self._summed
 
     @property
     def is_under_way(self) -> bool:
@@ -372,7 +374,7 @@ class FlatShards:
         has_gradient = [p.contributes and p.parameter.grad is not None for p in self.slices]
         length, width = max(self._length, 1), self._length + len(has_gradient)
         # Of every rank its shard, and behind it for every slice whether it has a gradient.
-        mine = self._new(width)
+        mine = self._new(width, self._summed)
         full = mine.new_zeros(len(self._ranks), width)
         full[:, self._length :] = _flags(has_gradient, mine)
         for (item, start, stop), given in zip(self._laid_out(), has_gradient, strict=True):
@@ -404,7 +406,7 @@ class FlatShards:
         self.num_ranks = mine[self._length :]
         start = 0
         for tensor in (updated.tensor for updated in self.updated):
-            tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape)
+            tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape).to(self._dtype)
             start += tensor.numel()
 
     def drop_missing(self, num_ranks: Sequence[float]) -> None:
@@ -418,7 +420,7 @@ class FlatShards:
                 updated.tensor.grad = None
         for item in self.slices:
             item.parameter.grad = None
-        self.num_ranks = self._new(0)
+        self.num_ranks = self._new(0, self._summed)
 
     def gather(self, transport: Transport) -> None:
         """Gather the updated shards on all ranks."""

@@ -63,6 +63,7 @@ class Reductions:
         model: this rank's parameters.
         transport: sums.
         narrow: type in which ranks hold matrices whole whose update ZeRO cuts; None for their own.
+        narrow_gradients: whether their gradients are of that type too.
 
     Attributes:
         narrow_names: full names of these matrices.
@@ -74,8 +75,10 @@ class Reductions:
         model: LocalModel,
         transport: Transport,
         narrow: torch.dtype | None = None,
+        *,
+        narrow_gradients: bool = False,
     ) -> None:
-        self._narrow = narrow
+        self._narrow, self._narrow_gradients = narrow, narrow_gradients
         self._program, self._model, self._transport = program, model, transport
         self._trained = dict(model.trained())
         self._ties = {tie.name: tie for tie in model.ties}
@@ -133,8 +136,14 @@ class Reductions:
             narrow = self._narrow if is_narrow else None
             for bucket in in_buckets(slices[::-1]):
                 if sharers:
-                    names = frozenset(counted)
-                    yield FlatShards(bucket, sharers, rank, counted=names, narrow=narrow)
+                    yield FlatShards(
+                        bucket,
+                        sharers,
+                        rank,
+                        counted=frozenset(counted),
+                        narrow=narrow,
+                        gradients=narrow if self._narrow_gradients else None,
+                    )
                 else:
                     yield GradientBucket(bucket, reduction.ranks)
 

@@ -217,7 +217,13 @@ class Session:
             precision=precision,
         )
         self._data.close()
-        self._reductions = Reductions(self.program, self.model, transport, precision.narrow)
+        self._reductions = Reductions(
+            self.program,
+            self.model,
+            transport,
+            precision.narrow,
+            narrow_gradients=workload.train.narrow_gradients,
+        )
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         blocks = (

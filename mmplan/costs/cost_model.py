@@ -270,18 +270,21 @@ class CostModel(LinkCosts):
 
         ZeRO-1 cuts the state; where weights have a narrow copy it cuts the weights beside it too.
         """
-        number, copy = self.gradient_bytes, _COPY_BYTES[self.training.precision]
+        number, copy = _NUMBER_BYTES[self.training.precision], _COPY_BYTES[self.training.precision]
         if not trainable:
             return number + copy
         state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
-        if not self.training.zero:
+        if not self.training.zero or dp == 1:
             return number + copy + number + state
-        return (copy + (number + state) / dp if copy else number + state / dp) + number
+        held, cut = (copy, number + state) if copy else (number, state)
+        return held + self.gradient_bytes + cut / dp
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of one parameter's gradient under this training."""
-        return _NUMBER_BYTES[self.training.precision]
+        """Bytes of one parameter's gradient that several ranks sum."""
+        precision = self.training.precision
+        narrow = self.training.zero and self.training.narrow_gradients and _COPY_BYTES[precision]
+        return narrow or _NUMBER_BYTES[precision]
 
     def flops_per_sample(self, *, task: str, module: str) -> float:
         """Floating-point operations of a whole module's forward for one sample."""

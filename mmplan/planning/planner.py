@@ -150,6 +150,7 @@ def solve(
     training = PlannedTraining(
         precision=workload.train.precision,
         zero=workload.train.zero,
+        narrow_gradients=workload.train.narrow_gradients,
         optimizer=workload.train.optimizer,
         seed=workload.train.seed,
         reorder=workload.train.reorder,

@@ -151,7 +151,9 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
         ties = {m: planned.ties for m, planned in task.modules.items()}
         wanted = planned_task(workload, view, blocks, ties)
         found += _differences(f"tasks.{name}", _data(task), _data(wanted))
-    training = workload.train.model_dump(include={"precision", "optimizer", "reorder"})
+    training = workload.train.model_dump(
+        include={"precision", "optimizer", "reorder", "narrow_gradients"}
+    )
     ours = plan.training.model_dump(include=set(training))
     if plan.training.zero < workload.train.zero:
         training["zero"], ours["zero"] = workload.train.zero, plan.training.zero

@@ -148,6 +148,11 @@ class TrainSpec(Record):
     precision: Precision = "fp32"
     loss_scale: LossScaleSpec = LossScaleSpec()
     zero: Literal[0, 1] = 0
+    narrow_gradients: Bool = Field(
+        default=False,
+        description="where ZeRO leaves weights of 16 bits, their gradients add up over "
+        "micro-batches and ranks in that type too",
+    )
     deterministic: Bool = False
     tf32: Bool = Field(
         default=False,
@@ -178,6 +183,14 @@ class TrainSpec(Record):
         default_factory=dict,
         description="from which step on which tasks train, 0 first; default: always all",
     )
+
+    @model_validator(mode="after")
+    def _narrow_gradients_of_narrow_weights(self) -> TrainSpec:
+        if self.narrow_gradients and self.precision not in ("bf16", "fp16"):
+            raise ValueError(
+                f"narrow_gradients: needs precision bf16 or fp16, it is {self.precision}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _changes_in_order(self) -> TrainSpec:

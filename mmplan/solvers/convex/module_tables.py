@@ -180,14 +180,15 @@ class _Tables:
         return np.add.reduceat(per_block, self._starts)
 
     def _parameter_bytes(self) -> tuple[Floats, Floats]:
-        """Bytes at dp 1 without the part that ZeRO-1 divides, and that part."""
+        """Bytes without the part that ZeRO-1 divides, and that part at dp 1."""
         costs, blocks = self._problem.costs, self._blocks
-        one, two = (costs.bytes_per_parameter(trainable=True, dp=dp) for dp in (1, 2))
+        # Of several replicas: one alone may have wider gradients.
+        two, four = (costs.bytes_per_parameter(trainable=True, dp=dp) for dp in (2, 4))
         frozen = costs.bytes_per_parameter(trainable=False)
         trained = self._summed(blocks.parameters * blocks.trains)
         rest = self._summed(blocks.parameters * (1 - blocks.trains))
-        shared = 2 * (one - two)
-        return trained * (one - shared) + rest * frozen, trained * shared
+        shared = 4 * (two - four)
+        return trained * (two - shared / 2) + rest * frozen, trained * shared
 
     def _messages(self, cuts: tuple[tuple[int, int], ...]) -> list[Floats]:
         """Messages after each stage, there and back: numbers and bytes per sample."""
