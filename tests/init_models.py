@@ -194,7 +194,7 @@ def unet() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder of torch, with one embedding for both and the head."""
+    """An encoder and a decoder of torch, with one embedding for both and the head, and a mask."""
 
     def __init__(self, words: int = 50, width: int = 32) -> None:
         super().__init__()
@@ -209,19 +209,23 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, padding: Tensor, target: Tensor) -> Tensor:
         memory, x = self.embed(source), self.embed(target)
         for layer in self.encoder:
-            memory = layer(memory)
+            memory = layer(memory, src_key_padding_mask=padding)
         length = target.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
         for layer in self.decoder:
-            x = layer(x, memory, tgt_mask=mask)
+            x = layer(x, memory, tgt_mask=mask, memory_key_padding_mask=padding)
         return self.head(x)
 
 
 def sentences() -> dict[str, Tensor]:
-    return {"source": torch.randint(0, 50, (3, 7)), "target": torch.randint(0, 50, (3, 5))}
+    return {
+        "source": torch.randint(0, 50, (3, 7)),
+        "padding": torch.arange(7).expand(3, 7) > 4,
+        "target": torch.randint(0, 50, (3, 5)),
+    }
 
 
 class Branching(nn.Module):

@@ -101,6 +101,7 @@ def test_noise_has_the_shapes_placeholders_and_ids_that_are_asked_for() -> None:
             "image": {"shape": [3, 4]},
             "tokens": {"shape": [9], "vocab": 20, "rows": {19: 2, 18: 3}},
             "labels": {"shape": [9], "vocab": 18, "ignored": 5},
+            "mask": {"shape": [2, 6], "mask": True},
         },
         samples=40,
     )
@@ -112,6 +113,10 @@ def test_noise_has_the_shapes_placeholders_and_ids_that_are_asked_for() -> None:
     labels = torch.stack([sample["labels"] for sample in samples])
     assert ((labels == -100).sum(dim=1) == 5).all()
     assert samples[0]["image"].shape == (3, 4)
+    masks = torch.stack([sample["mask"] for sample in samples])
+    assert (masks.dtype, masks.shape) == (torch.bool, (40, 2, 6))
+    assert set(masks.sum(-1).flatten().tolist()) == {1, 2, 3, 4, 5}
+    assert torch.equal(masks.sort(-1, descending=True).values, masks)
     assert torch.equal(data[7]["tokens"], samples[7]["tokens"])
     assert not torch.equal(samples[0]["image"], samples[1]["image"])
 

@@ -47,7 +47,11 @@ def init(
     ],
     sample: Annotated[
         str | None,
-        typer.Option("--sample", metavar="MODULE:CALLABLE", help="inputs of a plain model"),
+        typer.Option(
+            "--sample",
+            metavar="MODULE:CALLABLE",
+            help="a plain model's inputs: tuple or dict of tensors",
+        ),
     ] = None,
     layers: Annotated[
         str | None,
@@ -69,7 +73,7 @@ def init(
     begun = api.init(
         source, output, sample=sample, layers=names("--layers", layers) or (), length=length
     )
-    out.text(f"wrote {', '.join(map(str, begun.files))}: {counted(begun.blocks, 'block')}")
+    out.text(f"cut into {counted(begun.blocks, 'block')}")
     for note in begun.notes:
         out.hint(note)
     hold = cast(Hold, context.obj.hold)
@@ -94,6 +98,7 @@ def init(
             hint="see Debugging a cut in docs/your-hugging-face-model.md",
             documented=True,
         )
+    out.text(f"wrote {', '.join(map(str, begun.files))}")
     for item in held:
         out.text(
             f"{counted(item.compared, 'output and gradient', 'outputs and gradients')} equal the "
@@ -103,4 +108,6 @@ def init(
     profile, plan = output / "profile.json", output / "plan.json"
     out.hint(f"mmplan profile {begun.workload} -o {profile}")
     out.hint(f"mmplan solve {begun.workload} --profile {profile} --devices 2 -o {plan}")
-    out.hint(f"mmlaunch verify {plan}; mmlaunch run {plan}")
+    original = f" --original {begun.originals[0]}" if begun.originals else ""
+    out.hint(f"mmlaunch verify {plan}{original}")
+    out.hint(f"mmlaunch run {plan}")

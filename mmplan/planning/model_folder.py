@@ -201,8 +201,7 @@ def _plain(source: str, sample: str | None, folder: Path) -> _Source:
         )
     names, values = _named_inputs(given)
     fields = {
-        name: {"shape": list(value.shape[1:])}
-        | ({} if value.is_floating_point() else {"vocab": max(int(value.max()) + 1, 2)})
+        name: {"shape": list(value.shape[1:]), **_kind(value)}
         for name, value in zip(names, values, strict=True)
     }
     module, _, attribute = source.partition(":")
@@ -217,6 +216,15 @@ def _plain(source: str, sample: str | None, folder: Path) -> _Source:
         inputs=values,
         names=names if isinstance(given, dict) else None,
     )
+
+
+def _kind(value: Tensor) -> dict[str, Any]:
+    """What noise of the same kind is made of."""
+    if value.is_floating_point():
+        return {}
+    if value.dtype == torch.bool:
+        return {"mask": True}
+    return {"vocab": max(int(value.max()) + 1, 2)}
 
 
 def _named_inputs(given: Any) -> tuple[tuple[str, ...], tuple[Tensor, ...]]:
@@ -285,6 +293,11 @@ def _write(found: _Source, cut: CutSource, shape: list[int], folder: Path) -> Be
         write_text(folder / name, text)
     unused = ", ".join(cut.unused[:3]) + (", ..." if len(cut.unused) > 3 else "")
     notes = [f"{len(cut.unused)} parameters take no part in forward: {unused}"] if unused else []
+    if found.config is None:
+        sizes = zip(found.recipe.inputs, cut.ranges, strict=True)
+        notes.append(f"sizes of a sample: {', '.join(f'{n} {size}' for n, size in sizes)}")
+    if not how.loss:
+        notes.append("the loss is the mean squared error against noise: choose yours there")
     return Begun(
         workload=folder / "workload.yaml",
         files=tuple(folder / name for name in files),

@@ -212,7 +212,12 @@ def _call_layer(layer: nn.Module, *state: Any) -> tuple[Any, ...]:
     return (output[0], *state[1:])
 
 
-def _layers(model: nn.Module, name: str) -> list[nn.Module]:
+def _layers(model: nn.Module, name: Any) -> list[nn.Module]:
+    if not isinstance(name, str):
+        raise InvalidInputError(
+            f"from_layers takes the name of one list of layers, not {name!r}",
+            hint="mmplan init cuts a model at several lists, an encoder's and a decoder's say",
+        )
     found = _find(model, name)
     if not isinstance(found, nn.ModuleList | nn.Sequential) or len(found) == 0:
         lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]

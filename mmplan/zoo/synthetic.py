@@ -16,7 +16,7 @@ from mmplan.zoo.sizes import check_sizes
 IGNORE = -100
 # The noise is part of the data: it does not follow train.seed.
 _DATA_SEED = 20240905
-_KEYS = {"shape", "vocab", "rows", "ignored"}
+_KEYS = {"shape", "vocab", "rows", "ignored", "mask"}
 
 
 class Noise(Dataset[dict[str, Tensor]]):
@@ -40,7 +40,8 @@ def noise(fields: Mapping[str, Mapping[str, Any]], *, samples: int = 4096) -> No
         fields: name to what the field is made of: ``shape`` alone for numbers in [0, 1); with
             ``vocab`` for token ids from 1 to below it. Of token ids, ``rows`` maps
             placeholders (the highest ids) to how many of them stand at the beginning, in that
-            order, and ``ignored`` is how many at the beginning are -100.
+            order, and ``ignored`` is how many at the beginning are -100; with ``mask: true``
+            for truth values, true up to a place that is drawn.
         samples: in the data set.
 
     Raises:
@@ -55,6 +56,11 @@ def noise(fields: Mapping[str, Mapping[str, Any]], *, samples: int = 4096) -> No
 
 def _draw(spec: Mapping[str, Any], generator: torch.Generator) -> Tensor:
     shape = tuple(spec["shape"])
+    if spec.get("mask"):
+        # Neither all nor nothing: what is true may be what is looked at, or what is not.
+        places = max(shape[-1] - 1, 1) if shape else 1
+        end = torch.randint(1, places + 1, (*shape[:-1], 1), generator=generator)
+        return torch.arange(shape[-1] if shape else 1).expand(shape) < end.reshape(end.shape)
     if "vocab" not in spec:
         return torch.rand(shape, generator=generator)
     rows = {int(key): count for key, count in spec.get("rows", {}).items()}

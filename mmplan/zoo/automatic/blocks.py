@@ -119,13 +119,19 @@ def _check(value: Tensor | Ragged, sizes: Sequence[tuple[int, int | None]]) -> N
         if size < least or (most is not None and size > most):
             raise InvalidInputError(
                 f"an input has shape {list(value.shape)}, the model was cut for "
-                f"[batch, {', '.join(_range(*pair) for pair in sizes)}]",
-                hint="run mmplan init again with --length, or give data of that shape",
+                f"batch x {size_words(sizes)}",
+                hint="give data of that shape, or run mmplan init again with a --sample of the "
+                "other shape (a model of a library: with --length)",
             )
 
 
-def _range(least: int, most: int | None) -> str:
-    return str(least) if least == most else f"{least} to {'any' if most is None else most}"
+def size_words(sizes: Sequence[tuple[int, int | None]]) -> str:
+    """The dimensions that an input may have, as in ``3 x 32 x (2 to 64)``."""
+    words = [
+        str(least) if least == most else f"({least} to {'any' if most is None else most})"
+        for least, most in sizes
+    ]
+    return " x ".join(words) or "one number"
 
 
 def assemble(model: nn.Module, steps: Sequence[StepSpec], *, sizes: Sizes = ()) -> LayerSequential:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from mmplan.errors import InvalidInputError
-from mmplan.zoo.automatic.blocks import Uncut
+from mmplan.zoo.automatic.blocks import Uncut, size_words
 from mmplan.zoo.automatic.partition import Partition, Piece
 from mmplan.zoo.automatic.tracing import BY_HAND, CALL, TRACED_TYPE, TracedCall, trace
 
@@ -31,6 +31,7 @@ class CutSource:
         functions: definitions of the functions of the blocks.
         steps: the list of (function, layer, names), as text.
         sizes: what the inputs' dimensions may be, as text.
+        ranges: the same of each input, for people.
         blocks: how many.
         unused: parameters that the forward does not use, which no block has.
     """
@@ -38,6 +39,7 @@ class CutSource:
     functions: str
     steps: str
     sizes: str
+    ranges: tuple[str, ...]
     blocks: int
     unused: tuple[str, ...]
 
@@ -78,6 +80,7 @@ def _cut_source(
         functions="\n\n\n".join(f"def {name}{body}" for body, name in functions.items()),
         steps="[\n" + "\n".join(steps) + "\n]",
         sizes=repr(partition.traced.sizes),
+        ranges=tuple(map(size_words, partition.traced.sizes)),
         blocks=len(steps),
         unused=unused,
     )
