@@ -265,6 +265,13 @@ def rows() -> Tensor:
 
 # Of several parts: class to its config.json.
 _TOWER = {"num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 2}
+_PATCHES: dict[str, Any] = {
+    "image_token_id": 59,
+    "scale_factor": 2,
+    "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 4},
+    "text_config": {"model_type": "llama", **TINY_TEXT, "tie_word_embeddings": True},
+    "tie_word_embeddings": True,
+}
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "CLIPModel": {
         "model_type": "clip",
@@ -290,6 +297,31 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 9,
             "bos_token_id": 48,
             "eos_token_id": 49,
+        },
+    },
+    "LlavaForConditionalGeneration": {
+        "model_type": "llava",
+        "image_token_index": 59,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            **{**_TOWER, "num_hidden_layers": 3, "hidden_size": 32},
+            **{"image_size": 16, "patch_size": 8},
+        },
+        "text_config": {"model_type": "llama", **TINY_TEXT},
+    },
+    "Idefics3ForConditionalGeneration": {"model_type": "idefics3", **_PATCHES},
+    "SmolVLMForConditionalGeneration": {"model_type": "smolvlm", **_PATCHES},
+    "Blip2ForConditionalGeneration": {
+        "model_type": "blip-2",
+        "image_token_index": 59,
+        "num_query_tokens": 5,
+        "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 8},
+        "qformer_config": {**_TOWER, "hidden_size": 24},
+        "text_config": {
+            "model_type": "opt",
+            **_TEXT,
+            "ffn_dim": 48,
+            "word_embed_proj_dim": 32,
         },
     },
 }

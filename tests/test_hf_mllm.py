@@ -30,6 +30,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OPT_SIZES = {**SIZES, "ffn_dim": 40, "word_embed_proj_dim": 24, "dropout": 0.0}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES},
     "llama 3": {
@@ -44,6 +45,11 @@ DECODERS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **SIZES},
     "qwen3": {"model_type": "qwen3", **SIZES, "head_dim": 8},
     "mistral": {"model_type": "mistral", **SIZES, "sliding_window": None},
+    "opt": {"model_type": "opt", **OPT_SIZES},
+    "opt, as its model of 350M": {
+        **{"model_type": "opt", **OPT_SIZES},
+        **{"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    },
 }
 SIGLIP = {
     "vision_config": {

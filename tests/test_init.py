@@ -19,7 +19,8 @@ from mmplan.schema.factories import build_dataset, build_loss, build_module
 from mmplan.schema.workload import load_workload
 from mmplan.zoo.automatic.blocks import CutStep
 from mmplan.zoo.automatic.denoisers import denoiser_fields
-from mmplan.zoo.automatic.families import WithLoss
+from mmplan.zoo.automatic.families import FAMILIES, WithLoss
+from mmplan.zoo.losses import TokenCrossEntropy
 from tests.commands import call, run
 from tests.init_models import CONFIGS, FAMILY_CONFIGS, TINY_AUDIO, TINY_TEXT
 
@@ -114,19 +115,22 @@ def test_from_a_model_of_several_parts_to_its_trained_weights(name: str, tmp_pat
     samples = [data[i] for i in range(6)]
     fields = {key: torch.stack([s[key] for s in samples]) for key in samples[0]}
     with torch.no_grad():
-        features = [
-            module(fields[str(workload.modules[part].inputs[0])])
-            for part, module in modules.items()
-        ]
-        (loss,) = losses.values()
-        whole = WithLoss(model.eval(), {"return_loss": True})(**fields)
-        torch.testing.assert_close(loss(*features), whole, rtol=1e-6, atol=0)
+        known: dict[str, Any] = dict(fields)
+        for part, module in modules.items():
+            inputs = [known[str(name)] for name in workload.modules[part].inputs]
+            known[part] = module(tuple(inputs) if len(inputs) > 1 else inputs[0])
+        ((of_loss, loss),) = losses.items()
+        found = loss(*(known[str(name)] for name in workload.losses[of_loss].inputs))
+        if isinstance(loss, TokenCrossEntropy):
+            found = found / loss.count({"labels": fields["labels"]}).sum()
+        whole = WithLoss(model.eval(), FAMILIES[name].options)(**fields)
+        torch.testing.assert_close(found, whole, rtol=1e-6, atol=0)
     # The trained weights are a start too, the loss's scale among them.
     again = tmp_path / "again"
     assert call("mmplan", "init", out, "-o", again, "--no-check").code == 0
     text = (again / "workload.yaml").read_text()
     assert text.count("init: ") == len(modules)
-    assert "init_scale" in text
+    assert ("init_scale" in text) == workload.losses[of_loss].cross_sample
 
 
 def test_parts_of_a_model_are_modules_of_the_workload(tmp_path: Path) -> None:
@@ -189,6 +193,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "audio_config": {"model_type": "qwen2_audio_encoder", **TINY_AUDIO},
         },
         "selects its frames by their values",
+    ),
+    "VipLlavaForConditionalGeneration": (
+        {**FAMILY_CONFIGS["LlavaForConditionalGeneration"], "model_type": "vipllava"},
+        "takes beside images",
     ),
     "Wav2Vec2ForCTC": (CONFIGS["Wav2Vec2ForSequenceClassification"], "returns ['logits'], and how"),
 }

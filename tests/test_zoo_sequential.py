@@ -99,6 +99,25 @@ def test_blocks_equal_the_model_and_its_gradients(depth: int) -> None:
         torch.testing.assert_close(parameter.grad, theirs[blocks.source_names[name]].grad)
 
 
+def test_a_layer_without_use_is_kept_and_does_not_train() -> None:
+    model = LanguageModel(depth=3).double()
+    kept = copy.deepcopy(model)
+    del kept.core.layers[2]
+    want = kept(*data_of_one_draw())
+    blocks = cut(model, unused=["core.layers.2"])
+    assert len(blocks) == 2
+    torch.testing.assert_close(blocks(data_of_one_draw()), want, rtol=1e-13, atol=1e-13)
+    still = {n for n, p in blocks.named_parameters() if not p.requires_grad}
+    assert {blocks.source_names[n] for n in still} == {
+        f"core.layers.2.{name}" for name in dict(model.core.layers[2].named_parameters())
+    }
+
+
+def data_of_one_draw() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return data()
+
+
 def test_names_are_the_models_own_behind_the_block() -> None:
     blocks = cut(LanguageModel(depth=2))
     layer = ["up.weight", "up.bias", "down.weight", "down.bias"]

@@ -286,7 +286,7 @@ class InitialWeights:
 
     A weight is looked for under the name that a run saves (``vision.0.weight``), then the
     module's own (``0.weight``), then the original one of a converted model
-    (``source_names``).
+    (``source_names``), as it is or as another version of its library has it (``renamed``).
 
     Args:
         path: a safetensors file, an index, a folder with either, or one of
@@ -302,9 +302,12 @@ class InitialWeights:
         self._source = open_weights(path)
         known = set(self._source.names())
         original: dict[str, str] = getattr(module, "source_names", {})
+        rename: Callable[[str], str] | None = getattr(module, "renamed", None)
+        others = {rename(name): name for name in known} if rename else {}
         self._stored: dict[Tensor, str] = {}
         for name, target in targets(module):
-            names = (f"{owner}.{name}", name, original.get(name, name))
+            its = original.get(name, name)
+            names = (f"{owner}.{name}", name, its, others.get(its, its))
             stored = next((n for n in names if n in known), names[0])
             shape = self._source.shape(stored)
             if shape != tuple(target.shape):

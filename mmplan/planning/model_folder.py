@@ -16,7 +16,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.schema.base import write_text
 from mmplan.schema.factories import import_factory
 from mmplan.zoo.automatic.blocks import Uncut
-from mmplan.zoo.automatic.families import FAMILIES, Family, family_fields, stored_scales
+from mmplan.zoo.automatic.families import FAMILIES, Family, stored_scales
 from mmplan.zoo.automatic.layers import find_layers
 from mmplan.zoo.automatic.pretrained import (
     PretrainedRecipe,
@@ -114,7 +114,7 @@ def begin(
 def _begin_family(
     source: Path, config: dict[str, Any], folder: Path, layers: Sequence[str], length: int | None
 ) -> Begun:
-    """A workload of several modules, each by a factory of mmplan.zoo.hf."""
+    """A workload of several modules, each by a factory of mmplan.zoo."""
     name = architecture(config)
     if layers:
         raise InvalidInputError(
@@ -125,8 +125,8 @@ def _begin_family(
     family = FAMILIES[name]
     # Shapes alone are looked at.
     with torch.device("meta"):
-        fields = family_fields(build_pretrained(config), length)
-        blocks = sum(len(part.build(config)) for part in family.parts.values())
+        parts = {name: part.build(config) for name, part in family.parts.items()}
+        fields = family.fields(build_pretrained(config), parts, length)
     weights = source.is_dir() and any(source.glob("*.safetensors"))
     init = source.resolve() if weights else None
     files = {
@@ -139,9 +139,13 @@ def _begin_family(
     return Begun(
         workload=folder / "workload.yaml",
         files=tuple(folder / file for file in files),
-        blocks=blocks,
+        blocks=sum(map(len, parts.values())),
         originals=("model:original",),
-        notes=(),
+        notes=tuple(
+            f"{part} is not trained, as this kind of model usually is: frozen in workload.yaml"
+            for part, of in family.parts.items()
+            if of.is_frozen
+        ),
     )
 
 
@@ -359,9 +363,10 @@ def _family_model(name: str, family: Family) -> str:
     def made(part: str) -> str:
         of = family.parts[part]
         words = ["CONFIG", *(f"{k}={v!r}" for k, v in of.options.items())]
-        return f"def {part}():\n    return hf.{of.factory}({', '.join(words)})"
+        return f"def {part}():\n    return {of.factory}({', '.join(words)})"
 
     functions = "\n\n\n".join(map(made, family.parts))
+    modules = ", ".join(sorted({of.factory.partition(".")[0] for of in family.parts.values()}))
     return f'''"""{name} in its parts: {", ".join(family.parts)}. Written by `mmplan init`.
 
 Each function makes the blocks of a part, `original` the whole model, whose forward gives its loss
@@ -371,7 +376,7 @@ and against which `mmlaunch verify PLAN --original model:original` holds them.
 
 from pathlib import Path
 
-from mmplan.zoo import hf
+from mmplan.zoo import {modules}
 from mmplan.zoo.automatic.families import WithLoss
 from mmplan.zoo.automatic.pretrained import build_pretrained, read_config
 
@@ -393,14 +398,18 @@ def _family_workload(
     init: Path | None,
     folder: Path,
 ) -> str:
-    modules = "\n".join(
-        f'  {part}: {{factory: "model:{part}", inputs: [{of.takes}]'
-        + (f", init: {_flow(str(init))}}}" if init else "}")
-        for part, of in family.parts.items()
-    )
+    def module(part: str) -> str:
+        of = family.parts[part]
+        words = [f'factory: "model:{part}"', f"inputs: [{', '.join(of.takes)}]"]
+        words += ["frozen: true"] if of.is_frozen else []
+        words += [f"init: {_flow(str(init))}"] if init else []
+        return f"  {part}: {{{', '.join(words)}}}"
+
+    modules = "\n".join(map(module, family.parts))
     scales = stored_scales(family, init) if init else {}
     args = f"\n    args: {_flow(scales)}" if scales else ""
-    inputs = ", ".join(family.parts)
+    pairs = "\n    cross_sample: true\n    sync_batch: 8" if family.is_cross_sample else ""
+    about = "each sample's pair against the pairs of all sync_batch samples"
     return f"""# {name}, written by `mmplan init`; see docs/your-hugging-face-model.md.
 version: 1
 name: {_flow(folder.resolve().name)}
@@ -408,12 +417,10 @@ batch: 8
 modules:
 {modules}
 losses:
-  # Each sample's pair against the pairs of all sync_batch samples.
+  # {about if family.is_cross_sample else _ABOUT[family.loss]}
   {family.loss}:
     factory: "mmplan.zoo.losses:{family.loss}"
-    inputs: [{inputs}]
-    cross_sample: true
-    sync_batch: 8{args}
+    inputs: [{", ".join(family.loss_inputs)}]{pairs}{args}
 {_data(fields)}"""
 
 

@@ -31,6 +31,7 @@ from mmplan.zoo.hf_parts import (
     checked,
     checked_config,
     each_image,
+    owned,
     transformers_class,
 )
 from mmplan.zoo.ragged_attention import attend_samples
@@ -228,7 +229,7 @@ def causal_lm(
     hidden: bool = False,
     packed: bool = False,
 ) -> LayerSequential:
-    """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...), one layer per block.
+    """A decoder of Llama's kind (llama, qwen2, qwen3, mistral, ...) or OPT, one layer per block.
 
     Rules for tensor parallelism are read from its configuration's ``base_model_tp_plan``;
     embedding and logits stay whole.
@@ -252,12 +253,45 @@ def causal_lm(
         UnfitEnvironmentError: transformers is missing or broken.
     """
     sizes = _decoder_config(config)
+    auto = transformers_class("AutoModelForCausalLM")
+    model = checked(f"{sizes.model_type} as a decoder", lambda: auto.from_config(sizes))
+    return cut_decoder(
+        model, "model", "lm_head", placeholders=placeholders, hidden=hidden, packed=packed
+    )
+
+
+def cut_decoder(
+    model: Any,
+    name: str,
+    head: str,
+    *,
+    placeholders: Sequence[int] = (),
+    hidden: bool = False,
+    packed: bool = False,
+    ignore: Sequence[str] = (),
+) -> LayerSequential:
+    """Cut the decoder that a model of transformers has, as :func:`causal_lm` does.
+
+    Args:
+        model: has it.
+        name: where the model has the decoder, without the layer that gives logits.
+        head: where it has that layer.
+        placeholders: see :func:`causal_lm`; ``hidden`` and ``packed`` too.
+        ignore: names of the model's other parts.
+
+    Raises:
+        InvalidInputError: a decoder that is not built as Llama's or OPT's.
+    """
+    name, inner = _decoder_in(model, name)
+    sizes = inner.config
+    _check_windows(sizes)
     check_placeholders(placeholders, sizes.vocab_size)
-    model: Any = _from_config(sizes)
-    no_ragged = _why_no_ragged(model)
+    no_ragged = _why_no_ragged(inner)
     # By content, so that alike layers share what was compiled.
     kind = f"{sizes.model_type} {sizes.to_json_string()}"
-    _ROTARIES[kind] = partial(type(model.model.rotary_emb), sizes)
+    turns = hasattr(inner, "rotary_emb")
+    if turns:
+        _ROTARIES[kind] = partial(type(inner.rotary_emb), sizes)
 
     def embed(part: Part, tokens: Text, *others: Any) -> tuple[Any, ...]:
         if isinstance(tokens, Ragged) and no_ragged is not None:
@@ -265,8 +299,9 @@ def causal_lm(
                 f"ragged text does not go through this {sizes.model_type}: {no_ragged}",
                 hint="pad the text to one length",
             )
-        x = splice(part.model.embed_tokens, tokens, others[packed:], placeholders)
-        return x, *others[:packed]
+        own, texts = owned(part, name), others[:packed]
+        x = splice(own.embed_tokens, tokens, others[packed:], placeholders)
+        return x if turns else _with_positions(own, x, *texts), *texts
 
     def layer(module: nn.Module, x: Text, *texts: Ragged) -> tuple[Any, ...]:
         rows, lengths = rows_of(x, *texts)
@@ -274,25 +309,78 @@ def causal_lm(
         if lengths is not None and not count:
             # Layers reshape to sizes that they infer, which an empty tensor does not allow.
             rows, lengths = functional.pad(rows, (0, 0, 0, 1)), lengths.new_ones(1)
-        angles = torch.ops.mmplan.rotary(rows.detach(), positions(rows, lengths)[None], kind)
-        rows = module(rows, attention_mask=lengths, position_embeddings=angles)
+        if turns:
+            angles = torch.ops.mmplan.rotary(rows.detach(), positions(rows, lengths)[None], kind)
+            rows = module(rows, attention_mask=lengths, position_embeddings=angles)
+        else:
+            rows = _opt_layer(module, rows, lengths)
         return as_text(x, rows if count else rows[:, :0]), *texts
 
     def readout(part: Part, x: Text, *_: Ragged) -> Any:
-        rows = part.model.norm(rows_of(x)[0])
-        logits = as_text(x, part.lm_head(rows))
+        own, rows = owned(part, name), rows_of(x)[0]
+        for step in behind:
+            rows = getattr(own, step)(rows)
+        logits = as_text(x, owned(part, head)(rows))
         return (logits, as_text(x, rows)) if hidden else logits
 
+    ahead, behind = (
+        [step for step in steps if getattr(inner, step, None) is not None]
+        for steps in (("embed_tokens", "project_in", "embed_positions"), _NORMS)
+    )
     return from_layers(
         model,
-        "model.layers",
+        f"{name}.layers",
         before=embed,
         each=layer,
         after=readout,
-        first=["model.embed_tokens"],
-        last=["model.norm", "lm_head"],
-        tp_plan=_layer_rules(sizes),
+        first=[f"{name}.{step}" for step in ahead],
+        last=[*(f"{name}.{step}" for step in behind), head],
+        tp_plan=_layer_rules(sizes) if turns else _OPT_RULES,
+        ignore=ignore,
     )
+
+
+_OPT_RULES = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.out_proj": "rowwise",
+    "fc1": "colwise",
+    "fc2": "rowwise",
+}
+
+
+def _opt_layer(layer: Any, x_BTW: Tensor, lengths: Tensor | None) -> Tensor:
+    """OPT's layer, with as many heads as its Linears have."""
+    is_before, attention = layer.do_layer_norm_before, layer.self_attn
+    drop = partial(functional.dropout, p=layer.dropout, training=layer.training)
+    rows = layer.self_attn_layer_norm(x_BTW) if is_before else x_BTW
+    query, key, value = (
+        project(rows).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    dropout = attention.dropout if layer.training else 0.0
+    mixed, _ = _attention(
+        *(attention, query, key, value, lengths), dropout=dropout, scaling=attention.scaling
+    )
+    x_BTW = x_BTW + drop(attention.out_proj(mixed.flatten(2)))
+    x_BTW = x_BTW if is_before else layer.self_attn_layer_norm(x_BTW)
+    rows = layer.final_layer_norm(x_BTW) if is_before else x_BTW
+    x_BTW = x_BTW + drop(layer.fc2(layer.activation_fn(layer.fc1(rows))))
+    return x_BTW if is_before else layer.final_layer_norm(x_BTW)
+
+
+# Behind the layers: Llama's norm, OPT's norm and its projection to the width of embeddings.
+_NORMS = ("norm", "final_layer_norm", "project_out")
+
+
+def _with_positions(own: Any, x: Text, *texts: Ragged) -> Text:
+    """OPT's activations of the embedded tokens, with learned positions."""
+    rows, lengths = rows_of(x, *texts)
+    places = positions(rows, lengths)[None]
+    project = getattr(own, "project_in", None)
+    rows = rows if project is None else project(rows)
+    return as_text(x, rows + own.embed_positions(places, position_ids=places))
 
 
 _ROTARIES: dict[str, Callable[[], nn.Module]] = {}
@@ -380,6 +468,12 @@ def _decoder_config(config: Mapping[str, Any]) -> Any:
     given = {key: value for key, value in config.items() if key != "model_type"}
     auto = transformers_class("AutoConfig").for_model
     sizes = checked(f"{kind} configuration", lambda: auto(kind, **given))
+    sizes._attn_implementation = "sdpa"
+    return sizes
+
+
+def _check_windows(sizes: Any) -> None:
+    kind = sizes.model_type
     windows = {t for t in getattr(sizes, "layer_types", None) or () if t != "full_attention"}
     if windows or (kind == "mistral" and sizes.sliding_window is not None):
         raise InvalidInputError(
@@ -387,23 +481,22 @@ def _decoder_config(config: Mapping[str, Any]) -> Any:
             "which causal_lm does not",
             hint="set sliding_window: null (and use_sliding_window: false)",
         )
-    sizes._attn_implementation = "sdpa"
-    return sizes
 
 
-def _from_config(sizes: Any) -> nn.Module:
-    auto = transformers_class("AutoModelForCausalLM")
-    model = checked(f"{sizes.model_type} as a decoder", lambda: auto.from_config(sizes))
-    inner = getattr(model, "model", None)
-    names = ("embed_tokens", "layers", "norm", "rotary_emb")
-    missing = [name for name in names if not hasattr(inner, name)]
-    if missing or not hasattr(model, "lm_head"):
+def _decoder_in(model: Any, name: str) -> tuple[str, Any]:
+    """Where a model has embedding and layers, which are OPT's or as Llama's, and these."""
+    inner = dict(model.named_modules()).get(name, model)
+    if hasattr(inner, "decoder"):
+        name, inner = f"{name}.decoder", inner.decoder
+    of_opt = hasattr(inner, "embed_positions") and inner.config.model_type == "opt"
+    rest = ("embed_positions",) if of_opt else ("norm", "rotary_emb")
+    missing = [item for item in ("embed_tokens", "layers", *rest) if not hasattr(inner, item)]
+    if missing:
         raise InvalidInputError(
-            f"{type(model).__name__} is not built as Llama is: it has no "
-            f"{', '.join(missing) or 'lm_head'}",
+            f"{type(inner).__name__} is not built as Llama is: it has no {', '.join(missing)}",
             hint="cut it with mmplan.zoo.sequential:from_layers in a factory of your own",
         )
-    return model
+    return name, inner
 
 
 def _pool(head: Any, hidden: Tensor) -> Tensor:

@@ -25,17 +25,28 @@ ENCODER_RULES = {
 }
 
 
-def each_image(run: Callable[[Tensor], Tensor], images: Tensor | Ragged) -> Tensor | Ragged:
-    """Run on every image; where a batch has none, on one of zeros that is thrown away."""
-    if not isinstance(images, Ragged):
-        return run(images)
-    values, lengths = images
-    if len(values):
-        return Ragged(run(values), lengths)
+def each_image(run: Callable[..., Tensor], *images: Tensor | Ragged) -> Tensor | Ragged:
+    """Run on every image; where a batch has none, on one of zeros that is thrown away.
+
+    Several arguments are several tensors of the same images.
+    """
+    lengths = images[0].lengths if isinstance(images[0], Ragged) else None
+    values = [x.values if isinstance(x, Ragged) else x for x in images]
+    if lengths is None:
+        return run(*values)
+    if len(values[0]):
+        return Ragged(run(*values), lengths)
     # transformers reshapes to sizes that it infers, which an empty tensor does not allow.
     # Joined to the empty one, so that gradients (of zero) reach whatever made it.
-    one = torch.cat([values, values.new_zeros((1, *values.shape[1:]))])
-    return Ragged(run(one)[:0], lengths)
+    ones = [torch.cat([x, x.new_zeros((1, *x.shape[1:]))]) for x in values]
+    return Ragged(run(*ones)[:0], lengths)
+
+
+def owned(part: Any, name: str) -> Any:
+    """What a part has under a dotted name of the model."""
+    for piece in name.split("."):
+        part = getattr(part, piece)
+    return part
 
 
 def checked_config(name: str, config: Mapping[str, Any] | None) -> Any:

@@ -21,6 +21,7 @@ itself: a rank keeps only its own blocks, so the model does not exist there.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -106,6 +107,8 @@ class LayerSequential(nn.Sequential):
             of the same tensor in the model's own ``state_dict``. A tensor with several
             names in the model has the first one here.
         tied_names: the other names in the model of such tensors, to the first one.
+        renamed: a name in a file, of an older version of the library too, to the model's own.
+            None: files have the model's names.
         configuration: content of the model's ``config.json``, its class among it
             (``architectures`` of transformers, ``_class_name`` of diffusers). Modules that
             are parts of one model have equal ones: they are exported together. None: the
@@ -117,6 +120,7 @@ class LayerSequential(nn.Sequential):
         super().__init__(*blocks)
         self.source_names: dict[str, str] = {}
         self.tied_names: dict[str, str] = {}
+        self.renamed: Callable[[str], str] | None = None
         self.configuration: dict[str, Any] | None = None
 
     def remember(self, model: nn.Module) -> None:
@@ -129,6 +133,23 @@ class LayerSequential(nn.Sequential):
         own = self.state_dict(keep_vars=True).items()
         self.source_names = {name: first[id(t)] for name, t in own if id(t) in first}
         self.configuration = configuration_of(model)
+        self.renamed = _renaming_of(model)
+
+
+def _renaming_of(model: nn.Module) -> Callable[[str], str] | None:
+    """From names in files to those of a model of transformers, as ``from_pretrained`` does it."""
+    prefix: Any = getattr(model, "base_model_prefix", None)
+    if prefix is None:
+        return None
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    rules = [
+        rule
+        for rule in mapping.get_model_conversion_mapping(model)
+        if isinstance(rule, loading.WeightRenaming)
+    ]
+    own = dict.fromkeys(model.state_dict(), True)
+    return lambda name: loading.rename_source_key(name, rules, [], prefix, own)[0]
 
 
 def configuration_of(model: nn.Module) -> dict[str, Any] | None:
@@ -152,6 +173,7 @@ def from_layers(
     last: Sequence[str] = (),
     tp_plan: TPPlan | None = None,
     ignore: Sequence[str] = (),
+    unused: Sequence[str] = (),
 ) -> LayerSequential:
     """Cut a model at its layers.
 
@@ -174,18 +196,21 @@ def from_layers(
         tp_plan: submodule names inside a layer to rules, or a function that gives
             these for a layer.
         ignore: dotted names of what is left out on purpose.
+        unused: dotted names of what forward does not use, layers among them. The last block
+            keeps it, frozen, so that the model can be exported whole.
 
     Returns:
-        As many children as there are layers.
+        As many children as there are layers that are used.
 
     Raises:
         InvalidInputError: a name that the model lacks, no layers, a trainable
             parameter that no block owns, or a tp rule for what is not a Linear.
     """
-    modules = _layers(model, layers)
+    kept = [_find(model, name).requires_grad_(False) for name in unused]
+    modules = [layer for layer in _layers(model, layers) if layer not in kept]
     run_each = each or _call_layer
-    _check_outside(model, modules, [*first, *last])
-    first_part, last_part = _part(before, model, first), _part(after, model, last)
+    _check_outside(model, modules, [*first, *last, *unused])
+    first_part, last_part = _part(before, model, first), _part(after, model, [*last, *unused])
     blocks = [
         LayerBlock(
             layer=layer,

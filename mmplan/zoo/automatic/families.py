@@ -1,18 +1,22 @@
-"""Models of several parts, each a module of the workload by a factory of mmplan.zoo.hf."""
+"""Models of several parts, each a module of the workload by a factory of mmplan.zoo."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
-from mmplan.zoo import hf
 from mmplan.zoo.automatic.pretrained import text_field
+from mmplan.zoo.hf_parts import checked
 from mmplan.zoo.sequential import LayerSequential
+
+NoiseFields = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +24,16 @@ class FamilyPart:
     """A module.
 
     Attributes:
-        factory: of mmplan.zoo.hf; takes the whole model's configuration.
+        factory: ``module.name`` in mmplan.zoo; takes the whole model's configuration.
         options: of the factory.
-        takes: argument of the whole model's forward.
+        takes: arguments of the whole model's forward, and names of other parts.
+        is_frozen: whether it is not trained.
     """
 
     factory: str
-    takes: str
+    takes: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_frozen: bool = False
 
     def build(self, config: Mapping[str, Any]) -> LayerSequential:
         """The blocks, with random weights.
@@ -35,7 +41,9 @@ class FamilyPart:
         Raises:
             InvalidInputError: transformers or the factory refuses the configuration.
         """
-        return getattr(hf, self.factory)(config, **self.options)
+        module, _, name = self.factory.partition(".")
+        factory = getattr(importlib.import_module(f"mmplan.zoo.{module}"), name)
+        return factory(config, **self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,51 +51,118 @@ class Family:
     """How a class of models is taken apart and trained.
 
     Attributes:
-        parts: by the module's name in the workload, in the order of the loss's inputs.
-        loss: of mmplan.zoo.losses; across samples.
+        parts: by the module's name in the workload.
+        loss: of mmplan.zoo.losses.
+        loss_inputs: names of modules and data fields.
+        is_cross_sample: whether the loss looks at samples together.
+        fields: synthetic fields of the whole model, its parts and the tokens of a text, by the
+            forward's names.
         options: other arguments of the whole model's forward, with which it gives its loss.
         scales: arguments of the loss to the model's scalars that they begin as.
     """
 
     parts: Mapping[str, FamilyPart]
     loss: str
-    options: Mapping[str, Any]
-    scales: Mapping[str, str]
+    loss_inputs: tuple[str, ...]
+    is_cross_sample: bool
+    fields: Callable[[nn.Module, Mapping[str, LayerSequential], int | None], NoiseFields]
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scales: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-_RETURN_LOSS = {"return_loss": True}
+def _pair_fields(
+    model: nn.Module, parts: Mapping[str, LayerSequential], length: int | None
+) -> NoiseFields:
+    """Of an image tower and a text tower."""
+    sizes = cast(Any, model).config
+    return {
+        "pixel_values": {"shape": _image(sizes.vision_config)},
+        "input_ids": text_field(type(model).__name__, sizes.text_config, length),
+    }
+
+
+def _image(sizes: Any) -> list[int]:
+    side = sizes.image_size
+    height, width = (side, side) if isinstance(side, int) else side
+    return [getattr(sizes, "num_channels", 3), height, width]
+
+
+def _placed_fields(
+    model: nn.Module, parts: Mapping[str, LayerSequential], length: int | None
+) -> NoiseFields:
+    """Of one image, whose rows stand at the beginning of the text."""
+    sizes, name = cast(Any, model).config, type(model).__name__
+    # These take several images of a sample.
+    several = name.startswith(("Idefics3", "SmolVLM"))
+    image = [*([1] if several else []), *_image(sizes.vision_config)]
+    ahead = nn.Sequential(*list(parts.values())[:-1])
+    features = checked(f"{name}'s image of {image}", lambda: ahead(torch.zeros([1, *image])))
+    rows = features[0, ..., 0].numel()
+    text = text_field(name, sizes.text_config, None)
+    tokens = rows + text["shape"][0]
+    text["shape"] = [length or min(tokens, sizes.text_config.max_position_embeddings)]
+    return {
+        "pixel_values": {"shape": image},
+        "input_ids": {**text, "rows": {str(sizes.image_token_id): rows}},
+        "labels": {**text, "ignored": rows},
+    }
+
+
+def _placed(**between: FamilyPart) -> Family:
+    """An image tower whose features, or what is made of them, take places in a text."""
+    is_frozen = bool(between)
+    tower = FamilyPart(
+        factory="hf_vision_language.image_tower", takes=("pixel_values",), is_frozen=is_frozen
+    )
+    lm = FamilyPart(
+        factory="hf_vision_language.image_lm",
+        takes=("input_ids", *(list(between)[-1:] or ["vision"])),
+        is_frozen=is_frozen,
+    )
+    return Family(
+        parts={"vision": tower, **between, "lm": lm},
+        loss="token_cross_entropy",
+        loss_inputs=("lm", "labels"),
+        is_cross_sample=False,
+        fields=_placed_fields,
+    )
+
+
+def _pair(vision: FamilyPart, text: FamilyPart, loss: str, **scales: str) -> Family:
+    """An image tower and a text tower, whose features a loss compares over samples."""
+    return Family(
+        parts={"vision": vision, "text": text},
+        loss=loss,
+        loss_inputs=("vision", "text"),
+        is_cross_sample=True,
+        fields=_pair_fields,
+        options={"return_loss": True},
+        scales=scales,
+    )
+
+
 FAMILIES: dict[str, Family] = {
-    "CLIPModel": Family(
-        parts={
-            "vision": FamilyPart(factory="clip_vision", takes="pixel_values"),
-            "text": FamilyPart(factory="clip_text", takes="input_ids"),
-        },
-        loss="clip",
-        options=_RETURN_LOSS,
-        scales={"init_scale": "logit_scale"},
+    "CLIPModel": _pair(
+        FamilyPart(factory="hf.clip_vision", takes=("pixel_values",)),
+        FamilyPart(factory="hf.clip_text", takes=("input_ids",)),
+        "clip",
+        init_scale="logit_scale",
     ),
-    "SiglipModel": Family(
-        parts={
-            "vision": FamilyPart(
-                factory="siglip_vision", takes="pixel_values", options={"pooled": True}
-            ),
-            "text": FamilyPart(factory="siglip_text", takes="input_ids"),
-        },
-        loss="sigmoid",
-        options=_RETURN_LOSS,
-        scales={"init_scale": "logit_scale", "init_bias": "logit_bias"},
+    "SiglipModel": _pair(
+        FamilyPart(factory="hf.siglip_vision", takes=("pixel_values",), options={"pooled": True}),
+        FamilyPart(factory="hf.siglip_text", takes=("input_ids",)),
+        "sigmoid",
+        init_scale="logit_scale",
+        init_bias="logit_bias",
+    ),
+    "LlavaForConditionalGeneration": _placed(),
+    "Idefics3ForConditionalGeneration": _placed(),
+    "SmolVLMForConditionalGeneration": _placed(),
+    # As BLIP-2 is trained: what is between two models that know enough.
+    "Blip2ForConditionalGeneration": _placed(
+        queries=FamilyPart(factory="hf_vision_language.query_former", takes=("vision",))
     ),
 }
-
-
-def family_fields(model: nn.Module, length: int | None) -> dict[str, dict[str, Any]]:
-    """Synthetic fields of a model of an image tower and a text tower, by the forward's names."""
-    sizes = cast(Any, model).config
-    image, text = sizes.vision_config, sizes.text_config
-    return {
-        "pixel_values": {"shape": [image.num_channels, image.image_size, image.image_size]},
-        "input_ids": text_field(type(model).__name__, text, length),
-    }
 
 
 def stored_scales(family: Family, folder: Path) -> dict[str, float]:

@@ -193,6 +193,12 @@ def _inputs(name: str, model: nn.Module, length: int | None) -> dict[str, dict[s
         )
     if first == "input_ids" and hasattr(audio, "max_source_positions"):
         return _speech_and_text(name, sizes, length)
+    if hasattr(sizes, "vision_config"):
+        raise InvalidInputError(
+            f"mmplan init does not know what {name} takes beside images",
+            hint="it takes CLIP, SigLIP, LLaVA, Idefics 3, SmolVLM and BLIP-2; write a workload "
+            "for others, see docs/your-own-model.md",
+        )
     raise InvalidInputError(
         f"mmplan init does not know what {name} takes",
         hint="write a workload with the factories of mmplan.zoo, or of your own, or give "
