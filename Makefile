@@ -52,6 +52,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_proof.py
 	$(BIN)/python benchmarks/bench_restart.py
 	$(BIN)/python benchmarks/bench_save.py
+	$(BIN)/python benchmarks/bench_sequence_parallel.py
 	$(BIN)/python benchmarks/bench_slow_ranks.py
 	$(BIN)/python benchmarks/bench_traces.py
 	$(BIN)/python benchmarks/bench_goodput.py

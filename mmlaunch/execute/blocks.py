@@ -17,8 +17,10 @@ from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
+from mmlaunch.model.tensor_parallel import sums_of
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Stage
+from mmplan.proof.row_cuts import BlockRows, RowFlow
 
 
 class ExecutionError(RunFailedError):
@@ -74,16 +76,23 @@ class StageBlocks:
         # Ranks of a tensor-parallel group run the same again, so their sums still meet.
         again = stage.module in self._recompute and torch.is_grad_enabled()
         given = tuple(arguments)
+        flow = RowFlow(self._model.row_groups.get(stage.index, ""))
         for index in range(*stage.blocks):
+            cuts = self._model.row_cuts.get((stage.index, index))
+            given = flow.before(cuts, given)
             try:
                 if again:
-                    block = partial(self._run_block, stage, index, step, first_sample, later)
+                    block = partial(
+                        self._run_block, stage, index, step, first_sample, later, flow.length
+                    )
                     # The block seeds the generators itself: their state needs no copy.
                     output = checkpoint(
                         block, *given, use_reentrant=False, preserve_rng_state=False
                     )
                 else:
-                    output = self._run_block(stage, index, step, first_sample, later, *given)
+                    output = self._run_block(
+                        stage, index, step, first_sample, later, flow.length, *given
+                    )
             except Exception as error:
                 if isinstance(error, MMPlanError) or not any(map(lacks_rows, given)):
                     raise
@@ -94,8 +103,9 @@ class StageBlocks:
                     f"{next(iter(str(error).splitlines()), '')}",
                     hint=NO_ROWS,
                 ) from error
+            flow.after(None if cuts is None else self._rows(stage, index))
             given = (output,)
-        return given[0]
+        return flow.end(given[0])
 
     def _run_block(
         self,
@@ -104,11 +114,17 @@ class StageBlocks:
         step: int,
         first_sample: int,
         later: WeightGradients | None,
+        length: int,
         *arguments: Any,
     ) -> Any:
         block = self._model.blocks[stage.owner, index]
         off = self._model.frozen_here[stage.index]
         self._model.tp_groups.enter(stage, index)
+        rows = self._rows(stage, index)
+        if rows is not None:
+            cuts = self._model.row_cuts.get((stage.index, index))
+            taken = cuts is None or not cuts.takes or length
+            rows.begin(cuts if taken else None, self._model.row_groups.get(stage.index, ""), length)
         self._seeds.enter(step, stage.module, index, first_sample)
         if later is None and not off and self._compiled is None:
             return block(*arguments)
@@ -118,6 +134,11 @@ class StageBlocks:
                 return block(*arguments)
             call = self._compiled.of(block, arguments, split=later is not None)
             return call(block, *arguments)
+
+    def _rows(self, stage: Stage, index: int) -> BlockRows | None:
+        """The rows of a block that tensor-parallel groups run."""
+        sums = sums_of(self._model.blocks[stage.owner, index]) if self._model.row_cuts else None
+        return None if sums is None else sums.rows
 
 
 def frozen(parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:

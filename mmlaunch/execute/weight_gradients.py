@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mmlaunch.model.tensor_parallel import CutLinear
+from mmplan.proof.row_cuts import SharedRows, all_rows_again, linear_of_rows
 
 _CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {
     nn.Conv1d.forward: functional.conv1d,
@@ -47,6 +48,9 @@ class _PutOff:
         grad: of the output.
         x, used: input and weight as the layer computed with them.
         settings: of a convolution (:func:`_named`); none of a Linear.
+        group: that shares out the input's rows, of which ``x`` are the rank's own; "" where it
+            does not.
+        shared: those rows, for several Linears.
     """
 
     weight: Tensor
@@ -55,11 +59,14 @@ class _PutOff:
     x: Tensor
     used: Tensor
     settings: Sequence[int]
+    group: str
+    shared: SharedRows | None
 
     def gradients(self) -> list[Tensor | None]:
         """Of weight and bias."""
         wanted = (False, True, self.bias is not None)
-        _, *found = _gradients(self.grad, self.x, self.used, self.settings, wanted)
+        x = all_rows_again(self.shared, self.x, self.grad, self.group) if self.group else self.x
+        _, *found = _gradients(self.grad, x, self.used, self.settings, wanted)
         return found
 
 
@@ -178,9 +185,15 @@ class SplitBackward:
             return partial(_linear, layer, self)
         return partial(self.convolution, layer)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """:func:`torch.nn.functional.linear`, its weight's gradient delayed."""
-        return self._apply(functional.linear, (), x, weight, bias)
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        rows: SharedRows | None = None,
+    ) -> Tensor:
+        """:func:`mmplan.proof.row_cuts.linear_of_rows`, its weight's gradient delayed."""
+        return self._apply(functional.linear, (), x, weight, bias, rows)
 
     def convolution(self, layer: Any, input: Tensor) -> Tensor:
         """Forward of an ``nn.Conv1d``, ``2d`` or ``3d``, likewise."""
@@ -198,11 +211,14 @@ class SplitBackward:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        rows: SharedRows | None = None,
     ) -> Tensor:
         compiling = torch.compiler.is_compiling()
         # In a compiled backward the operator stands between the input's gradient and its user.
         if type(x) is not Tensor or (compiling and not x.requires_grad):
-            return function(x, weight, bias)
+            return (
+                function(x, weight, bias) if rows is None else linear_of_rows(x, weight, bias, rows)
+            )
         kind = x.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         if narrow is not None and x.dtype != torch.float64:
@@ -212,8 +228,11 @@ class SplitBackward:
             x = x.to(narrow)
         else:
             used, used_bias = weight.detach(), None if bias is None else bias.detach()
-        arguments = x, weight, bias, used, used_bias, function, settings, self.name
-        return cast(Tensor, _Layer.apply(*arguments))
+        kept = None if rows is None else rows.kept(x.dtype)
+        shared = None if rows is None else rows.use(weight)
+        group = "" if rows is None else rows.group
+        arguments = x, kept, weight, bias, used, used_bias, function, settings, self.name
+        return cast(Tensor, _Layer.apply(*arguments, group, shared))
 
     def _as(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter's values in a type, made once a step for all of its uses."""
@@ -237,7 +256,7 @@ _SPLITS: WeakValueDictionary[str, SplitBackward] = WeakValueDictionary()
 torch.library.define(
     "mmlaunch::put_off",
     "(Tensor(a!) grad_x, Tensor grad, Tensor x, Tensor used, Tensor weight, Tensor? bias, "
-    "int[] settings, str split) -> ()",
+    "int[] settings, str split, str group) -> ()",
 )
 KEEPING = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
@@ -251,11 +270,13 @@ def _put_off(
     bias: Tensor | None,
     settings: Sequence[int],
     split: str,
+    group: str,
+    shared: SharedRows | None = None,
 ) -> None:
     rank = _SPLITS[split]
     known = rank.parameter(weight), None if bias is None else rank.parameter(bias)
     later = WeightGradients(rank) if rank.collecting is None else rank.collecting
-    later.put_off(_PutOff(*known, grad, x, used, settings))
+    later.put_off(_PutOff(*known, grad, x, used, settings, group, shared))
     if rank.collecting is None:
         later.compute()
 
@@ -268,6 +289,8 @@ torch.library.register_fake("mmlaunch::put_off", lambda *_: None)
 class _Layer(torch.autograd.Function):
     """A layer whose backward gives the input's gradient, and the weight's now or later.
 
+    ``kept`` are the rank's own rows of the input, of which ``group`` can gather all for the
+    weight's gradient; None where the whole input is kept.
     ``function`` computes the output of input, weight and bias, with these ``settings``; ``split``
     names the rank's :class:`SplitBackward`.
     """
@@ -276,6 +299,7 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        kept: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         used: Tensor,
@@ -283,25 +307,33 @@ class _Layer(torch.autograd.Function):
         function: Callable[..., Tensor],
         settings: Sequence[int],
         split: str,
+        group: str,
+        shared: SharedRows | None,
     ) -> Tensor:
         # Saved, not kept on ctx: recomputation must be able to let the input go.
-        ctx.save_for_backward(x, used, weight, bias)
+        ctx.save_for_backward(x if kept is None else kept, used, weight, bias)
         ctx.settings, ctx.split = settings, split
+        ctx.group, ctx.shared = group, shared
         return function(x, used, used_bias)
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), (needs_x, _, needs_bias, *_) = grads, ctx.needs_input_grad
+        (grad,), (needs_x, _, _, needs_bias, *_) = grads, ctx.needs_input_grad
         x, used, weight, bias = ctx.saved_tensors
         grad_x = _gradients(grad, x, used, ctx.settings, (needs_x, False, False))[0]
         if torch.compiler.is_compiling() or _SPLITS[ctx.split].collecting is not None:
-            put_off = torch.ops.mmlaunch.put_off if torch.compiler.is_compiling() else _put_off
             kept = grad, x, used, weight, bias if needs_bias else None
-            put_off(grad_x, *kept, ctx.settings, ctx.split)
-            return grad_x, *(None,) * 7
+            given = grad_x, *kept, ctx.settings, ctx.split, ctx.group
+            if torch.compiler.is_compiling():
+                torch.ops.mmlaunch.put_off(*given)
+            else:
+                _put_off(*given, ctx.shared)
+            return grad_x, *(None,) * 10
+        if ctx.group:
+            x = all_rows_again(ctx.shared, x, grad, ctx.group)
         now = _gradients(grad, x, used, ctx.settings, (False, True, needs_bias))[1:]
-        return grad_x, *now, *(None,) * 5
+        return grad_x, None, *now, *(None,) * 7
 
 
 def _gradients(

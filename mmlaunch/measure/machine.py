@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -202,14 +202,24 @@ def _there_and_back(tensor: Tensor, clock: Clock, group: Any) -> Reading:
 
 
 class GroupComm:
-    """Sums tensors over the processes of one tensor-parallel group."""
+    """Sums and gathers tensors over the processes of one tensor-parallel group."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by the group's sum."""
         dist.all_reduce(tensor, group=self._group)
+
+    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+        """Fill the flat ``full`` with every process's ``mine``."""
+        # Newer torch has other names for these two, and keeps the old ones.
+        cast(Any, dist).all_gather_into_tensor(full, mine, group=self._group)
+
+    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
+        """Fill the flat ``mine`` with this process's part of the sum of ``full``."""
+        cast(Any, dist).reduce_scatter_tensor(mine, full, group=self._group)
 
 
 class NoComm:

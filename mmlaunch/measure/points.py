@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,12 +32,20 @@ from mmlaunch.measure.memory import kept_bytes, transient_bytes
 from mmlaunch.measure.sample_work import WorkSampler
 from mmlaunch.measure.timing import HeldTensors, Peers, Stopwatch, Timing
 from mmlaunch.model.precision import TrainingPrecision
-from mmlaunch.model.tensor_parallel import block_plan, shard_block, sum_gradients
+from mmlaunch.model.tensor_parallel import (
+    GroupSums,
+    block_plan,
+    group_name,
+    shard_block,
+    sum_gradients,
+    sums_of,
+)
 from mmlaunch.model.whole_modules import call_blocks
 from mmlaunch.process.device import set_numerics
 from mmplan.errors import InvalidInputError
 from mmplan.processes import num_cores
-from mmplan.proof.tp_states import module_states
+from mmplan.proof.row_cuts import RowCuts, RowFlow
+from mmplan.proof.tp_states import TPStates, module_states
 from mmplan.schema.base import Json
 from mmplan.schema.factories import build_loss, build_module, tied_blocks, tied_parameters
 from mmplan.schema.fingerprints import built_parts
@@ -73,7 +81,10 @@ class Measurer:
         self._groups = tensor_parallel_groups(job["processes"], rank)
         self._inputs = Inputs(self._workload, self._folder, device, pool=job["pool"])
         self._built: tuple[tuple[str, int], nn.Sequential] | None = None
-        self._partial: dict[tuple[str, int], list[list[str]]] = {}
+        self._states: dict[tuple[str, int], list[TPStates]] = {}
+        # Blocks of the last one built whose rows are cut, and the group that shares them out.
+        self._cuts: dict[nn.Module, RowCuts] = {}
+        self._row_group = ""
         # Measured seconds per sample, to foresee points that would take too long.
         self._seconds: dict[tuple[Any, ...], float] = {}
         self._kinds: dict[str, Callable[[Json], Json]] = {
@@ -173,25 +184,41 @@ class Measurer:
                 tied = {f"{index}.{p}" for p in cut} & {*ties, *ties.values()}
                 if tied:
                     return f"{name}: tp_plan cuts {min(tied)}, which another block shares"
-            self._partial_parameters(name, tp)
+            self._followed(name, tp)
         except InvalidInputError as error:
             return error.message
         return None
 
-    def _partial_parameters(self, name: str, tp: int) -> list[list[str]]:
-        """By block, the replicated parameters whose gradients a group sums; none at tp 1.
+    def _followed(self, name: str, tp: int) -> list[TPStates]:
+        """What a group does with each block; nothing at tp 1.
 
         Raises:
             InvalidInputError: a block would compute something else at this degree.
         """
         if tp == 1:
             return []
-        if (name, tp) not in self._partial:
+        if (name, tp) not in self._states:
             task = next(t.name for t in resolve_tasks(self._workload).values() if name in t.inputs)
             inputs = self._inputs.of_module(task, name, _FOLLOWED_SAMPLES)
-            states = module_states(self._build_shapes(name), inputs, tp, where=name)
-            self._partial[name, tp] = [sorted(found.partial) for found in states]
-        return self._partial[name, tp]
+            rows = self._workload.train.sequence_parallel
+            module = self._build_shapes(name)
+            self._states[name, tp] = module_states(module, inputs, tp, where=name, rows=rows)
+        return self._states[name, tp]
+
+    def _call(self, blocks: Sequence[nn.Module], args: tuple[Tree, ...]) -> Tree:
+        """The forward of consecutive blocks, as a stage of a run has it."""
+        if not self._cuts:
+            return call_blocks(blocks, args)
+        flow, given = RowFlow(self._row_group), args
+        for block in blocks:
+            cuts = self._cuts.get(block)
+            given = flow.before(cuts, given)
+            rows = None if cuts is None else cast(GroupSums, sums_of(block)).rows
+            if rows is not None:
+                rows.begin(cuts, self._row_group, flow.length)
+            given = (block(*given),)
+            flow.after(rows)
+        return flow.end(given[0])
 
     def _shape(self, point: Json) -> Json:
         """Work, activations and outputs of every block, from real samples.
@@ -288,7 +315,7 @@ class Measurer:
         twice = TrainingPrecision(self._workload.train, self._device).is_narrow
         with self._autocast():
             return kept_bytes(
-                lambda: call_blocks(blocks, args), [*held, *tensors_of(args)], self._device, twice
+                lambda: self._call(blocks, args), [*held, *tensors_of(args)], self._device, twice
             )
 
     def _transient_bytes(self, blocks: list[nn.Module], args: tuple[Tree, ...]) -> Json:
@@ -296,7 +323,7 @@ class Measurer:
 
         def call() -> Tree:
             with self._autocast():
-                return call_blocks(blocks, args)
+                return self._call(blocks, args)
 
         return transient_bytes(call, self._device)
 
@@ -309,7 +336,7 @@ class Measurer:
                 clock.cool()
             started = clock.mark()
             with self._autocast():
-                out = call_blocks(blocks, args)
+                out = self._call(blocks, args)
             forward = clock.since(started)
             return forward, _timed_backward(out, clock)
 
@@ -334,8 +361,8 @@ class Measurer:
             args = self._inputs.of_module(task, name, size, repeat)
             with self._autocast():
                 if first:
-                    args = (map_tensors(blocks[0](*args), leaf_of),)
-                out = call_blocks(blocks[first:], args)
+                    args = (map_tensors(self._call(blocks[:1], args), leaf_of),)
+                out = self._call(blocks[first:], args)
             return (_timed_backward(out, clock),)
 
         try:
@@ -349,6 +376,7 @@ class Measurer:
         """A module on this device, cut for tensor parallelism; the last one is kept."""
         if self._built is None or self._built[0] != (name, tp):
             self._built = None
+            self._cuts = {}
             module = build_module(self._workload, name, self._folder)
             if tp > 1:
                 comm = self._groups[tp]
@@ -356,8 +384,13 @@ class Measurer:
                     where = f"{name}.{index}"
                     shard_block(block, index=self._rank % tp, count=tp, comm=comm, where=where)
             module = module.to(self._device).train()
-            for block, partial in zip(module, self._partial_parameters(name, tp), strict=False):
+            for block, states in zip(module, self._followed(name, tp), strict=False):
+                partial = sorted(states.partial)
                 sum_gradients(map(block.get_parameter, partial), self._groups[tp])
+                if states.rows is not None:
+                    cast(GroupSums, sums_of(block)).rows.hook(block, states.rows)
+                    self._cuts[block] = states.rows
+                    self._row_group = group_name(self._groups[tp])
             self._built = (name, tp), module
         return self._built[1]
 

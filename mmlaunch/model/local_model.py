@@ -16,12 +16,21 @@ from mmlaunch.checkpoint.boxes import Box
 from mmlaunch.model.deferred_init import MetaModule, UndeferrableError, check_gone
 from mmlaunch.model.precision import matrix_names
 from mmlaunch.model.shard_layout import ShardLayout
-from mmlaunch.model.tensor_parallel import TensorParallelComm, TPGroups, cut_parameters, shard_block
+from mmlaunch.model.tensor_parallel import (
+    GroupSums,
+    TensorParallelComm,
+    TPGroups,
+    cut_parameters,
+    group_name,
+    shard_block,
+    sums_of,
+)
 from mmlaunch.model.whole_modules import BlockKey, build_owner, mark_frozen, trainable_blocks
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.samples import intersect
 from mmplan.program.shards import Ranks
+from mmplan.proof.row_cuts import RowCuts
 from mmplan.schema.factories import build_loss, tied_parameters
 from mmplan.schema.workload import Workload
 from mmplan.wording import size
@@ -66,6 +75,8 @@ class LocalModel:
             (:func:`mmlaunch.model.precision.matrix_names`).
         frozen_here: for each stage, trained parameters that must not get a gradient from it.
         tp_groups: which shards this rank holds, and in which groups it runs them.
+        row_cuts: by stage and block, where the rows of its activations are cut.
+        row_groups: by stage, the name of the group that shares out its rows.
         notes: modules that had to be built whole, and why, in words for the user.
     """
 
@@ -87,6 +98,8 @@ class LocalModel:
         self.matrices: set[str] = set()
         self.notes: list[str] = []
         self.tp_groups = TPGroups(program, rank)
+        self.row_cuts: dict[tuple[int, int], RowCuts] = {}
+        self.row_groups: dict[int, str] = {}
         self._trains = trainable_blocks(program)
         self._workload, self._folder = workload, folder
         self._program, self._rank = program, rank
@@ -226,6 +239,21 @@ class LocalModel:
                         "it with plan: {tp: 1}",
                     )
                 self.tp_groups.sum_partial(stage, index, parameters[name], self._comm(group))
+
+    def cut_rows(self, stage: Stage, cuts: Mapping[int, RowCuts]) -> None:
+        """Let a stage's blocks run with their rows cut.
+
+        Args:
+            stage: the stage; nothing is done on ranks that do not run it.
+            cuts: by block.
+        """
+        place = stage.find_place(self._rank)
+        for index, cut in cuts.items() if place is not None else ():
+            block = self.blocks[stage.owner, index]
+            cast(GroupSums, sums_of(block)).rows.hook(block, cut)
+            self.row_cuts[stage.index, index] = cut
+            group = tuple(sorted(stage.ranks[cast("tuple[int, int]", place)[0]]))
+            self.row_groups[stage.index] = group_name(self._comm(group))
 
     def _cut(self, stage: Stage, index: int) -> dict[str, list[Box]]:
         """Cut one kept block; returns the kept parts by name in the module."""

@@ -29,8 +29,10 @@ from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import MMPlanError, RunFailedError
 from mmplan.program.model import Program, Source, Stage
+from mmplan.proof.row_cuts import RowCuts
 from mmplan.proof.tp_states import TPStates, tp_states
 from mmplan.ragged import Ragged
+from mmplan.wording import counted
 
 # Two samples: some modules squeeze a batch of one away.
 _SAMPLES = 2
@@ -42,10 +44,12 @@ class _Answer:
 
     Attributes:
         partial: by block, the parameters whose gradients its tensor-parallel groups sum.
+        rows: by block, where the rows of its activations are cut.
     """
 
     spec: Spec = None
     partial: dict[int, tuple[str, ...]] = field(default_factory=lambda: {})
+    rows: dict[int, RowCuts] = field(default_factory=lambda: {})
     failure: Failure | None = None
 
 
@@ -56,6 +60,8 @@ def infer_shapes(
     data: Callable[[str], StepData],
     prepare: Callable[[Tree], Tree],
     precision: TrainingPrecision,
+    *,
+    sequence_parallel: bool,
 ) -> list[Spec]:
     """The output spec of every stage, the same list on all ranks.
 
@@ -66,6 +72,8 @@ def infer_shapes(
         data: some step's data of a task.
         prepare: moves a data field to the device and its training type.
         precision: the type in which blocks compute.
+        sequence_parallel: whether tensor-parallel groups share out rows; the model is told of
+            which blocks.
 
     Raises:
         MMPlanError: a block raised, returned something that cannot travel, or would train
@@ -82,7 +90,7 @@ def infer_shapes(
                     inputs = _arguments(
                         stage, program, specs, data(stage.task), prepare, transport.device
                     )
-                    answer = _infer(stage, model, inputs, known)
+                    answer = _infer(stage, model, inputs, known, sequence_parallel)
             except MMPlanError as error:
                 answer = _Answer(failure=Failure.of(error))
             except Exception as error:
@@ -97,6 +105,7 @@ def infer_shapes(
         if answer.failure is not None:
             raise answer.failure.error()
         specs.append(answer.spec)
+        model.cut_rows(stage, answer.rows)
         if stage.has_backward:
             model.sum_partial(stage, answer.partial)
     return specs
@@ -147,7 +156,11 @@ def _arguments(
 
 
 def _infer(
-    stage: Stage, model: LocalModel, arguments: list[Tree], known: dict[object, TPStates]
+    stage: Stage,
+    model: LocalModel,
+    arguments: list[Tree],
+    known: dict[object, TPStates],
+    rows: bool,
 ) -> _Answer:
     """A stage's answer.
 
@@ -156,9 +169,10 @@ def _infer(
         model: has its blocks.
         arguments: of the first block.
         known: states of blocks that were followed before.
+        rows: whether tensor-parallel groups share out rows.
     """
     if stage.tp > 1:
-        return _follow(stage, model, arguments, known)
+        return _follow(stage, model, arguments, known, rows)
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
         return _Answer(spec=_run_fake(blocks, arguments))
@@ -168,11 +182,17 @@ def _infer(
 
 
 def _follow(
-    stage: Stage, model: LocalModel, arguments: list[Tree], known: dict[object, TPStates]
+    stage: Stage,
+    model: LocalModel,
+    arguments: list[Tree],
+    known: dict[object, TPStates],
+    rows: bool,
 ) -> _Answer:
     """The answer of a stage that tensor-parallel groups run."""
     given: tuple[Any, ...] = tuple(arguments)
     partial: dict[int, tuple[str, ...]] = {}
+    cuts: dict[int, RowCuts] = {}
+    whole: dict[str, list[int]] = {}
     for index in range(*stage.blocks):
         where = f"{stage.owner}.{index}"
         full = {
@@ -181,10 +201,21 @@ def _follow(
             if name.startswith(f"{where}.")
         }
         block = model.blocks[stage.owner, index]
-        found = tp_states(block, given, stage.tp, where=where, full=full, known=known)
+        # A rank that holds a block whole, for several groups, runs it without.
+        cut = rows and not model.tp_groups.has_several_shards(stage.owner, index)
+        found = tp_states(block, given, stage.tp, where=where, full=full, known=known, rows=cut)
         partial[index] = tuple(sorted(found.partial))
+        if found.rows is not None:
+            cuts[index] = found.rows
+        if found.obstacle is not None:
+            whole.setdefault(found.obstacle, []).append(index)
         given = (found.output,)
-    return _Answer(spec=spec_of(given[0]), partial=partial)
+    model.notes += [
+        f"modules.{stage.owner}: {counted(len(blocks), 'block')} from {blocks[0]} on: rows stay "
+        f"whole on each rank of a tp group: {reason}"
+        for reason, blocks in whole.items()
+    ]
+    return _Answer(spec=spec_of(given[0]), partial=partial, rows=cuts)
 
 
 def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:

@@ -10,6 +10,9 @@ replicated, and their gradients are equal on every rank of the group: where a ra
 only (a norm of single heads sees the rank's own heads), the parts are summed in backward.
 :mod:`mmplan.proof.tp_states` finds these, and blocks that cannot be run so.
 
+With sequence parallelism a rank has its own rows only between the cut Linears
+(:mod:`mmplan.proof.row_cuts`).
+
 A rank may run a block in several groups: for several tasks, say. With the same shard in all of
 them it holds that shard, and only the group of its sums changes. With different shards it holds
 the block whole, and each group uses its shard of it. There replicated parameters would contribute
@@ -38,6 +41,7 @@ from mmlaunch.model.shard_layout import ShardLayout, shard_layout
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import Program, Stage
 from mmplan.program.shards import Ranks, held_shards, is_crowded
+from mmplan.proof.row_cuts import ROW_GROUPS, BlockRows, RowGroup, linear_of_rows
 from mmplan.proof.tp_states import packed_parts
 
 STYLES: tuple[ShardStyle, ...] = ("colwise", "rowwise", "packed_colwise")
@@ -187,10 +191,10 @@ class CutLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] to [..., out], either of them this rank's shard."""
-        return self.compute(functional.linear, input)
+        return self.compute(linear_of_rows, input)
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
-        """The forward with another function in place of ``functional.linear``."""
+        """The forward with another function in place of ``linear_of_rows``."""
         raise NotImplementedError
 
 
@@ -199,14 +203,19 @@ class _ColwiseLinear(CutLinear):
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
         """[..., in] to [..., out / count]; the input's gradient is summed over the group."""
-        return linear(self.tp_sums.enter(input), self.weight, self.bias)
+        rows = self.tp_sums.rows.gathered(input)
+        x = self.tp_sums.enter(input) if rows is None else input
+        return linear(x, self.weight, self.bias, rows)
 
 
 class _RowwiseLinear(CutLinear):
     """Columns of the weight: a slice of the input channels, whole output."""
 
     def compute(self, linear: Callable[..., Tensor], input: Tensor) -> Tensor:
-        """[..., in / count] to [..., out], summed over the group; the bias is added once."""
+        """[..., in / count] to [..., out], summed over the group; the bias is added once.
+
+        Of rows that are cut the rank's own ones come out.
+        """
         summed = self.tp_sums.leave(linear, input, self.weight)
         # Under autocast the sum is bf16 and the bias float32: keep the sum's type.
         return summed if self.bias is None else summed + self.bias.to(summed.dtype)
@@ -253,6 +262,7 @@ def _group(comm: TensorParallelComm) -> _NamedGroup:
     """The same name for the same group, so that alike blocks share their compiled code."""
     name = _NAMES.setdefault(comm, f"group {next(_numbers)}")
     _COMMS[name] = comm
+    ROW_GROUPS[name] = cast(RowGroup, comm)
     return _NamedGroup(comm, name)
 
 
@@ -276,10 +286,14 @@ class GroupSums:
 
     Args:
         comm: of the group.
+
+    Attributes:
+        rows: of the block's activations.
     """
 
     def __init__(self, comm: TensorParallelComm) -> None:
         self.group = _group(comm)
+        self.rows = BlockRows()
         # Inputs of column-cut Linears since the last row-cut one, and what these compute with.
         self._entered: list[tuple[Tensor, Tensor]] = []
 
@@ -296,6 +310,9 @@ class GroupSums:
         """A row-cut product and Megatron's g: the sum over the group; the gradient as it comes."""
         # Before the product: recomputation of a block may end inside of its last one.
         self._entered.clear()
+        self.rows.clear()
+        if self.rows.cuts is not None:
+            return self.rows.sum(linear(x, weight))
         return cast(Tensor, _Leave.apply(linear(x, weight), self.group.name))
 
 
@@ -490,7 +507,7 @@ class TPGroups:
             if len(set(groups.values())) > 1:
                 block, comms = blocks[index], {g: comm(tuple(sorted(g))) for g in groups.values()}
                 whole = self.shard(owner, index) == (0, 1)
-                sums = GroupSums(next(iter(comms.values()))) if whole else _sums(block)
+                sums = GroupSums(next(iter(comms.values()))) if whole else sums_of(block)
                 if sums is None:
                     continue
                 for stage, group in groups.items():
@@ -543,6 +560,11 @@ class TPGroups:
         return gradient
 
 
-def _sums(block: nn.Module) -> GroupSums | None:
+def group_name(comm: TensorParallelComm) -> str:
+    """The name by which operators know a group."""
+    return _group(comm).name
+
+
+def sums_of(block: nn.Module) -> GroupSums | None:
     """The sums of a cut block; None where it cuts nothing."""
     return next((m.tp_sums for m in block.modules() if isinstance(m, CutLinear)), None)

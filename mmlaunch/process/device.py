@@ -207,18 +207,16 @@ def async_tp_note(device: torch.device) -> str:
     """One line on whether matmuls hide the messages of tensor parallelism, and why not.
 
     torch's fused operations (``torch.ops.symm_mem.fused_all_gather_matmul`` and
-    ``fused_matmul_reduce_scatter``) are for activations that are cut along the sequence;
-    here they are whole on every rank of a group, so a sum has no fused form.
+    ``fused_matmul_reduce_scatter``) are for activations that are cut along the sequence; a sum over
+    activations that are whole on every rank has no fused form, and the gathers of sequence
+    parallelism are not fused either.
     """
     if device.type != "cuda":
         reason = f"torch fuses matmuls and messages on CUDA only, this is {device.type}"
     elif not hasattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter"):
         reason = "this torch has no symmetric memory"
     else:
-        reason = (
-            "torch's fused matmuls need activations cut along the sequence, and here every rank "
-            "of a group holds them whole"
-        )
+        reason = "sums and gathers of a group are not fused with matmuls"
     return f"async TP off: {reason}"
 
 

@@ -113,6 +113,7 @@ class Evaluation:
             data=lambda task: self._data.of_task(task, 0),
             prepare=prepare,
             precision=precision,
+            sequence_parallel=plan.training.sequence_parallel,
         )
         self._data.close()
         self._executor = Executor(
@@ -187,6 +188,8 @@ def _with_losses(
     """The model with the metrics beside its losses; its parameters are the same ones."""
     found = copy.copy(model)
     found.losses = dict(model.losses)
+    # In evaluation mode other blocks may share out their rows.
+    found.row_cuts, found.row_groups = {}, {}
     for loss in losses:
         if transport.rank in loss.ranks and loss.name not in found.losses:
             made = build_loss(workload, loss.name, folder, field=f"train.eval.metrics.{loss.name}")

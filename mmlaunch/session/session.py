@@ -91,10 +91,19 @@ class _GroupSum:
 
     def __init__(self, transport: Transport, ranks: Ranks) -> None:
         self._transport, self._ranks = transport, ranks
+        self.index, self.count = ranks.index(transport.rank), len(ranks)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the group."""
         self._transport.all_reduce(tensor, self._ranks)
+
+    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+        """Fill ``full`` with every rank's ``mine``."""
+        self._transport.gather_flat(full, mine, self._ranks)
+
+    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
+        """Fill ``mine`` with this rank's part of the sum of ``full``."""
+        self._transport.start_reduce_scatter(mine, full, self._ranks).wait()
 
 
 class Session:
@@ -215,6 +224,7 @@ class Session:
             data=lambda task: self._data.of_task(task, 0),
             prepare=self._prepare,
             precision=precision,
+            sequence_parallel=plan.training.sequence_parallel,
         )
         self._data.close()
         self._reductions = Reductions(

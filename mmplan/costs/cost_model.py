@@ -212,7 +212,8 @@ class CostModel(LinkCosts):
         """Bytes that one device holds of a micro-batch between its forward and backward.
 
         With ``recompute="full"`` each block keeps its input only: the bytes of the cut before it,
-        replicated on every tensor-parallel rank. It never takes more than without.
+        replicated on every tensor-parallel rank, or shared out with sequence parallelism. It
+        never takes more than without.
         """
         shares = self._module(task, module)
         blocks = blocks or (0, shares.profile.blocks)
@@ -222,7 +223,8 @@ class CostModel(LinkCosts):
         if recompute != "full":
             return full
         inputs = self._input_bytes(task, module)
-        return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]))
+        sharers = tp if self.training.sequence_parallel else 1
+        return min(full, samples * (inputs[blocks[1]] - inputs[blocks[0]]) / sharers)
 
     def _input_bytes(self, task: str, module: str) -> list[float]:
         """Running sums of the blocks' input bytes per sample."""

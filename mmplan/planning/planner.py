@@ -151,6 +151,7 @@ def solve(
         precision=workload.train.precision,
         zero=workload.train.zero,
         narrow_gradients=workload.train.narrow_gradients,
+        sequence_parallel=workload.train.sequence_parallel,
         optimizer=workload.train.optimizer,
         seed=workload.train.seed,
         reorder=workload.train.reorder,

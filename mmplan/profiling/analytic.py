@@ -70,6 +70,7 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
         modules=modules,
         tasks=tasks,
         losses=losses,
+        sequence_parallel=train.sequence_parallel,
         provenance={
             **roofline.provenance(),
             "precision": train.precision,

@@ -2,13 +2,15 @@
 
 Every kernel of a block's forward and backward is recorded with its FLOPs (torch's own
 formulas), the bytes of its arguments and results, and the bytes that tensor parallelism
-sums over the group. Attention and RMSNorm count as one fused kernel, as accelerators run them.
+sums or gathers over the group. Attention and RMSNorm count as one fused kernel, as accelerators run
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mmplan.arrays import Floats
+from mmplan.proof.row_cuts import BlockRows, linear_of_rows
 
 CountState = Any  # a tensor, or a tuple of tensors
 Product = tuple[int, int, int, int]
 # Columns of a table of kernels.
-COLUMNS = 9
-FLOPS, MOVED, SUMMED, M, N, K, BATCH, KIND, ROWS = range(COLUMNS)
+COLUMNS = 10
+FLOPS, MOVED, SUMMED, M, N, K, BATCH, KIND, ROWS, GATHERED = range(COLUMNS)
 # Kinds of kernels, which reach different parts of a device's rates. POINTWISE is all else.
 POINTWISE, PRODUCT, ATTENTION, NORM, SOFTMAX, ACTIVATION = range(6)
 
@@ -45,6 +48,9 @@ _FREE = frozenset(
         "new_empty_strided",
     ]
 )
+# Operators that gather rows over the group, and that sum and scatter them.
+_GATHERS = frozenset(f"mmplan::{name}" for name in ("gather_rows", "all_rows", "gather_again"))
+_SCATTERS = "mmplan::sum_rows"
 # How the names of norms' kernels begin.
 _NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm")
 _ACTIVATIONS = frozenset(["gelu", "silu", "sigmoid", "tanh", "mish", "softplus", "exp"])
@@ -58,9 +64,10 @@ class Kernels:
 
     Attributes:
         names: one per kernel.
-        table: [kernels, 9], FLOPs, bytes moved, bytes summed over the TP group; of a matrix
+        table: [kernels, 10], FLOPs, bytes moved, bytes summed over the TP group; of a matrix
             product ``[batch, m, k] x [batch, k, n]`` m, n, k and batch, of attention m queries, n
-            keys and a batch of heads, else 0; the kind; of norms and softmaxes the rows.
+            keys and a batch of heads, else 0; the kind; of norms and softmaxes the rows; bytes
+            of all rows that the TP group gathers, or sums and scatters.
     """
 
     names: tuple[str, ...]
@@ -100,9 +107,11 @@ class _Log:
         product: Product = (0, 0, 0, 0),
         kind: int = POINTWISE,
         rows: float = 0,
+        gathered: float = 0,
     ) -> None:
         self.names.append(name)
-        self.rows.append(tuple(map(float, (flops, moved, summed, *product, kind, rows))))
+        numbers = flops, moved, summed, *product, kind, rows, gathered
+        self.rows.append(tuple(map(float, numbers)))
 
     def take(self) -> Kernels:
         table = np.array(self.rows, dtype=np.float64).reshape(-1, COLUMNS)
@@ -128,8 +137,18 @@ class Counter:
         # Inputs of column-cut Linears since the last row-cut one; their gradients are summed once.
         self._entered: list[tuple[Tensor, Tensor]] = []
 
-    def count(self, call: nn.Module, inputs: Sequence[CountState]) -> tuple[BlockCount, CountState]:
+    def count(
+        self,
+        call: nn.Module,
+        inputs: Sequence[CountState],
+        run: Callable[..., CountState] | None = None,
+    ) -> tuple[BlockCount, CountState]:
         """Run forward and backward of a block (or of a loss) on meta tensors.
+
+        Args:
+            call: the block.
+            inputs: its inputs.
+            run: calls it with them, and does what belongs to it; None for the block alone.
 
         Returns:
             The counts, and the outputs, cut from the graph.
@@ -139,7 +158,7 @@ class Counter:
         saved = _Saved(self._known, self._kept)
         with _Kernels(self._log), _Fused(self._log):
             with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
-                outputs = call(*inputs)
+                outputs = (run or call)(*inputs)
             forward = self._log.take()
             backward_input = self._gradients(outputs, _floating(inputs), last=False)
             backward = self._gradients(outputs, [*_floating(inputs), *parameters], last=True)
@@ -175,15 +194,17 @@ class Counter:
         return self._log.take()
 
     def watch_tensor_parallel(
-        self, rowwise: Iterable[nn.Module], colwise: Iterable[nn.Module]
+        self, rowwise: Iterable[nn.Module], colwise: Iterable[nn.Module], rows: BlockRows
     ) -> None:
         """Record the sums over the group: outputs of row-cut Linears in forward, in backward the
         gradient of each tensor that column-cut ones take before the next row-cut one.
+
+        Where rows are cut, their operators are recorded in place of these.
         """
         for linear in rowwise:
-            linear.register_forward_hook(self._sum_output)
+            linear.register_forward_hook(partial(self._sum_output, rows))
         for linear in colwise:
-            linear.register_forward_pre_hook(self._sum_input_gradient)
+            linear.__dict__["forward"] = partial(self._column_cut, linear, rows)
 
     def watch_sums(self, parameters: Iterable[nn.Parameter]) -> None:
         """Record the sums over the group of parameters' gradients in backward."""
@@ -193,16 +214,23 @@ class Counter:
     def _sum_gradient(self, gradient: Tensor) -> None:
         self._log.add("all_reduce", summed=_num_bytes(gradient))
 
-    def _sum_output(self, _: nn.Module, __: Any, output: Tensor) -> None:
-        self._log.add("all_reduce", summed=_num_bytes(output))
+    def _sum_output(self, rows: BlockRows, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         self._entered.clear()
+        rows.clear()
+        if rows.cuts is not None:
+            return rows.sum(output)
+        self._log.add("all_reduce", summed=_num_bytes(output))
+        return output
 
-    def _sum_input_gradient(self, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        found = next((after for before, after in self._entered if before is args[0]), None)
-        if found is None:
-            found = cast(Any, _SumGradient).apply(args[0], self._log)
-            self._entered.append((args[0], found))
-        return found, *args[1:]
+    def _column_cut(self, linear: Any, rows: BlockRows, input: Tensor) -> Tensor:
+        gathered = rows.gathered(input)
+        if gathered is None:
+            found = next((after for before, after in self._entered if before is input), None)
+            if found is None:
+                found = cast(Any, _SumGradient).apply(input, self._log)
+                self._entered.append((input, found))
+            input = found
+        return linear_of_rows(input, linear.weight, linear.bias, gathered)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -231,6 +259,14 @@ class _Kernels(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if func.is_view or name in _FREE or not _tensors(out):
+            return out
+        if name in _GATHERS or name == _SCATTERS:
+            full = args[0] if name == _SCATTERS else out
+            kind = "reduce_scatter" if name == _SCATTERS else "all_gather"
+            self._log.add(kind, gathered=_num_bytes(full))
+            if full.shape[:-2].numel() > 1:
+                # Ranks' rows lie one after another in each sample, and apart on the wire.
+                self._log.add("cat", moved=2 * _num_bytes(full))
             return out
         formula = flop_registry.get(func._overloadpacket)
         flops = formula(*args, **kwargs, out_val=out) if formula else 0

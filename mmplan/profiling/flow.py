@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import FunctionType
@@ -15,7 +17,8 @@ from torch.utils import _pytree as pytree
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
-from mmplan.proof.tp_states import module_states
+from mmplan.proof.row_cuts import ROW_GROUPS, BlockRows, RowCuts, RowFlow
+from mmplan.proof.tp_states import TPStates, module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
 from mmplan.schema.factories import build_loss, build_module, compute_dtype
@@ -59,7 +62,7 @@ class TaskFlow:
             output=self._output,
             look_at=_spread_rows,
         )
-        self._partial: dict[tuple[str, int], list[list[str]]] = {}
+        self._states: dict[tuple[str, int], list[TPStates]] = {}
 
     def _output(self, module: str) -> Any:
         if module not in self._outputs:
@@ -89,36 +92,45 @@ class TaskFlow:
                 would then compute something else.
         """
         built = self.build(module, tp)
-        partial = self._partial_parameters(module, tp)
+        states = self._followed(module, tp)
         counter = Counter(built)
         state: Any = self.shapes.inputs(f"modules.{module}", self.task.inputs[module], samples)
         counts: list[BlockCount] = []
-        known: dict[object, tuple[BlockCount, Any]] = {}
+        known: dict[object, tuple[BlockCount, Any, int]] = {}
         before: object = None
+        # The rank that has the most rows.
+        group = _CountedGroup(index=tp - 1, count=tp)
+        ROW_GROUPS[_COUNTED] = group
+        flow = RowFlow(_COUNTED)
         for index, block in enumerate(built):
+            rows, cuts = BlockRows(), states[index].rows if tp > 1 else None
             if tp > 1:
-                counter.watch_tensor_parallel(*_cut_linears(block))
-                counter.watch_sums(block.get_parameter(name) for name in partial[index])
+                counter.watch_tensor_parallel(*_cut_linears(block), rows)
+                counter.watch_sums(block.get_parameter(n) for n in sorted(states[index].partial))
+            if cuts is not None:
+                rows.hook(block, cuts)
             arguments = state if index == 0 else [state]
             # What the block before it keeps decides whether a block's input is kept once more.
-            kind = before, _kind(block, arguments)
+            kind = before, _kind(block, arguments), flow.length, cuts
             if kind in known:
-                count, state = known[kind]
+                count, state, flow.length = known[kind]
                 state = counter.another(state)
             else:
                 where = f"modules.{module}: block {index}" + (f" at tp {tp}" if tp > 1 else "")
-                count, state = known[kind] = _run(counter, block, arguments, where)
+                run = partial(_run_rows, flow, rows, cuts, block, index == len(built) - 1)
+                count, state = _run(counter, block, arguments, where, run)
+                known[kind] = count, state, flow.length
             before = kind[1]
             counts.append(count)
         if tp == 1 and samples == BASE:
             self._outputs[module] = state
         return counts
 
-    def _partial_parameters(self, module: str, tp: int) -> list[list[str]]:
-        """By block, the replicated parameters whose gradients a group sums."""
+    def _followed(self, module: str, tp: int) -> list[TPStates]:
+        """What a group does with each block."""
         if tp == 1:
             return []
-        if (module, tp) not in self._partial:
+        if (module, tp) not in self._states:
             sources = self.task.inputs[module]
             values = zip(
                 sources, self.shapes.inputs(f"modules.{module}", sources, BASE), strict=True
@@ -127,9 +139,14 @@ class TaskFlow:
                 value if source.module is None else pytree.tree_map_only(Tensor, _as_output, value)
                 for source, value in values
             ]
-            states = module_states(self.build(module), inputs, tp, where=f"modules.{module}")
-            self._partial[module, tp] = [sorted(found.partial) for found in states]
-        return self._partial[module, tp]
+            self._states[module, tp] = module_states(
+                self.build(module),
+                inputs,
+                tp,
+                where=f"modules.{module}",
+                rows=self._workload.train.sequence_parallel,
+            )
+        return self._states[module, tp]
 
     def count_loss(self, loss: str, samples: int) -> BlockCount:
         """A loss on a number of samples.
@@ -235,9 +252,49 @@ def _cut_linears(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return rowwise, colwise
 
 
-def _run(counter: Counter, call: nn.Module, inputs: list[Any], what: str) -> tuple[BlockCount, Any]:
+# The group whose rank is counted.
+_COUNTED = "counted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CountedGroup:
+    """A tensor-parallel group without other ranks: shapes alone are counted."""
+
+    index: int
+    count: int
+
+    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+        """Nothing to move."""
+
+    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
+        """Nothing to move."""
+
+
+def _run_rows(
+    flow: RowFlow,
+    rows: BlockRows,
+    cuts: RowCuts | None,
+    block: nn.Module,
+    last: bool,
+    *arguments: Any,
+) -> Any:
+    """One block, which takes and gives all rows or a rank's own; all of them at the end."""
+    given = flow.before(cuts, arguments)
+    rows.begin(cuts, _COUNTED, flow.length)
+    output = block(*given)
+    flow.after(rows)
+    return flow.end(output) if last else output
+
+
+def _run(
+    counter: Counter,
+    call: nn.Module,
+    inputs: list[Any],
+    what: str,
+    run: Callable[..., Any] | None = None,
+) -> tuple[BlockCount, Any]:
     try:
-        return counter.count(call, inputs)
+        return counter.count(call, inputs, run)
     except MMPlanError:
         raise
     except Exception as error:

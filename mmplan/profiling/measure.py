@@ -337,6 +337,7 @@ def _assemble(
         modules=modules,
         tasks=tasks,
         losses=dict(_loss_profiles(measured)),
+        sequence_parallel=workload.train.sequence_parallel,
         provenance=_provenance(setting, machine, described, measured),
     )
 

@@ -21,8 +21,9 @@ All other kernels stream their bytes:
 Of a norm or a softmax a multiprocessor has a row, so that few rows use few of them.
 
 Kernels run one after another, and no faster than the host starts them, one by one where blocks
-are not compiled; a sum over a tensor-parallel group is an all-reduce on the node's link and hides
-behind nothing. All constants are in ``profiles/devices.yaml``.
+are not compiled; a sum over a tensor-parallel group is an all-reduce on the node's link, with cut
+rows an all-gather or a reduce-scatter, and hides behind nothing. All constants are in
+``profiles/devices.yaml``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from mmplan.arrays import Floats
-from mmplan.costs.links import collective_s
+from mmplan.costs.links import CollectiveKind, collective_s
 from mmplan.profiling.counting import (
     ACTIVATION,
     ATTENTION,
     BATCH,
     FLOPS,
+    GATHERED,
     KIND,
     MOVED,
     NORM,
@@ -93,14 +95,22 @@ class Roofline:
         # A module's blocks are mostly alike.
         key = table.tobytes(), tp
         if key not in self._seconds:
-            summed = table[:, SUMMED]
-            computes = summed == 0
+            summed, gathered = table[:, SUMMED], table[:, GATHERED]
+            computes = (summed == 0) & (gathered == 0)
             compute_s = float(self.kernel_s(table)[computes].sum())
             compute_s = max(compute_s, self._host_s * int(computes.sum()))
-            sums = (
-                collective_s(self._cluster, "all_reduce", range(tp), float(b)) for b in summed if b
+            kinds: list[tuple[CollectiveKind, Floats]] = [
+                ("all_reduce", summed),
+                # A reduce-scatter carries as many bytes as an all-gather.
+                ("all_gather", gathered),
+            ]
+            together = (
+                collective_s(self._cluster, kind, range(tp), float(b))
+                for kind, column in kinds
+                for b in column
+                if b
             )
-            self._seconds[key] = compute_s + sum(sums)
+            self._seconds[key] = compute_s + sum(together)
         return self._seconds[key]
 
     def kernel_s(self, table: Floats) -> NDArray[np.float64]:

@@ -24,6 +24,16 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmplan.errors import MMPlanError
+from mmplan.proof.row_cuts import (
+    ROW_GROUPS,
+    BlockRows,
+    RowCuts,
+    RowGroup,
+    first_tensor,
+    has_rows,
+    own_rows,
+    with_first,
+)
 
 # Functions that are one operation: what they are made of differs between devices and sizes.
 _FUNCTIONS: dict[Any, str] = {
@@ -78,6 +88,23 @@ class Operation:
     where: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmoduleCall:
+    """One call of a submodule.
+
+    Attributes:
+        first, end: of its operations.
+        given, gave: shapes of its first argument and of its first output; None of what is no
+            activations with rows.
+    """
+
+    name: str
+    first: int
+    end: int
+    given: tuple[int, ...] | None
+    gave: tuple[int, ...] | None
+
+
 @dataclass(slots=True, kw_only=True)
 class BlockTrace:
     """What a block did.
@@ -89,6 +116,8 @@ class BlockTrace:
         parameters: numbers by name.
         results: the block's output tensors, by number.
         output: its output tree, on fake tensors.
+        calls: of submodules, in the order in which they end.
+        rows: of what is cut along its rows, if anything is: all of them.
     """
 
     operations: list[Operation] = field(default_factory=lambda: [])
@@ -97,6 +126,8 @@ class BlockTrace:
     parameters: dict[str, int] = field(default_factory=lambda: {})
     results: list[int] = field(default_factory=lambda: [])
     output: Any = None
+    calls: list[SubmoduleCall] = field(default_factory=lambda: [])
+    rows: int = 0
 
 
 def trace_block(
@@ -105,6 +136,8 @@ def trace_block(
     *,
     shapes: Mapping[str, Sequence[int]],
     styles: Mapping[str, str],
+    cuts: RowCuts | None = None,
+    group: RowGroup | None = None,
 ) -> BlockTrace:
     """Run a block's forward without values.
 
@@ -113,11 +146,13 @@ def trace_block(
         inputs: trees of tensors; shapes, types and ``requires_grad`` are taken from them.
         shapes: of the parameters that are to have others than the block's own.
         styles: Linears that are cut by tensor parallelism, with their style.
+        cuts: where its rows are cut, if they are.
+        group: whose rank has the rows.
 
     Raises:
         BlockError: the forward failed.
     """
-    trace = BlockTrace()
+    trace, rows = BlockTrace(), BlockRows()
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.enable_grad())
@@ -129,11 +164,18 @@ def trace_block(
                 known[tensor] = _fake(tensor, shapes.get(name))
             state[name] = known[tensor]
         given = pytree.tree_map_only(Tensor, _fake, tuple(inputs))
+        if cuts is not None and group is not None:
+            length = first_tensor(given[0]).shape[-2] if cuts.takes else 0
+            given = _with_own_rows(given, cuts, group)
+            ROW_GROUPS[_TRACED] = group
+            rows.begin(cuts, _TRACED, length)
+            for hook in rows.hook(block, cuts):
+                stack.callback(hook.remove)
         tracer = _Tracer(trace)
         for name, parameter in block.named_parameters():
             trace.parameters[name] = tracer.number(known[parameter])
         trace.inputs = [tracer.number(tensor) for tensor in tensors_in(given)]
-        stack.enter_context(_followed(block, tracer, styles, shapes))
+        stack.enter_context(_followed(block, tracer, styles, shapes, rows))
         stack.enter_context(_Functions(tracer))
         stack.enter_context(_EveryKernel(tracer))
         try:
@@ -141,7 +183,25 @@ def trace_block(
         except Exception as error:
             raise BlockError(tracer.described(error)) from error
         trace.results = [tracer.number(tensor) for tensor in tensors_in(trace.output)]
+        trace.rows = rows.length
     return trace
+
+
+# The group of a trace, whose operators need its sizes alone.
+_TRACED = "traced"
+
+
+def _with_own_rows(given: Any, cuts: RowCuts, group: RowGroup) -> Any:
+    """A block's arguments, the first tensor with one rank's rows where the block takes these."""
+    if not cuts.takes:
+        return given
+
+    def own(full: Tensor) -> Tensor:
+        first, end = own_rows(full.shape[-2], group.index, group.count)
+        shape = (*full.shape[:-2], end - first, full.shape[-1])
+        return full.new_empty(shape).requires_grad_(full.requires_grad)
+
+    return with_first(given[0], own), *given[1:]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -208,6 +268,7 @@ def _followed(
     tracer: _Tracer,
     styles: Mapping[str, str],
     shapes: Mapping[str, Sequence[int]],
+    rows: BlockRows,
 ) -> Generator[None]:
     """Around a forward: submodules say that they run, cut Linears are one operation each."""
     hooks = [
@@ -215,7 +276,7 @@ def _followed(
         for name, module in block.named_modules()
         if name
         for hook in (
-            module.register_forward_pre_hook(partial(tracer.enter, name)),
+            module.register_forward_pre_hook(partial(tracer.enter, name), with_kwargs=True),
             module.register_forward_hook(partial(tracer.leave, name)),
         )
     ]
@@ -224,7 +285,7 @@ def _followed(
         linear = cast(Any, block.get_submodule(name))
         kept.append((linear, dict(vars(linear))))
         # Past nn.Module's __setattr__; a forward of an instance hides its class's.
-        linear.__dict__["forward"] = partial(_cut_linear, linear, tracer, style)
+        linear.__dict__["forward"] = partial(_cut_linear, linear, tracer, style, rows)
         outputs, inputs = shapes.get(f"{name}.weight", linear.weight.shape)
         linear.__dict__ |= {"out_features": outputs, "in_features": inputs}
     try:
@@ -239,9 +300,14 @@ def _followed(
             hook.remove()
 
 
-def _cut_linear(linear: Any, tracer: _Tracer, style: str, input: Tensor) -> Tensor:
+def _cut_linear(linear: Any, tracer: _Tracer, style: str, rows: BlockRows, input: Tensor) -> Tensor:
     arguments = {"input": input, "weight": linear.weight, "bias": linear.bias}
-    return tracer.whole(style, arguments, lambda: functional.linear(**arguments))
+
+    def run() -> Tensor:
+        out = functional.linear(**arguments)
+        return rows.sum(out) if style == "rowwise" and rows.cuts is not None else out
+
+    return tracer.whole(style, arguments, run)
 
 
 class _Tracer:
@@ -253,15 +319,23 @@ class _Tracer:
         # Tensors on each storage: writing to one changes all of them.
         self._views: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._where: list[str] = []
+        # Of the submodules that run: the first operation, and the first argument's shape.
+        self._begun: list[tuple[int, tuple[int, ...] | None]] = []
         self.paused = False
 
-    def enter(self, name: str, *_: Any) -> None:
+    def enter(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values(), None)[0]
         self._where.append(name)
+        self._begun.append((len(self._trace.operations), _rows_shape(given)))
 
-    def leave(self, name: str, *_: Any) -> None:
+    def leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         # Of those that failed, and whose failure was caught, too.
+        first, given = self._begun.pop()
         while self._where.pop() != name:
-            pass
+            first, given = self._begun.pop()
+        end, gave = len(self._trace.operations), _rows_shape(output)
+        call = SubmoduleCall(name=name, first=first, end=end, given=given, gave=gave)
+        self._trace.calls.append(call)
 
     def described(self, error: Exception) -> str:
         """What failed, and in which submodule."""
@@ -396,6 +470,12 @@ class _EveryKernel(TorchDispatchMode):
         out = func(*args, **kwargs)
         self._tracer.kernel(func, args, kwargs, out)
         return out
+
+
+def _rows_shape(tree: Any) -> tuple[int, ...] | None:
+    """The shape of the first tensor of a tree, where it is activations with rows."""
+    first = first_tensor(tree)
+    return tuple(first.shape) if has_rows(first) else None
 
 
 def _storage(tensor: Tensor) -> int:

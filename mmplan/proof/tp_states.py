@@ -19,15 +19,23 @@ partial on the way back. At a parameter the group can sum it. At the block's inp
 the output of a row-cut Linear, nobody would: a fault. So is a gradient that is partial by one
 use of a value and whole by another one.
 
+Rows. With sequence parallelism (:mod:`mmplan.proof.row_cuts`) the block's rows are cut as well.
+Then a row-cut Linear gives rows that are cut, a gather makes them whole, and the other rules hold
+as they are for dim -2 instead of channels: norms and sums of residuals go along, an operation that
+mixes rows is a fault. A parameter that is whole and met cut rows has a partial gradient. What a
+gather for cut Linears gives may be used by these alone: its gradient is summed behind it. A block
+with a fault keeps its rows whole.
+
 Source: the states of GSPMD (arXiv:2105.04663) and of DTensor, for one group and Megatron's two
 kinds of Linears.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -42,9 +50,13 @@ from mmplan.proof.block_trace import (
     block_kind,
     trace_block,
 )
+from mmplan.proof.row_cuts import RowCuts, first_tensor, has_rows, regions_of, whole_submodules
 
 COLUMNS = frozenset(["colwise", "packed_colwise"])
 ROWS = "rowwise"
+GATHER = "mmplan.gather_rows"
+ALL_ROWS = "mmplan.all_rows"
+OWN_ROWS = "mmplan.own_rows"
 
 # Views: the shards stay apart if the cut dim keeps its place among all elements.
 _RESHAPES = frozenset(["aten.view", "aten._reshape_alias", "aten.reshape"])
@@ -186,10 +198,14 @@ class TPStates:
         partial: replicated parameters of which each rank's gradient is a part; their sum over
             the group is the gradient.
         output: its output tree, without values; leaves say whether they require a gradient.
+        rows: where its rows are cut; None where they stay whole.
+        obstacle: why they do, where they were to be cut.
     """
 
     partial: frozenset[str]
     output: Any
+    rows: RowCuts | None = None
+    obstacle: str | None = None
 
 
 class _FaultError(Exception):
@@ -211,6 +227,7 @@ def tp_states(
     where: str,
     full: Mapping[str, Sequence[int]] | None = None,
     known: dict[object, TPStates] | None = None,
+    rows: bool = False,
 ) -> TPStates:
     """Follow a block's values through a tensor-parallel group; nothing of its size is allocated.
 
@@ -223,20 +240,22 @@ def tp_states(
         full: whole shapes of the parameters of which the block has a shard only.
         known: answers by kind of block; a block of a kind that is in it costs nothing, and
             others are added. For as long as the blocks live.
+        rows: whether the group cuts rows too, where the block can be run so.
 
     Raises:
         InvalidInputError: the block would compute or train something else than on one rank.
     """
     plan = _plan(block, count, full or {})
     known = {} if known is None else known
-    kind = block_kind(block, inputs), plan.key
+    kind = block_kind(block, inputs), plan.key, rows
     if kind not in known:
-        known[kind] = _states(block, inputs, count, where, plan)
+        found = _states(block, inputs, count, where, plan)
+        known[kind] = _with_rows(block, inputs, count, plan, found) if rows else found
     return known[kind]
 
 
 def module_states(
-    module: nn.Sequential, inputs: Sequence[Any], count: int, *, where: str
+    module: nn.Sequential, inputs: Sequence[Any], count: int, *, where: str, rows: bool = False
 ) -> list[TPStates]:
     """Follow a module's blocks, all whole, one after another.
 
@@ -244,6 +263,7 @@ def module_states(
         module, inputs: as for :func:`tp_states`, of the first block.
         count: ranks of the group.
         where: the module's name in errors.
+        rows: as for :func:`tp_states`.
 
     Raises:
         InvalidInputError: as :func:`tp_states`, or a block cannot run without values.
@@ -253,7 +273,8 @@ def module_states(
     for index, block in enumerate(module):
         given = inputs if index == 0 else [found[-1].output]
         try:
-            found.append(tp_states(block, given, count, where=f"{where}.{index}", known=known))
+            place = f"{where}.{index}"
+            found.append(tp_states(block, given, count, where=place, known=known, rows=rows))
         except MMPlanError:
             raise
         except Exception as error:
@@ -278,7 +299,7 @@ def _states(
         return TPStates(partial=frozenset(), output=whole.output)
     try:
         shard = trace_block(block, inputs, shapes=plan.shard, styles=plan.styles)
-        partial = _followed(whole, shard, count, plan.cuts)
+        partial, _ = _followed(whole, shard, count, plan.cuts)
     except (_FaultError, BlockError) as fault:
         problem = str(fault)
     else:
@@ -287,6 +308,97 @@ def _states(
         f"{where} ({type(block).__name__}) at tp {count}: {problem}",
         hint=f"take the Linears around it out of tp_plan (it has {', '.join(plan.styles)}), or pin "
         "the module with plan: {tp: 1}",
+    )
+
+
+@dataclass(frozen=True)
+class _TracedGroup:
+    """A group of which one rank is traced; it needs no values."""
+
+    index: int
+    count: int
+
+    def gather_flat(self, full: Any, mine: Any) -> None:
+        """Nothing to move."""
+
+    def reduce_scatter_flat(self, mine: Any, full: Any) -> None:
+        """Nothing to move."""
+
+
+def _with_rows(
+    block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, found: TPStates
+) -> TPStates:
+    """The states with rows cut, or why they stay whole."""
+    if not plan.styles:
+        return found
+    regions = regions_of(plan.styles)
+    if regions is None:
+        reason = "its cut Linears are not in submodules of their own"
+        return replace(found, obstacle=reason)
+    whole = trace_block(block, inputs, shapes=plan.whole, styles=plan.styles)
+    reason = "it has no activations with rows"
+    first: Any = first_tensor(inputs[0]) if inputs else None
+    # What fails is tried in another way: its traceback would tell users nothing.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    for takes in (False, True) if has_rows(first) else (False,):
+        cuts = _row_cuts(block, whole, regions, first.shape[-2] if takes else 0)
+        if not (cuts.takes or cuts.scattered):
+            continue
+        try:
+            return _states_of_rows(block, inputs, count, plan, cuts)
+        except (_FaultError, BlockError) as fault:
+            reason = str(fault)
+    return replace(found, obstacle=reason)
+
+
+def _row_cuts(block: nn.Module, whole: BlockTrace, regions: tuple[str, ...], rows: int) -> RowCuts:
+    """Where rows are to be cut and gathered.
+
+    Args:
+        block: the block.
+        whole: what it does.
+        regions: see :func:`mmplan.proof.row_cuts.regions_of`.
+        rows: of its first input, of which it takes its own; 0 where it takes all.
+    """
+    last = max(i for i, operation in enumerate(whole.operations) if operation.name == ROWS)
+    takes, gathers, scatters = bool(rows), list[str](), list[str]()
+    names = whole_submodules(block, regions)
+    calls = {call.name: call for call in reversed(whole.calls) if call.name in names}
+    for name, call in sorted(calls.items(), key=lambda item: item[1].first):
+        if rows and call.given is not None and call.given[-2] == rows:
+            gathers.append(name)
+        if call.end <= last and call.gave is not None and call.gave[-2] == (rows or call.gave[-2]):
+            scatters.append(name)
+            rows = call.gave[-2]
+    return RowCuts(takes=takes, regions=regions, whole=tuple(gathers), scattered=tuple(scatters))
+
+
+def _states_of_rows(
+    block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, cuts: RowCuts
+) -> TPStates:
+    """The states of a block whose rows are cut.
+
+    Raises:
+        _FaultError, BlockError: the group would compute or train something else.
+    """
+    whole, shard = (
+        trace_block(
+            block,
+            inputs,
+            shapes=shapes,
+            styles=plan.styles,
+            cuts=cuts,
+            group=_TracedGroup(0, ranks),
+        )
+        for shapes, ranks in ((plan.whole, 1), (plan.shard, count))
+    )
+    if whole.rows < count:
+        raise _FaultError(f"it has {whole.rows} rows for {count} ranks")
+    partial, results = _followed(whole, shard, count, plan.cuts, cuts)
+    return TPStates(
+        partial=partial,
+        output=whole.output,
+        rows=replace(cuts, gives=results[0] is not None),
     )
 
 
@@ -341,9 +453,13 @@ def _plan(block: nn.Module, count: int, full: Mapping[str, Sequence[int]]) -> _P
 
 
 def _followed(
-    whole: BlockTrace, shard: BlockTrace, count: int, cuts: Mapping[str, Cut]
-) -> frozenset[str]:
-    """The parameters with partial gradients.
+    whole: BlockTrace,
+    shard: BlockTrace,
+    count: int,
+    cuts: Mapping[str, Cut],
+    rows: RowCuts | None = None,
+) -> tuple[frozenset[str], list[State]]:
+    """The parameters with partial gradients, and the states of the results.
 
     Raises:
         _FaultError: the group computes something else than one rank.
@@ -351,6 +467,9 @@ def _followed(
     given = [cuts.get(name) for name in whole.parameters]
     states: dict[int, State] = dict(zip(whole.parameters.values(), given, strict=True))
     states |= dict.fromkeys(whole.inputs)
+    if rows is not None and rows.takes:
+        first = whole.inputs[0]
+        states[first] = Cut(whole.tensors[first].dim() - 2, 1)
     rules = _Rules(whole, shard, count, states)
     for index, operation in enumerate(whole.operations):
         other = shard.operations[index] if index < len(shard.operations) else None
@@ -360,10 +479,12 @@ def _followed(
         rules.apply(operation, other)
     if len(shard.operations) > len(whole.operations):
         raise _FaultError("a rank of the group runs more operations than one rank alone")
-    for number in whole.results:
-        if rules.state(number) is not None:
+    results = [rules.state(number) for number in whole.results]
+    for place, number in enumerate(whole.results):
+        # Only the first output may have the rank's own rows.
+        if results[place] is not None and not (place == 0 and rules.has_own_rows(number)):
             raise _FaultError("its output is cut: each rank would return its own shard")
-    return _partial_parameters(whole, rules)
+    return _partial_parameters(whole, rules), results
 
 
 class _Rules:
@@ -380,6 +501,9 @@ class _Rules:
     ) -> None:
         self._whole, self._shard, self._count = whole, shard, count
         self._states = states
+        # What a gather gave to cut Linears, before the next row-cut one: they sum no gradient.
+        self._gathered: set[int] = set()
+        self.takes_gathered: set[int] = set()
         table: list[tuple[Iterable[str], Callable[[Operation, Operation], list[State]]]] = [
             (_RESHAPES, self._reshape),
             (_REORDERINGS, self._kept),
@@ -393,12 +517,19 @@ class _Rules:
             (["attention", "mmplan.ragged_attention"], self._attention),
             (["norm"], self._norm),
             (_POINTWISE, self._pointwise),
+            ([GATHER, ALL_ROWS], self._all_rows),
+            ([OWN_ROWS], self._own_rows),
         ]
         self._rules = {name: rule for names, rule in table for name in names}
 
     def state(self, number: int) -> State:
         """Of a value; constants from outside the block are whole."""
         return self._states.get(number)
+
+    def has_own_rows(self, number: int) -> bool:
+        """Whether a value is cut along its rows."""
+        state, shape = self.state(number), self._shape(number)
+        return state is not None and state.dim == len(shape) - 2 and shape[-2] == self._whole.rows
 
     def apply(self, operation: Operation, other: Operation) -> None:
         """Find the states of an operation's outputs.
@@ -443,9 +574,14 @@ class _Rules:
         differ = [d for d, (a, b) in enumerate(zip(whole, shard, strict=False)) if a != b]
         if len(whole) != len(shard) or len(differ) > 1:
             raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
-        if whole[differ[0]] != self._count * shard[differ[0]]:
+        sizes = whole[differ[0]], shard[differ[0]]
+        if sizes[0] != self._count * sizes[1] and sizes != (self._whole.rows, self._num_own):
             raise _FaultError(f"gives {list(shard)}, no shard of {list(whole)}", operation)
         return differ[0]
+
+    @property
+    def _num_own(self) -> int:
+        return self._whole.rows // self._count
 
     def _from_end(self, number: int) -> int:
         """The cut dim of a cut value, counted from its last one: -1, -2, ..."""
@@ -479,6 +615,8 @@ class _Rules:
         if self.state(_number(operation, "input")) is not None:
             raise _FaultError("is a column-cut Linear on a value that is cut already", operation)
         assert weight is not None
+        if _number(operation, "input") in self._gathered:
+            self.takes_gathered.add(operation.outputs[0])
         return Cut(len(self._shape(operation.outputs[0])) - 1, weight.parts)
 
     def _rows(self, operation: Operation) -> State:
@@ -488,7 +626,22 @@ class _Rules:
             raise _FaultError(
                 "is a row-cut Linear on channels that are not cut as it is", operation
             )
-        return None
+        self._gathered.clear()
+        return Cut(len(self._shape(operation.outputs[0])) - 2, 1) if self._whole.rows else None
+
+    def _all_rows(self, operation: Operation, other: Operation) -> list[State]:
+        (number,), (output,) = operation.inputs, operation.outputs
+        if not self.has_own_rows(number):
+            raise _FaultError("brings rows together that are not cut", operation)
+        if operation.name == GATHER:
+            self._gathered.add(output)
+        return [None]
+
+    def _own_rows(self, operation: Operation, other: Operation) -> list[State]:
+        (number,), (output,) = operation.inputs, operation.outputs
+        if self.state(number) is not None:
+            raise _FaultError("cuts rows of a value that is cut already", operation)
+        return [Cut(len(self._shape(output)) - 2, 1)]
 
     def _same(self, operation: Operation, other: Operation) -> None:
         """The arguments that are no tensors and no sizes."""
@@ -527,7 +680,8 @@ class _Rules:
         # So many runs of elements hold one shard of each rank; a view does not move elements.
         runs = math.prod(self._shape(number)[: state.dim]) * state.parts
         parts, rest = divmod(runs, math.prod(self._shape(output)[:dim]))
-        if parts < 1 or rest or self._shape(output)[dim] % (parts * self._count):
+        uneven = self._shape(output)[dim] % (parts * self._count) if parts else 0
+        if parts < 1 or rest or (uneven and not (parts == 1 and self.has_own_rows(number))):
             raise _FaultError(
                 f"of {list(self._shape(number))} to {list(self._shape(output))} mixes the shards "
                 f"of dim {state.dim}",
@@ -772,9 +926,16 @@ def _back(
 ) -> dict[int, _Gradient]:
     """What one operation gives back to each input that is whole."""
     if operation.name in COLUMNS:
+        gathered = rules.takes_gathered.intersection(operation.outputs)
+        return dict.fromkeys(operation.inputs, operation.where if gathered else None)
+    if operation.name == OWN_ROWS:
         return dict.fromkeys(operation.inputs)
     came = next((gradients[n] for n in live if gradients[n] is not None), None)
-    if operation.name == ROWS and came is not None:
+    if operation.name == GATHER and came is None:
+        raise _FaultError("uses gathered rows outside of cut Linears, whose gradient is summed")
+    if operation.name == GATHER:
+        return dict.fromkeys(operation.inputs)
+    if operation.name in (ROWS, ALL_ROWS) and came is not None:
         raise _FaultError(_at_activation(came))
     if came is not None and any(gradients[n] is None for n in live):
         raise _FaultError(_mixed(came))

@@ -152,7 +152,7 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
         wanted = planned_task(workload, view, blocks, ties)
         found += _differences(f"tasks.{name}", _data(task), _data(wanted))
     training = workload.train.model_dump(
-        include={"precision", "optimizer", "reorder", "narrow_gradients"}
+        include={"precision", "sequence_parallel", "optimizer", "reorder", "narrow_gradients"}
     )
     ours = plan.training.model_dump(include=set(training))
     if plan.training.zero < workload.train.zero:
@@ -219,14 +219,23 @@ def fingerprints_of(profile: Profile) -> dict[str, Fingerprint | None]:
 
 
 def check_profiled(profile: Profile, workload: Workload) -> None:
-    """Refuse a profile of another model, where the profile says what it was made from.
+    """Refuse a profile of another model, where the profile says what it was made from, or of
+    another tensor parallelism.
 
     Factories and arguments are compared; :func:`mmplan.schema.fingerprints.check_model` compares
     what the factories build.
 
     Raises:
-        InvalidInputError: a factory or its arguments are others.
+        InvalidInputError: a factory or its arguments are others, or ``train.sequence_parallel``.
     """
+    cut = any(point.tp > 1 for module in profile.modules.values() for point in module.points)
+    wanted, had = workload.train.sequence_parallel, profile.sequence_parallel
+    if cut and wanted != had:
+        raise InvalidInputError(
+            f"train.sequence_parallel is {str(wanted).lower()}, profile {profile.name} was made "
+            f"with {str(had).lower()}",
+            hint="profile this workload again: mmplan profile WORKLOAD -o PROFILE",
+        )
     for where, made in fingerprints_of(profile).items():
         spec = _spec_of(workload, where)
         if made is not None and spec is not None:

@@ -297,6 +297,7 @@ class PlannedTraining(Record):
     precision: Precision = "fp32"
     zero: Literal[0, 1] = 0
     narrow_gradients: Bool = False
+    sequence_parallel: Bool = False
     optimizer: Str = "AdamW"
     seed: Int = 0
     reorder: Bool = True

@@ -380,6 +380,7 @@ class Profile(Document):
         cluster: of the devices that the times are for.
         tasks: task to module to fields that differ from ``modules`` for that task.
         losses: one that is absent is free.
+        sequence_parallel: whether tensor-parallel groups shared out rows at its points.
         fits: fitted again where absent.
         provenance: where, when and how it was made; read by people only.
     """
@@ -395,6 +396,7 @@ class Profile(Document):
     data: dict[Str, DataWork] = Field(
         default_factory=dict, description="per task, how much work its samples are"
     )
+    sequence_parallel: Bool = False
     fits: Fits | None = None
     provenance: dict[Str, Any] = Field(default_factory=dict)
 

@@ -153,6 +153,11 @@ class TrainSpec(Record):
         description="where ZeRO leaves weights of 16 bits, their gradients add up over "
         "micro-batches and ranks in that type too",
     )
+    sequence_parallel: Bool = Field(
+        default=False,
+        description="ranks of a tensor-parallel group share out the tokens between the matrices "
+        "that they cut, with what is kept of them for backward",
+    )
     deterministic: Bool = False
     tf32: Bool = Field(
         default=False,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
-from mmplan.ragged import Ragged
+from mmplan.ragged import Ragged, known_lengths
 from mmplan.zoo.decoder import (
     Text,
     as_text,
@@ -292,6 +292,9 @@ def cut_decoder(
     turns = hasattr(inner, "rotary_emb")
     if turns:
         _ROTARIES[kind] = partial(type(inner.rotary_emb), sizes)
+        for part in inner.layers:
+            # Here all rows are together; around it a rank may have some of them alone.
+            part.self_attn.register_forward_pre_hook(partial(_with_angles, kind), with_kwargs=True)
 
     def embed(part: Part, tokens: Text, *others: Any) -> tuple[Any, ...]:
         if isinstance(tokens, Ragged) and no_ragged is not None:
@@ -305,15 +308,12 @@ def cut_decoder(
 
     def layer(module: nn.Module, x: Text, *texts: Ragged) -> tuple[Any, ...]:
         rows, lengths = rows_of(x, *texts)
-        count = rows.shape[1]
-        if lengths is not None and not count:
+        # A rank of a tensor-parallel group may have none of the rows that there are.
+        count = rows.shape[1] or sum(known_lengths(x.lengths) or ()) if isinstance(x, Ragged) else 1
+        if not count and lengths is not None:
             # Layers reshape to sizes that they infer, which an empty tensor does not allow.
             rows, lengths = functional.pad(rows, (0, 0, 0, 1)), lengths.new_ones(1)
-        if turns:
-            angles = torch.ops.mmplan.rotary(rows.detach(), positions(rows, lengths)[None], kind)
-            rows = module(rows, attention_mask=lengths, position_embeddings=angles)
-        else:
-            rows = _opt_layer(module, rows, lengths)
+        rows = module(rows, attention_mask=lengths) if turns else _opt_layer(module, rows, lengths)
         return as_text(x, rows if count else rows[:, :0]), *texts
 
     def readout(part: Part, x: Text, *_: Ragged) -> Any:
@@ -381,6 +381,19 @@ def _with_positions(own: Any, x: Text, *texts: Ragged) -> Text:
     project = getattr(own, "project_in", None)
     rows = rows if project is None else project(rows)
     return as_text(x, rows + own.embed_positions(places, position_ids=places))
+
+
+def _with_angles(
+    kind: str, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give an attention the rotary angles of its rows; its mask is the lengths of texts."""
+    if given.get("position_embeddings") is not None:
+        # The model itself runs its layers.
+        return None
+    rows = args[0] if args else given["hidden_states"]
+    place = positions(rows, given["attention_mask"])
+    angles = torch.ops.mmplan.rotary(rows.detach(), place[None], kind)
+    return args, {**given, "position_embeddings": angles}
 
 
 _ROTARIES: dict[str, Callable[[], nn.Module]] = {}

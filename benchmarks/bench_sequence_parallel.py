@@ -1,0 +1,180 @@
+"""Tensor parallelism with and without sequence parallelism: seconds of a step, bytes kept for it.
+
+    python benchmarks/bench_sequence_parallel.py [--steps 10] [--write-docs]
+
+Two processes train one small decoder as a tensor-parallel group, step by step in turns. On a
+processor gloo's reduce-scatter and all-gather copy between processes on one machine: the seconds
+are of these, not of NCCL's. The bytes are those of any device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from page import conditions, table, write_section
+from torch import Tensor
+
+from mmlaunch.comm.transport import DistTransport
+from mmlaunch.launch.launch import launch
+from mmlaunch.launch.worker_main import WorkerContext
+from mmlaunch.session.session import Session
+from mmplan.planning.planner import solve
+from mmplan.profiling.analytic import analytic_profile
+from mmplan.schema.cluster import Cluster, Device, Link, Links
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+
+RANKS = 2
+KINDS = ("tensor parallelism", "with sequence parallelism")
+BLOCKS, WIDTH, LENGTH, BATCH, VOCAB = 6, 512, 512, 4, 512
+
+
+def workload(rows: bool) -> Workload:
+    """A decoder on noise that only a tensor-parallel group may run."""
+    field = {"shape": [LENGTH], "vocab": VOCAB}
+    return Workload.model_validate(
+        {
+            "name": "rows",
+            "batch": BATCH,
+            "modules": {
+                "llm": {
+                    "factory": "mmplan.zoo.decoder:llama",
+                    "args": {"blocks": BLOCKS, "width": WIDTH, "heads": 8, "vocab": VOCAB},
+                    "inputs": ["tokens"],
+                    "plan": {"tp": RANKS, "pp": 1, "microbatch": BATCH},
+                }
+            },
+            "losses": {
+                "next": {
+                    "factory": "mmplan.zoo.losses:token_cross_entropy",
+                    "args": {"shift": True},
+                    "inputs": ["llm", "labels"],
+                }
+            },
+            "data": {
+                "factory": "mmplan.zoo.synthetic:noise",
+                "args": {"fields": {"tokens": field, "labels": field}, "samples": 64},
+            },
+            "train": {"sequence_parallel": rows},
+        }
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10, help="of each kind")
+    parser.add_argument("--write-docs", action="store_true", help="renew docs/benchmarks.md")
+    options = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        found: list[dict[str, Any]] = launch(
+            entry="bench_sequence_parallel:race",
+            args=(options.steps, [planned(False), planned(True)]),
+            num_ranks=RANKS,
+            run_dir=Path(folder),
+            timeout_s=600.0,
+        )
+    first: dict[str, Any] = found[0]
+    rows: list[tuple[str, ...]] = []
+    for kind in KINDS:
+        seconds, kept = median(first["seconds"][kind]), max(f["kept"][kind] for f in found)
+        rows.append(
+            (
+                kind,
+                f"{seconds:.3f}",
+                f"{seconds / median(first['seconds'][KINDS[0]]):.2f}",
+                f"{kept / 1e6:.1f}",
+                f"{kept / max(f['kept'][KINDS[0]] for f in found):.2f}",
+            )
+        )
+    text = "\n\n".join(
+        [
+            f"`python benchmarks/bench_sequence_parallel.py --steps {options.steps}`. "
+            f"{conditions(load_before)} A decoder of {BLOCKS} layers of width {WIDTH}, {BATCH} "
+            f"texts of {LENGTH} tokens, tp {RANKS}, float32; medians of {options.steps} steps in "
+            f"turns. Losses differ by {first['differ']:.0e} at most.",
+            table(("", "step s", "of without", "kept for backward MB", "of without"), rows),
+        ]
+    )
+    print(text)
+    if options.write_docs:
+        write_section("sequence-parallel", text)
+    return 0
+
+
+def planned(rows: bool) -> dict[str, Any]:
+    """The plan, which the pins leave no choice."""
+    job = workload(rows)
+    plan = solve(
+        job,
+        workload_path=None,
+        profile=analytic_profile(job, Path(), cluster()),
+        profile_path=None,
+        plan_path="plan.json",
+        devices=RANKS,
+    )
+    return plan.model_dump(mode="json", exclude_none=True)
+
+
+def race(ctx: WorkerContext, steps: int, plans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of steps and bytes kept, by kind; the largest difference of losses."""
+    transport = DistTransport(ctx.device.device, ctx.heartbeat, ctx.timeout_s)
+    sessions: dict[str, Session] = {}
+    for kind, rows, spec in zip(KINDS, (False, True), plans, strict=True):
+        plan, job = Plan.model_validate(spec), workload(rows)
+        sessions[kind] = Session(plan=plan, workload=job, folder=Path(), transport=transport)
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    losses: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    kept: dict[str, int] = {}
+    for turn in range(steps + 1):
+        for kind, session in sessions.items():
+            ctx.heartbeat.phase(kind)
+            dist.barrier()
+            began_s = time.perf_counter()
+            if turn == 0:
+                kept[kind] = _kept_bytes(session)
+                continue
+            losses[kind].append(session.step().loss)
+            dist.barrier()
+            seconds[kind].append(time.perf_counter() - began_s)
+    differ = max(abs(a - b) for a, b in zip(losses[KINDS[0]], losses[KINDS[1]], strict=True))
+    return {"seconds": seconds, "kept": kept, "differ": differ}
+
+
+def _kept_bytes(session: Session) -> int:
+    """Bytes of what autograd keeps in a step, without parameters; each storage once."""
+    sizes: dict[int, int] = {}
+    alive: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        session.step()
+    for tensor in session.model.tensors():
+        sizes.pop(cast(Any, tensor).untyped_storage().data_ptr(), None)
+    return sum(sizes.values())
+
+
+def cluster() -> Cluster:
+    """Two processes of one machine; only the degrees of the plan are wanted, which are pinned."""
+    link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e10)
+    device = Device(name="cpu", memory_bytes=8e9, peak_flops=1e11)
+    links = Links(intra_node=link)
+    return Cluster(name="two", device=device, devices_per_node=RANKS, nodes=1, links=links)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
