@@ -315,13 +315,22 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "blip-2",
         "image_token_index": 59,
         "num_query_tokens": 5,
-        "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 8},
-        "qformer_config": {**_TOWER, "hidden_size": 24},
+        # As published ones have it.
+        "dtype": "bfloat16",
+        "vision_config": {
+            **_TOWER,
+            "hidden_size": 32,
+            "image_size": 16,
+            "patch_size": 8,
+            "dtype": "bfloat16",
+        },
+        "qformer_config": {**_TOWER, "hidden_size": 24, "dtype": "bfloat16"},
         "text_config": {
             "model_type": "opt",
             **_TEXT,
             "ffn_dim": 48,
             "word_embed_proj_dim": 32,
+            "dtype": "bfloat16",
         },
     },
 }

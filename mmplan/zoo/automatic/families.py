@@ -95,7 +95,8 @@ def _placed_fields(
     # These take several images of a sample.
     several = name.startswith(("Idefics3", "SmolVLM"))
     image = [*([1] if several else []), *_image(sizes.vision_config)]
-    ahead = nn.Sequential(*list(parts.values())[:-1])
+    # Published configurations give parts narrow types.
+    ahead = nn.Sequential(*list(parts.values())[:-1]).float()
     features = checked(f"{name}'s image of {image}", lambda: ahead(torch.zeros([1, *image])))
     rows = features[0, ..., 0].numel()
     text = text_field(name, sizes.text_config, None)
