@@ -70,12 +70,15 @@ def init(
     from mmplan import api
 
     out = Output(as_json=as_json)
+    out.text(f"reading {source}: its layers, and what stands around them")
     begun = api.init(
         source, output, sample=sample, layers=names("--layers", layers) or (), length=length
     )
     out.text(f"cut into {counted(begun.blocks, 'block')}")
     for note in begun.notes:
         out.hint(note)
+    if check:
+        out.text("holding the cut against the model: outputs and gradients")
     hold = cast(Hold, context.obj.hold)
     try:
         held = [hold(begun.workload, original) for original in begun.originals] if check else []
