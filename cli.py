@@ -246,7 +246,10 @@ def run(
         typer.Option("--resume-anyway", help="also with another batch, seed or learning rate"),
     ] = False,
     save_every: Annotated[
-        int, typer.Option("--save-every", metavar="N", min=0, help="steps between checkpoints, of which two stay")
+        int,
+        typer.Option(
+            "--save-every", metavar="N", min=0, help="steps between checkpoints; two stay"
+        ),
     ] = 0,
     async_save: Annotated[
         bool,
