@@ -624,11 +624,11 @@ def verify(
         int, typer.Option("--steps", min=1, metavar="N", help="optimizer steps to compare")
     ] = 3,
     original: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             "--original",
             metavar="[MODULE=]PACKAGE.MODULE:CALLABLE",
-            help="the uncut model, to hold the cut against, without dropout",
+            help="the uncut model, to hold the cut against, without dropout; again for another",
         ),
     ] = None,
     shrink: Annotated[
@@ -681,7 +681,7 @@ def verify(
         prepared,
         steps=steps,
         workers="strict" if strict else threads,
-        original=original,
+        originals=original or (),
     )
     verdict, uncut, rules = found.verdict, found.uncut, found.rules
     broken, faults = found.broken_rules, found.faults
@@ -724,7 +724,7 @@ def verify(
     if uncut and uncut.differences:
         raise RunFailedError(
             f"{len(uncut.differences)} of {counted(uncut.compared, 'value')} differ from "
-            f"{original}",
+            f"{found.original}",
             hint="compare the factory's before, each and after with the model's own forward",
             documented=True,
         )
@@ -748,8 +748,9 @@ def verify(
         )
     if uncut:
         out.text(
-            f"{counted(uncut.compared, 'value')} of the cut modules equal {original}'s, both in "
-            f"evaluation mode, without dropout: at most {uncut.share:.0%} of what rounding allows"
+            f"{counted(uncut.compared, 'value')} of the cut modules equal {found.original}'s, both "
+            "in evaluation mode, without dropout: at most "
+            f"{uncut.share:.0%} of what rounding allows"
         )
     out.text(
         f"{counted(verdict.compared, 'gradient')} and {counted(verdict.updates, 'updated value')} "

@@ -105,7 +105,7 @@ def verify(
     plan: str | Path,
     *,
     steps: int = 3,
-    original: str | None = None,
+    originals: Sequence[str] = (),
     workers: Workers = "processes",
     shrink: bool = False,
     workload: str | Path | None = None,
@@ -117,7 +117,8 @@ def verify(
     Args:
         plan: the file.
         steps: of the optimizer.
-        original: ``[module=]package.module:callable`` that returns the uncut model.
+        originals: ``[module=]package.module:callable`` that returns the uncut model, or one for
+            each of several modules.
         workers: ranks as processes; as ``threads`` of this one; or as threads under the rules of
             GPUs and NCCL (``strict``).
         shrink: a small plan with every class of alike ranks, as threads.
@@ -145,7 +146,7 @@ def verify(
     if shrink:
         prepared = running.shrunk(prepared)
         workers = "threads" if workers == "processes" else workers
-    found = running.verify(options, prepared, steps=steps, workers=workers, original=original)
+    found = running.verify(options, prepared, steps=steps, workers=workers, originals=originals)
     if found.failure is not None:
         raise found.failure
     return found

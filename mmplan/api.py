@@ -268,7 +268,7 @@ def solve(
     loaded, workload_path = _document(Workload, workload)
     costs, profile_path = _document(Profile, profile)
     _hint_unused(loaded, hint)
-    _say(belief(costs), hint)
+    _say(belief(costs, loaded.train.precision), hint)
     plan = planner.solve(
         loaded,
         workload_path=workload_path,
@@ -331,7 +331,7 @@ def compare(
     """
     loaded, workload_path = _document(Workload, workload)
     costs, profile_path = _document(Profile, profile)
-    _say(belief(costs), hint)
+    _say(belief(costs, loaded.train.precision), hint)
     comparison = comparing.compare(
         loaded,
         workload_path=workload_path,

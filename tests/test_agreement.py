@@ -155,7 +155,8 @@ def test_a_profile_of_another_model_is_refused(folder: Path) -> None:
     made = folder / "plans" / "analytic.json"
     given = ("--analytic", "--cluster", "cpu", "-o", made)
     assert call("mmplan", "profile", workload_path, *given).code == 0
-    assert belief(load_profile(made)) is None
+    assert belief(load_profile(made), "fp32") is None
+    assert "is of fp32, training is in bf16" in str(belief(load_profile(made), "bf16"))
     done = call("mmplan", "solve", workload_path, "--profile", made, "-o", folder / "x.json")
     assert done.code == 0, done.err
     assert "does not say" not in done.err

@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -362,7 +362,7 @@ def verify(
     *,
     steps: int,
     workers: Workers = "processes",
-    original: str | None = None,
+    originals: Sequence[str] = (),
 ) -> Verified:
     """Planned steps and a reload held against one process.
 
@@ -371,7 +371,7 @@ def verify(
         prepared: checked.
         steps: of the optimizer.
         workers: what the ranks are.
-        original: ``[module=]package.module:callable`` of the uncut model.
+        originals: ``[module=]package.module:callable`` of the uncut model, or of several.
 
     Raises:
         WorkerFailedError: a rank as a process died or hung.
@@ -379,7 +379,7 @@ def verify(
     from mmlaunch.comm.inprocess import InProcessWorld
     from mmlaunch.comm.strict import StrictWorld
 
-    uncut = None if original is None else _verify_original(prepared, original)
+    uncut = _verify_originals(prepared, originals) if originals else None
     devices, strict = prepared.plan.devices, workers == "strict"
     rules = StrictWorld(devices) if strict else None
     device = _check_device(prepared) if strict else None
@@ -395,7 +395,7 @@ def verify(
         devices=devices,
         verdict=verdict,
         failure=failure,
-        original=original,
+        original=", ".join(originals) or None,
         uncut=uncut,
         device=device,
         rules=rules,
@@ -469,13 +469,18 @@ def _check_device(prepared: Prepared) -> AcceleratorVerdict:
     return check_on_accelerator(prepared.plan, prepared.workload, folder)
 
 
-def _verify_original(prepared: Prepared, original: str) -> OriginalVerdict:
-    """The workload's cut modules against the model before it was cut."""
-    from mmlaunch.session.original import compare_original
+def _verify_originals(prepared: Prepared, originals: Sequence[str]) -> OriginalVerdict:
+    """The workload's cut modules against the models before they were cut."""
+    from mmlaunch.session.original import OriginalVerdict, compare_original
     from mmplan.program.compile import compile_plan
 
-    program = compile_plan(prepared.plan)
-    return compare_original(prepared.workload, prepared.workload_path.parent, program, original)
+    program, folder = compile_plan(prepared.plan), prepared.workload_path.parent
+    found = [compare_original(prepared.workload, folder, program, each) for each in originals]
+    return OriginalVerdict(
+        compared=sum(each.compared for each in found),
+        share=max(each.share for each in found),
+        differences=tuple(item for each in found for item in each.differences),
+    )
 
 
 def _data_node(address: str | None) -> AbstractContextManager[Path | None]:

@@ -107,8 +107,6 @@ def train(ctx: WorkerContext, job: TrainJob) -> TrainResult:
     newest = _newest(ctx, transport, folder, skip_damaged=skip_damaged) if going_on else None
     if newest is not None:
         _report(ctx, {"kind": "resumed", "step": int(newest.name.removeprefix("step-"))})
-    elif going_on:
-        _report(ctx, {"kind": "note", "message": f"no checkpoint in {folder}: starting at step 0"})
     if ctx.attempt:
         # Not "of N": restarts are counted within an hour.
         from_ = "step 0" if newest is None else newest.name

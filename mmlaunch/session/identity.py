@@ -67,7 +67,7 @@ def find_profile(plan: Plan, plan_path: Path) -> tuple[Profile | None, str | Non
     if file_sha256(path) != plan.profile.sha256:
         return None, f"{path} has changed since {plan_path} was made from it: {without}"
     profile = load_profile(path)
-    return profile, belief(profile)
+    return profile, belief(profile, plan.training.precision)
 
 
 def identity_of(workload: Workload) -> dict[str, Any]:

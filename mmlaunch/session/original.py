@@ -33,7 +33,7 @@ class OriginalVerdict:
     Attributes:
         compared: outputs or losses, and gradients.
         share: the largest part of what rounding allows that a difference takes.
-        differences: those above it, largest share first.
+        differences: those above it; of outputs and losses first, then the largest share.
     """
 
     compared: int
@@ -81,7 +81,10 @@ def compare_original(
     return OriginalVerdict(
         compared=found.compared,
         share=found.share,
-        differences=tuple(sorted(found.differences, key=lambda item: -item.share)),
+        # The first cause first: gradients differ where outputs do.
+        differences=tuple(
+            sorted(found.differences, key=lambda item: (item.what == "gradient", -item.share))
+        ),
     )
 
 

@@ -379,8 +379,22 @@ def _fingerprint_of(spec: ModuleSpec | LossSpec, built: BuiltPart | None) -> Fin
     return Fingerprint(factory=spec.factory, args=args, built=built)
 
 
-def belief(profile: Profile) -> str | None:
-    """A note on a profile that does not say all of its model; None where it does."""
+def belief(profile: Profile, precision: str) -> str | None:
+    """A note on a profile that does not say all of its model, or whose times are others.
+
+    Args:
+        profile: that is planned with.
+        precision: of the training.
+
+    Returns:
+        None where the profile is of this model and precision.
+    """
+    timed = profile.provenance.get("precision", precision)
+    if timed != precision:
+        return (
+            f"profile {profile.name} is of {timed}, training is in {precision}: its times are "
+            "believed; mmplan profile times this precision"
+        )
     made = fingerprints_of(profile).values()
     if any(item is None for item in made):
         return f"profile {profile.name} does not say of which model it is: it is believed"

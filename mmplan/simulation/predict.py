@@ -71,7 +71,7 @@ def check_plans_model(
     except InvalidInputError:
         return None  # whoever needs the file says what is wrong with it
     check_profiled(profile, workload)
-    return belief(profile)
+    return belief(profile, workload.train.precision)
 
 
 def plan_costs(plan: Plan, plan_path: Path, given: Profile | Path | None = None) -> ProgramCosts:

@@ -64,6 +64,8 @@ def follow(
             case {"kind": "slow"}:
                 values = (event[name] for name in ("step", "rank", "instruction", "times"))
                 out.text(slow_rank(*values))
+            case {"kind": "resumed"}:
+                out.text(f"going on after step {event['step']}, from its checkpoint")
             case {"kind": "note"}:
                 out.text(event["message"])
             case {"kind": "hint"}:
