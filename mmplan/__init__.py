@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mmplan.api import (
         Trials,
+        changed,
         check,
         compare,
         diff,
@@ -53,6 +54,7 @@ __all__ = [
     "Ragged",
     "Trials",
     "Workload",
+    "changed",
     "check",
     "compare",
     "diff",

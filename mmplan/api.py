@@ -7,10 +7,10 @@ subclasses of :class:`mmplan.errors.MMPlanError` with a message and a hint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from mmplan.errors import InvalidInputError, RunFailedError, require_linux
 from mmplan.planning import compare as comparing
@@ -26,11 +26,19 @@ from mmplan.reporting.source import data_of, load_source
 from mmplan.results import Checked, Compared, Differing, Explained, Planned, PredictedStep
 from mmplan.schema import load as loading
 from mmplan.schema.agreement import belief, plan_differences
-from mmplan.schema.base import Document, DocumentT, load_document
+from mmplan.schema.base import (
+    Document,
+    DocumentT,
+    file_sha256,
+    load_document,
+    unchanged_file,
+    validated,
+)
 from mmplan.schema.cluster import Cluster, load_cluster
 from mmplan.schema.faults import plan_faults
 from mmplan.schema.plan import Plan
 from mmplan.schema.profile import Profile
+from mmplan.schema.settings import with_settings
 from mmplan.schema.workload import Workload, unused_modules
 from mmplan.schema.workload import load_workload as load_workload
 from mmplan.simulation.peak_memory import ExpectedMemory
@@ -122,6 +130,22 @@ def load_profile(path: str | Path) -> Profile:
     return load_document(Profile, path)
 
 
+def changed(workload: Workload, settings: Mapping[str, Any]) -> Workload:
+    """The workload with other values of some fields.
+
+    Args:
+        workload: stays as it is.
+        settings: dotted field to value: ``{"batch": 1024, "modules.text.args.blocks": 12}``.
+
+    Returns:
+        Another workload; its modules and files are looked for where those of the first are.
+
+    Raises:
+        InvalidInputError: there is no such field, or it does not take that value.
+    """
+    return with_settings(validated(workload), settings, source="changed")
+
+
 def profile(
     workload: WorkloadLike,
     *,
@@ -140,8 +164,8 @@ def profile(
     """Time the modules, losses and links of a workload, and fit their curves.
 
     Args:
-        workload: one that was built in Python can be profiled ``analytic`` only: the processes
-            that measure read its file.
+        workload: one that was built or changed in Python can be profiled ``analytic`` only: the
+            processes that measure read its file.
         cluster: file, or name of a shipped one; default: this machine, measured too.
         analytic: count FLOPs on the meta device instead of measuring; needs ``cluster``.
         device: ``cpu`` or ``cuda``; default: cuda where there is one.
@@ -149,10 +173,12 @@ def profile(
         rounds: how often each point is measured; from 2 on at more points, too.
         data: also how much work the samples of the data are.
         data_samples: that ``data`` looks at; default 512.
-        folder: where the workload's own modules and files are; default: its file's, else this one.
+        folder: where the workload's own modules and files are; default: that of the file that it
+            was read from, else this one.
         state: file of finished points, from which an interrupted profile goes on.
         hint: hears what could not be tried.
-        progress: hears how many of how many points are done.
+        progress: hears how many of how many points are done; of an analytic profile, modules and
+            losses.
 
     Raises:
         InvalidInputError: the workload, its code or its data is wrong, or options contradict.
@@ -160,7 +186,7 @@ def profile(
         RunFailedError: a process died, or nothing could be run.
     """
     loaded, path = _document(Workload, workload)
-    where = Path(folder) if folder is not None else Path.cwd() if path is None else path.parent
+    where = _folder(loaded, path) if folder is None else Path(folder)
     _hint_unused(loaded, hint)
     if data_samples is not None and not (data and data_samples > 0):
         raise InvalidInputError(
@@ -175,9 +201,11 @@ def profile(
             "--analytic needs --cluster: there is no device to ask", hint="--cluster p3-8"
         )
     if path is None and not analytic:
+        made = "was changed since it was read" if loaded.read_from else "has no file"
         raise InvalidInputError(
-            "a workload without a file cannot be measured: other processes read it",
-            hint="save_document(workload, path) and give the path, or analytic=True",
+            f"a workload that {made} cannot be measured: other processes read its file",
+            hint=f"save_document(workload, {str(where / 'other.json')!r}) and give that path, or "
+            "analytic=True",
         )
     if not analytic:
         require_linux("measuring a profile")
@@ -197,7 +225,7 @@ def profile(
         state = state or Path(temporary) / "profile.partial"
         if path is None or (analytic and machine is not None):
             assert machine is not None
-            made = analytic_profile(loaded, where, machine)
+            made = analytic_profile(loaded, where, machine, progress=progress)
         else:
             made = measure_profile(
                 path,
@@ -265,6 +293,8 @@ def solve(
         InfeasibleError: no plan fits the devices or their memory.
         RunFailedError: no plan that was tried ran.
     """
+    if devices is not None:
+        _check_count("devices", devices)
     loaded, workload_path = _document(Workload, workload)
     costs, profile_path = _document(Profile, profile)
     _hint_unused(loaded, hint)
@@ -299,8 +329,8 @@ def compare(
     profile: ProfileLike,
     *,
     cluster: ClusterLike | None = None,
-    devices: Sequence[int] = (),
-    batches: Sequence[int] = (),
+    devices: int | Sequence[int] = (),
+    batches: int | Sequence[int] = (),
     solvers: Sequence[str] | None = None,
     tasks: Sequence[str] | None = None,
     baseline: str | None = None,
@@ -315,7 +345,8 @@ def compare(
         workload: what to train.
         profile: what it costs.
         cluster: whose devices to use; default: the profile's.
-        devices: numbers of its first devices; default: all. The largest is the main setting.
+        devices: number of its first devices, or several; default: all. The largest is the main
+            setting.
         batches: more batches, on that many devices.
         solvers: names; default: all that are for as many tasks.
         tasks: only these; default: those that train first.
@@ -338,8 +369,8 @@ def compare(
         profile=costs,
         profile_path=profile_path,
         cluster=_cluster(cluster),
-        devices=devices,
-        batches=batches,
+        devices=_counts("devices", devices),
+        batches=_counts("batches", batches),
         solvers=solvers,
         tasks=tasks,
         baseline=baseline,
@@ -381,7 +412,7 @@ def check(
     elif asked is None and (try_it or file.is_file()):
         asked = load_workload(file)
     if try_it and asked is not None:
-        for note in _tried(document, asked, file.parent):
+        for note in _tried(document, asked, _folder(asked, file if file.is_file() else None)):
             hint(note)
     _say(check_plans_model(document, planned.path, planned.profile), hint)
     faults, proof = plan_faults(document), None
@@ -525,14 +556,26 @@ def report(
 
 
 def diff(first: PlanLike, second: PlanLike) -> Differing:
-    """What differs between two plans: devices, degrees, shares, schedules, the predicted step.
+    """What differs between two plans: workload, degrees, shares, schedules, the predicted step.
+
+    Modules are compared by task and name, whatever solvers call their units.
 
     Raises:
         InvalidInputError: a file is wrong.
     """
     before, after = _planned(first), _planned(second)
-    changes = tuple(plan_changes(before.plan, after.plan))
+    workloads = _workload_of(before), _workload_of(after)
+    changes = tuple(plan_changes(before.plan, after.plan, workloads=workloads))
     return Differing(first=str(before.path), second=str(after.path), changes=changes)
+
+
+def _workload_of(planned: Planned) -> Workload | None:
+    """The workload that a plan was made from; None where its file is gone or has changed."""
+    reference = planned.plan.workload
+    file = planned.path.parent / reference.path
+    if planned.workload is not None or not file.is_file():
+        return planned.workload
+    return load_workload(file) if file_sha256(file) == reference.sha256 else None
 
 
 @overload
@@ -542,14 +585,41 @@ def _document(kind: type[Profile], given: ProfileLike) -> tuple[Profile, Path | 
 def _document(
     kind: type[DocumentT], given: DocumentT | str | Path
 ) -> tuple[DocumentT, Path | None]:
-    """A document and its file, None for one given as an object."""
-    if isinstance(given, Document):
-        return given, None
-    return load_document(kind, given), Path(given)
+    """A document and its file, None for an object that has none or differs from it."""
+    if not isinstance(given, Document):
+        return load_document(kind, given), Path(given)
+    found = validated(given)
+    return found, unchanged_file(found)
+
+
+def _folder(workload: Workload, path: Path | None) -> Path:
+    """Where a workload's own modules and files are."""
+    file = path or workload.read_from
+    return Path.cwd() if file is None else file.parent
+
+
+def _counts(name: str, given: int | Sequence[int]) -> Sequence[int]:
+    """Whole numbers, given as one or as several."""
+    if not isinstance(given, Sequence):
+        _check_count(name, given)
+        return [given]
+    for count in given:
+        _check_count(name, count)
+    return given
+
+
+def _check_count(name: str, given: object) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise InvalidInputError(
+            f"{name}={given!r:.60}: must be a whole number",
+            hint=f"{name}=16; only mmplan.compare takes several",
+        )
 
 
 def _cluster(given: ClusterLike | None) -> Cluster | None:
-    return given if given is None or isinstance(given, Cluster) else load_cluster(given)
+    if given is None:
+        return None
+    return validated(given) if isinstance(given, Cluster) else load_cluster(given)
 
 
 def _planned(given: PlanLike) -> Planned:

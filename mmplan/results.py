@@ -133,8 +133,10 @@ class Planned(Shown):
     def save(self, path: str | Path) -> Planned:
         """Write the plan, for ``mmlaunch run``, and its certificate beside it.
 
-        A workload or a profile that has no file is written beside it too: of ``plan.json`` as
-        ``plan.workload.json`` and ``plan.profile.json``.
+        A workload or a profile that has no file, or was changed since it was read, is written
+        beside it too: of ``plan.json`` as ``plan.workload.json`` and ``plan.profile.json``. A
+        changed workload is written where its modules are found, beside the file that it was read
+        from; where that is another folder, with digits of its hash in the name.
 
         Returns:
             The plan as it was written; its paths are relative to its new folder.
@@ -147,7 +149,7 @@ class Planned(Shown):
             reference = getattr(self.plan, kind)
             files[kind] = self.path.parent / reference.path
             if document is not None and not reference.path:
-                files[kind] = path.with_name(f"{path.stem}.{kind}.json")
+                files[kind] = _copy_of(document, reference.sha256, path)
                 save_document(document, files[kind])
         plan = self.plan.model_copy(
             update={
@@ -167,6 +169,15 @@ class Planned(Shown):
         return Planned(
             plan=plan, path=path, workload=self.workload, profile=self.profile, proof=self.proof
         )
+
+
+def _copy_of(document: Workload | Profile, sha256: str, plan: Path) -> Path:
+    """The file to write a plan's source to that has none."""
+    origin = document.read_from
+    beside = origin if isinstance(document, Workload) and origin is not None else plan
+    # Plans of the same name in several folders keep their own.
+    digits = "" if beside.parent.resolve() == plan.parent.resolve() else f".{sha256[:8]}"
+    return beside.with_name(f"{plan.stem}{digits}.{document.kind}.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning import measured_trials
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.schema.base import file_sha256
@@ -185,6 +187,46 @@ def test_auto_keeps_the_fastest(tmp_path: Path) -> None:
         assert min(("distmm", "colocated"), key=times.__getitem__) == winner
         # Three towers share four devices unevenly: waves of slices are faster than either.
         assert times["auto"] == times["mpsp"] < times[winner]
+
+
+def test_auto_takes_the_plainer_of_plans_that_are_as_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tower = module_profile()
+    job = workload({"a": {}, "b": {}, "c": {}}, batch=10)
+    costs = profile({"a": tower, "b": tower, "c": tower}, 4)
+    waves, plain = (run_solve(tmp_path, job, costs, solver=s) for s in ("mpsp", "colocated"))
+    ratio = plain.predicted.iteration_s / waves.predicted.iteration_s
+    assert waves.waves
+    assert ratio > measured_trials.AS_FAST
+    for limit, expected in ((0.999 * ratio, waves), (1.001 * ratio, plain)):
+        monkeypatch.setattr(measured_trials, "AS_FAST", limit)
+        plan = run_solve(tmp_path, job, costs)
+        assert (plan.solver.name, bool(plan.waves)) == (expected.solver.name, bool(expected.waves))
+        said = [note for note in plan.solver.notes if "less time; this plan has no waves" in note]
+        assert len(said) == (expected is plain)
+        assert all(f"{1 - 1 / ratio:.2%}" in note and note.startswith("mpsp: ") for note in said)
+    first = plan.solver.runners_up[0]
+    assert first.iteration_s == waves.predicted.iteration_s
+
+
+def test_of_several_tasks_auto_takes_the_fastest() -> None:
+    def finalist(seconds: float, units: int, tasks: int) -> Any:
+        plan = SimpleNamespace(
+            predicted=SimpleNamespace(iteration_s=seconds),
+            units=range(units),
+            waves=(),
+            tasks=range(tasks),
+        )
+        return SimpleNamespace(plan=plan, label=f"{units} units"), plan
+
+    for tasks, best in ((1, 2), (2, 3)):
+        pairs = [finalist(1.0, 3, tasks), finalist(1.003, 2, tasks), finalist(1.006, 1, tasks)]
+        found, notes = measured_trials.plainest_first(pairs)
+        assert len(found[0][0].plan.units) == best
+        assert sorted(map(id, found)) == sorted(map(id, pairs))
+        said = ["3 units takes 0.30% less time; this plan has fewer units"]
+        assert notes == (said if tasks == 1 else [])
 
 
 def test_auto_finds_the_plan_that_waves_alone_have(tmp_path: Path) -> None:

@@ -26,7 +26,14 @@ from mmplan.schema.profile import Profile
 from mmplan.schema.workload import Workload, check_tasks, with_batch
 from mmplan.simulation.symmetry import BestSteps, simulated
 from mmplan.simulation.utilisation import ModuleUse, module_uses
-from mmplan.solvers.registry import BASELINES, OF_SEVERAL_TASKS, SOLVERS, UNIFORM, no_plan
+from mmplan.solvers.registry import (
+    BASELINES,
+    OF_SEVERAL_TASKS,
+    SOLVERS,
+    UNIFORM,
+    no_plan,
+    unknown_solver,
+)
 
 # Seconds of each solver's search.
 BUDGET_S = 0.5
@@ -245,11 +252,8 @@ def _names(
     known = (*SOLVERS, *BASELINES)
     for option, asked in (("--solvers", solvers or ()), ("--baseline", (baseline,))):
         for name in asked:
-            if name not in (*known, None):
-                raise InvalidInputError(
-                    f"{option} {name}: this version has {', '.join(known)}",
-                    hint="choose among these",
-                )
+            if name is not None and name not in known:
+                raise unknown_solver(option, name, known)
     fitting = (name for name in known if not (num_tasks == 1 and name in OF_SEVERAL_TASKS))
     # A ratio needs both sides.
     names = tuple(dict.fromkeys((*(solvers or fitting), *((baseline,) if baseline else ()))))

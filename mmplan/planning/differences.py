@@ -1,12 +1,15 @@
-"""What differs between two plans: devices, degrees, shares, schedules, and the predicted step."""
+"""What differs between two plans: workload, devices, degrees, shares, schedules, predicted step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+from mmplan.schema.agreement import flat_fields
 from mmplan.schema.plan import Plan, Unit
+from mmplan.schema.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +17,10 @@ class Change:
     """A value that two plans do not share.
 
     Attributes:
-        part: ``plan``, ``predicted``, or a unit's name.
-        what: of that part; with the unit (``_s``, ``_bytes``) in its name.
+        part: ``plan``, ``workload``, ``predicted``, or what a unit runs: its module, before it
+            its task where there are several.
+        what: of that part; with the unit (``_s``, ``_bytes``) in its name. Of the workload a
+            field, with dots.
         before: of the first plan, as JSON has it; None where it has none.
         after: of the second.
     """
@@ -26,30 +31,62 @@ class Change:
     after: Any
 
 
-def plan_changes(first: Plan, second: Plan) -> list[Change]:
-    """The differences: of the whole plans, unit by unit, and of the predictions."""
-    units = ({unit.name: unit for unit in plan.units} for plan in (first, second))
-    before, after = units
-    parts = [("plan", _whole(first), _whole(second))]
-    parts += [
-        (name, _unit(before.get(name)), _unit(after.get(name)))
-        for name in dict.fromkeys((*before, *after))
-    ]
+def plan_changes(
+    first: Plan, second: Plan, *, workloads: tuple[Workload | None, Workload | None]
+) -> list[Change]:
+    """The differences: of the whole plans, module by module, and of the predictions.
+
+    Args:
+        first: plan with the values before.
+        second: with the values after.
+        workloads: that they are for; None where one is not known any more: then the plans say
+            in which fields that they depend on their workloads differ.
+    """
+    fields = tuple(map(_fields, workloads)) if None not in workloads else ()
+    changed = list(_changes("workload", *(fields or (first.depends_on, second.depends_on))))
+    known = bool(fields or changed)
+    parts = [("plan", _whole(first, known=known), _whole(second, known=known))]
+    parts += [(name, _unit(was), _unit(now)) for name, was, now in _same_work(first, second)]
     parts.append(("predicted", _predicted(first), _predicted(second)))
-    return [change for part in parts for change in _changes(*part)]
+    return [*changed, *(change for part in parts for change in _changes(*part))]
+
+
+def _fields(workload: Workload | None) -> dict[str, Any]:
+    return flat_fields(workload.model_dump(mode="json", exclude_none=True)) if workload else {}
+
+
+def _same_work(first: Plan, second: Plan) -> Iterator[tuple[str, Unit | None, Unit | None]]:
+    """Units of the same task and module, whatever solvers call them; slices in their order."""
+    several = len(first.tasks) > 1 or len(second.tasks) > 1
+    before, after = _by_work(first), _by_work(second)
+    for task, module in dict.fromkeys((*before, *after)):
+        pairs = [*zip_longest(before.get((task, module), ()), after.get((task, module), ()))]
+        name = f"{task}.{module}" if several else module
+        for index, (was, now) in enumerate(pairs):
+            yield f"{name}.{index}" if len(pairs) > 1 else name, was, now
+
+
+def _by_work(plan: Plan) -> dict[tuple[str, str], list[Unit]]:
+    found: dict[tuple[str, str], list[Unit]] = {}
+    for unit in plan.units:
+        found.setdefault((unit.task, unit.module), []).append(unit)
+    return found
 
 
 def _changes(part: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     for what in dict.fromkeys((*was, *now)):
-        if was.get(what) != now.get(what):
-            yield Change(part=part, what=what, before=was.get(what), after=now.get(what))
+        before, after = was.get(what), now.get(what)
+        # What is off, empty or not there differs in no way that a reader looks for.
+        if before != after and (before or after):
+            yield Change(part=part, what=what, before=before, after=after)
 
 
-def _whole(plan: Plan) -> dict[str, Any]:
+def _whole(plan: Plan, *, known: bool) -> dict[str, Any]:
+    """Values of the whole plan; the workload's hash where its fields are not known to differ."""
     document = plan.model_dump(mode="json")
     training = {f"training.{name}": value for name, value in document["training"].items()}
     return {
-        "workload": plan.workload.sha256,
+        **({} if known else {"workload": plan.workload.sha256}),
         "profile": plan.profile.sha256,
         "cluster": plan.cluster.name,
         "devices": plan.devices,

@@ -15,6 +15,7 @@ from mmplan.planning.measured_trials import (
     SimulatedPlan,
     Trials,
     merit,
+    plainest_first,
     rounded,
     run_trials,
     runner_up,
@@ -345,6 +346,9 @@ class _CandidatePlans:
         if trials is not None:
             finalists, trial_notes = run_trials(finalists, trials)
             self._search_notes += trial_notes
+        elif self._asked.solver == "auto":
+            finalists, plain_notes = plainest_first(finalists)
+            self._search_notes += plain_notes
         best, origin = finalists[0]
         fused = reordered[best.solution.solver] if is_refined(origin) else best
         objective_s = best.candidate.objective_s

@@ -6,7 +6,7 @@ enough to choose between plans, and for clusters that are not at hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,13 @@ TP_DEGREES = (1, 2, 4, 8)
 PHASES = ("forward", "backward", "backward_input")
 
 
-def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Profile:
+def analytic_profile(
+    workload: Workload,
+    folder: Path,
+    cluster: Cluster,
+    *,
+    progress: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> Profile:
     """Profile a workload for a cluster that need not exist.
 
     Args:
@@ -40,6 +46,7 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
             shapes of its first sample.
         folder: the workload file's folder.
         cluster: device and links of the times.
+        progress: hears how many of how many modules and losses are counted, and the next one.
 
     Returns:
         A profile with source "analytic", fitted, constants in its provenance.
@@ -53,16 +60,26 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
     tasks: dict[str, dict[str, dict[str, Any]]] = {}
     losses: dict[str, LossProfile] = {}
     left_out: dict[str, str] = {}
-    for name, task in resolve_tasks(workload).items():
+    views = resolve_tasks(workload)
+    total = sum(len(task.modules) + len(task.loss_inputs) for task in views.values())
+    parts = iter(range(total))
+    for name, task in views.items():
         flow = TaskFlow(workload, folder, task)
         for module in task.modules:
-            profiled = _module_profile(flow, module, cluster, roofline, left_out)
+            done = next(parts)
+
+            def on_degree(tp: int, module: str = module, done: int = done) -> None:
+                progress(done, total, f"{module} tp {tp}")
+
+            profiled = _module_profile(flow, module, cluster, roofline, left_out, on_degree)
             changed = task_difference(profiled, modules.setdefault(module, profiled))
             if changed:
                 tasks.setdefault(name, {})[module] = changed
         for loss in task.loss_inputs:
+            progress(next(parts), total, f"loss {loss}")
             if loss not in losses:
                 losses[loss] = _loss_profile(flow, loss, roofline)
+    progress(total, total, "fingerprints of modules and losses")
     profile = Profile(
         name=workload.name,
         source="analytic",
@@ -84,13 +101,20 @@ def analytic_profile(workload: Workload, folder: Path, cluster: Cluster) -> Prof
 
 
 def _module_profile(
-    flow: TaskFlow, module: str, cluster: Cluster, roofline: Roofline, left_out: dict[str, str]
+    flow: TaskFlow,
+    module: str,
+    cluster: Cluster,
+    roofline: Roofline,
+    left_out: dict[str, str],
+    on_degree: Callable[[int], None],
 ) -> ModuleProfile:
+    on_degree(1)
     built = flow.build(module)
     sizes = microbatch_sizes(flow.task.batch)
     base = flow.count_module(module, tp=1, samples=BASE)
     points = _points(flow, module, sizes, 1, roofline)
     for tp in _tp_candidates(built, cluster):
+        on_degree(tp)
         try:
             points += _points(flow, module, sizes, tp, roofline)
         except InvalidInputError as error:

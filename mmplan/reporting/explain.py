@@ -216,7 +216,7 @@ def _instead(plan: Plan) -> str:
         return "no other plan was simulated"
     first = min(plan.solver.runners_up, key=lambda runner: runner.iteration_s)
     now_s = plan.predicted.iteration_s
-    slower = f" (+{first.iteration_s / now_s - 1:.1%})" if now_s else ""
+    slower = f" ({first.iteration_s / now_s - 1:+.1%})" if now_s else ""
     return (
         f"of {counted(len(plan.solver.runners_up), 'other')} the best takes "
         f"{fmt.seconds(first.iteration_s)}{slower}: "

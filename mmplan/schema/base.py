@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -19,11 +19,12 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    PrivateAttr,
     Strict,
     ValidationError,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, ErrorDetails
+from pydantic_core import CoreSchema, ErrorDetails, PydanticSerializationError
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.wording import counted, size
@@ -79,6 +80,15 @@ class Record(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse, where it is a field."""
+        if name in type(self).model_fields:
+            raise InvalidInputError(
+                f"{name} of a {type(self).__name__} cannot be set: objects do not change",
+                hint='make another one: mmplan.changed(workload, {"train.seed": 1})',
+            )
+        super().__setattr__(name, value)
+
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -102,6 +112,22 @@ class Document(Record):
 
     version: Int = Field(default=1, description="of the file's format")
 
+    _read_from: Path | None = PrivateAttr(default=None)
+
+    @property
+    def read_from(self) -> Path | None:
+        """The file that it, or what it is a changed copy of, was read from."""
+        return self._read_from
+
+    def as_read_from(self, path: Path | None) -> Self:
+        """This object, which remembers its file from now on."""
+        self._read_from = path and path.absolute()
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """By its fields: the file is not one of them."""
+        return type(self) is type(other) and vars(self) == vars(other)
+
 
 def docstring_parts(docstring: str) -> tuple[str, dict[str, str]]:
     """A docstring before its ``Attributes:``, and what that section says of each name."""
@@ -121,7 +147,8 @@ def load_document(model: type[DocumentT], path: str | Path) -> DocumentT:
             names the file and the field.
     """
     path = Path(path)
-    return parse_document(model, parse_text(read_text(path), path), source=str(path))
+    found = parse_document(model, parse_text(read_text(path), path), source=str(path))
+    return found.as_read_from(path)
 
 
 def parse_document(model: type[DocumentT], data: object, *, source: str) -> DocumentT:
@@ -145,6 +172,37 @@ def parse_document(model: type[DocumentT], data: object, *, source: str) -> Docu
         if error.error_count() > _MANY_FAULTS:
             return parse_document(model, _excerpt(data), source=source)
         raise _explain(error, model, cast(Json, data), source) from None
+
+
+def validated(document: DocumentT) -> DocumentT:
+    """A document that was changed in Python, held against the rules of its file.
+
+    Raises:
+        InvalidInputError: ``model_copy`` or a change of a mapping broke one; names the field.
+    """
+    source = f"the {document.kind} in Python"
+    model = type(document)
+    try:
+        data = document.model_dump(mode="json", exclude_unset=True, warnings=False)
+    except PydanticSerializationError as error:
+        raise InvalidInputError(
+            f"{source}: a value cannot stand in a file: {error}", hint="use what JSON has"
+        ) from None
+    # Names that model_copy took for fields.
+    unknown = document.model_fields_set - set(model.model_fields)
+    data |= {name: str(vars(document).get(name)) for name in unknown}
+    return parse_document(model, data, source=source).as_read_from(document.read_from)
+
+
+def unchanged_file(document: Document) -> Path | None:
+    """The file that a document was read from; None where it says something else by now."""
+    path, here = document.read_from, Path.cwd()
+    try:
+        if path is None or load_document(type(document), path) != document:
+            return None
+    except InvalidInputError:
+        return None
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _excerpt(data: Any) -> Any:

@@ -46,4 +46,4 @@ def load_any(path: Path) -> Workload | Profile | Plan | Cluster:
         kind = Cluster
     elif "source" in fields or {"cluster", "modules"} <= fields:
         kind = Profile
-    return parse_document(kind, data, source=str(path))
+    return parse_document(kind, data, source=str(path)).as_read_from(path)

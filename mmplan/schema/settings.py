@@ -1,4 +1,4 @@
-"""Fields of a workload that are set on the command line: ``--set KEY=VALUE``."""
+"""Fields of a workload that are set: ``--set KEY=VALUE``, or in Python."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def with_settings(workload: Workload, settings: Mapping[str, Any]) -> Workload:
+def with_settings(
+    workload: Workload, settings: Mapping[str, Any], *, source: str = "--set"
+) -> Workload:
     """The workload with other values of some fields.
 
     Args:
         workload: to change.
         settings: dotted field to value: ``train.optimizer_args.lr``, ``train.groups.0.match``.
+        source: what errors call them.
 
     Raises:
         InvalidInputError: there is no such field, or it does not take that value.
@@ -45,8 +48,8 @@ def with_settings(workload: Workload, settings: Mapping[str, Any]) -> Workload:
         return workload
     document = workload.model_dump(mode="json", exclude_unset=True)
     for key, value in settings.items():
-        _put(document, workload, key, value)
-    return parse_document(Workload, document, source="--set")
+        _put(document, workload, key, value, source)
+    return parse_document(Workload, document, source=source).as_read_from(workload.read_from)
 
 
 def check_settings(plan: Plan, workload: Workload, settings: Mapping[str, Any]) -> None:
@@ -69,7 +72,7 @@ def check_settings(plan: Plan, workload: Workload, settings: Mapping[str, Any]) 
         )
 
 
-def _put(document: Any, owner: Any, key: str, value: Any) -> None:
+def _put(document: Any, owner: Any, key: str, value: Any, source: str) -> None:
     """Set one field of a document.
 
     Args:
@@ -77,12 +80,13 @@ def _put(document: Any, owner: Any, key: str, value: Any) -> None:
         owner: what the document says, defaults included.
         key: dotted.
         value: of the field.
+        source: what errors call it.
     """
     *parents, last = key.split(".")
     known, closed = _fields(owner, None)
     for depth, part in enumerate(parents):
         if part not in known:
-            _refuse(key, parents[:depth], part, known)
+            _refuse(f"{source} {key}", parents[:depth], part, known)
         owner, kind = known[part]
         if isinstance(document, list):
             document = document[int(part)]
@@ -90,7 +94,7 @@ def _put(document: Any, owner: Any, key: str, value: Any) -> None:
             document = document.setdefault(part, {})
         known, closed = _fields(owner, kind)
     if closed and last not in known:
-        _refuse(key, parents, last, known)
+        _refuse(f"{source} {key}", parents, last, known)
     document[int(last) if isinstance(document, list) else last] = value
 
 
@@ -109,11 +113,11 @@ def _fields(owner: Any, kind: Any) -> tuple[dict[str, tuple[Any, Any]], bool]:
     return {}, True
 
 
-def _refuse(key: str, parents: Sequence[str], part: str, known: Mapping[str, Any]) -> NoReturn:
+def _refuse(what: str, parents: Sequence[str], part: str, known: Mapping[str, Any]) -> NoReturn:
     where = ".".join(parents) or "the workload"
     similar = get_close_matches(part, known, n=1)
     meant = f"did you mean {similar[0]}? " if similar else ""
     raise InvalidInputError(
-        f"--set {key}: {where} has no field {part!r}",
+        f"{what}: {where} has no field {part!r}",
         hint=f"{meant}{where} has {', '.join(known) or 'no fields'}",
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 
 from mmplan.errors import InfeasibleError, InvalidInputError, MMPlanError
 from mmplan.solvers.baselines.colocated import solve_colocated
@@ -19,7 +20,8 @@ from mmplan.solvers.problem import NotApplicableError, Request, Solution
 Solver = Callable[[Request], Solution]
 # Takes the number of solvers done, the number of all, and a word on the next step.
 SearchProgress = Callable[[int, int, str], None]
-# Of equal plans, the first solver's is taken: with one task, waves are colocation.
+# Of equal plans, the first solver's is taken: with one task, waves are often colocation. They may
+# be better where modules differ, so that ``mpsp`` is asked for one task too.
 SOLVERS: dict[str, Solver] = {
     "distmm": solve_distmm,
     "convex": solve_convex,
@@ -55,10 +57,7 @@ def solutions_of(
     if name != "auto":
         known = SOLVERS | BASELINES
         if name not in known:
-            raise InvalidInputError(
-                f"--solver {name}: this version has auto, {', '.join(known)}",
-                hint="choose one of these",
-            )
+            raise unknown_solver("--solver", name, ("auto", *known))
         progress(0, 1, f"searched, now {name}")
         return [known[name](request)], []
     if request.method is not None:
@@ -87,6 +86,25 @@ def solutions_of(
         for solver, error in refused.items()
         if isinstance(error, InfeasibleError)
     ]
+
+
+# Systems that people ask for by another name than the solver's that plans like them.
+_KNOWN_AS = {
+    "ddp": "--solver megatron, which is data parallelism with the pins plan: {tp: 1, pp: 1}; with "
+    "ZeRO it is deepspeed",
+    "fsdp": "--solver deepspeed, data parallelism with ZeRO; FSDP is its stage 3, and "
+    "docs/baselines.md says which stages there are",
+}
+
+
+def unknown_solver(option: str, name: str, known: Sequence[str]) -> InvalidInputError:
+    """The error for a name that is no solver's, with what is meant perhaps."""
+    similar = get_close_matches(name.lower(), known, n=1)
+    meant = _KNOWN_AS.get(name.lower()) or (f"did you mean {similar[0]}?" if similar else None)
+    return InvalidInputError(
+        f"{option} {name}: this version has {', '.join(known)}",
+        hint=meant or "choose one of these",
+    )
 
 
 def no_plan(refused: Mapping[str, MMPlanError]) -> MMPlanError:

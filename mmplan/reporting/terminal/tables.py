@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from mmplan.wording import counted
 _MOST_LETTERS = 96
 # Characters of a row beside its letters.
 _BESIDE = 11
+# Most characters of a workload's value.
+_MOST_FIELD = 60
 # Runners-up on the terminal; the plan's file has all.
 MOST_RUNNERS_UP = 5
 SOURCES = {"work": "the dataset's work(index)", "lengths": "lengths of ragged fields"}
@@ -329,14 +332,19 @@ def timeline_lines(
         yield f"rank {rank:>3} |{''.join(row)}|"
     yield f"          0{'':{letters - 12}}{text.seconds(total):>12}"
     split = "  W its weight gradients" if any("W" in row for row in rows.values()) else ""
-    yield f"F forward  B backward{split}  S sync and loss  R gradient reduction  . idle"
+    yield f"F forward  B backward{split}  S sync and loss  R gradient reduction"
+    yield ". idle, or waiting for messages or for a reduction that began inside a backward"
 
 
 def prediction_words(predicted: Prediction, device: Device) -> Iterator[str]:
     """The figures of a step in a line, and what is wrong with them."""
+    memory = max(predicted.memory_bytes, default=0.0)
     yield (
         f"iteration {predicted.iteration_s:.4g} s, {predicted.samples_per_s:.4g} samples/s, "
-        f"idle {text.percent(predicted.bubble_fraction)}, MFU {text.mfu(predicted.mfu)}"
+        f"idle {text.percent(predicted.bubble_fraction)}, "
+        f"communication {text.percent(predicted.communication_fraction)}, "
+        f"MFU {text.mfu(predicted.mfu)}, most memory {text.size(memory)} of "
+        f"{text.size(device.memory_bytes)}"
     )
     if (fault := text.mfu_fault(predicted.mfu, device)) is not None:
         yield fault
@@ -351,11 +359,18 @@ def changes_grid(first: str, second: str, changes: Sequence[Change]) -> Grid:
         title=title,
         columns=("part", "what", "before", "after"),
         rows=[
-            (c.part, _without_unit(c.what), _value(c.what, c.before), _value(c.what, c.after))
+            (c.part, c.what, _field(c.before), _field(c.after))
+            if c.part == "workload"
+            else (c.part, _without_unit(c.what), _value(c.what, c.before), _value(c.what, c.after))
             for c in changes
         ],
         keys=2,
     )
+
+
+def _field(value: Any) -> str:
+    """A value of a workload's field; a plan has hashes of factories."""
+    return "–" if value is None else shorten(str(value), _MOST_FIELD, placeholder=" …")
 
 
 def _without_unit(what: str) -> str:
