@@ -18,7 +18,7 @@ from mmlaunch.execute.compiled_blocks import CompiledBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward
 from mmlaunch.model.tensor_parallel import shard_block
 from mmplan.ragged import Ragged
-from mmplan.zoo import coca, decoder, diffusion, encoder, hf, seq2seq, towers
+from mmplan.zoo import coca, decoder, diffusion, encoder, hf, qwen_vl, seq2seq, towers
 
 Inputs = tuple[Tree, ...]
 WIDTH, VOCAB, PLACEHOLDER = 32, 64, 63
@@ -42,6 +42,23 @@ _TEXT = {
 }
 _CLIP_TEXT = {"max_position_embeddings": 8, "eos_token_id": 63, "bos_token_id": 1}
 _QWEN = {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, **_TEXT}
+
+
+_SEEN: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "image_token_id": PLACEHOLDER,
+    "vision_config": {
+        **{"depth": 2, "hidden_size": WIDTH, "out_hidden_size": WIDTH, "intermediate_size": 64},
+        **{"num_heads": 4, "patch_size": 4, "temporal_patch_size": 1, "window_size": 16},
+        "fullatt_block_indexes": [1],
+    },
+    "text_config": {
+        **_TEXT,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+}
 
 
 class Alone:
@@ -83,6 +100,21 @@ def _told() -> list[Inputs]:
         for sample, images in enumerate(lengths):
             ids[sample, : 2 * images] = PLACEHOLDER
         found.append((ids, _ragged(lengths, 2, WIDTH)))
+    return found
+
+
+def _seen(text: bool) -> list[Inputs]:
+    """Patches of an image of 2 rows of units for each sample; or rows of them, and tokens."""
+    found: list[Inputs] = []
+    for lengths in [(3, 1), (2, 4), (1, 5), (3, 3)]:
+        grid = torch.tensor([[1, 4, 2 * n] for n in lengths])
+        if text:
+            ids = _ids(2, 14)
+            for sample, columns in enumerate(lengths):
+                ids[sample, 1 : 1 + 2 * columns] = PLACEHOLDER
+            found.append((ids, _ragged([2 * n for n in lengths], WIDTH), grid))
+        else:
+            found.append((_ragged([8 * n for n in lengths], 48), grid))
     return found
 
 
@@ -185,6 +217,11 @@ ZOO: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], list[Inputs]]]] =
         lambda: hf.causal_lm(_QWEN, placeholders=[PLACEHOLDER], hidden=True),
         _told,
     ),
+    "qwen_vl.qwen_vl_tower": (
+        lambda: qwen_vl.qwen_vl_tower(_SEEN),
+        lambda: _seen(text=False),
+    ),
+    "qwen_vl.qwen_vl_lm": (lambda: qwen_vl.qwen_vl_lm(_SEEN), lambda: _seen(text=True)),
     "hf.causal_lm packed": (
         lambda: hf.causal_lm(_QWEN, packed=True),
         lambda: _texts(packed=True),

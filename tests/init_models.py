@@ -265,6 +265,25 @@ def rows() -> Tensor:
 
 # Of several parts: class to its config.json.
 _TOWER = {"num_hidden_layers": 2, "intermediate_size": 48, "num_attention_heads": 2}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 3,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_QWEN_TEXT: dict[str, Any] = {
+    **TINY_TEXT,
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    # Halves of a head's 8 channels that turn by time, height and width.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+_QWEN_TOKENS = {
+    "image_token_id": 58,
+    "video_token_id": 59,
+    "vision_start_token_id": 56,
+    "vision_end_token_id": 57,
+}
 _PATCHES: dict[str, Any] = {
     "image_token_id": 59,
     "scale_factor": 2,
@@ -299,6 +318,19 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
             "eos_token_id": 49,
         },
     },
+    "Siglip2Model": {
+        "model_type": "siglip2",
+        "vision_config": {**_TOWER, "hidden_size": 32, "num_patches": 16, "patch_size": 4},
+        "text_config": {
+            **_TOWER,
+            "hidden_size": 32,
+            "projection_size": 32,
+            "vocab_size": 50,
+            "max_position_embeddings": 9,
+            "bos_token_id": 48,
+            "eos_token_id": 49,
+        },
+    },
     "LlavaForConditionalGeneration": {
         "model_type": "llava",
         "image_token_index": 59,
@@ -311,6 +343,23 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "Idefics3ForConditionalGeneration": {"model_type": "idefics3", **_PATCHES},
     "SmolVLMForConditionalGeneration": {"model_type": "smolvlm", **_PATCHES},
+    "Qwen2VLForConditionalGeneration": {
+        "model_type": "qwen2_vl",
+        **_QWEN_TOKENS,
+        "vision_config": {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2},
+        "text_config": _QWEN_TEXT,
+        "tie_word_embeddings": True,
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "model_type": "qwen2_5_vl",
+        **_QWEN_TOKENS,
+        "vision_config": {
+            **_QWEN_VISION,
+            **{"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48},
+            **{"window_size": 16, "fullatt_block_indexes": [1]},
+        },
+        "text_config": _QWEN_TEXT,
+    },
     "Blip2ForConditionalGeneration": {
         "model_type": "blip-2",
         "image_token_index": 59,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from mmlaunch.comm.strict import StrictWorld
 from mmlaunch.measure.sample_work import WorkSampler
@@ -81,30 +82,39 @@ def test_no_text_has_gradients_of_zero() -> None:
         assert not any(map(torch.any, gradients(module, found.values).values()))
 
 
-def test_the_operator_of_compiled_blocks_is_the_same_attention() -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_operator_of_compiled_blocks_is_the_same_attention(causal: bool) -> None:
     lengths = torch.tensor(LENGTHS)
     given = [
         torch.randn(1, sum(LENGTHS), heads, 8, dtype=torch.float64).transpose(1, 2).requires_grad_()
         for heads in (4, 2, 2)
     ]
     query, key, value = given
-    want = attend_samples(query, key, value, lengths, scale=0.3)
+    want = attend_samples(query, key, value, lengths, scale=0.3, causal=causal)
+    alone = [x.split(LENGTHS, 2) for x in given]
+    apart = [
+        functional.scaled_dot_product_attention(
+            *(q, k, v), is_causal=causal, scale=0.3, enable_gqa=True
+        )
+        for q, k, v in zip(*alone, strict=True)
+    ]
+    torch.testing.assert_close(want, torch.cat(apart, 2), **EXACT)
     gradient = torch.randn_like(want)
     expected = torch.autograd.grad(want, given, gradient)
     operator = torch.ops.mmplan.ragged_attention
-    found = operator(*given, lengths, 0.3)
+    found = operator(*given, lengths, 0.3, causal)
     torch.testing.assert_close(found, want, **EXACT)
     torch.testing.assert_close(torch.autograd.grad(found, given, gradient), expected, **EXACT)
     tried = "test_schema", "test_autograd_registration", "test_faketensor"
-    arguments = (*given, lengths, 0.3)
+    arguments = (*given, lengths, 0.3, causal)
     torch.library.opcheck(operator.default, arguments, test_utils=tried)
     back: Any = torch.ops.mmplan.ragged_attention_backward
     # It runs in backwards, where no gradient of it is wanted.
     plain = [gradient, *(x.detach() for x in given), lengths]
-    torch.testing.assert_close(back(*plain, 0.3), expected, **EXACT)
+    torch.testing.assert_close(back(*plain, 0.3, causal), expected, **EXACT)
     with FakeTensorMode() as mode:
-        shapes = back(*map(mode.from_tensor, plain), 0.3)
-    for like, real in zip(shapes, back(*plain, 0.3), strict=True):
+        shapes = back(*map(mode.from_tensor, plain), 0.3, causal)
+    for like, real in zip(shapes, back(*plain, 0.3, causal), strict=True):
         assert (like.shape, like.stride()) == (real.shape, real.stride())
 
 

@@ -172,7 +172,7 @@ def _pretrained(source: Path, length: int | None) -> _Source:
 def _drawn(fields: Mapping[str, Mapping[str, Any]]) -> tuple[Tensor, ...]:
     data = noise(fields, samples=_SAMPLES)
     samples = [data[index] for index in range(_SAMPLES)]
-    return tuple(torch.stack([sample[name] for sample in samples]) for name in fields)
+    return tuple(torch.stack([cast(Tensor, s[name]) for s in samples]) for name in fields)
 
 
 def _plain(source: str, sample: str | None, folder: Path) -> _Source:
@@ -387,14 +387,14 @@ CONFIG = read_config(Path(__file__).with_name("config.json"))
 
 
 def original():
-    return WithLoss(build_pretrained(CONFIG), {dict(family.options)!r})
+    return {family.original}(build_pretrained(CONFIG), {dict(family.options)!r})
 '''
 
 
 def _family_workload(
     name: str,
     family: Family,
-    fields: Mapping[str, Mapping[str, Any]],
+    fields: Mapping[str, Any],
     init: Path | None,
     folder: Path,
 ) -> str:
@@ -450,7 +450,7 @@ losses:
 {_data(fields)}"""
 
 
-def _data(fields: Mapping[str, Mapping[str, Any]]) -> str:
+def _data(fields: Mapping[str, Any]) -> str:
     """The workload's data and training."""
     lines = "\n".join(f"      {name}: {_flow(spec)}" for name, spec in fields.items())
     return f"""# SYNTHETIC: noise in the right shapes. Put your own data set here: a factory of a

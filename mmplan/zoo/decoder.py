@@ -18,7 +18,7 @@ and T all its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -329,19 +329,35 @@ def _place(x_BTW: Tensor, here_BT: Tensor, rows_NW: Tensor) -> Tensor:
 
 def _check_places(here_BT: Tensor, rows_NW: Tensor, placeholder: int) -> None:
     """Refuse rows that do not fill the places: all after them would be another image's."""
-    if not (has_values(here_BT) and has_values(rows_NW)):
-        return
-    if here_BT.device.type != "cpu" or torch.compiler.is_compiling():
-        # Reading the number here would make the host wait for the device, or end the graph.
-        torch._assert_async(here_BT.sum() == len(rows_NW))  # pyright: ignore[reportPrivateImportUsage]
-        return
-    places = int(here_BT.sum())
-    if places != len(rows_NW):
-        raise InvalidInputError(
-            f"{places} tokens are placeholder {placeholder}, and there are {len(rows_NW)} rows "
-            "of features for them",
+    if has_values(rows_NW):
+        check_values(
+            here_BT.sum() == len(rows_NW),
+            lambda: (
+                f"{int(here_BT.sum())} tokens are placeholder {placeholder}, and there are "
+                f"{len(rows_NW)} rows of features for them"
+            ),
             hint="give the data one placeholder for each row that the encoder makes of it",
         )
+
+
+def check_values(right: Tensor, problem: Callable[[], str], *, hint: str) -> None:
+    """Refuse data by its values, where the host has them; elsewhere the device stops by itself.
+
+    Args:
+        right: scalar, bool; one without a value is not looked at.
+        problem: what is wrong, in words.
+        hint: how to mend it.
+
+    Raises:
+        InvalidInputError: it is not right.
+    """
+    if not has_values(right):
+        return
+    if right.device.type != "cpu" or torch.compiler.is_compiling():
+        # Reading the number here would make the host wait for the device, or end the graph.
+        torch._assert_async(right)  # pyright: ignore[reportPrivateImportUsage]
+    elif not right:
+        raise InvalidInputError(problem(), hint=hint)
 
 
 def check_placeholders(placeholders: Sequence[int], vocab: int) -> None:

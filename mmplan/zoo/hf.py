@@ -147,7 +147,8 @@ def siglip_vision(
     if (config or {}).get("model_type") == "siglip2":
         raise InvalidInputError(
             "siglip_vision takes images of one size, those of model_type siglip2 have their own",
-            hint="take a SigLIP 2 of one size, whose model_type is siglip",
+            hint="take mmplan.zoo.siglip2:siglip2_vision, or a SigLIP 2 of one size, whose "
+            "model_type is siglip",
         )
     # The whole configuration would warn of a text tower that nobody asked for.
     given = (config or {}).get("vision_config") or {}
@@ -268,6 +269,7 @@ def cut_decoder(
     placeholders: Sequence[int] = (),
     hidden: bool = False,
     packed: bool = False,
+    places: Callable[[Text, Any], Text] | None = None,
     ignore: Sequence[str] = (),
 ) -> LayerSequential:
     """Cut the decoder that a model of transformers has, as :func:`causal_lm` does.
@@ -277,6 +279,8 @@ def cut_decoder(
         name: where the model has the decoder, without the layer that gives logits.
         head: where it has that layer.
         placeholders: see :func:`causal_lm`; ``hidden`` and ``packed`` too.
+        places: from tokens and the module's last input to positions of tokens, [B, T, axes] or
+            ragged, for rotary modules of several axes; None: the place of a token in its text.
         ignore: names of the model's other parts.
 
     Raises:
@@ -287,14 +291,11 @@ def cut_decoder(
     _check_windows(sizes)
     check_placeholders(placeholders, sizes.vocab_size)
     no_ragged = _why_no_ragged(inner)
-    # By content, so that alike layers share what was compiled.
-    kind = f"{sizes.model_type} {sizes.to_json_string()}"
     turns = hasattr(inner, "rotary_emb")
-    if turns:
-        _ROTARIES[kind] = partial(type(inner.rotary_emb), sizes)
-        for part in inner.layers:
-            # Here all rows are together; around it a rank may have some of them alone.
-            part.self_attn.register_forward_pre_hook(partial(_with_angles, kind), with_kwargs=True)
+    kind = register_rotary(sizes, type(inner.rotary_emb)) if turns else ""
+    for part in inner.layers if turns else ():
+        # Here all rows are together; around it a rank may have some of them alone.
+        part.self_attn.register_forward_pre_hook(partial(_with_angles, kind), with_kwargs=True)
 
     def embed(part: Part, tokens: Text, *others: Any) -> tuple[Any, ...]:
         if isinstance(tokens, Ragged) and no_ragged is not None:
@@ -303,20 +304,32 @@ def cut_decoder(
                 hint="pad the text to one length",
             )
         own, texts = owned(part, name), others[:packed]
-        x = splice(own.embed_tokens, tokens, others[packed:], placeholders)
-        return x if turns else _with_positions(own, x, *texts), *texts
+        features = others[packed:] if places is None else others[packed:-1]
+        at = () if places is None else (places(tokens, others[-1]),)
+        x = splice(own.embed_tokens, tokens, features, placeholders)
+        return x if turns else _with_positions(own, x, *texts), *texts, *at
 
-    def layer(module: nn.Module, x: Text, *texts: Ragged) -> tuple[Any, ...]:
+    def layer(module: nn.Module, x: Text, *others: Any) -> tuple[Any, ...]:
+        texts, at = others[:packed], others[packed:]
         rows, lengths = rows_of(x, *texts)
+        # All of them, [axes, B, T], though a rank may have some of the rows.
+        place = rows_of(at[0])[0].movedim(-1, 0) if at else None
         # A rank of a tensor-parallel group may have none of the rows that there are.
         count = rows.shape[1] or sum(known_lengths(x.lengths) or ()) if isinstance(x, Ragged) else 1
         if not count and lengths is not None:
             # Layers reshape to sizes that they infer, which an empty tensor does not allow.
             rows, lengths = functional.pad(rows, (0, 0, 0, 1)), lengths.new_ones(1)
-        rows = module(rows, attention_mask=lengths) if turns else _opt_layer(module, rows, lengths)
-        return as_text(x, rows if count else rows[:, :0]), *texts
+            place = None if place is None else functional.pad(place, (0, 1))
+        if not turns:
+            rows = _opt_layer(module, rows, lengths)
+        elif place is None:
+            rows = module(rows, attention_mask=lengths)
+        else:
+            angles = rotary_angles(rows, place, kind)
+            rows = module(rows, attention_mask=lengths, position_embeddings=angles)
+        return as_text(x, rows if count else rows[:, :0]), *others
 
-    def readout(part: Part, x: Text, *_: Ragged) -> Any:
+    def readout(part: Part, x: Text, *_: Any) -> Any:
         own, rows = owned(part, name), rows_of(x)[0]
         for step in behind:
             rows = getattr(own, step)(rows)
@@ -388,19 +401,31 @@ def _with_angles(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give an attention the rotary angles of its rows; its mask is the lengths of texts."""
     if given.get("position_embeddings") is not None:
-        # The model itself runs its layers.
+        # The model itself runs its layers, or positions are not places in a text.
         return None
     rows = args[0] if args else given["hidden_states"]
     place = positions(rows, given["attention_mask"])
-    angles = torch.ops.mmplan.rotary(rows.detach(), place[None], kind)
-    return args, {**given, "position_embeddings": angles}
+    return args, {**given, "position_embeddings": rotary_angles(rows, place[None], kind)}
+
+
+def register_rotary(sizes: Any, made: Callable[[Any], nn.Module]) -> str:
+    """A key for :func:`rotary_angles`, of a configuration and its rotary module's class."""
+    # By content, so that alike layers share what was compiled.
+    kind = f"{sizes.model_type} {sizes.to_json_string()}"
+    _ROTARIES[kind] = partial(made, sizes)
+    return kind
+
+
+def rotary_angles(x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions, as a model's rotary module gives them for activations."""
+    return torch.ops.mmplan.rotary(x.detach(), positions, kind)
 
 
 _ROTARIES: dict[str, Callable[[], nn.Module]] = {}
 
 
 def _rotary(x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [1, T, width] each, for activations [B, T, ...] at positions [1, T]."""
+    """Cosines and sines for activations; shapes are the registered module's."""
     # Made anew: a buffer outside the blocks would not move or be filled with them.
     with torch.device(x.device):
         return _ROTARIES[kind]()(x, positions)
@@ -427,17 +452,17 @@ def _attention(
 
     They come in the mask's place because every layer hands that on.
     """
-    scale = options.get("scaling")
+    scale, causal = options.get("scaling"), getattr(module, "is_causal", True)
     if attention_mask is None:
         mixed = functional.scaled_dot_product_attention(
             *(query, key, value),
             dropout_p=options.get("dropout", 0.0),
-            is_causal=True,
+            is_causal=causal,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
     else:
-        mixed = attend_samples(query, key, value, attention_mask, scale=scale)
+        mixed = attend_samples(query, key, value, attention_mask, scale=scale, causal=causal)
     return mixed.transpose(1, 2), None
 
 
@@ -456,9 +481,14 @@ def _why_no_ragged(model: Any) -> str | None:
     softcap = getattr(sizes, "attn_logit_softcapping", None)
     if softcap or not causal or not model._supports_attention_backend:
         return "its attention is of a kind of its own"
+    attend_by_lengths(sizes)
+    return None
+
+
+def attend_by_lengths(sizes: Any) -> None:
+    """Let the layers of a configuration use :func:`_attention` from now on."""
     transformers_class("AttentionInterface").register(_ATTENTION, _attention)
     sizes._attn_implementation = _ATTENTION
-    return None
 
 
 def _layer_rules(config: Any) -> dict[str, str]:

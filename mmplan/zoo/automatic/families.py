@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,8 @@ from mmplan.zoo.automatic.pretrained import text_field
 from mmplan.zoo.hf_parts import checked
 from mmplan.zoo.sequential import LayerSequential
 
-NoiseFields = dict[str, dict[str, Any]]
+# A list: of samples that differ.
+NoiseFields = dict[str, dict[str, Any] | list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class Family:
             forward's names.
         options: other arguments of the whole model's forward, with which it gives its loss.
         scales: arguments of the loss to the model's scalars that they begin as.
+        original: makes, of the whole model and the options, one that gives its loss: the class
+            here, or ``module.name`` in mmplan.zoo.
     """
 
     parts: Mapping[str, FamilyPart]
@@ -68,6 +71,7 @@ class Family:
     fields: Callable[[nn.Module, Mapping[str, LayerSequential], int | None], NoiseFields]
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scales: Mapping[str, str] = field(default_factory=dict[str, str])
+    original: str = "WithLoss"
 
 
 def _pair_fields(
@@ -129,6 +133,61 @@ def _placed(**between: FamilyPart) -> Family:
     )
 
 
+# Rows and columns of the images of samples, in patches or, of Qwen, 2 by 2 of these.
+_GRIDS = ((4, 6), (5, 3))
+
+
+def _patched_fields(
+    model: nn.Module, parts: Mapping[str, LayerSequential], length: int | None
+) -> NoiseFields:
+    """Of an image of any size, as patches, whose rows stand at the beginning of the text."""
+    sizes, name = cast(Any, model).config, type(model).__name__
+    vision = sizes.vision_config
+    merge = vision.spatial_merge_size
+    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    text = text_field(name, sizes.text_config, None)
+    counts = [rows * columns for rows, columns in _GRIDS]
+    text["shape"] = [length or max(counts) + text["shape"][0]]
+    return {
+        "pixel_values": [{"shape": [n * merge**2, numbers], "ragged": True} for n in counts],
+        "image_grid_thw": [{"value": [1, merge * h, merge * w]} for h, w in _GRIDS],
+        "input_ids": [{**text, "rows": {str(sizes.image_token_id): n}} for n in counts],
+        "labels": [{**text, "ignored": n} for n in counts],
+    }
+
+
+def _flexible_fields(
+    model: nn.Module, parts: Mapping[str, LayerSequential], length: int | None
+) -> NoiseFields:
+    """Of an image of any size, as patches, and a text."""
+    sizes, name = cast(Any, model).config, type(model).__name__
+    vision = sizes.vision_config
+    numbers = vision.num_channels * vision.patch_size**2
+    return {
+        "pixel_values": [{"shape": [h * w, numbers], "ragged": True} for h, w in _GRIDS],
+        "spatial_shapes": [{"value": [h, w]} for h, w in _GRIDS],
+        "input_ids": text_field(name, sizes.text_config, length),
+    }
+
+
+_QWEN_VL = Family(
+    parts={
+        "vision": FamilyPart(
+            factory="qwen_vl.qwen_vl_tower", takes=("pixel_values", "image_grid_thw")
+        ),
+        "lm": FamilyPart(
+            factory="qwen_vl.qwen_vl_lm", takes=("input_ids", "vision", "image_grid_thw")
+        ),
+    },
+    loss="token_cross_entropy",
+    loss_inputs=("lm", "labels"),
+    is_cross_sample=False,
+    fields=_patched_fields,
+    options={"use_cache": False},
+    original="qwen_vl.QwenVLWithLoss",
+)
+
+
 def _pair(vision: FamilyPart, text: FamilyPart, loss: str, **scales: str) -> Family:
     """An image tower and a text tower, whose features a loss compares over samples."""
     return Family(
@@ -156,9 +215,26 @@ FAMILIES: dict[str, Family] = {
         init_scale="logit_scale",
         init_bias="logit_bias",
     ),
+    "Siglip2Model": replace(
+        _pair(
+            FamilyPart(
+                factory="siglip2.siglip2_vision",
+                takes=("pixel_values", "spatial_shapes"),
+                options={"pooled": True},
+            ),
+            FamilyPart(factory="hf.siglip_text", takes=("input_ids",)),
+            "sigmoid",
+            init_scale="logit_scale",
+            init_bias="logit_bias",
+        ),
+        fields=_flexible_fields,
+        original="siglip2.Siglip2WithLoss",
+    ),
     "LlavaForConditionalGeneration": _placed(),
     "Idefics3ForConditionalGeneration": _placed(),
     "SmolVLMForConditionalGeneration": _placed(),
+    "Qwen2VLForConditionalGeneration": _QWEN_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN_VL,
     # As BLIP-2 is trained: what is between two models that know enough.
     "Blip2ForConditionalGeneration": _placed(
         queries=FamilyPart(factory="hf_vision_language.query_former", takes=("vision",))
