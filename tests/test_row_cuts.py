@@ -4,26 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import mmplan.proof.tp_states as tp_states_module
 from mmlaunch.comm.inprocess import InProcessTransport, InProcessWorld
 from mmlaunch.comm.strict import StrictWorld
+from mmlaunch.execute import compiled_blocks
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.session.session import Session
+from mmlaunch.session.verify import LocalGradients, compare
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.flow import TaskFlow
+from mmplan.program.compile import compile_plan
 from mmplan.proof.row_cuts import RowCuts
 from mmplan.proof.tp_states import tp_states
 from mmplan.schema.agreement import check_profiled
 from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.zoo import decoder, towers
+from tests.gloo_entries import gradients_and_resume
+from tests.launching import launched
 from tests.mllm_cases import MllmCase
 from tests.programs import loss, make_plan, trained_as, unit
 from tests.row_texts import TextCase
@@ -267,3 +274,37 @@ def test_a_profile_of_the_other_kind_is_refused(made: bool) -> None:
     with pytest.raises(InvalidInputError, match=r"train\.sequence_parallel is"):
         check_profiled(costs, job)
     check_profiled(profile({"v": module_profile()}, 2), job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
+    cases = [TextCase(tp=2, pp=2, ragged=True), TextCase(model="qwen3", tp=4)]
+    found = launched(
+        gradients_and_resume,
+        ([(case.plan(), case.workload()) for case in cases], tmp_path / "checkpoints"),
+        num_ranks=4,
+        run_dir=tmp_path / "run",
+        timeout_s=500.0,
+    )
+    for number, case in enumerate(cases):
+        ranks: list[LocalGradients] = [gradients[number] for gradients, _ in found]
+        verdict = compare(case.workload(), HERE, compile_plan(case.plan()), ranks)
+        assert not verdict.differences, verdict.differences[:5]
+    for _, resumed in found:
+        assert resumed["losses"][0] == resumed["losses"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [TextCase(tp=2), TextCase(tp=2, split=True, pp=2)], ids=str)
+def test_compiled_blocks_are_one_graph_each(
+    case: TextCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    verdict = verify_in_process(case.plan(), case.workload(compile=True))
+    assert not verdict.differences, verdict.differences[:5]
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] > 0
