@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from mmlaunch.session.session import Session
 from mmlaunch.session.verify import LocalGradients, compare
 from mmplan.errors import InvalidInputError
 from mmplan.profiling.flow import TaskFlow
+from mmplan.profiling.measure import measure_profile
 from mmplan.program.compile import compile_plan
 from mmplan.proof.row_cuts import RowCuts
 from mmplan.proof.tp_states import tp_states
@@ -297,7 +299,16 @@ def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", [TextCase(tp=2), TextCase(tp=2, split=True, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        TextCase(tp=2),
+        TextCase(tp=2, split=True, pp=2),
+        # A text of one token: one of the ranks has no row of it.
+        TextCase(tp=2, k=4, ragged=True),
+    ],
+    ids=str,
+)
 def test_compiled_blocks_are_one_graph_each(
     case: TextCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,3 +319,22 @@ def test_compiled_blocks_are_one_graph_each(
     assert not verdict.differences, verdict.differences[:5]
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_measured_profiles_have_cut_rows(tmp_path: Path) -> None:
+    """Of whole rows a rank would keep more than half."""
+    job = _vision(blocks=4, width=32, side=12, batch=2, rows=True)
+    (tmp_path / "workload.yaml").write_text(json.dumps(job.model_dump(mode="json")))
+    found = measure_profile(
+        tmp_path / "workload.yaml", device="cpu", num_processes=2, state_path=tmp_path / "state"
+    )
+    assert found.sequence_parallel
+    held = {(p.tp, p.microbatch, p.blocks): p.activation_bytes for p in found.modules["v"].points}
+    pairs = [(size, held[1, *key]) for (tp, *key), size in held.items() if tp == 2]
+    assert pairs
+    for half, whole in pairs:
+        assert half is not None
+        assert whole is not None
+        assert 0.45 < half / whole < 0.55

@@ -125,19 +125,21 @@ class StageBlocks:
             cuts = self._model.row_cuts.get((stage.index, index))
             taken = cuts is None or not cuts.takes or length
             rows.begin(cuts if taken else None, self._model.row_groups.get(stage.index, ""), length)
+        # Of fewer rows than ranks some have none: all run the same operators, none compiled.
+        compiled = None if 0 < length < stage.tp else self._compiled
         self._seeds.enter(step, stage.module, index, first_sample)
-        if later is None and not off and self._compiled is None:
+        if later is None and not off and compiled is None:
             return block(*arguments)
         through = nullcontext() if later is None else self.split.during(block)
         with frozen(off), through:
-            if self._compiled is None:
+            if compiled is None:
                 return block(*arguments)
-            call = self._compiled.of(block, arguments, split=later is not None)
+            call = compiled.of(block, arguments, split=later is not None)
             return call(block, *arguments)
 
     def _rows(self, stage: Stage, index: int) -> BlockRows | None:
         """The rows of a block that tensor-parallel groups run."""
-        sums = sums_of(self._model.blocks[stage.owner, index]) if self._model.row_cuts else None
+        sums = sums_of(self._model.blocks[stage.owner, index]) if stage.tp > 1 else None
         return None if sums is None else sums.rows
 
 
