@@ -332,7 +332,7 @@ def test_measured_profiles_have_cut_rows(tmp_path: Path) -> None:
     )
     assert found.sequence_parallel
     held = {(p.tp, p.microbatch, p.blocks): p.activation_bytes for p in found.modules["v"].points}
-    pairs = [(size, held[1, *key]) for (tp, *key), size in held.items() if tp == 2]
+    pairs = [(kept, held[1, size, n]) for (tp, size, n), kept in held.items() if tp == 2]
     assert pairs
     for half, whole in pairs:
         assert half is not None
