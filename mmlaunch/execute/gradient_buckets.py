@@ -272,9 +272,12 @@ class FlatShards:
         counted: names of parameters of which these ranks' shards count (:class:`UpdatedSlice`).
         narrow: type in which parameters are held whole; None for their own.
         gradients: type in which gradients add up; None for the parameters' own.
+        in_rounds: whether there are several sums in a step, of a micro-batch each, which add up in
+            this rank's shard (ZeRO-2).
 
     Attributes:
         slices: as given.
+        in_rounds: as given.
         narrow: as given.
         updated: this rank's shard, parameter by parameter; empty where it is all padding.
         num_ranks: on how many ranks each slice got a gradient; empty before the sum.
@@ -289,8 +292,10 @@ class FlatShards:
         counted: frozenset[str],
         narrow: torch.dtype | None = None,
         gradients: torch.dtype | None = None,
+        in_rounds: bool = False,
     ) -> None:
         self._ranks, self.slices, self.narrow = ranks, slices, narrow
+        self.in_rounds = in_rounds
         # Of the optimizer's slices, of parameters, and of gradients and their sums.
         self._dtype, self._device = slices[0].parameter.dtype, slices[0].parameter.device
         self._held, self._summed = narrow or self._dtype, gradients or self._dtype
@@ -403,10 +408,12 @@ class FlatShards:
         self._under_way = None
         work.wait()
         _refuse_late_gradients(self.slices)
-        self.num_ranks = mine[self._length :]
+        found = mine[self._length :]
+        self.num_ranks = self.num_ranks + found if len(self.num_ranks) else found
         start = 0
         for tensor in (updated.tensor for updated in self.updated):
-            tensor.grad = mine[start : start + tensor.numel()].view(tensor.shape).to(self._dtype)
+            part = mine[start : start + tensor.numel()].view(tensor.shape).to(self._dtype)
+            tensor.grad = part if tensor.grad is None else tensor.grad.add_(part)
             start += tensor.numel()
 
     def drop_missing(self, num_ranks: Sequence[float]) -> None:

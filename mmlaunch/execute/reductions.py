@@ -44,6 +44,7 @@ from mmplan.program.model import (
     TieReduction,
     TieUpdate,
 )
+from mmplan.program.reduction_starts import is_cut
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
@@ -125,27 +126,35 @@ class Reductions:
         rank = self._transport.rank
         found: defaultdict[tuple[str, Ranks, bool], list[ParameterSlice]] = defaultdict(list)
         counted: set[str] = set()
-        for item in self._slices_of(reduction):
+        places: dict[str, int] = {}
+        for place, item in enumerate(self._slices_of(reduction)):
             update = self._update_of(item.name, reduction)
             sharers = update.ranks if update.sharded else ()
-            is_narrow = bool(sharers) and item.name in self._model.matrices
+            is_narrow = bool(self._narrow and sharers) and item.name in self._model.matrices
             found[str(item.parameter.dtype), sharers, is_narrow].append(item)
+            places[item.name] = place
             if rank in update.counted:
                 counted.add(item.name)
-        for (_, sharers, is_narrow), slices in sorted(found.items()):
-            narrow = self._narrow if is_narrow else None
-            for bucket in in_buckets(slices[::-1]):
-                if sharers:
-                    yield FlatShards(
-                        bucket,
-                        sharers,
-                        rank,
-                        counted=frozenset(counted),
-                        narrow=narrow,
-                        gradients=narrow if self._narrow_gradients else None,
-                    )
-                else:
-                    yield GradientBucket(bucket, reduction.ranks)
+        buckets = [
+            (sharers, is_narrow, bucket)
+            for (_, sharers, is_narrow), slices in found.items()
+            for bucket in in_buckets(slices[::-1])
+        ]
+        # A bucket is complete with the first of its parameters.
+        buckets.sort(key=lambda item: -min(places[part.name] for part in item[2]))
+        for sharers, is_narrow, bucket in buckets:
+            if not sharers:
+                yield GradientBucket(bucket, reduction.ranks)
+                continue
+            yield FlatShards(
+                bucket,
+                sharers,
+                rank,
+                counted=frozenset(counted),
+                narrow=self._narrow if is_narrow else None,
+                gradients=self._narrow if is_narrow and self._narrow_gradients else None,
+                in_rounds=is_cut(reduction),
+            )
 
     def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
         """The update of a parameter, or of the part of it that a reduction sums."""
@@ -277,9 +286,19 @@ class Reductions:
         self._starting = []
         incomplete: dict[Tensor, set[nn.Parameter]] = {p: left for _, left in waiting for p in left}
 
+        under_way: deque[FlatShards] = deque()
+
+        def begin(item: _Sum) -> None:
+            # Of those whose sums add up one is under way while the next gradients come.
+            if under_way:
+                under_way.popleft().finish(self._begun)
+            item.begin(self._transport, self._begun)
+            if isinstance(item, FlatShards) and item.in_rounds:
+                under_way.append(item)
+
         def begin_complete() -> None:
             while waiting and not waiting[0][1]:
-                waiting.popleft()[0].begin(self._transport, self._begun)
+                begin(waiting.popleft()[0])
 
         def completed(parameter: Tensor) -> None:
             incomplete[parameter] -= {parameter}
@@ -293,11 +312,16 @@ class Reductions:
             for hook in hooks:
                 hook.remove()
         for item, _ in waiting:
-            item.begin(self._transport, self._begun)
+            begin(item)
 
     def reduce(self, index: int) -> None:
         """Take the sums of one reduction over its ranks, and make those that have not begun."""
         for item in self._sums[index]:
+            if isinstance(item, FlatShards) and item.in_rounds:
+                # Begun in the backward, and most have ended there.
+                if item.is_under_way:
+                    item.finish(self._begun)
+                continue
             if not item.is_under_way:
                 item.begin(self._transport, self._begun)
             item.finish(self._begun)

@@ -251,10 +251,11 @@ class CostModel(LinkCosts):
         dp: int = 1,
         blocks: Blocks | None = None,
         trainable: Ranges | None = None,
+        in_rounds: bool = False,
     ) -> float:
         """Weights, gradients and optimizer state of a stage on one device.
 
-        All are divided by ``tp``, and what ZeRO-1 cuts also by ``dp``.
+        All are divided by ``tp``, and what ZeRO cuts (:meth:`bytes_per_parameter`) also by ``dp``.
         """
         blocks = blocks or (0, self.num_blocks(task=task, module=module))
         total = self.parameters(task=task, module=module, blocks=blocks)
@@ -263,23 +264,28 @@ class CostModel(LinkCosts):
             for part in overlaps(blocks, trainable)
         )
         return (
-            trained * self.bytes_per_parameter(trainable=True, dp=dp)
+            trained * self.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds)
             + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
         ) / tp
 
-    def bytes_per_parameter(self, *, trainable: bool, dp: int = 1) -> float:
+    def bytes_per_parameter(
+        self, *, trainable: bool, dp: int = 1, in_rounds: bool = False
+    ) -> float:
         """Bytes that one parameter costs a device under this training.
 
         ZeRO-1 cuts the state; where weights have a narrow copy it cuts the weights beside it too.
+        ZeRO-2 cuts gradients that are summed after each micro-batch (``in_rounds``).
         """
-        number, copy = _NUMBER_BYTES[self.training.precision], _COPY_BYTES[self.training.precision]
+        precision = self.training.precision
+        number, copy = _NUMBER_BYTES[precision], _COPY_BYTES[precision]
         if not trainable:
             return number + copy
         state = number * _STATE_NUMBERS.get(self.training.optimizer, _ADAM_NUMBERS)
         if not self.training.zero or dp == 1:
             return number + copy + number + state
         held, cut = (copy, number + state) if copy else (number, state)
-        return held + self.gradient_bytes + cut / dp
+        in_rounds &= self.training.zero > 1
+        return held + (number / dp if in_rounds else self.gradient_bytes) + cut / dp
 
     @property
     def gradient_bytes(self) -> int:

@@ -26,8 +26,9 @@ from mmplan.schema.profile import Profile
 
 OwnedBlock = tuple[str, int]  # owner, block
 Shard = tuple[str, int, int, int]  # owner, block, tp, tp index
-# A part of a block: first and end in shards of a tp, that tp, and the number of ranks that sum it.
-StatePart = tuple[int, int, int, int]
+# A part of a block: first and end in shards of a tp, that tp, the number of ranks that sum it, and
+# whether they do so after each micro-batch.
+StatePart = tuple[int, int, int, int, bool]
 
 
 # Parts of a reduction that are simulated apart. The last one alone is never hidden, and more parts
@@ -68,7 +69,7 @@ class ProgramCosts:
         for item in program.block_reductions:
             if item.parameters != "whole":
                 for block in range(*item.blocks):
-                    part = (*item.shards, item.tp, len(item.ranks))
+                    part = (*item.shards, item.tp, len(item.ranks), item.rounds is not None)
                     self._state_parts[item.owner, block].append(part)
         self._shard_sizes: dict[Shard, float] = {}
         self._output_bytes: dict[int, float] = {}
@@ -340,11 +341,15 @@ class ProgramCosts:
         return self._recompute[stage.task, stage.module] == "full"
 
     def gradient_bytes(self, rank: int) -> dict[tuple[str, int], float]:
-        """Bytes of a rank's gradients, of each block (owner, block) that trains."""
+        """Bytes of a rank's gradients, of each block (owner, block) that trains.
+
+        Those that are cut stay as long as the optimizer's state, and are not among them.
+        """
         return {
-            (owner, block): self._block_parameters(owner, block) / tp * self.costs.gradient_bytes
-            for owner, block, tp, _ in self._shards(rank)
-            if (owner, block) in self._trained
+            shard[:2]: self._block_parameters(*shard[:2]) / shard[2] * self.costs.gradient_bytes
+            for shard in self._shards(rank)
+            if shard[:2] in self._trained
+            and not any(in_rounds for *_, in_rounds in self._parts_of(shard))
         }
 
     def static_bytes(self, rank: int) -> float:
@@ -361,8 +366,10 @@ class ProgramCosts:
                 numbers
                 * (end - first)
                 / tp
-                * self.costs.bytes_per_parameter(trainable=shard[:2] in self._trained, dp=ranks)
-                for first, end, tp, ranks in self._parts_of(shard)
+                * self.costs.bytes_per_parameter(
+                    trainable=shard[:2] in self._trained, dp=ranks, in_rounds=in_rounds
+                )
+                for first, end, tp, ranks, in_rounds in self._parts_of(shard)
             )
         return self._shard_sizes[shard]
 
@@ -374,7 +381,7 @@ class ProgramCosts:
             for part in self._state_parts.get((owner, block), ())
             if index * part[2] <= part[0] * tp and part[1] * tp <= (index + 1) * part[2]
         ]
-        return parts or [(index, index + 1, tp, 1)]
+        return parts or [(index, index + 1, tp, 1, False)]
 
     def _shards(self, rank: int) -> set[Shard]:
         """The shard that a rank holds of every block; the whole block where it runs two shards."""

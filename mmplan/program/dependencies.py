@@ -149,9 +149,9 @@ class _Builder:
         if item.op is Op.REDUCE_START:
             self._last_start[number] = self._started(item, number, len(reduction.ranks))
             return START_INSIDE, self._last_start[number]
-        group = self._group((item.op, item.index), len(reduction.ranks))
+        group = self._group((item.op, item.index, item.mb), len(reduction.ranks))
         if item.op is Op.REDUCE:
-            own = self._started_ids.get(Collective(Op.REDUCE_START, item.index))
+            own = self._started_ids.get(replace(item, op=Op.REDUCE_START))
             start = self._last_start.get(number) if own is None else own
             if own is None:
                 self.dependencies.reduction[group] = item.index

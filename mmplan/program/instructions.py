@@ -123,14 +123,16 @@ class Collective:
     """``COUNT`` of a loss's targets over the batch, or one reduction.
 
     ``REDUCE_START`` lets a reduction begin inside the compute that comes next, as gradients are
-    complete, and returns at once; ``REDUCE`` ends when the gradients are summed.
+    complete, and returns at once; ``REDUCE`` ends when the gradients are summed. A sum that is cut
+    is made after each micro-batch ``mb`` of its stage.
     """
 
     op: Op
     index: int
+    mb: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.op}:{self.index}"
+        return f"{self.op}:{self.index}" + ("" if self.mb is None else f".{self.mb}")
 
 
 @dataclass(frozen=True, slots=True)

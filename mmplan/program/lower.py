@@ -8,15 +8,18 @@ from typing import Any
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.model import (
+    BlockReduction,
     CrossSampleLoss,
     Graph,
     LossInput,
     PerSampleLoss,
+    Reduction,
     Source,
     Stage,
     Ties,
     can_split,
 )
+from mmplan.program.reduction_starts import starting_stage
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.shards import Ranks
@@ -50,7 +53,24 @@ def lower(plan: Plan) -> Graph:
         replace(each, communicator=numbers.setdefault(each.ranks, len(numbers)))
         for each in reductions
     ]
+    if plan.training.zero > 1:
+        graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
     return graph
+
+
+def _in_rounds(graph: Graph, reduction: Reduction) -> Reduction:
+    """A sum after each micro-batch, where replicas wait for each other in nothing else.
+
+    Elsewhere a replica may need messages of another one that waits for it in a sum.
+    """
+    stage = starting_stage(graph, reduction)
+    if stage is None or stage.split or not isinstance(reduction, BlockReduction):
+        return reduction
+    ends = ((graph.stages[e.producer], graph.stages[e.consumer]) for e in graph.edges)
+    counts = {len(replica) for replica in stage.microbatches}
+    if len(counts) > 1 or any(one.microbatches != other.microbatches for one, other in ends):
+        return reduction
+    return replace(reduction, rounds=counts.pop())
 
 
 def _ties(plan: Plan) -> Ties:

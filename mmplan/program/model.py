@@ -260,12 +260,15 @@ class BlockReduction(ShardSum):
     Attributes:
         owner: module (``share`` followed).
         blocks: half-open range of blocks.
+        rounds: ZeRO-2: it is made after each of so many micro-batches, and each rank keeps its part
+            of the sums only; None where gradients add up over a step first.
         communicator: number of that of its ranks.
     """
 
     index: int
     owner: str
     blocks: tuple[int, int]
+    rounds: int | None = None
     communicator: int = field(default=0, compare=False)
 
 

@@ -53,6 +53,7 @@ def with_starts(
     graph: Graph | Program, rows: Sequence[_InstructionRow]
 ) -> list[tuple[Instruction, ...]]:
     """The rows with a start of every reduction that can begin inside a backward."""
+    rows = [_with_rounds(graph, rank, row) for rank, row in enumerate(rows)]
     starts = _places(graph, rows)
     left_out = _contradicted(graph, rows, starts)
     result: list[tuple[Instruction, ...]] = []
@@ -65,13 +66,48 @@ def with_starts(
     return result
 
 
+def _with_rounds(
+    graph: Graph | Program, rank: int, row: _InstructionRow
+) -> tuple[Instruction, ...]:
+    """A row with sums that are cut around each backward of their stage, not at the step's end.
+
+    The sums end directly behind the backward, before it sends anything: a run waits for them
+    inside of it, one bucket after the other.
+    """
+    of_stage: defaultdict[int, list[int]] = defaultdict(list)
+    for reduction in graph.reductions:
+        stage = starting_stage(graph, reduction)
+        if stage is not None and is_cut(reduction) and rank in reduction.ranks:
+            of_stage[stage.index].insert(0, reduction.index)
+    if not of_stage:
+        return tuple(row)
+    found: list[Instruction] = []
+    cut = {index for own in of_stage.values() for index in own}
+    for item in row:
+        if isinstance(item, Collective) and item.op is Op.REDUCE and item.index in cut:
+            continue
+        own = of_stage.get(item.stage, []) if isinstance(item, Compute) else []
+        if not isinstance(item, Compute) or item.op is not Op.BACKWARD or not own:
+            found.append(item)
+            continue
+        found += [Collective(Op.REDUCE_START, index, item.mb) for index in own]
+        found.append(item)
+        found += [Collective(Op.REDUCE, index, item.mb) for index in own]
+    return tuple(found)
+
+
+def is_cut(reduction: Reduction) -> bool:
+    """Whether a sum is made after each micro-batch."""
+    return isinstance(reduction, BlockReduction) and reduction.rounds is not None
+
+
 def _places(graph: Graph | Program, rows: Sequence[_InstructionRow]) -> list[_StartsOfRow]:
     """Where reductions would start on each rank: before the last such compute of their stage."""
     # Of each rank, the reductions of each stage.
     own: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in rows]
     for reduction in graph.reductions:
         stage = starting_stage(graph, reduction)
-        if stage is not None:
+        if stage is not None and not is_cut(reduction):
             for rank in reduction.ranks:
                 own[rank][stage.index].append(reduction.index)
     found: list[_StartsOfRow] = []

@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import inf, lcm
@@ -333,7 +333,9 @@ class _Checker:
                         pairs += [(forward, ("SYNC_START", x, g)) for g in syncs]
                         if self.backward[i]:
                             pairs += [(("SYNC_WAIT", x, g), last) for g in syncs]
-            for k in sums:
+            for k in (k for k in sums if "rounds" in self.sums[k]):
+                pairs += self._rounds(at, k, place)
+            for k in (k for k in sums if "rounds" not in self.sums[k]):
                 ops = ("F", "B", "W", "SYNC_WAIT") if "loss" in self.sums[k] else ("F", "B", "W")
                 last = max((event for event in at if event[0] in ops), key=lambda event: at[event])
                 pairs.append((last, ("REDUCE", k, 0)))
@@ -346,19 +348,38 @@ class _Checker:
             elif any(at[one] >= at[other] for one, other in pairs if one != other):
                 yield f"classes.{n}: its row does something before what must come first"
 
+    def _rounds(self, at: Mapping[Any, float], k: int, place: Mapping[int, int]) -> list[Any]:
+        """Pairs of a sum made in each backward of one stage; none where it is made elsewhere."""
+        own, adds, ops = self.sums[k], self._adding(k, place), ("REDUCE_START", "B", "REDUCE")
+        turns = [
+            [(op, i if op == "B" else k, m) for op in ops]
+            for i in adds
+            for m in range(own["rounds"])
+        ]
+        counts = [len(self.samples[self.stages[i]["unit"]][place[i]]) for i in adds]
+        others = [event for event in at if event[0] != "REDUCE_START"]
+        late = any(at.get(x, inf) < at[e] < at.get(b, 0) for x, b, _ in turns for e in others)
+        fits = counts == [own["rounds"]] and own["parameters"] == "all" and not late
+        return [*pairwise(event for turn in turns for event in turn)] if fits else []
+
     def _starts_in_time(self, row: _CertifiedRow, k: int, place: Iterable[int]) -> bool:
         """Whether the next compute after a start is the last that adds to the sum's gradients."""
         own, events = self.sums[k], [event for event in row.at if event[0] != "REDUCE_START"]
-        (a, b), at = own["blocks"], row.at["REDUCE_START", k, 0]
-        adds = {
-            i
-            for i in place
-            if self.stages[i]["owner"] == own.get("owner")
-            and max(a, self.stages[i]["blocks"][0]) < min(b, self.stages[i]["blocks"][1])
-        }
+        at, adds = row.at["REDUCE_START", k, 0], self._adding(k, place)
         after = next((event for event in events if row.at[event] > at), events[-1])
         last = [event for event in events if event[0] in ("B", "W") and event[1] in adds][-1:]
         return own["parameters"] == "all" and len(adds) == 1 and last == [after]
+
+    def _adding(self, k: int, place: Iterable[int]) -> list[int]:
+        """The stages of a place that add to a sum's gradients."""
+        own, stages = self.sums[k], self.stages
+        a, b = own["blocks"]
+        return [
+            i
+            for i in place
+            if stages[i]["owner"] == own.get("owner")
+            and max(a, stages[i]["blocks"][0]) < min(b, stages[i]["blocks"][1])
+        ]
 
     def _links(self, op: str, e: int) -> _Links:
         """The links of an edge by its producer's micro-batches, or by its consumer's."""
@@ -397,8 +418,9 @@ class _Checker:
             where = {
                 (r, k) for r in part["ranks"] for k in self.parts[r] if self.parts[r][k] is part
             }
-            if len({self.rows[self.of_rank[r]].at["REDUCE", k, 0] for r, k in where}) > 1:
-                yield f"sums: the ranks {part['ranks']} reach one on several levels"
+            for m in range(max(self.sums[k].get("rounds", 1) for _, k in where)):
+                if len({self.rows[self.of_rank[r]].at["REDUCE", k, m] for r, k in where}) > 1:
+                    yield f"sums: the ranks {part['ranks']} reach one on several levels"
         # Starts on one communicator have one order, and are on all of its ranks.
         queues: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
         for rank, own in ((r, self.parts[r]) for r, n in enumerate(self.of_rank) if n is not None):

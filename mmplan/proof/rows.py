@@ -178,7 +178,9 @@ def _sums(reductions: Sequence[Reduction]) -> list[Json]:
             blocks, parameters = reduction.blocks, reduction.parameters
             part = {"tp": reduction.tp, "shards": reduction.shards, "ranks": reduction.ranks}
             part["contributors"] = reduction.contributors
-            own = {"owner": reduction.owner, "blocks": blocks, "parameters": parameters}
+            own: Json = {"owner": reduction.owner, "blocks": blocks, "parameters": parameters}
+            if reduction.rounds is not None:
+                own["rounds"] = reduction.rounds
         elif isinstance(reduction, TieReduction):
             own = {"tie": reduction.owner, "blocks": reduction.blocks, "parameters": "whole"}
             part = {"ranks": reduction.ranks, "contributors": reduction.contributors}
@@ -216,7 +218,7 @@ class RowWriter:
                 token, taken = self._message(row, position, item, places)
             elif isinstance(item, Collective):
                 index = item.index if item.op is Op.COUNT else self._sums[item.index]
-                token = f"{item.op}:{index}.0"
+                token = f"{item.op}:{index}.{item.mb or 0}"
             elif isinstance(item, Compute):
                 token = f"{item.op}:{item.stage}.{item.mb}"
             else:

@@ -28,6 +28,7 @@ from mmplan.costs.fit import fit_curve
 from mmplan.costs.program_costs import CostModel, ProgramCosts, passed_blocks
 from mmplan.program.instructions import Collective, Compute, Message, Op, Sync
 from mmplan.program.model import CrossSampleLoss, MicroBatch, Program, Stage
+from mmplan.program.reduction_starts import is_cut
 from mmplan.program.samples import SampleRange, intersect
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.shards import BUCKET_BYTES
@@ -266,6 +267,7 @@ class _Walk:
         if not self._starting:
             return during
         sums, self._starting = [self._sum_bytes(index) for index in self._starting], []
+        # Of sums that are cut a bucket is under way while the gradients of the next one come.
         slices = sum(own for _, own in sums)
         self._buffers += slices
         copied = max(bucket for bucket, _ in sums)
@@ -280,6 +282,8 @@ class _Walk:
             return bucket, 0.0
         # gloo copies its input.
         copies = 2 if self._costs.costs.cluster.device.is_cpu else 1
+        if is_cut(reduction):
+            return bucket * (copies + 1) + min(bucket, size - bucket), 0.0
         return bucket * copies, size / len(reduction.ranks)
 
     def _backward(self, stage: Stage, item: Compute, sizes: MicroBatchMemory) -> MemoryUse:

@@ -97,7 +97,7 @@ class Candidate:
     kind: str = ""
     waves: tuple[Wave, ...] = ()
     in_turn: tuple[str, ...] = ()
-    zero: Literal[0, 1] | None = None
+    zero: Literal[0, 1, 2] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,9 +323,20 @@ class Problem:
             recompute=self.request.workload.modules[module].recompute,
         )
 
-    def fixed_bytes(self, module: str, blocks: Blocks, tp: int, dp: int) -> float:
-        """Weights, gradients and optimizer state of a stage on one device."""
+    def fixed_bytes(
+        self, module: str, blocks: Blocks, tp: int, dp: int, *, is_one_grid: bool = False
+    ) -> float:
+        """Weights, gradients and optimizer state of a stage on one device.
+
+        Args:
+            module, blocks, tp, dp: of the stage.
+            is_one_grid: all modules have the same replicas. Then ZeRO-2 cuts gradients, unless
+                another stage uses a module too.
+        """
+        shared = [self.request.workload.modules[m].share for m in self.task.modules]
+        alone = len(self.request.tasks) == 1 and not any(shared)
         return self.costs.static_bytes(
+            in_rounds=is_one_grid and alone,
             task=self.task.name,
             module=module,
             tp=tp,

@@ -19,6 +19,7 @@ from mmplan.program.instructions import (
     Sync,
 )
 from mmplan.program.model import (
+    BlockReduction,
     CrossSampleLoss,
     LossReduction,
     PerSampleLoss,
@@ -74,6 +75,10 @@ def _reference_fault(program: Program, counts: dict[int, int], item: Instruction
         known = program.losses if item.op is Op.COUNT else program.reductions
         if item.index >= len(known):
             return f"there is no {item.op} {item.index}"
+        if item.mb is not None and item.op is not Op.COUNT:
+            rounds = rounds_of(program.reductions[item.index])
+            if item.mb not in rounds:
+                return f"reduction {item.index} is made {len(rounds)} times"
     return None
 
 
@@ -186,7 +191,7 @@ class _RankCheck:
         self._backwards = {index: _backward_of(stage) for index, stage in self._stages.items()}
         self._computes: defaultdict[_ComputeOf, list[int]] = defaultdict(list)
         self._syncs: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
-        self._collectives: defaultdict[tuple[Op, int], list[int]] = defaultdict(list)
+        self._collectives: defaultdict[tuple[Op, int, int | None], list[int]] = defaultdict(list)
         # (compute, edge) to the ranges received for it, and positions of its messages.
         self._received: defaultdict[tuple[_ComputeOf, int], list[SampleRange]] = defaultdict(list)
         self._messages: list[tuple[int, Message, _ComputeOf]] = []
@@ -206,7 +211,7 @@ class _RankCheck:
         elif isinstance(item, Sync):
             self._syncs[item.op, item.loss, item.batch].append(position)
         elif isinstance(item, Collective):
-            self._collectives[item.op, item.index].append(position)
+            self._collectives[item.op, item.index, item.mb].append(position)
 
     def faults(self) -> Iterator[str]:
         yield from self._compute_faults()
@@ -331,7 +336,7 @@ class _RankCheck:
 
     def _collective_faults(self) -> Iterator[str]:
         for loss in self._program.losses:
-            counts = self._collectives[Op.COUNT, loss.index]
+            counts = self._collectives[Op.COUNT, loss.index, None]
             host = loss.host if isinstance(loss, PerSampleLoss) else None
             expected = int(host is not None and self._rank in loss.ranks)
             yield from self._once(f"COUNT:{loss.index}", counts, expected)
@@ -339,19 +344,25 @@ class _RankCheck:
                 if stage == host and op is Op.FORWARD and positions and positions[0] < counts[0]:
                     yield f"{self._at(positions[0])}: comes before {self._row[counts[0]]}"
         for reduction in self._program.reductions:
-            positions = self._collectives[Op.REDUCE, reduction.index]
-            expected = int(self._rank in reduction.ranks)
-            yield from self._once(f"REDUCE:{reduction.index}", positions, expected)
-            if positions:
-                yield from self._reduce_order_faults(reduction.index, positions[0])
-            starts = self._collectives[Op.REDUCE_START, reduction.index]
-            expected &= reduction.index in self._started
-            yield from self._once(f"REDUCE_START:{reduction.index}", starts, expected)
-            if starts:
-                yield from self._start_faults(reduction, starts[0])
+            for mb in rounds_of(reduction):
+                positions = self._collectives[Op.REDUCE, reduction.index, mb]
+                expected = int(self._rank in reduction.ranks)
+                name = str(Collective(Op.REDUCE, reduction.index, mb))
+                yield from self._once(name, positions, expected)
+                if positions:
+                    yield from self._reduce_order_faults(reduction.index, positions[0], mb)
+                starts = self._collectives[Op.REDUCE_START, reduction.index, mb]
+                expected &= mb is not None or reduction.index in self._started
+                name = str(Collective(Op.REDUCE_START, reduction.index, mb))
+                yield from self._once(name, starts, expected)
+                if starts:
+                    yield from self._start_faults(reduction, starts[0], mb)
 
-    def _start_faults(self, reduction: Reduction, start: int) -> Iterator[str]:
-        """A start is directly before the compute that completes the reduction's gradients."""
+    def _start_faults(self, reduction: Reduction, start: int, mb: int | None) -> Iterator[str]:
+        """A start is directly before the compute that completes the reduction's gradients.
+
+        Of a sum that is cut that is the backward of its micro-batch.
+        """
         stage = starting_stage(self._program, reduction)
         if stage is None or stage.index not in self._stages:
             yield f"{self._at(start)}: more than one stage adds to its gradients, or none"
@@ -364,13 +375,16 @@ class _RankCheck:
         adding = (Op.BACKWARD, Op.INPUT, Op.WEIGHT)
         computes = ((x.stage, x.op, p) for p, x in enumerate(row) if isinstance(x, Compute))
         last = max((p for i, op, p in computes if i == stage.index and op in adding), default=-1)
+        if mb is not None:
+            last = next(iter(self._computes[stage.index, Op.BACKWARD, mb]), -1)
         if inside != last:
             yield (
                 f"{self._at(start)}: stands before {row[inside]}, not before the last backward of "
                 "its blocks"
             )
 
-    def _reduce_order_faults(self, index: int, reduce: int) -> Iterator[str]:
+    def _reduce_order_faults(self, index: int, reduce: int, round: int | None) -> Iterator[str]:
+        """What is in a sum comes before it; of one that is cut the rest of its blocks after it."""
         reduction = self._program.reductions[index]
         for stage in self._stages.values():
             if isinstance(reduction, LossReduction):
@@ -389,7 +403,10 @@ class _RankCheck:
                 ops.append(Op.WEIGHT)
             for mb in range(len(self._microbatches[stage.index]) if contributes else 0):
                 for late in (self._computes[stage.index, op, mb] for op in ops):
-                    if late and late[-1] > reduce:
+                    if round is not None and mb > round:
+                        if late and late[0] < reduce:
+                            yield f"{self._at(reduce)}: has gradients of {self._row[late[0]]} in it"
+                    elif late and late[-1] > reduce:
                         yield f"{self._at(late[-1])}: adds to gradients already reduced at {reduce}"
         if isinstance(reduction, LossReduction):
             for (_, loss, _), positions in self._syncs.items():
@@ -402,6 +419,12 @@ class _RankCheck:
         yield from self._once("STEP", steps, int(bool(self._row or self._stages)))
         if steps and steps[-1] != len(self._row) - 1:
             yield f"{self._at(steps[-1])}: is not the last instruction"
+
+
+def rounds_of(reduction: Reduction) -> Sequence[int | None]:
+    """The micro-batches after which a sum is made; None for once, after all."""
+    rounds = reduction.rounds if isinstance(reduction, BlockReduction) else None
+    return (None,) if rounds is None else range(rounds)
 
 
 def _backward_of(stage: Stage) -> Op:

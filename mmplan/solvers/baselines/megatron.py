@@ -8,8 +8,8 @@ leave fewer ranks to share that batch.
 before or after it, with the backbone's TP and DP: the ranks of a TP group split the module,
 or each holds all of it and they share out the samples, whichever is faster.
 
-``deepspeed`` holds all modules whole on every device, the optimizer state cut by ZeRO-1, which is
-what the runtime has; several tasks run one after another. What there is to choose are the
+``deepspeed`` holds all modules whole on every device, the optimizer state cut by ZeRO-1, or by the
+workload's own stage; several tasks run one after another. What there is to choose are the
 micro-batches, whose gradients are accumulated. A batch that N does not divide leaves some devices
 one sample more; a round of fewer samples than devices leaves devices over.
 
@@ -146,11 +146,13 @@ def solve_deepspeed(request: Request) -> Solution:
         InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
     """
     request.check_exact("deepspeed")
-    training = request.costs.training.model_copy(update={"zero": _ZERO})
+    training = request.costs.training
+    zero = training.zero or _ZERO
+    training = training.model_copy(update={"zero": zero})
     costs = CostModel(request.costs.profile, request.cluster, training)
     sharded = replace(request, costs=costs)
     solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).solution()
-    candidates = tuple(replace(c, zero=_ZERO) for c in solution.candidates)
+    candidates = tuple(replace(c, zero=zero) for c in solution.candidates)
     return replace(solution, candidates=candidates)
 
 

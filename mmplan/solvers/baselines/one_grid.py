@@ -357,7 +357,11 @@ class OneGrid:
             for module, place in self.layout.places.items():
                 for i, blocks in enumerate(place.cuts):
                     fixed[place.first + i] += self.problem.fixed_bytes(
-                        module, blocks, self._tp(place), dp * _inner_dp(place, inner_dp)
+                        module,
+                        blocks,
+                        self._tp(place),
+                        dp * _inner_dp(place, inner_dp),
+                        is_one_grid=inner_dp == 1,
                     )
             self._fixed[key] = fixed
         return self._fixed[key]
