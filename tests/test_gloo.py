@@ -47,7 +47,7 @@ def selected() -> list[Case]:
     return [Case(**row) for row in pairwise_rows(FACTORS, valid=_fits, most=24, seed=52)]
 
 
-@pytest.mark.parametrize("cases", [range(8), pytest.param(range(8, 24), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [range(4), pytest.param(range(4, 24), marks=pytest.mark.slow)])
 def test_gradients_equal_one_process_over_gloo(cases: range, tmp_path: Path) -> None:
     """Many cases in one launch, because starting workers costs most."""
     chosen = [selected()[index] for index in cases]

@@ -139,7 +139,7 @@ def test_rules_of_a_layer_come_from_the_configuration() -> None:
     assert hf.causal_lm(DECODERS["qwen3"])[0].tp_plan == rules
 
 
-@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("pooled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_siglip_equals_the_model(pooled: bool) -> None:
     model = transformers.SiglipModel(transformers.SiglipConfig(**SIGLIP)).double().eval()
     tower = hf.siglip_vision(SIGLIP, pooled=pooled).double()

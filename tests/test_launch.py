@@ -273,6 +273,7 @@ def test_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert_gone(pids, within_s=3)
 
 
+@pytest.mark.slow
 def test_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     launcher = start_launcher("report_pid_with_child", tmp_path, 30)
     next_event(launcher)

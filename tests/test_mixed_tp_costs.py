@@ -142,6 +142,7 @@ def _parameter_bytes(session: Session) -> float:
     return 2 * weights + kept
 
 
+@pytest.mark.slow
 def test_a_rank_holds_what_is_predicted_and_nothing_that_it_does_not_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

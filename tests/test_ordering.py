@@ -88,7 +88,7 @@ def losses_of(plan: Plan, workload: Workload, steps: int) -> list[float]:
     return InProcessWorld(plan.devices).run(entry)[0]
 
 
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("sync", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_twenty_steps_have_the_same_losses_in_any_order(sync: bool) -> None:
     plan, workload = chain(sync)
     reordered = losses_of(plan, workload, 20)

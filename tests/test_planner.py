@@ -81,7 +81,7 @@ def random_job(rng: random.Random, *, chained: bool) -> tuple[Workload, Profile]
     return job, costs
 
 
-@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("chained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_random_workloads_give_sound_plans_never_above_the_formula(
     tmp_path: Path, chained: bool
 ) -> None:
@@ -439,6 +439,7 @@ def random_coupled_job(rng: random.Random) -> tuple[Workload, Profile]:
     return job, costs
 
 
+@pytest.mark.slow
 def test_coupled_losses_and_captioners_give_sound_plans(tmp_path: Path) -> None:
     rng = random.Random(3)
     solved: Counter[str] = Counter()

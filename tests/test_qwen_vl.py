@@ -183,13 +183,10 @@ def workload(name: str, *, dense: bool, precision: str = "fp64") -> Workload:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dense"),
-    [
-        pytest.param(name, dense, marks=() if (i, dense) == (1, False) else pytest.mark.slow)
-        for i, name in enumerate(CONFIGS)
-        for dense in (True, False)
-    ],
+    [(name, dense) for name in CONFIGS for dense in (True, False)],
 )
 def test_parts_on_several_ranks_equal_one_process(name: str, dense: bool) -> None:
     """Gradients too: tp 2 and pp 2 of both parts."""

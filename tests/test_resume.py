@@ -102,6 +102,7 @@ def test_the_run_folder_holds_what_the_contract_says(bird: Bird) -> None:
     assert not list(folder.glob("launch-node*"))
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_bit_for_bit(bird: Bird) -> None:
     kill_after(bird, "killed", steps=3, more_s=0.0)
     assert not (bird.folder / "killed" / "final.safetensors").exists()

@@ -110,6 +110,7 @@ def test_positions_are_resized_as_torch_does(grid: tuple[int, int]) -> None:
     torch.testing.assert_close(found, want[0].flatten(1).T)
 
 
+@pytest.mark.slow
 def test_parts_on_several_ranks_equal_one_process() -> None:
     """Gradients too: tp 2 and pp 2."""
     fields = FAMILIES[NAME].fields(build_pretrained(CONFIG), {}, None)

@@ -34,6 +34,7 @@ def test_devices_that_some_plan_could_use_by_hand() -> None:
     assert useful(1, 100_000, 100_000) == ALWAYS_SEARCHED
 
 
+@pytest.mark.slow
 def test_a_plan_for_more_devices_is_the_same_plan_with_more_idle(tmp_path: Path) -> None:
     job = workload({"a": {}, "b": {}}, batch=8)
     towers = {"a": module_profile(2, 4), "b": module_profile(1, 3)}

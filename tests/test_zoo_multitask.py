@@ -105,7 +105,7 @@ def test_noise_has_the_shapes_placeholders_and_ids_that_are_asked_for() -> None:
         },
         samples=40,
     )
-    samples = [data[index] for index in range(len(data))]
+    samples: list[dict[str, Any]] = [data[index] for index in range(len(data))]
     tokens = torch.stack([sample["tokens"] for sample in samples])
     assert tokens[:, :5].eq(torch.tensor([19, 19, 18, 18, 18])).all()
     assert tokens[:, 5:].min() == 1
@@ -117,7 +117,8 @@ def test_noise_has_the_shapes_placeholders_and_ids_that_are_asked_for() -> None:
     assert (masks.dtype, masks.shape) == (torch.bool, (40, 2, 6))
     assert set(masks.sum(-1).flatten().tolist()) == {1, 2, 3, 4, 5}
     assert torch.equal(masks.sort(-1, descending=True).values, masks)
-    assert torch.equal(data[7]["tokens"], samples[7]["tokens"])
+    again: dict[str, Any] = data[7]
+    assert torch.equal(again["tokens"], samples[7]["tokens"])
     assert not torch.equal(samples[0]["image"], samples[1]["image"])
 
 
@@ -177,6 +178,7 @@ def check_equal(tmp_path: Path, workload: Workload, devices: int) -> None:
     assert verdict.compared > 40
 
 
+@pytest.mark.slow
 def test_multitask_digits_equal_one_process(tmp_path: Path) -> None:
     check_equal(tmp_path, small("multitask-digits", VT=16, VA=8, DT=8, VH=12, MT=4), devices=4)
 
