@@ -291,6 +291,15 @@ _PATCHES: dict[str, Any] = {
     "text_config": {"model_type": "llama", **TINY_TEXT, "tie_word_embeddings": True},
     "tie_word_embeddings": True,
 }
+_SIGLIP_TEXT = {
+    **_TOWER,
+    "hidden_size": 32,
+    "projection_size": 32,
+    "vocab_size": 50,
+    "max_position_embeddings": 9,
+    "bos_token_id": 48,
+    "eos_token_id": 49,
+}
 FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "CLIPModel": {
         "model_type": "clip",
@@ -308,28 +317,12 @@ FAMILY_CONFIGS: dict[str, dict[str, Any]] = {
     "SiglipModel": {
         "model_type": "siglip",
         "vision_config": {**_TOWER, "hidden_size": 32, "image_size": 16, "patch_size": 8},
-        "text_config": {
-            **_TOWER,
-            "hidden_size": 32,
-            "projection_size": 32,
-            "vocab_size": 50,
-            "max_position_embeddings": 9,
-            "bos_token_id": 48,
-            "eos_token_id": 49,
-        },
+        "text_config": _SIGLIP_TEXT,
     },
     "Siglip2Model": {
         "model_type": "siglip2",
         "vision_config": {**_TOWER, "hidden_size": 32, "num_patches": 16, "patch_size": 4},
-        "text_config": {
-            **_TOWER,
-            "hidden_size": 32,
-            "projection_size": 32,
-            "vocab_size": 50,
-            "max_position_embeddings": 9,
-            "bos_token_id": 48,
-            "eos_token_id": 49,
-        },
+        "text_config": _SIGLIP_TEXT,
     },
     "LlavaForConditionalGeneration": {
         "model_type": "llava",

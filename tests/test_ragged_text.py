@@ -23,7 +23,7 @@ from mmplan.schema.workload import Workload, resolve_tasks
 from mmplan.zoo import hf
 from mmplan.zoo.decoder import llama
 from mmplan.zoo.diffusion import generator
-from mmplan.zoo.ragged_attention import attend_samples
+from mmplan.zoo.parts.ragged_attention import attend_samples
 from tests.programs import loss, make_plan, unit
 from tests.test_hf_mllm import DECODERS
 from tests.training import plain, train_alone, train_planned, worst_difference

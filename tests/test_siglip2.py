@@ -15,8 +15,8 @@ from mmplan.ragged import Ragged
 from mmplan.schema.workload import Workload
 from mmplan.zoo.automatic.families import FAMILIES
 from mmplan.zoo.automatic.pretrained import build_pretrained
-from mmplan.zoo.image_grids import units_of
 from mmplan.zoo.losses import sigmoid
+from mmplan.zoo.parts.image_grids import units_of
 from mmplan.zoo.sequential import LayerSequential
 from mmplan.zoo.siglip2 import Siglip2WithLoss, resized, siglip2_vision
 from tests.init_models import FAMILY_CONFIGS

@@ -28,7 +28,7 @@ from mmplan.schema.workload import InputSource, TaskView, Workload, resolve_task
 from mmplan.sources.orders import epoch_length
 
 Columns = dict[str, list[float]]
-# Attention inside samples, of mmplan.zoo.ragged_attention.
+# Attention inside samples, of mmplan.zoo.parts.ragged_attention.
 _OPERATOR = "mmplan::ragged_attention"
 
 

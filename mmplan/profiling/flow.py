@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from mmplan.errors import InvalidInputError, MMPlanError
 from mmplan.profiling.counting import BlockCount, Counter
 from mmplan.profiling.grid import RAGGED_SAMPLES
-from mmplan.proof.row_cuts import ROW_GROUPS, BlockRows, RowCuts, RowFlow
+from mmplan.proof.row_cuts import ROW_GROUPS, BlockRows, RowCuts, RowFlow, ShapeGroup
 from mmplan.proof.tp_states import TPStates, module_states
 from mmplan.ragged import Ragged
 from mmplan.schema.dry_run import looks_at_values
@@ -35,7 +34,7 @@ class TaskFlow:
 
     Shapes come from sample 0 of the task's data set, repeated. Ragged fields have the mean
     number of rows of samples spread over the data set. How much they vary is seen in attention
-    alone (:mod:`mmplan.zoo.ragged_attention`), which costs the squares of their lengths.
+    alone (:mod:`mmplan.zoo.parts.ragged_attention`), which costs the squares of their lengths.
 
     Args:
         workload: the job.
@@ -99,7 +98,7 @@ class TaskFlow:
         known: dict[object, tuple[BlockCount, Any, int]] = {}
         before: object = None
         # The rank that has the most rows.
-        group = _CountedGroup(index=tp - 1, count=tp)
+        group = ShapeGroup(index=tp - 1, count=tp)
         ROW_GROUPS[_COUNTED] = group
         flow = RowFlow(_COUNTED)
         for index, block in enumerate(built):
@@ -254,20 +253,6 @@ def _cut_linears(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
 
 # The group whose rank is counted.
 _COUNTED = "counted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _CountedGroup:
-    """A tensor-parallel group without other ranks: shapes alone are counted."""
-
-    index: int
-    count: int
-
-    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
-        """Nothing to move."""
-
-    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
-        """Nothing to move."""
 
 
 def _run_rows(

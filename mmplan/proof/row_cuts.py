@@ -59,6 +59,20 @@ class RowGroup(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapeGroup:
+    """A group of which one rank is traced or counted, by shapes alone."""
+
+    index: int
+    count: int
+
+    def gather_flat(self, full: Tensor, mine: Tensor) -> None:
+        """Nothing to move."""
+
+    def reduce_scatter_flat(self, mine: Tensor, full: Tensor) -> None:
+        """Nothing to move."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCuts:
     """Where a block's rows are cut and brought together; names of submodules.

@@ -50,7 +50,14 @@ from mmplan.proof.block_trace import (
     block_kind,
     trace_block,
 )
-from mmplan.proof.row_cuts import RowCuts, first_tensor, has_rows, regions_of, whole_submodules
+from mmplan.proof.row_cuts import (
+    RowCuts,
+    ShapeGroup,
+    first_tensor,
+    has_rows,
+    regions_of,
+    whole_submodules,
+)
 
 COLUMNS = frozenset(["colwise", "packed_colwise"])
 ROWS = "rowwise"
@@ -311,20 +318,6 @@ def _states(
     )
 
 
-@dataclass(frozen=True)
-class _TracedGroup:
-    """A group of which one rank is traced; it needs no values."""
-
-    index: int
-    count: int
-
-    def gather_flat(self, full: Any, mine: Any) -> None:
-        """Nothing to move."""
-
-    def reduce_scatter_flat(self, mine: Any, full: Any) -> None:
-        """Nothing to move."""
-
-
 def _with_rows(
     block: nn.Module, inputs: Sequence[Any], count: int, plan: _Plan, found: TPStates
 ) -> TPStates:
@@ -388,7 +381,7 @@ def _states_of_rows(
             shapes=shapes,
             styles=plan.styles,
             cuts=cuts,
-            group=_TracedGroup(0, ranks),
+            group=ShapeGroup(index=0, count=ranks),
         )
         for shapes, ranks in ((plan.whole, 1), (plan.shard, count))
     )

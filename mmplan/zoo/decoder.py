@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged, positions_of
-from mmplan.zoo.ragged_attention import attend_samples, has_values
+from mmplan.zoo.parts.ragged_attention import attend_samples, has_values
 from mmplan.zoo.sizes import check_divides, check_sizes
 from mmplan.zoo.towers import attend, parts_tp_plan, split_heads
 

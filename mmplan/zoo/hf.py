@@ -26,15 +26,16 @@ from mmplan.zoo.decoder import (
     rows_of,
     splice,
 )
-from mmplan.zoo.hf_parts import (
+from mmplan.zoo.parts.hugging_face import (
     ENCODER_RULES,
     checked,
     checked_config,
     each_image,
     owned,
+    pooling_heads,
     transformers_class,
 )
-from mmplan.zoo.ragged_attention import attend_samples
+from mmplan.zoo.parts.ragged_attention import attend_samples
 from mmplan.zoo.sequential import TP_RULES, LayerSequential, Part, from_layers
 
 # transformers' mark of a norm of single heads, say, of whose gradient each rank has a part.
@@ -543,23 +544,11 @@ def _decoder_in(model: Any, name: str) -> tuple[str, Any]:
 
 
 def _pool(head: Any, hidden: Tensor) -> Tensor:
-    """SigLIP's attention pooling, [N, patches, width] to [N, width].
-
-    The head holds an ``nn.MultiheadAttention``, which would be compiled again for a single image.
-    """
-    attention = head.attention
-    query, key, value = (
-        functional.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1))
-        for x, weight, bias in zip(
-            (head.probe[0, 0], hidden, hidden),
-            attention.in_proj_weight.chunk(3),
-            attention.in_proj_bias.chunk(3),
-            strict=True,
-        )
-    )
+    """SigLIP's attention pooling, [N, patches, width] to [N, width]."""
+    query, key, value = pooling_heads(head, hidden)
     # One query for all images: over its [heads, width / heads] a sum is enough.
     weights = ((query * key).sum(-1) / query.shape[-1] ** 0.5).softmax(1)
-    pooled = attention.out_proj((weights.unsqueeze(-1) * value).sum(1).flatten(1))
+    pooled = head.attention.out_proj((weights.unsqueeze(-1) * value).sum(1).flatten(1))
     return pooled + head.mlp(head.layernorm(pooled))
 
 

@@ -19,7 +19,7 @@ from mmplan.errors import InvalidInputError
 from mmplan.zoo.automatic.pretrained import architecture, build_pretrained
 from mmplan.zoo.encoder import Images
 from mmplan.zoo.hf import cut_decoder
-from mmplan.zoo.hf_parts import ENCODER_RULES, each_image, owned
+from mmplan.zoo.parts.hugging_face import ENCODER_RULES, each_image, owned
 from mmplan.zoo.sequential import LayerSequential, Part, TPPlan, from_layers
 
 

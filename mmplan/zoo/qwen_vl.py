@@ -5,7 +5,7 @@ grids on the device: the host neither waits for it nor has to know it.
 
 An image is patches, each a row of numbers, in the order of the model's processor: neighbours that
 become one row of the decoder, 2 by 2 of them, follow one another. They are a *unit*
-(:mod:`mmplan.zoo.image_grids`). An image's grid is [1, rows, columns] of patches.
+(:mod:`mmplan.zoo.parts.image_grids`). An image's grid is [1, rows, columns] of patches.
 
 Source: arXiv:2409.12191 (Qwen2-VL, section 2.1: images of any size, positions of three axes),
 arXiv:2502.13923 (Qwen2.5-VL, section 2.1.1: attention in windows).
@@ -28,8 +28,16 @@ from mmplan.ragged import Ragged, known_lengths, positions_of, with_host_lengths
 from mmplan.zoo.automatic.pretrained import architecture, build_pretrained
 from mmplan.zoo.decoder import Text, check_values, rotate
 from mmplan.zoo.hf import cut_decoder, register_rotary, rotary_angles
-from mmplan.zoo.image_grids import Rows, check_grids, filled, grids_of, like, sides_of, units_of
-from mmplan.zoo.ragged_attention import attend_samples
+from mmplan.zoo.parts.image_grids import (
+    Rows,
+    check_grids,
+    filled,
+    grids_of,
+    like,
+    sides_of,
+    units_of,
+)
+from mmplan.zoo.parts.ragged_attention import attend_samples
 from mmplan.zoo.sequential import LayerSequential, Part, from_layers
 
 _CLASSES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")

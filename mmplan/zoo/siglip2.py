@@ -1,7 +1,7 @@
 """SigLIP 2's image tower for images of any size (NaFlex), without padding.
 
 Patches of images lie one after another, each image with its rows and columns
-(:mod:`mmplan.zoo.image_grids`). Source: arXiv:2502.14786, section 2.4.2.
+(:mod:`mmplan.zoo.parts.image_grids`). Source: arXiv:2502.14786, section 2.4.2.
 
 Shape suffixes used in this file: P = patches of all images, W = width, H = heads, I = images.
 """
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mmplan.errors import InvalidInputError
 from mmplan.ragged import Ragged
 from mmplan.zoo.automatic.pretrained import architecture, build_pretrained
 from mmplan.zoo.hf import attend_by_lengths
-from mmplan.zoo.hf_parts import ENCODER_RULES
-from mmplan.zoo.image_grids import Rows, Units, check_grids, filled, like, units_of
+from mmplan.zoo.parts.hugging_face import ENCODER_RULES, pooling_heads
+from mmplan.zoo.parts.image_grids import Rows, Units, check_grids, filled, like, units_of
 from mmplan.zoo.sequential import LayerSequential, Part, from_layers
 
 _CLASS = "Siglip2Model"
@@ -130,16 +129,7 @@ def _taps(source: Tensor, index_P: Tensor, size_P: Tensor) -> Tensor:
 
 def pool(head: Any, x_PW: Tensor, image_P: Tensor, images: int) -> Tensor:
     """SigLIP's attention pooling of each image's patches, [I, W]: one query, the model's own."""
-    attention = head.attention
-    query, key, value = (
-        functional.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1))
-        for x, weight, bias in zip(
-            (head.probe[0, 0], x_PW, x_PW),
-            attention.in_proj_weight.chunk(3),
-            attention.in_proj_bias.chunk(3),
-            strict=True,
-        )
-    )
+    query, key, value = pooling_heads(head, x_PW)
     score_PH = (query * key).sum(-1) / query.shape[-1] ** 0.5
     # A softmax in each image.
     most_IH = score_PH.detach().new_full((images, score_PH.shape[1]), -torch.inf)
@@ -150,7 +140,7 @@ def pool(head: Any, x_PW: Tensor, image_P: Tensor, images: int) -> Tensor:
     weight_PH = weight_PH / total_IH[image_P]
     mixed = value.new_zeros((images, *value.shape[1:]))
     mixed_IW = mixed.index_add(0, image_P, weight_PH[..., None] * value).flatten(1)
-    pooled_IW = attention.out_proj(mixed_IW)
+    pooled_IW = head.attention.out_proj(mixed_IW)
     return pooled_IW + head.mlp(head.layernorm(pooled_IW))
 
 

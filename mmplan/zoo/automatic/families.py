@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmplan.zoo.automatic.pretrained import text_field
-from mmplan.zoo.hf_parts import checked
+from mmplan.zoo.parts.hugging_face import checked
 from mmplan.zoo.sequential import LayerSequential
 
 # A list: of samples that differ.

@@ -14,7 +14,7 @@ from torch import nn
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.zoo.automatic.denoisers import denoiser_fields
 from mmplan.zoo.automatic.experts import allow_any_type
-from mmplan.zoo.hf_parts import checked, transformers_class
+from mmplan.zoo.parts.hugging_face import checked, transformers_class
 
 # Tokens of a synthetic text, where the model takes that many. Short, so that a trial is quick.
 _LENGTH = 64

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from mmplan.ragged import Ragged, known_lengths, samples_of, with_host_lengths
 from mmplan.zoo.decoder import check_values
-from mmplan.zoo.ragged_attention import has_values
+from mmplan.zoo.parts.ragged_attention import has_values
 
 Rows = Tensor | Ragged
 

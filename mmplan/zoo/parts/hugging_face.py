@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmplan.errors import InvalidInputError, UnfitEnvironmentError
 from mmplan.ragged import Ragged
@@ -40,6 +41,25 @@ def each_image(run: Callable[..., Tensor], *images: Tensor | Ragged) -> Tensor |
     # Joined to the empty one, so that gradients (of zero) reach whatever made it.
     ones = [torch.cat([x, x.new_zeros((1, *x.shape[1:]))]) for x in values]
     return Ragged(run(*ones)[:0], lengths)
+
+
+def pooling_heads(head: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, keys and values of SigLIP's attention pooling, by head: [H, D], [..., H, D] twice.
+
+    Its ``nn.MultiheadAttention`` would be compiled again for a single image, and takes images of
+    one size. One query serves all images.
+    """
+    attention = head.attention
+    query, key, value = (
+        functional.linear(x, weight, bias).unflatten(-1, (attention.num_heads, -1))
+        for x, weight, bias in zip(
+            (head.probe[0, 0], rows, rows),
+            attention.in_proj_weight.chunk(3),
+            attention.in_proj_bias.chunk(3),
+            strict=True,
+        )
+    )
+    return query, key, value
 
 
 def owned(part: Any, name: str) -> Any:

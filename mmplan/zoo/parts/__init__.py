@@ -1,0 +1,1 @@
+"""What several factories share; no workload names any of it."""
