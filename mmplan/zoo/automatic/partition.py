@@ -69,8 +69,10 @@ class Partition:
             if call is None or not call.name:
                 continue
             # Of whole numbers a module may take the shape alone, as learned positions do.
-            given = filter(self._has_batch, node.all_input_nodes)
-            takes = any(value.meta["val"].is_floating_point() for value in given)
+            takes = any(
+                self._has_batch(value) and value.meta["val"].is_floating_point()
+                for value in node.all_input_nodes
+            )
             if takes and not any(map(self._has_batch, node.meta["val"])):
                 raise InvalidInputError(
                     f"{call.name} takes the samples, and what it returns has no dimension of them",
