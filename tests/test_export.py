@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,8 @@ def test_a_run_starts_from_a_distributed_checkpoint(clip: Run, tmp_path: Path) -
     clip.export(tmp_path / "whole")
     script = tmp_path / "save.py"
     script.write_text(SHARDED)
-    torchrun = ["torchrun", "--standalone", "--nproc-per-node", 3, "--log-dir", tmp_path, script]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "3", "--log-dir", str(tmp_path), str(script)]
     given = map(str, [*torchrun, tmp_path / "whole" / "model.safetensors", tmp_path / "theirs"])
     subprocess.run(list(given), check=True, timeout=100, capture_output=True)
     workload = load_workload(clip.file)

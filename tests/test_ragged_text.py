@@ -208,6 +208,8 @@ def workload(kind: str, data: str) -> Workload:
     packs = {"source": source, "field": "tokens", "budget": 48}
     packed = data == "packed"
     config = {} if kind == "ours" else {"config": DECODERS[kind]}
+    # What stands in the place of a token is as wide as an embedded token.
+    embedded = DECODERS.get(kind, {}).get("word_embed_proj_dim", 24)
     return Workload.model_validate(
         {
             "name": "ragged",
@@ -216,7 +218,7 @@ def workload(kind: str, data: str) -> Workload:
                 "vision": {
                     "factory": "mmplan.zoo.encoder:vit",
                     "args": {
-                        **{"layers": 1, "width": 16, "heads": 2, "outputs": 24},
+                        **{"layers": 1, "width": 16, "heads": 2, "outputs": embedded},
                         **{"image": 8, "patch": 2, "channels": 1, "merge": 2},
                     },
                     "inputs": ["images"],
