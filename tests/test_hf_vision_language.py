@@ -40,7 +40,11 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 LLAVA, BLIP2 = "LlavaForConditionalGeneration", "Blip2ForConditionalGeneration"
 LLAMA = FAMILY_CONFIGS[LLAVA]["text_config"]
 CONFIGS = {
-    **{name: config_of(name) for name in FAMILIES if name.endswith("ForConditionalGeneration")},
+    **{
+        name: config_of(name)
+        for name, family in FAMILIES.items()
+        if any(part.factory.startswith("hf_vision_language.") for part in family.parts.values())
+    },
     "siglip, its last layer, with its first row": config_of(
         LLAVA,
         vision_config={"model_type": "siglip_vision_model"},
