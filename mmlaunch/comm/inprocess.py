@@ -261,7 +261,13 @@ class InProcessTransport:
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`mmlaunch.comm.transport.Transport`."""
-        full.copy_(torch.cat(self._exchange((ranks, 0), "gather of slices", mine.clone())))
+        self.start_gather_flat(full, mine, ranks).wait()
+
+    def start_gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        group = ranks, 0
+        sequence = self._deposit(group, "gather of slices", mine.clone())
+        return Deferred(lambda: full.copy_(torch.cat(self._collect(group, sequence))))
 
     def all_gather(
         self, tensor: Tensor, ranks: Ranks, channel: int = 0

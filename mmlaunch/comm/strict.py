@@ -330,6 +330,12 @@ class StrictTransport(InProcessTransport):
             _poison(part)
         return work, gathered
 
+    def start_gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> Work:
+        """See :class:`mmlaunch.comm.transport.Transport`."""
+        work = super().start_gather_flat(full, mine, ranks)
+        _poison(full)
+        return work
+
     def exchange(self, received: Pieces, sent: Pieces, ranks: Ranks, channel: int = 0) -> Work:
         """See :class:`mmlaunch.comm.transport.Transport`."""
         work = super().exchange(received, sent, ranks, channel)

@@ -126,6 +126,10 @@ class Transport(Protocol):
         """Fill the flat ``full`` with every rank's slice, in the order of ``ranks``."""
         ...
 
+    def start_gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> Work:
+        """The same, beside what comes next; neither tensor may change before the wait."""
+        ...
+
     def mark(self) -> Any:
         """This moment in the rank's work, without a wait: on CUDA, in the stream's order."""
         ...
@@ -355,11 +359,15 @@ class DistTransport:
 
     def gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> None:
         """See :class:`Transport`."""
+        self.start_gather_flat(full, mine, ranks).wait()
+
+    def start_gather_flat(self, full: Tensor, mine: Tensor, ranks: Ranks) -> Work:
+        """See :class:`Transport`."""
         if len(ranks) == 1:
             full.copy_(mine)
-            return
+            return Done()
         work = self._groups[ranks, 0]._allgather_base(full, mine)
-        _Watched([work], self._heartbeat, ranks).wait()
+        return _Watched([work], self._heartbeat, ranks)
 
     def mark(self) -> Any:
         """See :class:`Transport`."""

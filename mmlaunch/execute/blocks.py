@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmlaunch.comm.batches import NO_ROWS, Tree, lacks_rows
 from mmlaunch.execute.compiled_blocks import CompiledBlocks
+from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -40,6 +41,7 @@ class StageBlocks:
         seeds: seeded before each block, and again where it runs a second time.
         recompute: modules whose blocks keep their inputs only (``recompute: full``).
         compiled: compiles blocks; None to run them as they are.
+        gathered: makes blocks whole whose parameters are cut.
 
     Attributes:
         split: makes the ``later`` of :meth:`run`.
@@ -51,9 +53,11 @@ class StageBlocks:
         seeds: Seeds,
         recompute: frozenset[str],
         compiled: CompiledBlocks | None = None,
+        *,
+        gathered: GatheredBlocks,
     ) -> None:
         self._model, self._seeds, self._recompute = model, seeds, recompute
-        self._compiled = compiled
+        self._compiled, self._gathered = compiled, gathered
         self.split = SplitBackward()
 
     def run(
@@ -80,6 +84,7 @@ class StageBlocks:
         for index in range(*stage.blocks):
             cuts = self._model.row_cuts.get((stage.index, index))
             given = flow.before(cuts, given)
+            self._gathered.before_forward(stage, index)
             try:
                 if again:
                     block = partial(
@@ -103,6 +108,7 @@ class StageBlocks:
                     f"{next(iter(str(error).splitlines()), '')}",
                     hint=NO_ROWS,
                 ) from error
+            self._gathered.after_forward(stage, index, output)
             flow.after(None if cuts is None else self._rows(stage, index))
             given = (output,)
         return flow.end(given[0])

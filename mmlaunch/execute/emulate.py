@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.batches import Tree, float_leaves
 from mmlaunch.comm.messages import LeafSpec, Spec, spec_leaves, tree_of
 from mmlaunch.execute.blocks import StageBlocks
+from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.weight_gradients import SplitBackward, WeightGradients, once
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.seeds import Seeds
@@ -37,12 +38,19 @@ class EmulatedBlocks(StageBlocks):
         seeds: not used.
         specs: output spec of every stage.
         timings: seconds of every compute and loss.
+        gathered: gathers parameters as in a step.
     """
 
     def __init__(
-        self, model: LocalModel, seeds: Seeds, specs: Sequence[Spec], timings: Timings
+        self,
+        model: LocalModel,
+        seeds: Seeds,
+        specs: Sequence[Spec],
+        timings: Timings,
+        *,
+        gathered: GatheredBlocks,
     ) -> None:
-        super().__init__(model, seeds, frozenset())
+        super().__init__(model, seeds, frozenset(), gathered=gathered)
         for name, loss in model.losses.items():
             model.losses[name] = EmulatedLoss(loss, timings.losses.get(name, 0.0))
         self._specs, self._timings = specs, timings
@@ -71,6 +79,9 @@ class EmulatedBlocks(StageBlocks):
         spec, rows = self._specs[stage.index], _RowCount(samples, _lengths(arguments))
         shapes = [((rows.of(leaf), *leaf.tail), leaf.dtype) for leaf in spec_leaves(spec)]
         outputs = iter(cast("Any", _Compute.apply(wait, shapes, self._anchor, *given)))
+        for index in range(*stage.blocks):
+            self._gathered.before_forward(stage, index)
+            self._gathered.after_forward(stage, index, None)
 
         def output(leaf: LeafSpec) -> Tree:
             return Ragged(next(outputs), rows.given()) if leaf.ragged else next(outputs)

@@ -287,6 +287,9 @@ class Executor:
             later = self._later.pop(part.key)
             with self._reductions.starting_inside(later.parameters()):
                 later.compute()
+        elif part.stage.gathers:
+            with self._reductions.gathering(part.stage):
+                self._backward(part)
         elif self._reductions.are_starting:
             with self._reductions.starting_inside():
                 self._backward(part)

@@ -274,10 +274,13 @@ class FlatShards:
         gradients: type in which gradients add up; None for the parameters' own.
         in_rounds: whether there are several sums in a step, of a micro-batch each, which add up in
             this rank's shard (ZeRO-2).
+        is_cut: whether a rank keeps its shard of the parameters only (ZeRO-3). Their memory is
+            freed by :meth:`release`, and there again after :meth:`start_gather`.
 
     Attributes:
         slices: as given.
         in_rounds: as given.
+        is_cut: as given.
         narrow: as given.
         updated: this rank's shard, parameter by parameter; empty where it is all padding.
         num_ranks: on how many ranks each slice got a gradient; empty before the sum.
@@ -293,9 +296,10 @@ class FlatShards:
         narrow: torch.dtype | None = None,
         gradients: torch.dtype | None = None,
         in_rounds: bool = False,
+        is_cut: bool = False,
     ) -> None:
         self._ranks, self.slices, self.narrow = ranks, slices, narrow
-        self.in_rounds = in_rounds
+        self.in_rounds, self.is_cut = in_rounds, is_cut
         # Of the optimizer's slices, of parameters, and of gradients and their sums.
         self._dtype, self._device = slices[0].parameter.dtype, slices[0].parameter.device
         self._held, self._summed = narrow or self._dtype, gradients or self._dtype
@@ -309,7 +313,7 @@ class FlatShards:
         if not in_boxes:
             self._flat = self._new(self._length * len(ranks)).zero_().to(self._held)
             self._own = self._flat[self._low : self._low + self._length]
-            if narrow is not None:
+            if narrow is not None or is_cut:
                 self._own = self._new(self._length).zero_()
         self.updated: list[UpdatedSlice] = []
         # Index of the slice of each updated one.
@@ -429,8 +433,24 @@ class FlatShards:
             item.parameter.grad = None
         self.num_ranks = self._new(0, self._summed)
 
+    def start_gather(self, transport: Transport) -> Work:
+        """Begin to gather parameters that are cut; they are whole after the wait."""
+        full, mine = cast(Tensor, self._flat), cast(Tensor, self._own).to(self._held)
+        full.untyped_storage().resize_(full.numel() * full.element_size())
+        return transport.start_gather_flat(full, mine, self._ranks)
+
+    def release(self) -> None:
+        """Free the memory of parameters that are cut; they and what refers to them keep shapes."""
+        cast(Tensor, self._flat).untyped_storage().resize_(0)
+
+    def drop_gradients(self) -> None:
+        """Let go of gradients that no sum takes."""
+        _take_gradients(self.slices)
+
     def gather(self, transport: Transport) -> None:
-        """Gather the updated shards on all ranks."""
+        """Gather the updated shards on all ranks, but of parameters that are cut."""
+        if self.is_cut:
+            return
         if self._flat is not None and self._own is not None:
             mine = self._own.to(self._held, copy=True)
             transport.gather_flat(self._flat, mine, self._ranks)

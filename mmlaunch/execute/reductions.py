@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mmlaunch.comm.batches import Tree
 from mmlaunch.comm.transport import Transport
 from mmlaunch.data.loader import Field
+from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.gradient_buckets import (
     FlatShards,
     GradientBucket,
@@ -32,6 +33,7 @@ from mmlaunch.execute.gradient_buckets import (
 )
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import widen_rows
+from mmlaunch.model.whole_modules import BlockKey
 from mmplan.program.model import (
     BlockReduction,
     BlockUpdate,
@@ -41,10 +43,11 @@ from mmplan.program.model import (
     ParameterUpdate,
     Program,
     Reduction,
+    Stage,
     TieReduction,
     TieUpdate,
 )
-from mmplan.program.reduction_starts import is_cut
+from mmplan.program.reduction_starts import is_cut, starting_stage
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
@@ -67,7 +70,9 @@ class Reductions:
         narrow_gradients: whether their gradients are of that type too.
 
     Attributes:
-        narrow_names: full names of these matrices.
+        gathered: the parameters that ZeRO-3 cuts.
+        cut_names: full names of parameters whose own values lie cut with the optimizer: of narrow
+            ones in float32, and of those that are gathered.
     """
 
     def __init__(
@@ -91,12 +96,18 @@ class Reductions:
         }
         self._all_sums = [*chain.from_iterable(self._sums.values())]
         # After all of them: several may have parts of one parameter.
-        self.narrow_names: set[str] = set()
+        narrow_names: set[str] = set()
+        cut: defaultdict[BlockKey, list[FlatShards]] = defaultdict(list)
         for item in self._all_sums:
             if isinstance(item, FlatShards) and item.narrow is not None:
                 item.make_narrow()
-                self.narrow_names.update(part.name for part in item.slices)
-        widen_rows(model.blocks.values(), {self._trained[name] for name in self.narrow_names})
+                narrow_names.update(part.name for part in item.slices)
+            if isinstance(item, FlatShards) and item.is_cut:
+                owner, block, _ = item.slices[0].name.split(".", 2)
+                cut[owner, int(block)].append(item)
+        widen_rows(model.blocks.values(), {self._trained[name] for name in narrow_names})
+        self.gathered = GatheredBlocks(cut, transport)
+        self.cut_names = narrow_names | self.gathered.names
         # Those that begin inside the next compute, in order.
         self._starting: list[_Sum] = []
         self._totals: dict[int, float] = {}
@@ -124,20 +135,24 @@ class Reductions:
         Last parameters come first: a backward completes their gradients first.
         """
         rank = self._transport.rank
-        found: defaultdict[tuple[str, Ranks, bool], list[ParameterSlice]] = defaultdict(list)
+        stage = starting_stage(self._program, reduction) if is_cut(reduction) else None
+        gathers = stage is not None and stage.gathers
+        # What is gathered apart is summed apart: the parameters of each block.
+        found: defaultdict[tuple[str, Ranks, bool, str], list[ParameterSlice]] = defaultdict(list)
         counted: set[str] = set()
         places: dict[str, int] = {}
         for place, item in enumerate(self._slices_of(reduction)):
             update = self._update_of(item.name, reduction)
             sharers = update.ranks if update.sharded else ()
             is_narrow = bool(self._narrow and sharers) and item.name in self._model.matrices
-            found[str(item.parameter.dtype), sharers, is_narrow].append(item)
+            block = item.name.split(".")[1] if gathers else ""
+            found[str(item.parameter.dtype), sharers, is_narrow, block].append(item)
             places[item.name] = place
             if rank in update.counted:
                 counted.add(item.name)
         buckets = [
             (sharers, is_narrow, bucket)
-            for (_, sharers, is_narrow), slices in found.items()
+            for (_, sharers, is_narrow, _), slices in found.items()
             for bucket in in_buckets(slices[::-1])
         ]
         # A bucket is complete with the first of its parameters.
@@ -154,6 +169,7 @@ class Reductions:
                 narrow=self._narrow if is_narrow else None,
                 gradients=self._narrow if is_narrow and self._narrow_gradients else None,
                 in_rounds=is_cut(reduction),
+                is_cut=gathers,
             )
 
     def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:
@@ -286,15 +302,7 @@ class Reductions:
         self._starting = []
         incomplete: dict[Tensor, set[nn.Parameter]] = {p: left for _, left in waiting for p in left}
 
-        under_way: deque[FlatShards] = deque()
-
-        def begin(item: _Sum) -> None:
-            # Of those whose sums add up one is under way while the next gradients come.
-            if under_way:
-                under_way.popleft().finish(self._begun)
-            item.begin(self._transport, self._begun)
-            if isinstance(item, FlatShards) and item.in_rounds:
-                under_way.append(item)
+        begin = self._one_at_a_time()
 
         def begin_complete() -> None:
             while waiting and not waiting[0][1]:
@@ -313,6 +321,24 @@ class Reductions:
                 hook.remove()
         for item, _ in waiting:
             begin(item)
+
+    def _one_at_a_time(self) -> Callable[[_Sum], None]:
+        """What begins sums: of those that add up one is under way while the next gradients come."""
+        under_way: deque[FlatShards] = deque()
+
+        def begin(item: _Sum) -> None:
+            if under_way:
+                under_way.popleft().finish(self._begun)
+            item.begin(self._transport, self._begun)
+            if isinstance(item, FlatShards) and item.in_rounds:
+                under_way.append(item)
+
+        return begin
+
+    def gathering(self, stage: Stage) -> AbstractContextManager[None]:
+        """Around a backward of a stage that gathers; sums that start in it begin block by block."""
+        started, self._starting = self._starting, []
+        return self.gathered.backward(stage, self._one_at_a_time() if started else None)
 
     def reduce(self, index: int) -> None:
         """Take the sums of one reduction over its ranks, and make those that have not begun."""

@@ -19,6 +19,7 @@ from mmlaunch.comm.transport import Transport
 from mmlaunch.data.task_data import TaskData
 from mmlaunch.execute.blocks import StageBlocks
 from mmlaunch.execute.executor import Executor
+from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.reductions import Reductions
 from mmlaunch.model.local_model import LocalModel
 from mmlaunch.model.precision import TrainingPrecision
@@ -48,6 +49,7 @@ class Evaluation:
         transport: moves tensors between ranks.
         seeds: of the training; its generators draw on as if nothing had been evaluated.
         precision: the type in which blocks compute.
+        gathered: of the training.
         prepare: moves a data field to the device and its training type.
         heartbeat: told of every instruction.
         num_workers: data loading processes of this rank.
@@ -70,6 +72,7 @@ class Evaluation:
         transport: Transport,
         seeds: Seeds,
         precision: TrainingPrecision,
+        gathered: GatheredBlocks,
         prepare: Callable[[Tree], Tree],
         heartbeat: Heartbeat,
         num_workers: int = 0,
@@ -122,7 +125,7 @@ class Evaluation:
             transport=transport,
             specs=specs,
             channels=channels,
-            blocks=StageBlocks(self._model, seeds, frozenset()),
+            blocks=StageBlocks(self._model, seeds, frozenset(), gathered=gathered),
             seeds=seeds,
             precision=precision,
             reductions=Reductions(self.program, self._model, transport),

@@ -7,7 +7,7 @@ what differs in one bit is a fault, of memory or of a computation, and its rank 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -37,13 +37,21 @@ class ParameterCopies:
         program: the whole program.
         model: this rank's parameters.
         transport: compares.
+        without: names of parameters that are cut, so that there are no copies.
     """
 
-    def __init__(self, program: Program, model: LocalModel, transport: Transport) -> None:
+    def __init__(
+        self,
+        program: Program,
+        model: LocalModel,
+        transport: Transport,
+        *,
+        without: Collection[str] = (),
+    ) -> None:
         self._transport = transport
         found: defaultdict[Ranks, list[ParameterSlice]] = defaultdict(list)
         for ranks, item in _shared(program, model, transport.rank):
-            if len(ranks) > 1:
+            if len(ranks) > 1 and item.name not in without:
                 found[ranks].append(item)
         # Ranks hold tied parameters in different orders.
         self._held = {r: sorted(found[r], key=lambda item: item.name) for r in sorted(found)}

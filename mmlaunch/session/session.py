@@ -234,6 +234,7 @@ class Session:
             precision.narrow,
             narrow_gradients=workload.train.narrow_gradients,
         )
+        gathered = self._reductions.gathered
         seeds = Seeds(workload.train.seed, transport.device)
         recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         blocks = (
@@ -242,9 +243,10 @@ class Session:
                 seeds,
                 recompute,
                 CompiledBlocks(transport.device) if workload.train.compile else None,
+                gathered=gathered,
             )
             if emulation is None
-            else EmulatedBlocks(self.model, seeds, specs, emulation)
+            else EmulatedBlocks(self.model, seeds, specs, emulation, gathered=gathered)
         )
 
         def executor(kind: type[Executor], through: Transport, told: Heartbeat) -> Executor:
@@ -307,6 +309,7 @@ class Session:
                 transport=transport,
                 seeds=seeds,
                 precision=precision,
+                gathered=gathered,
                 prepare=self._prepare,
                 heartbeat=self._heartbeat,
                 num_workers=num_workers,
@@ -314,7 +317,11 @@ class Session:
         )
         self.early_stop = EarlyStop(train.early_stop) if train.early_stop else None
         self._saves: BackgroundSaves | None = None
-        self._replicas = ParameterCopies(self.program, self.model, transport) if every else None
+        self._replicas = (
+            ParameterCopies(self.program, self.model, transport, without=gathered.names)
+            if every
+            else None
+        )
         notes = [async_tp_note(transport.device)] if tensor_parallel else []
         if warm:
             notes.append("warmed up: each rank has taken step 0 alone, without an update")
@@ -415,6 +422,11 @@ class Session:
     def data(self) -> TaskData:
         """This rank's loading of samples."""
         return self._data
+
+    @property
+    def gathered_names(self) -> set[str]:
+        """Names of parameters of which this rank keeps a part only (ZeRO-3)."""
+        return self._reductions.gathered.names
 
     @property
     def rank(self) -> int:

@@ -63,8 +63,9 @@ class LocalState:
             for name, tensor in self._tensors.items()
         }
         writers = _writers(program)
-        # Of narrow parameters the optimizer's float32 slices are saved, which ranks have cut.
-        self._cut = {name: list[UpdatedSlice]() for name in reductions.narrow_names}
+        # Of these the optimizer's slices are saved, which ranks have cut.
+        self._cut = {name: list[UpdatedSlice]() for name in reductions.cut_names}
+        self._gathered = reductions.gathered.names
         for item in self._slices:
             if item.counts and item.name in self._cut:
                 self._cut[item.name].append(item)
@@ -118,7 +119,8 @@ class LocalState:
             InvalidInputError: a parameter is missing or has another shape.
         """
         for name, layout in self._layouts.items():
-            _read(checkpoint, name, _WEIGHT, layout.full_shape, self._weight_views(name))
+            if name not in self._gathered:
+                _read(checkpoint, name, _WEIGHT, layout.full_shape, self._weight_views(name))
         for item in self._slices:
             if item.name in self._cut:
                 full_shape, views = self._layouts[item.name].full_shape, self._values(item)

@@ -129,7 +129,8 @@ class LocalUpdate:
     Attributes:
         norm: of all gradients, before they were clipped; None without clipping.
         weights: by name, with their elements of the full parameter.
-        wide: by label the float32 values of the narrow ones among them, of which a rank has a part.
+        wide: by label the float32 values of the narrow ones among them, of which a rank has a part,
+            and of those that are gathered, which it has no whole of.
         state: the optimizer's by label; None where it was not asked for.
     """
 
@@ -269,7 +270,8 @@ class Recorder:
         found = self._found or self._note_gradients(math.nan)
         model, optimizer = self._session.model, self._session.optimizer
         states = {} if optimizer is None else optimizer.state
-        weights = dict(model.named_parameters())
+        cut = self._session.gathered_names
+        weights = {name: p for name, p in model.named_parameters() if name not in cut}
         update = LocalUpdate(
             norm=norm,
             weights={
@@ -279,7 +281,7 @@ class Recorder:
             wide={
                 item.label: _copied(item.tensor)
                 for item in self._session.update.slices
-                if item.tensor.dtype != weights[item.name].dtype
+                if item.name in cut or item.tensor.dtype != weights[item.name].dtype
             },
             state={
                 item.label: {

@@ -256,6 +256,7 @@ class CostModel(LinkCosts):
         """Weights, gradients and optimizer state of a stage on one device.
 
         All are divided by ``tp``, and what ZeRO cuts (:meth:`bytes_per_parameter`) also by ``dp``.
+        Of ZeRO-3 the block that a compute has whole counts too.
         """
         blocks = blocks or (0, self.num_blocks(task=task, module=module))
         total = self.parameters(task=task, module=module, blocks=blocks)
@@ -263,18 +264,56 @@ class CostModel(LinkCosts):
             self.parameters(task=task, module=module, blocks=part)
             for part in overlaps(blocks, trainable)
         )
+        # Of tensor-parallel stages the gradients alone are cut.
+        gathers = in_rounds and tp == 1 and dp > 1
+        each = self.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers)
+        whole = 0.0
+        if gathers and self.training.zero > 2:
+            whole = self.gathered_bytes(
+                task=task, module=module, blocks=blocks, trainable=trainable
+            )
         return (
-            trained * self.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds)
-            + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
-        ) / tp
+            whole
+            + (
+                trained * each
+                + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
+            )
+            / tp
+        )
+
+    def gathered_bytes(
+        self, *, task: str, module: str, blocks: Blocks, trainable: Ranges | None = None
+    ) -> float:
+        """Bytes of the largest block under ZeRO-3 while its backward runs: weights and gradient.
+
+        On a device of its own the next block's weights are gathered meanwhile.
+        """
+        each = self.held_bytes * (1 if self.cluster.device.is_cpu else 2) + self.gradient_bytes
+        trained = (range(*part) for part in overlaps(blocks, trainable))
+        largest = max(
+            (
+                self.parameters(task=task, module=module, blocks=(block, block + 1))
+                for part in trained
+                for block in part
+            ),
+            default=0.0,
+        )
+        return largest * each
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of one parameter in a block that ZeRO-3 gathers."""
+        precision = self.training.precision
+        return _COPY_BYTES[precision] or _NUMBER_BYTES[precision]
 
     def bytes_per_parameter(
-        self, *, trainable: bool, dp: int = 1, in_rounds: bool = False
+        self, *, trainable: bool, dp: int = 1, in_rounds: bool = False, gathers: bool = False
     ) -> float:
         """Bytes that one parameter costs a device under this training.
 
         ZeRO-1 cuts the state; where weights have a narrow copy it cuts the weights beside it too.
-        ZeRO-2 cuts gradients that are summed after each micro-batch (``in_rounds``).
+        ZeRO-2 cuts gradients that are summed after each micro-batch (``in_rounds``), ZeRO-3 also
+        the weights of stages that gather them.
         """
         precision = self.training.precision
         number, copy = _NUMBER_BYTES[precision], _COPY_BYTES[precision]
@@ -285,6 +324,9 @@ class CostModel(LinkCosts):
             return number + copy + number + state
         held, cut = (copy, number + state) if copy else (number, state)
         in_rounds &= self.training.zero > 1
+        if gathers and self.training.zero > 2:
+            # The narrow weights are rounded for each gather anew.
+            held = 0.0 if copy else held / dp
         return held + (number / dp if in_rounds else self.gradient_bytes) + cut / dp
 
     @property

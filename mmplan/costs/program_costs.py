@@ -90,14 +90,42 @@ class ProgramCosts:
         """
         key = stage.index, op, samples
         if key not in self._compute:
-            weighted_samples = samples * self.costs.straggler(
-                task=stage.task,
-                module=stage.module,
-                dp=stage.dp,
-                samples=self._rounds[stage.task],
-            )
-            self._compute[key] = self.work_s(stage, op, samples, weighted_samples)
+            own_s = self.alone_s(stage, op, samples)
+            self._compute[key] = own_s + self.parameters_s(stage, own_s)
         return self._compute[key]
+
+    def alone_s(self, stage: Stage, op: Op, samples: int) -> float:
+        """The same without gathers of parameters."""
+        weighted_samples = samples * self.costs.straggler(
+            task=stage.task,
+            module=stage.module,
+            dp=stage.dp,
+            samples=self._rounds[stage.task],
+        )
+        return self.work_s(stage, op, samples, weighted_samples)
+
+    def parameters_s(self, stage: Stage, compute_s: float) -> float:
+        """Seconds for which a compute waits for its blocks' parameters; 0 where they are whole.
+
+        On a device of its own the gather of a block runs beside the compute of the one before it.
+
+        Args:
+            stage: its blocks are gathered where it says so (ZeRO-3).
+            compute_s: of all of its blocks.
+        """
+        if not stage.gathers or not stage.trainable:
+            return 0.0
+        task, module = stage.task, stage.module
+        hidden_s, total_s = 0.0, 0.0
+        whole = self.costs.work_share(task=task, module=module, blocks=stage.blocks) or 1.0
+        for block in (b for part in stage.trainable for b in range(*part)):
+            size = self._block_parameters(stage.owner, block) * self.costs.held_bytes
+            gather_s = self.costs.all_gather(ranks=stage.members, num_bytes=size).seconds
+            total_s += max(0.0, gather_s - hidden_s)
+            if not self.costs.cluster.device.is_cpu:
+                own = self.costs.work_share(task=task, module=module, blocks=(block, block + 1))
+                hidden_s = compute_s * own / whole
+        return total_s
 
     def work_s(self, stage: Stage, op: Op, samples: int, weighted_samples: float) -> float:
         """Seconds of a micro-batch of ``samples`` samples, or ``weighted_samples`` of mean work."""
@@ -300,7 +328,13 @@ class ProgramCosts:
 
     def _reduce(self, reduction: Reduction, parts: int = 1) -> Transfer:
         num_bytes = self.reduced_bytes(reduction) / parts
-        return self.costs.all_reduce(ranks=reduction.ranks, num_bytes=num_bytes)
+        # Of ZeRO-3 no gather of parameters follows: a reduce-scatter takes as long as a gather.
+        alone = isinstance(reduction, BlockReduction) and self._gathers(reduction)
+        collective = self.costs.all_gather if alone else self.costs.all_reduce
+        return collective(ranks=reduction.ranks, num_bytes=num_bytes)
+
+    def _gathers(self, reduction: BlockReduction) -> bool:
+        return self._stage_of[reduction.owner, reduction.blocks[0]].gathers
 
     def reduced_bytes(self, reduction: Reduction) -> float:
         """Bytes of gradient that every rank contributes to a reduction; its blocks all train.
@@ -355,9 +389,19 @@ class ProgramCosts:
     def static_bytes(self, rank: int) -> float:
         """Weights, gradients and optimizer state on a rank, each shard of a block once.
 
-        Under ZeRO-1 the ranks that reduce a part of a shard divide its state.
+        Under ZeRO-1 the ranks that reduce a part of a shard divide its state. Of ZeRO-3 the block
+        that a compute has whole counts too.
         """
-        return sum(self._shard_bytes(shard) for shard in self._shards(rank))
+        whole = (self._gathered_bytes(stage) for stage in self.program.stages_of(rank))
+        own = sum(self._shard_bytes(shard) for shard in self._shards(rank))
+        return own + max(whole, default=0.0)
+
+    def _gathered_bytes(self, stage: Stage) -> float:
+        if not stage.gathers or not stage.trainable:
+            return 0.0
+        return self.costs.gathered_bytes(
+            task=stage.task, module=stage.module, blocks=stage.blocks, trainable=stage.trainable
+        )
 
     def _shard_bytes(self, shard: Shard) -> float:
         if shard not in self._shard_sizes:
@@ -367,7 +411,10 @@ class ProgramCosts:
                 * (end - first)
                 / tp
                 * self.costs.bytes_per_parameter(
-                    trainable=shard[:2] in self._trained, dp=ranks, in_rounds=in_rounds
+                    trainable=shard[:2] in self._trained,
+                    dp=ranks,
+                    in_rounds=in_rounds,
+                    gathers=in_rounds and tp == 1,
                 )
                 for first, end, tp, ranks, in_rounds in self._parts_of(shard)
             )

@@ -98,8 +98,8 @@ def communicators(program: Program) -> list[CommGroup]:
     """Every communicator of a step's collectives, once, in one order on all ranks."""
     groups: dict[Ranks, None] = {}
     for stage in program.stages:
-        if stage.tp > 1:
-            groups.update(dict.fromkeys(tuple(sorted(group)) for group in stage.ranks))
+        met = (stage.meeting(Op.FORWARD, d) for d in range(stage.dp))
+        groups.update(dict.fromkeys(ranks for ranks in met if ranks))
     groups.update(dict.fromkeys(loss.ranks for loss in program.losses))
     groups.update(dict.fromkeys(reduction.ranks for reduction in program.reductions))
     gathers: dict[CommGroup, None] = {}
@@ -174,10 +174,8 @@ def communicator_of(program: Program, rank: int, item: Instruction) -> CommGroup
     """
     if isinstance(item, Compute):
         stage = program.stages[item.stage]
-        # Weight gradients are computed without the group.
-        if stage.tp == 1 or item.op is Op.WEIGHT:
-            return None
-        return tuple(sorted(stage.ranks[stage.place(rank)[0]])), 0
+        ranks = stage.meeting(item.op, stage.place(rank)[0])
+        return (ranks, 0) if ranks else None
     if isinstance(item, Collective):
         owners = program.losses if item.op is Op.COUNT else program.reductions
         return owners[item.index].ranks, 0

@@ -111,12 +111,12 @@ class _Builder:
                 if not weights:
                     taken = posted.pop((item.stage, item.is_backward, item.mb), ())
                     inputs[position] = tuple(taken)
-                # Weight gradients need no other rank of a tensor-parallel group.
-                if stage.tp == 1 or weights:
-                    kind = ALONE
+                ranks = stage.meeting(item.op, replica)
+                if ranks:
+                    key = stage.index, item.op, ranks[0], item.mb
+                    kind, arg = GROUP, self._group(key, len(ranks))
                 else:
-                    key = stage.index, item.op, replica, item.mb
-                    kind, arg = GROUP, self._group(key, stage.tp)
+                    kind = ALONE
             elif isinstance(item, Sync):
                 kind, arg = self._sync(item)
             elif isinstance(item, Collective):

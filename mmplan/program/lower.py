@@ -19,7 +19,7 @@ from mmplan.program.model import (
     Ties,
     can_split,
 )
-from mmplan.program.reduction_starts import starting_stage
+from mmplan.program.reduction_starts import is_cut, starting_stage
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.shards import Ranks
@@ -55,6 +55,14 @@ def lower(plan: Plan) -> Graph:
     ]
     if plan.training.zero > 1:
         graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
+    if plan.training.zero > 2:
+        cut = {
+            stage.index
+            for x in graph.reductions
+            if is_cut(x) and (stage := starting_stage(graph, x))
+        }
+        # Of a tensor-parallel stage the gradients alone are cut.
+        graph.stages = [replace(s, gathers=s.index in cut and s.tp == 1) for s in graph.stages]
     return graph
 
 

@@ -82,6 +82,8 @@ class Stage:
         split: its backward is ``I`` and ``W`` instead of ``B``.
         even_in_flight: its rank may hold as much as the fullest of the unit, so that ``W``
             can wait.
+        gathers: ZeRO-3: each replica keeps a part of the trained blocks' parameters. Its computes
+            meet those of the other replicas: they gather one block after the other.
     """
 
     index: int
@@ -103,6 +105,7 @@ class Stage:
     has_backward: bool
     split: bool = False
     even_in_flight: bool = False
+    gathers: bool = False
     # Not given on: a stage that is replaced may have other ranks.
     _places: dict[int, tuple[int, int]] = field(
         default_factory=dict[int, tuple[int, int]], init=False, repr=False, compare=False
@@ -117,6 +120,16 @@ class Stage:
     def members(self) -> tuple[int, ...]:
         """Every rank that runs it, once, replica by replica."""
         return tuple(dict.fromkeys(rank for group in self.ranks for rank in group))
+
+    def meeting(self, op: Op, replica: int) -> tuple[int, ...]:
+        """Ranks, ascending, that exchange tensors in a replica's compute; none where it is alone.
+
+        Those of the replica's tensor-parallel group, or of all replicas of a stage that gathers.
+        """
+        # Weight gradients are computed alone.
+        if op is Op.WEIGHT or not (self.gathers or self.tp > 1):
+            return ()
+        return tuple(sorted(self.members if self.gathers else self.ranks[replica]))
 
     def place(self, rank: int) -> tuple[int, int]:
         """(replica, tp index) of a rank that runs the stage.

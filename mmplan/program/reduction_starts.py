@@ -177,14 +177,14 @@ def _from_the_end(
         if isinstance(item, Compute):
             stage = graph.stages[item.stage]
             own = starts.get(position, ())
-            meets = stage.tp > 1 and item.op is not Op.WEIGHT
-            key = item, stage.place(rank)[0] if meets else 0
-            if meets:
-                yield (*key, "end"), stage.tp
+            met = stage.meeting(item.op, stage.place(rank)[0])
+            key = item, met[0] if met else 0
+            if met:
+                yield (*key, "end"), len(met)
             for index in reversed(own):
                 yield index, len(graph.reductions[index].ranks)
-            if meets and own:
-                yield (*key, "begin"), stage.tp
+            if met and own:
+                yield (*key, "begin"), len(met)
         elif isinstance(item, Sync):
             yield item, len(graph.losses[item.loss].ranks)
         elif isinstance(item, Collective):

@@ -228,6 +228,11 @@ class _Checker:
             on = sorted({r for loss in self.losses if loss["name"] == name for r in loss["ranks"]})
             own = [p["ranks"] for s in self.sums if s.get("loss") == name for p in s["parts"]]
             yield from _unequal(f"sums of {name}", own, [on] if len(on) > 1 else [])
+        zero = self.plan.get("training", {}).get("zero", 0)
+        for i, stage in enumerate(self.stages):
+            cut = any("rounds" in own and self._adding(k, [i]) for k, own in enumerate(self.sums))
+            gathers = cut and zero == 3 and len(stage["ranks"][0]) == 1
+            yield from _unequal(f"stages.{i}.gathers", stage.get("gathers", False), gathers)
         planned = [m for task in self.plan["tasks"].values() for m in task["modules"].items()]
         ties = {(x.get("share") or n, *tie) for n, x in planned for tie in x.get("ties") or ()}
         for owner in {stage["owner"] for stage in self.stages}:
@@ -399,7 +404,10 @@ class _Checker:
             for (op, i, m), when in row.at.items():
                 event = (op, i, place[i][0], m) if op in "FB" else (op, i, m)
                 # Sums are compared below: the parts of one are collectives of their own.
-                if op in ("F", "B", "SYNC_WAIT", "COUNT") and level.setdefault(event, when) != when:
+                # Replicas that gather parameters meet in every compute.
+                met = (op, i, m) if op in "FB" and self.stages[i].get("gathers") else event
+                is_met = op in ("F", "B", "SYNC_WAIT", "COUNT")
+                if is_met and {level.setdefault(x, when) for x in (event, met)} != {when}:
                     yield f"classes.{n}: {event} is on another level than on other ranks"
             for op, i, e, m, start, when in row.messages:
                 if (when < row.at[op[5], i, m]) != (op[0] == "R"):

@@ -95,6 +95,7 @@ def describe_graph(graph: Graph | Program) -> Json:
                 "trained": [b for first, end in stage.trainable for b in range(first, end)],
                 "inputs": [_term(graph, source, stage) for source in stage.inputs],
                 "ranks": stage.ranks,
+                **({"gathers": True} if stage.gathers else {}),
             }
             for stage in graph.stages
         ],

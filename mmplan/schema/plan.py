@@ -295,7 +295,7 @@ class PlannedTraining(Record):
     """What memory and time need to know of the training."""
 
     precision: Precision = "fp32"
-    zero: Literal[0, 1, 2] = 0
+    zero: Literal[0, 1, 2, 3] = 0
     narrow_gradients: Bool = False
     sequence_parallel: Bool = False
     optimizer: Str = "AdamW"

@@ -127,7 +127,8 @@ class TrainSpec(Record):
         precision: bf16 and fp16 are autocast; weights, gradients and optimizer state stay float32,
             with ZeRO a narrow copy of the weights, and of the rest the rank's own part.
         loss_scale: of fp16; no other type has one.
-        zero: 1 cuts the optimizer's state over the ranks that sum a gradient, 2 the gradients too.
+        zero: 1 cuts the optimizer's state over the ranks that sum a gradient, 2 the gradients
+            too, 3 the weights too.
         deterministic: refuse operations of torch whose results differ between two runs.
         compile: run blocks as ``torch.compile`` makes them; the first steps take longer.
         loss_jump: when a loss is named, in the log and in ``metrics.jsonl``; the run goes on.
@@ -147,7 +148,7 @@ class TrainSpec(Record):
     )
     precision: Precision = "fp32"
     loss_scale: LossScaleSpec = LossScaleSpec()
-    zero: Literal[0, 1, 2] = 0
+    zero: Literal[0, 1, 2, 3] = 0
     narrow_gradients: Bool = Field(
         default=False,
         description="where ZeRO leaves weights of 16 bits, their gradients add up over "

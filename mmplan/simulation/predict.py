@@ -127,8 +127,8 @@ def compute_timings(costs: ProgramCosts) -> Timings:
     ops = {(i.stage, i.op) for row in program.instructions for i in row if isinstance(i, Compute)}
     return Timings(
         computes={
-            # Emulated runs gather scattered messages too, so that time is left out.
-            (index, op, samples): costs.compute_s(program.stages[index], op, samples)
+            # Emulated runs gather scattered messages and parameters too: that time is left out.
+            (index, op, samples): costs.alone_s(program.stages[index], op, samples)
             - costs.shares_s(program.stages[index], op, samples)
             for index, samples in sizes
             for stage, op in ops

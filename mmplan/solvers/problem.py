@@ -97,7 +97,7 @@ class Candidate:
     kind: str = ""
     waves: tuple[Wave, ...] = ()
     in_turn: tuple[str, ...] = ()
-    zero: Literal[0, 1, 2] | None = None
+    zero: Literal[0, 1, 2, 3] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

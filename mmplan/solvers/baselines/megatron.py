@@ -8,8 +8,8 @@ leave fewer ranks to share that batch.
 before or after it, with the backbone's TP and DP: the ranks of a TP group split the module,
 or each holds all of it and they share out the samples, whichever is faster.
 
-``deepspeed`` holds all modules whole on every device, the optimizer state cut by ZeRO-1, or by the
-workload's own stage; several tasks run one after another. What there is to choose are the
+``deepspeed`` runs all modules on every device, with the workload's stage of ZeRO or the first one
+above it that fits, at least 1; several tasks run one after another. What there is to choose are the
 micro-batches, whose gradients are accumulated. A batch that N does not divide leaves some devices
 one sample more; a round of fewer samples than devices leaves devices over.
 
@@ -20,9 +20,10 @@ arXiv:1910.02054.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Literal
+from typing import Literal, cast
 
 from mmplan.costs.program_costs import CostModel
 from mmplan.errors import InfeasibleError
@@ -37,9 +38,6 @@ from mmplan.solvers.baselines.one_grid import (
 from mmplan.solvers.baselines.sequential_tasks import InTurn
 from mmplan.solvers.partitioner import backbone_of, module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request, Solution
-
-# Of the runtime's stages the one that holds least; it moves as many bytes as none.
-_ZERO: Literal[1] = 1
 
 
 def solve_megatron(request: Request) -> Solution:
@@ -146,14 +144,21 @@ def solve_deepspeed(request: Request) -> Solution:
         InfeasibleError: pins, the profile or memory leave no such plan; names what is missing.
     """
     request.check_exact("deepspeed")
-    training = request.costs.training
-    zero = training.zero or _ZERO
-    training = training.model_copy(update={"zero": zero})
+    least = request.costs.training.zero or 1
+    for zero in range(least, 3):
+        with suppress(InfeasibleError):
+            return _with_zero(request, zero)
+    return _with_zero(request, 3)
+
+
+def _with_zero(request: Request, zero: int) -> Solution:
+    """The same with a stage of ZeRO."""
+    training = request.costs.training.model_copy(update={"zero": zero})
     costs = CostModel(request.costs.profile, request.cluster, training)
     sharded = replace(request, costs=costs)
     solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).solution()
-    candidates = tuple(replace(c, zero=zero) for c in solution.candidates)
-    return replace(solution, candidates=candidates)
+    stage = cast("Literal[1, 2, 3]", zero)
+    return replace(solution, candidates=tuple(replace(c, zero=stage) for c in solution.candidates))
 
 
 def _replicated(problem: Problem) -> Iterator[Layout]:

@@ -1,0 +1,331 @@
+"""ZeRO-3: parameters cut over replicas, gathered block by block around each compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mmlaunch.comm.inprocess import InProcessWorld
+from mmlaunch.comm.strict import StrictWorld
+from mmlaunch.execute import gradient_buckets
+from mmlaunch.execute.gathered_blocks import GatheredBlocks
+from mmlaunch.execute.gradient_buckets import FlatShards
+from mmlaunch.session.session import Session
+from mmplan.program.checks.check import check_program
+from mmplan.program.compile import compile_plan
+from mmplan.program.instructions import Compute, Instruction
+from mmplan.program.model import Timings
+from mmplan.proof.rows import hash_graph, hash_row
+from mmplan.schema.plan import Plan
+from mmplan.schema.workload import Workload
+from mmplan.simulation.peak_memory import ExpectedMemory
+from mmplan.simulation.predict import costs_of
+from tests.compiling import Backend
+from tests.matrix_cases import Case, small_case
+from tests.matrix_models import wide
+from tests.programs import loss, make_plan, trained_as, unit
+from tests.proofs import certified, faults_of
+from tests.solving import module_profile, profile
+from tests.test_session import finish, run_ranks
+from tests.training import train_planned, worst_difference
+from tests.verification import HERE, make_workload, verify_in_process, verify_steps
+
+ADAMW = {"optimizer": "AdamW", "optimizer_args": {"lr": 0.01, "weight_decay": 0.1}}
+PIPELINE = small_case(dp=2, pp=2, k=4, others="same", feature="chain", kind="1f1b")
+CONTRASTIVE = small_case(dp=3, k=2, others="same", feature="colocated")
+TENSOR = small_case(dp=2, tp=2, k=2, others="same", feature="regression")
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take several sums and gathers."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 200)
+
+
+def _made(case: Case, **train: Any) -> tuple[Plan, Workload]:
+    workload = case.workload()
+    fields = {**ADAMW, "zero": 3, **train}
+    workload = workload.model_copy(update={"train": workload.train.model_copy(update=fields)})
+    return trained_as(case.plan(), workload), workload
+
+
+@pytest.mark.parametrize(
+    ("case", "train"),
+    [
+        (CONTRASTIVE, {"clip_grad_norm": 0.5, "compare_replicas": 1}),
+        pytest.param(PIPELINE, {"precision": "fp16"}, marks=pytest.mark.slow),
+        pytest.param(
+            CONTRASTIVE, {"precision": "bf16", "narrow_gradients": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(small_case(dp=2, feature="frozen-range"), {}, marks=pytest.mark.slow),
+        pytest.param(small_case(dp=3, k=2, feature="dropout"), {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_steps_and_a_reload_equal_one_process(case: Case, train: dict[str, Any]) -> None:
+    plan, workload = _made(case, **train)
+    assert any(stage.gathers for stage in compile_plan(plan).stages)
+    verdict = verify_steps(plan, workload, steps=2)
+    assert not verdict.differences, verdict.differences[:5]
+
+
+@pytest.mark.slow
+def test_steps_are_those_of_zero_1() -> None:
+    one = train_planned(*_made(PIPELINE, zero=1), 3)
+    three = train_planned(*_made(PIPELINE), 3)
+    assert three.losses == pytest.approx(one.losses, rel=1e-12)
+    assert worst_difference(three.weights, one.weights) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "ahead",
+    [pytest.param(False, id="in turn", marks=pytest.mark.slow), pytest.param(True, id="ahead")],
+)
+def test_the_rules_of_gpus_are_kept(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the next block's gather runs beside a compute, as on a GPU."""
+    init = GatheredBlocks.__init__
+
+    def made(self: GatheredBlocks, *args: Any) -> None:
+        init(self, *args)
+        self.is_ahead = ahead
+
+    monkeypatch.setattr(GatheredBlocks, "__init__", made)
+    plan, workload = _made(PIPELINE)
+    world = StrictWorld(plan.devices)
+    verdict = verify_in_process(plan, workload, world=world)
+    assert world.faults == []
+    assert not verdict.differences, verdict.differences[:5]
+
+
+def test_recomputed_blocks_are_gathered_once_for_their_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    units = [unit("v", "a", dp=2, k=2, blocks=3)]
+    losses = [loss("regression", "v", "target")]
+    plan = make_plan(*units, losses=losses, batch=8)
+    workload = make_workload(units, losses, batch=8, train={**ADAMW, "zero": 3}, recompute="full")
+    gathers: list[str] = []
+    start = FlatShards.start_gather
+
+    def noted(self: FlatShards, *args: Any) -> Any:
+        gathers.append(self.slices[0].name)
+        return start(self, *args)
+
+    monkeypatch.setattr(FlatShards, "start_gather", noted)
+    verdict = verify_in_process(trained_as(plan, workload), workload)
+    assert not verdict.differences, verdict.differences[:5]
+    # Two ranks, two micro-batches, one step: in each forward and in each backward.
+    assert {gathers.count(name) for name in gathers} == {2 * 2 * 2}
+
+
+def test_evaluation_and_checkpoints_are_those_of_zero_0(tmp_path: Path) -> None:
+    evaluated = {
+        "eval": {"data": {"factory": "tests.matrix_models:Samples", "args": {"length": 24}}}
+    }
+    units = [unit("v", "a", dp=2, k=2, blocks=3)]
+    losses = [loss("regression", "v", "target")]
+    plan = make_plan(*units, losses=losses, batch=8)
+
+    def made(zero: int) -> Workload:
+        return make_workload(units, losses, batch=8, train={**ADAMW, **evaluated, "zero": zero})
+
+    def first(session: Session) -> tuple[dict[str, float], Path, dict[str, Any]]:
+        list(session.steps(2))
+        values, path = session.run_evaluation(), session.save(tmp_path)
+        return values, path, finish(session, 4)
+
+    def second(session: Session, path: Path) -> tuple[dict[str, float], dict[str, Any]]:
+        session.load(path)
+        return session.run_evaluation(), finish(session, 4)
+
+    for saved, loaded in ((3, 0), (0, 3), (3, 3)):
+        values, path, weights = run_ranks(plan, made(saved), first)[0]
+        others, same = run_ranks(plan, made(loaded), lambda session, p=path: second(session, p))[0]
+        assert others == pytest.approx(values, rel=1e-12)
+        assert worst_difference(same, weights) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["warm up", pytest.param("compile", marks=pytest.mark.slow)])
+def test_steps_are_the_same_behind_a_warm_up_and_compiled(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMLAUNCH_WARM_UP", "1")
+    if way == "compile":
+        Backend("aot_eager", monkeypatch)
+    plan, workload = _made(CONTRASTIVE, compile=way == "compile")
+    held: list[int] = []
+
+    def parameters_are_freed(session: Session) -> None:
+        model = [p for _, p in session.model.named_parameters() if p.requires_grad]
+        held.append(sum(p.untyped_storage().nbytes() for p in model if p.dim()))
+        assert not any(p.grad is not None for p in model)
+
+    warm = train_planned(plan, workload, 2, before=parameters_are_freed)
+    assert held == [0] * plan.devices
+    monkeypatch.setenv("MMLAUNCH_WARM_UP", "0")
+    cold = train_planned(*_made(CONTRASTIVE), 2)
+    assert warm.losses == pytest.approx(cold.losses, rel=1e-12)
+    assert worst_difference(warm.weights, cold.weights) < 1e-12
+
+
+def test_emulated_ranks_gather_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathers: list[str] = []
+    start = FlatShards.start_gather
+
+    def noted(self: FlatShards, *args: Any) -> Any:
+        gathers.append(self.slices[0].name)
+        return start(self, *args)
+
+    monkeypatch.setattr(FlatShards, "start_gather", noted)
+    plan, workload = _made(CONTRASTIVE)
+    counts: list[Counter[str]] = []
+    for emulation in (None, Timings(computes={}, losses={})):
+        gathers.clear()
+
+        def entry(transport: Any, emulation: Timings | None = emulation) -> None:
+            Session(
+                plan=plan,
+                workload=workload,
+                folder=HERE,
+                transport=transport,
+                emulation=emulation,
+            ).step()
+
+        InProcessWorld(plan.devices).run(entry)
+        counts.append(Counter(gathers))
+    assert counts[0] == counts[1]
+
+
+# --- checks and proof ------------------------------------------------------------------
+
+Row = tuple[Instruction, ...]
+
+
+def _swapped(row: Row) -> Row:
+    """The first two forwards of a stage the other way round."""
+    one, other = [i for i, x in enumerate(row) if isinstance(x, Compute) and str(x)[1] == "F"][:2]
+    changed = list(row)
+    changed[one], changed[other] = row[other], row[one]
+    return tuple(changed)
+
+
+def test_replicas_that_gather_in_different_orders_are_found() -> None:
+    program = compile_plan(_made(small_case(dp=2, k=2, others="same", feature="regression"))[0])
+    assert check_program(program) == []
+    rows = (_swapped(program.instructions[0]), *program.instructions[1:])
+    assert check_program(replace(program, instructions=rows)) != []
+    # Without gathers the orders of replicas are their own.
+    alone = tuple(replace(stage, gathers=False) for stage in program.stages)
+    assert check_program(replace(program, instructions=rows, stages=alone)) == []
+
+
+@pytest.mark.parametrize("case", [PIPELINE, CONTRASTIVE, TENSOR], ids=str)
+def test_a_certificate_is_made_and_holds(case: Case) -> None:
+    plan = case.plan()
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"zero": 3})})
+    assert faults_of(plan, certified(plan)) == []
+
+
+def _not_gathered(certificate: Any) -> None:
+    for stage in certificate["graph"]["stages"]:
+        stage.pop("gathers")
+    sha256 = hash_graph(certificate["graph"])
+    for row in certificate["rows"]:
+        row["sha256"] = hash_row(sha256, row["instructions"])
+
+
+def _one_level_later(certificate: Any) -> None:
+    own = certificate["classes"][0]
+    own["levels"] = " ".join(str(int(level) + 1) for level in own["levels"].split(" "))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(_not_gathered, "stages.0.gathers"), (_one_level_later, "('F', 0, 1, 0) is on another level")],
+)
+def test_a_certificate_that_hides_what_is_gathered_is_refused(
+    change: Callable[[Any], None], said: str
+) -> None:
+    # Replicas with other micro-batches are no copies of each other.
+    units = [unit("v", "a", dp=2, sizes=[[2, 3], [1, 3]])]
+    plan = make_plan(*units, losses=[loss("regression", "v", "target")], batch=9)
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"zero": 3})})
+    certificate = certified(plan)
+    assert faults_of(plan, certificate) == []
+    change(certificate)
+    faults = faults_of(plan, certificate)
+    assert any(said in fault for fault in faults), faults[:5]
+
+
+# --- memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_a_rank_holds_its_part_and_one_block(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, width, dp = 4, 256, 4
+    units, losses = [unit("v", "a", dp=dp, k=3, blocks=blocks)], [loss("regression", "v", "target")]
+    plan = make_plan(*units, losses=losses, batch=12)
+    workload = make_workload(
+        units,
+        losses,
+        batch=12,
+        precision=precision,
+        factories={"v": "wide"},
+        args={"v": {"width": width}},
+        train={**ADAMW, "zero": 3},
+    )
+    plan = trained_as(plan, workload)
+    training = plan.training.model_copy(update={"precision": precision})
+    plan = plan.model_copy(update={"training": training})
+    module = wide(blocks, width)
+    numbers = sum(p.numel() for p in module.parameters())
+    most = [0] * dp
+    release = FlatShards.release
+
+    def held(session: Session) -> int:
+        """Of parameters, gradients, the optimizer's values and its state."""
+        parameters = [p for _, p in session.model.named_parameters()]
+        slices = [item.tensor for item in session.update.slices]
+        state = [] if session.optimizer is None else session.optimizer.state.values()
+        tensors = [
+            *parameters,
+            *slices,
+            *(x.grad for x in (*parameters, *slices) if x.grad is not None),
+            *(x for own in state for x in own.values() if torch.is_tensor(x) and x.dim()),
+        ]
+        storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
+
+    def entry(transport: Any) -> int:
+        session = Session(plan=plan, workload=workload, folder=HERE, transport=transport)
+        session.step()
+
+        def noted(self: FlatShards) -> None:
+            most[transport.rank] = max(most[transport.rank], held(session))
+            release(self)
+
+        for item in cast("Any", session)._reductions._all_sums:
+            item.release = noted.__get__(item)
+        session.step()
+        return held(session)
+
+    kept = InProcessWorld(dp).run(entry)
+    costs = profile(
+        {"v": module_profile(blocks=blocks, parameters=numbers, tp={1: 1.0, 2: 1.0})}, 16
+    )
+    counted = costs_of(plan, costs)
+    # Between two steps gradients are gone.
+    assert kept == pytest.approx([12 * numbers / dp] * dp, rel=0.05)
+    narrow = 2 if precision == "bf16" else 4
+    block = numbers / blocks * (narrow + 4)
+    assert counted.static_bytes(0) == pytest.approx(16 * numbers / dp + block)
+    assert max(most) == pytest.approx(counted.static_bytes(0), rel=0.05)
+    assert ExpectedMemory(counted).peak(0).gradients == 0
