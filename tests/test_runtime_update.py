@@ -184,10 +184,11 @@ def test_the_schedule_goes_on_where_a_checkpoint_was_saved(
         ("cuda", {}, (True, None)),
         ("cuda", {"fused": False}, (False, None)),
         ("cuda", {"foreach": True}, (None, True)),
-        ("cpu", {}, (None, None)),
+        ("cpu", {}, (True, None)),
+        ("meta", {}, (None, None)),
     ],
 )
-def test_adam_is_fused_on_cuda_unless_the_workload_says_otherwise(
+def test_adam_is_fused_unless_the_workload_says_otherwise(
     device: str, how: dict[str, bool], expected: tuple[bool | None, bool | None]
 ) -> None:
     train = TrainSpec(optimizer="AdamW", optimizer_args={"lr": 0.1, **how})
