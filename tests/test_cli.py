@@ -439,8 +439,9 @@ def test_plan_has_the_fields_that_stay(files: Files) -> None:
     found = plan["solver"]
     gap = found["objective_s"] / found["formula_bound_s"] - 1
     assert found["formula_gap"] == pytest.approx(gap)
-    # No solver proves a bound of the simulated time; there, and null.
-    assert found["lower_bound_s"] is found["gap"] is None
+    least_s, step_s = found["lower_bound_s"], plan["predicted"]["iteration_s"]
+    assert found["gap"] == pytest.approx(step_s / least_s - 1)
+    assert 0 < least_s <= step_s
     unit = {"name", "task", "module", "tp", "pp", "vpp", "dp", "ranks", "blocks", "samples"}
     for planned in plan["units"]:
         assert planned.keys() >= unit | {"microbatches", "schedule"}

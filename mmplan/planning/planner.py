@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
+from mmplan.planning.lower_bound import lower_bound
 from mmplan.planning.measured_trials import (
     SimulatedPlan,
     Trials,
@@ -356,6 +357,7 @@ class _CandidatePlans:
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
         bound_s = min(best.solution.formula_bound_s, *simulated_s)
         plan = self._on(devices, best.plan)
+        least_s = lower_bound(plan, self._costs_of(plan)).seconds
         used = {rank for unit in plan.units for rank in unit.all_ranks}
         idle = tuple(rank for rank in range(plan.devices) if rank not in used)
         report = best.plan.solver.model_copy(
@@ -364,6 +366,8 @@ class _CandidatePlans:
                 "objective_s": objective_s,
                 "formula_bound_s": bound_s,
                 "formula_gap": objective_s / bound_s - 1 if bound_s else 0.0,
+                "lower_bound_s": least_s,
+                "gap": plan.predicted.iteration_s / least_s - 1 if least_s else 0.0,
                 "idle_ranks": idle,
                 "measured_s": best.measured_s,
                 "notes": (

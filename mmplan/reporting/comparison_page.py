@@ -78,8 +78,8 @@ def plans_section(comparison: Comparison) -> str:
         + _rate_bars(comparison)
         + markup.table(columns, rows, label="Plans of all solvers")
         + markup.note(
-            f"{baseline_words(comparison, '×')}. Gap: how far a plan may be from the best of its "
-            "solver's own formula. Idle and communication: shares of the devices used."
+            f"{baseline_words(comparison, '×')}. Gap: the step over the lower bound of all plans, "
+            "less 1. Idle and communication: shares of the devices used."
         )
         + (markup.text("h3", "Left out") + markup.bullets(notes) if notes else "")
     )

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
+from mmplan.costs.cost_model import CostModel
+from mmplan.planning.lower_bound import lower_bound
 from mmplan.planning.what_if import Effect, Replan
 from mmplan.program.instructions import Compute
 from mmplan.reporting import numbers as fmt
@@ -63,7 +65,8 @@ def explain(
         Reason(topic="waits", text=_waiting(simulation)),
         Reason(topic="memory", text=_memory(plan, simulation)),
         *_expected_memory(plan, simulation, run_memory),
-        Reason(topic="bound", text=_bound(plan)),
+        Reason(topic="bound", text=_bound(plan, profile, simulation)),
+        Reason(topic="formula", text=_formula(plan)),
         Reason(topic="instead", text=_instead(plan)),
         *_left_over(plan),
     ]
@@ -200,12 +203,21 @@ def _expected_memory(
     yield Reason(topic="run's memory", text=text)
 
 
-def _bound(plan: Plan) -> str:
+def _bound(plan: Plan, profile: Profile, simulation: Simulation) -> str:
+    bound = lower_bound(plan, CostModel(profile, plan.cluster, plan.training))
+    gap = simulation.iteration_s / bound.seconds - 1 if bound.seconds else 0.0
+    return (
+        f"no plan takes less than {fmt.seconds(bound.seconds)} (gap {gap:.2%}): its work takes all "
+        f"devices {fmt.seconds(bound.work_s)} at the least, the path of one sample "
+        f"{fmt.seconds(bound.path_s)}"
+    )
+
+
+def _formula(plan: Plan) -> str:
     solver = plan.solver
     text = (
-        f"{solver.name} ({solver.method}): its formula gives {fmt.seconds(solver.objective_s)}, "
-        f"none of its plans has less than {fmt.seconds(solver.formula_bound_s)} "
-        f"(gap {solver.formula_gap:.2%})"
+        f"{solver.name} ({solver.method}): {fmt.seconds(solver.objective_s)} by its own formula, "
+        f"at least {fmt.seconds(solver.formula_bound_s)} for all plans that it may choose"
     )
     limits = [f"{loss} up to {samples:,}" for loss, samples in solver.largest_sync_batch.items()]
     return text + (f"; sync batches that fit: {', '.join(limits)}" if limits else "")

@@ -100,7 +100,8 @@ class SolverReport(Record):
         formula_bound_s: proven for that formula over every plan that the solver may choose from;
             the simulated time may be less.
         formula_gap: ``objective_s / formula_bound_s - 1``.
-        lower_bound_s: proven for the simulated ``iteration_s``; null, since no solver has one yet.
+        lower_bound_s: proven for the simulated ``iteration_s`` of every plan of the workload on
+            these devices, whichever solver makes it; null in plans of older versions.
         gap: ``iteration_s / lower_bound_s - 1``; null likewise.
         measured_s: the step's time in the trial that chose the plan (``solve --measure``).
         notes: what else a user should know.
@@ -143,7 +144,7 @@ class SolverReport(Record):
 
     @model_serializer(mode="wrap")
     def _with_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """A bound that nobody has is null, and not left out: scripts ask for it by name."""
+        """A bound that an older plan lacks is null, not left out: scripts ask for it by name."""
         return handler(self) | {"lower_bound_s": self.lower_bound_s, "gap": self.gap}
 
 

@@ -54,19 +54,28 @@ def _unit_row(unit: Unit, index: int) -> tuple[str, ...]:
 
 
 def solver_section(data: ReportData) -> str:
-    """Objective, bound, gap, what the solver notes, the runners-up, and the curves of MetaOps."""
+    """Step, bound and gap, what the solver notes, the runners-up, and the curves of MetaOps."""
     plan, solver = data.plan, data.plan.solver
     rows = [
         ("solver", f"{solver.name} ({solver.method}), {fmt.seconds(solver.seconds)}"),
-        ("objective", f"{fmt.seconds(solver.objective_s)} (the solver's own formula)"),
-        (
-            "formula's bound",
-            f"{fmt.seconds(solver.formula_bound_s)}: by the formula no plan that the solver may "
-            f"choose takes less; gap {100 * solver.formula_gap:.2f}%. The simulated step may be "
-            "shorter than both",
-        ),
         ("simulated", f"{fmt.seconds(plan.predicted.iteration_s)} (the plan's program)"),
     ]
+    if solver.lower_bound_s is not None and solver.gap is not None:
+        rows.append(
+            (
+                "lower bound",
+                f"{fmt.seconds(solver.lower_bound_s)}: no plan of any solver takes less on these "
+                f"devices; gap {fmt.percent(solver.gap)}",
+            )
+        )
+    rows.append(
+        (
+            "solver's formula",
+            f"{fmt.seconds(solver.objective_s)} for this plan, at least "
+            f"{fmt.seconds(solver.formula_bound_s)} for all that the solver may choose. The "
+            "simulated step may be shorter than both",
+        )
+    )
     if solver.measured_s is not None:
         rows.append(("measured", f"{fmt.seconds(solver.measured_s)} in the trial that chose it"))
     rows += [

@@ -24,7 +24,7 @@ COLUMNS = (
     "communication",
     "memory",
     "devices",
-    "formula gap",
+    "gap",
     "solved in",
 )
 
@@ -74,7 +74,7 @@ def comparison_row(comparison: Comparison, solver: str, plan: Plan) -> tuple[str
         text.percent(predicted.communication_fraction),
         text.size(max(predicted.memory_bytes, default=0.0)),
         f"{predicted.devices_used} of {plan.devices}",
-        text.percent(plan.solver.formula_gap),
+        "-" if plan.solver.gap is None else text.percent(plan.solver.gap),
         text.seconds(plan.solver.seconds),
     )
 

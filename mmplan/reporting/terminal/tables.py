@@ -226,7 +226,7 @@ def sampled_grid(sampled: SampledSteps, *, predicted_s: float) -> Grid:
 
 
 def plan_grids(plan: Plan) -> Iterator[Grid]:
-    """Units, predictions with the solver's bound, and runners-up."""
+    """Units, predictions with the lower bound, and runners-up."""
     fault = text.mfu_fault(plan.predicted.mfu, plan.cluster.device)
     yield Grid(
         title=f"plan {plan.name}: {plan.solver.name} ({plan.solver.method}) on "
@@ -255,10 +255,15 @@ def plan_grids(plan: Plan) -> Iterator[Grid]:
             ("devices used", f"{predicted.devices_used} of {plan.devices}"),
             ("idle ranks", text.ranks(solver.idle_ranks)),
             *([("measured in a trial", text.measured(solver.measured_s))] if trials else []),
-            ("objective", text.seconds(solver.objective_s)),
+            *(
+                [("lower bound", f"{text.seconds(least)} (gap {text.percent(solver.gap or 0.0)})")]
+                if (least := solver.lower_bound_s) is not None
+                else []
+            ),
             (
-                "formula's bound",
-                f"{text.seconds(solver.formula_bound_s)} (gap {100 * solver.formula_gap:.2f}%)",
+                "solver's formula",
+                f"{text.seconds(solver.objective_s)}, of its other plans at least "
+                f"{text.seconds(solver.formula_bound_s)}",
             ),
             ("solved in", text.seconds(solver.seconds)),
         ],

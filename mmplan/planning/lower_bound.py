@@ -1,0 +1,434 @@
+"""A bound below the simulated step of every plan of a workload on its devices.
+
+It knows no solver and no schedule. Whatever a plan does, each of its micro-batches runs each block
+with some tensor-parallel degree and some size, and all these choices together have to meet
+
+- *work*: devices are busy with all computes, and there are N of them for a step;
+- *path*: a sample goes through its blocks one after another, to a loss and back;
+- *memory*: until it has come back its activations are held, and devices hold so much at a time.
+
+The bound is a weighted mean of the three, least over the choices of each block by itself, with the
+weights for which that is largest. docs/architecture.md has the proof.
+
+Shape suffixes used in this file: K = blocks of all modules of all tasks; P = pieces of
+their curves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from mmplan.arrays import Floats
+from mmplan.costs.cost_model import CostModel
+from mmplan.program.lower import lower
+from mmplan.program.model import CrossSampleLoss, Graph, Stage
+from mmplan.schema.plan import Plan, PlanLoss, PlannedTraining, Schedule, Unit
+from mmplan.schema.profile import Curve
+
+# What rounding may take from a simulated step, relative.
+_ROUNDING = 1e-9
+# The weights are found in steps of 1/4, 1/8 and so on: so many.
+_STEP_SIZES = 7
+# Curves with their factors: a sum.
+_Sum = Sequence[tuple[Curve, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerBound:
+    """Seconds that every plan's step takes at least.
+
+    Attributes:
+        seconds: the bound.
+        work_s: by the work of all devices alone, each block at its most efficient.
+        path_s: by the path of one sample alone, each block at its fastest.
+    """
+
+    seconds: float
+    work_s: float
+    path_s: float
+
+
+class _Weights(NamedTuple):
+    """Of memory, and of the path in the rest; what is then left is of work.
+
+    A loss over the whole batch parts a step in two: forwards come before it, backwards after.
+    """
+
+    memory: float
+    forward_path: float
+    backward_path: float
+
+
+def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
+    """The bound for the plan's workload, profile, cluster, training and number of devices.
+
+    Every plan of these that has no faults simulates to no less, whatever degrees the workload pins.
+
+    Args:
+        plan: any plan of them: neither its units nor its prediction are looked at.
+        costs: of its profile, cluster and training.
+    """
+    blocks = _Blocks(plan, costs)
+    work, path = _Weights(0.0, 0.0, 0.0), _Weights(0.0, 1.0, 1.0)
+    best = max((blocks.least_s(w), w) for w in (work, path, _Weights(0.25, 0.25, 0.25)))
+    for halvings in range(_STEP_SIZES):
+        best = _climbed(blocks.least_s, best, 0.25 / 2**halvings)
+    return LowerBound(
+        seconds=best[0] * (1 - _ROUNDING),
+        work_s=blocks.least_s(work) * (1 - _ROUNDING),
+        path_s=blocks.least_s(path) * (1 - _ROUNDING),
+    )
+
+
+def _climbed(
+    value: Callable[[_Weights], float], best: tuple[float, _Weights], step: float
+) -> tuple[float, _Weights]:
+    """The best weights that steps along one of them lead to; the value is concave in them."""
+    while True:
+        near = [
+            best[1]._replace(**{name: min(max(weight + move, 0.0), 1.0)})
+            for name, weight in best[1]._asdict().items()
+            for move in (step, -step)
+        ]
+        found = max((value(weights), weights) for weights in near)
+        if found[0] <= best[0]:
+            return best
+        best = found
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The path of one sample to a loss and back.
+
+    Attributes:
+        forwards: [K] 1 where a block's forward lies on it, else 0.
+        backwards: [K] the same of backwards.
+        loss_s: seconds of the loss, where it is one over several samples.
+    """
+
+    forwards: Floats
+    backwards: Floats
+    loss_s: float
+
+
+class _Blocks:
+    """Every block of every task with its choices, and what holds for all of them together.
+
+    Args:
+        plan: as of :func:`lower_bound`.
+        costs: likewise.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel) -> None:
+        self._plan, self._costs = plan, costs
+        self._graph: Graph = lower(_on_one_device(plan))
+        self._stages = self._graph.stages
+        # Plans may shard otherwise than the workload asks for, as those of deepspeed do.
+        self._by_zero = [
+            CostModel(costs.profile, costs.cluster, plan.training.model_copy(update={"zero": zero}))
+            for zero in get_args(PlannedTraining.model_fields["zero"].annotation)
+        ]
+        self._known: dict[object, Floats] = {}
+        largest = [self._largest(stage) for stage in self._stages]
+        pieces = [self._pieces(*pair) for pair in zip(self._stages, largest, strict=True)]
+        held_K = np.array([self._held_bytes(*x) for x in zip(self._stages, largest, strict=True)])
+        rows, lengths = np.concatenate(pieces), list(map(len, pieces))
+        self._block_P = np.repeat(np.arange(len(pieces)), lengths)
+        self._first_P = np.cumsum([0, *lengths[:-1]])
+        self._tp_P, self._low_P, self._high_P = rows.T[:3]
+        self._forward_P, self._inputs_P, self._backward_P = rows.T[3:5], rows.T[5:7], rows.T[7:9]
+        batch_K = np.array([plan.tasks[stage.task].batch for stage in self._stages], np.float64)
+        self._share_K = batch_K / plan.devices
+        losses = self._graph.cross_sample_losses
+        self._barrier_s = max((self._loss_s(x) for x in losses if self._is_barrier(x)), default=0.0)
+        self._syncs_s = sum(
+            sum(costs.loss_s(loss=loss.name, samples=loss.sync_batch)) * loss.divisor
+            for loss in losses
+        )
+        none_K, each_K = np.zeros(len(pieces)), np.ones(len(pieces))
+        forward_K = self._least_of_each(each_K, none_K, none_K, none_K)
+        backward_K = self._least_of_each(none_K, each_K, none_K, none_K)
+        self._path = self._longest_path(forward_K, backward_K)
+        upstream_K = self._held_upstream(held_K, forward_K + backward_K)
+        self._held_s_K = batch_K * upstream_K / self._room_bytes()
+
+    def least_s(self, weights: _Weights) -> float:
+        """The weighted mean of work, path and memory, least over all choices."""
+        rest, path = 1 - weights.memory, self._path
+        forward, backward = weights.forward_path, weights.backward_path
+        if not self._barrier_s:
+            backward = forward
+        held_K = weights.memory * self._held_s_K
+        blocks_K = self._least_of_each(
+            held_K + rest * forward * path.forwards,
+            held_K + rest * backward * path.backwards,
+            rest * (1 - forward) * self._share_K,
+            rest * (1 - backward) * self._share_K,
+        )
+        losses_s = self._barrier_s or (
+            forward * path.loss_s + (1 - forward) * self._syncs_s / self._plan.devices
+        )
+        return float(blocks_K.sum()) + rest * losses_s
+
+    def _least_of_each(
+        self, f_K: Floats, i_K: Floats, work_f_K: Floats, work_b_K: Floats
+    ) -> Floats:
+        """[K] of each block the least over degrees tp and sizes u of
+
+            f_K f(u) + i_K i(u) + tp (work_f_K f(u) + work_b_K b(u)) / u
+
+        with f, i and b the seconds of forward, of input gradients and of the whole backward. On a
+        piece of the curves that is c0 + c1 u + c2 / u: least at an end or beside sqrt(c2 / c1).
+        """
+        at, f, i, b = self._block_P, self._forward_P, self._inputs_P, self._backward_P
+        work_f_P, work_b_P = self._tp_P * work_f_K[at], self._tp_P * work_b_K[at]
+        c1_P = f_K[at] * f[1] + i_K[at] * i[1]
+        c2_P = work_f_P * f[0] + work_b_P * b[0]
+        c0_P = f_K[at] * f[0] + i_K[at] * i[0] + work_f_P * f[1] + work_b_P * b[1]
+        between_P = np.sqrt(np.maximum(c2_P, 0.0) / np.maximum(c1_P, 1e-300))
+        low_P, high_P = self._low_P, self._high_P
+        beside = (np.clip(u_P, low_P, high_P) for u_P in (np.floor(between_P), np.ceil(between_P)))
+        values = [c0_P + c1_P * u_P + c2_P / u_P for u_P in (low_P, high_P, *beside)]
+        return np.minimum.reduceat(np.minimum.reduce(values), self._first_P)
+
+    # --- choices ---------------------------------------------------------------------
+
+    def _recompute(self, stage: Stage) -> str | None:
+        """Of a block that keeps something for its backward; None for the others."""
+        passed = stage.has_backward and (stage.input_gradient or bool(stage.trainable))
+        return self._plan.tasks[stage.task].modules[stage.module].recompute if passed else None
+
+    def _held(self, stage: Stage, tp: int, samples: float) -> float:
+        """Bytes that each device of a group holds of one micro-batch."""
+        recompute = self._recompute(stage)
+        if recompute is None:
+            return 0.0
+        return self._costs.activation_bytes(
+            task=stage.task,
+            module=stage.module,
+            tp=tp,
+            samples=samples,
+            blocks=stage.blocks,
+            recompute=recompute,
+        )
+
+    def _largest(self, stage: Stage) -> dict[int, int]:
+        """Of each degree that fits a device with one sample, the largest size that does.
+
+        If none fits, no plan does. The bound is then that of devices with more memory.
+        """
+        task, module = stage.task, stage.module
+        batch, devices = self._plan.tasks[task].batch, self._plan.devices
+        room, found = self._costs.cluster.device.memory_bytes, dict[int, int]()
+        degrees = [n for n in self._costs.tp_options(task=task, module=module) if n <= devices]
+        for tp in degrees:
+            fixed = self._static_bytes(stage, devices) / tp
+            if fixed + self._held(stage, tp, batch) <= room:
+                found[tp] = batch
+                continue
+            # The first size that does not fit.
+            above = bisect_right(
+                range(1, batch),
+                room,
+                key=lambda n, tp=tp, own=fixed: own + self._held(stage, tp, n),
+            )
+            if above:
+                found[tp] = above
+        return found or dict.fromkeys(degrees, batch)
+
+    def _static_bytes(self, stage: Stage, dp: int) -> float:
+        """Least bytes of a block's weights, gradients and state on each of dp replicas."""
+        return min(
+            costs.static_bytes(
+                task=stage.task,
+                module=stage.module,
+                tp=1,
+                dp=dp,
+                blocks=stage.blocks,
+                trainable=stage.trainable,
+                in_rounds=True,
+            )
+            for costs in self._by_zero
+        )
+
+    def _held_bytes(self, stage: Stage, largest: Mapping[int, int]) -> float:
+        """Least activations of a sample, on all devices of a group together."""
+        found: list[float] = []
+        for tp, most in largest.items():
+            fit = self._costs.curves(task=stage.task, module=stage.module, tp=tp)
+            sizes = {1, most, *(knot for knot in fit.activation_bytes.knots if 1 < knot < most)}
+            found += [tp * self._held(stage, tp, size) / size for size in sizes]
+        return min(found)
+
+    def _pieces(self, stage: Stage, largest: Mapping[int, int]) -> Floats:
+        """[P, 9] pieces of a block's curves between two knots.
+
+        The columns are the degree; the least and the largest whole size; level and slope of the
+        seconds of its forward, of its input gradients and of its whole backward, hosted losses
+        included.
+        """
+        share = self._costs.work_share(task=stage.task, module=stage.module, blocks=stage.blocks)
+        recompute, trains = self._recompute(stage), bool(stage.trainable)
+        key = stage.task, stage.module, share, recompute, trains, stage.hosted, *largest.items()
+        if key in self._known:
+            return self._known[key]
+        hosted = [self._graph.losses[index].name for index in stage.hosted]
+        losses = [fit for fit in map(self._costs.loss_curves, hosted) if fit is not None]
+        rows: list[tuple[float, ...]] = []
+        for tp, most in largest.items():
+            fit = self._costs.curves(task=stage.task, module=stage.module, tp=tp)
+            forward = [(fit.forward, share), *((loss.forward, 1.0) for loss in losses)]
+            after = [(loss.backward, 1.0) for loss in losses]
+            if recompute == "full":
+                after.append((fit.forward, share))
+            inputs = after if recompute is None else [(fit.backward_input, share), *after]
+            backward = inputs
+            if recompute is not None and trains:
+                backward = [(fit.backward, share), *after]
+            rows += _rows(tp, most, (forward, inputs, backward))
+        self._known[key] = np.array(rows)
+        return self._known[key]
+
+    # --- all blocks together ---------------------------------------------------------
+
+    def _is_barrier(self, loss: CrossSampleLoss) -> bool:
+        """Whether all forwards come before a loss, and all backwards after it."""
+        if len(self._plan.tasks) > 1 or loss.divisor > 1 or any(s.hosted for s in self._stages):
+            return False
+        before = set(loss.stages)
+        for edge in sorted(self._graph.edges, key=lambda edge: -edge.consumer):
+            if edge.consumer in before:
+                before.add(edge.producer)
+        return len(before) == len(self._stages)
+
+    def _loss_s(self, loss: CrossSampleLoss) -> float:
+        """Seconds of one sync batch, however many devices share it."""
+        return sum(
+            self._costs.loss_s(loss=loss.name, samples=loss.sync_batch, shards=self._plan.devices)
+        )
+
+    def _longest_path(self, forward_K: Floats, backward_K: Floats) -> _Path:
+        """The longest path of one sample through its fastest blocks.
+
+        Args:
+            forward_K: seconds of each block's fastest forward.
+            backward_K: the same of input gradients.
+        """
+        edges = self._graph.edges
+        there = _Longest(forward_K, [(e.producer, e.consumer) for e in edges])
+        back = _Longest(backward_K, [(e.producer, e.consumer) for e in edges if e.carries_gradient])
+        paths: list[tuple[float, _Path]] = []
+        for loss in self._graph.losses:
+            is_sync = isinstance(loss, CrossSampleLoss)
+            ends = loss.stages if is_sync else (loss.host,)
+            loss_s = self._loss_s(loss) if is_sync else 0.0
+            first = max(ends, key=lambda k: there.total_K[k])
+            returns = [k for k in ends if self._stages[k].has_backward]
+            last = max(returns, key=lambda k: back.total_K[k], default=None)
+            total = there.total_K[first] + loss_s + (0.0 if last is None else back.total_K[last])
+            paths.append((total, _Path(there.on_path(first), back.on_path(last), loss_s)))
+        return max(paths, key=lambda pair: pair[0])[1]
+
+    def _held_upstream(self, held_K: Floats, seconds_K: Floats) -> Floats:
+        """[K] bytes of a sample that are held while it is in a block, by the blocks before it.
+
+        The activations of a block are held on one path from it to a loss and back: the longest.
+        """
+        bytes_K, far_K = held_K.copy(), seconds_K.copy()
+        after: dict[int, int] = {}
+        for edge in sorted(self._graph.edges, key=lambda edge: -edge.producer):
+            p, c = edge.producer, edge.consumer
+            if edge.carries_gradient and seconds_K[p] + far_K[c] > far_K[p]:
+                far_K[p], after[p] = seconds_K[p] + far_K[c], c
+        for block in sorted(after):
+            bytes_K[after[block]] += bytes_K[block]
+        return bytes_K
+
+    def _room_bytes(self) -> float:
+        """Memory of all devices without one copy of everything that is trained."""
+        one_copy: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for stage in self._stages:
+            # ZeRO cuts more with more replicas, but what it does not cut is then there more often.
+            least = min(dp * self._static_bytes(stage, dp) for dp in (1, 2))
+            key = stage.owner, stage.blocks[0]
+            one_copy[key] = max(one_copy[key], least)
+        memory_bytes = self._costs.cluster.device.memory_bytes * self._plan.devices
+        room = memory_bytes - sum(one_copy.values())
+        return room if room > 0 else math.inf
+
+
+class _Longest:
+    """Longest paths that end at each block.
+
+    Args:
+        seconds_K: of each block.
+        edges: from earlier blocks to later ones.
+
+    Attributes:
+        total_K: seconds of the longest path that ends there.
+    """
+
+    def __init__(self, seconds_K: Floats, edges: Sequence[tuple[int, int]]) -> None:
+        self.total_K = seconds_K.copy()
+        self._before: dict[int, int] = {}
+        for producer, consumer in sorted(edges, key=lambda edge: edge[1]):
+            total = self.total_K[producer] + seconds_K[consumer]
+            if total > self.total_K[consumer]:
+                self.total_K[consumer], self._before[consumer] = total, producer
+
+    def on_path(self, end: int | None) -> Floats:
+        """[K] 1 for the blocks of the longest path to one, else 0; no path to None."""
+        found_K = np.zeros(len(self.total_K))
+        while end is not None:
+            found_K[end] = 1.0
+            end = self._before.get(end)
+        return found_K
+
+
+def _rows(tp: int, most: int, sums: Sequence[_Sum]) -> Iterator[tuple[float, ...]]:
+    """The pieces of some sums of curves on sizes from 1 to ``most``."""
+    knots = {knot for curves in sums for curve, _ in curves for knot in curve.knots}
+    edges = [1.0, *sorted(knot for knot in knots if 1 < knot < most), float(most)]
+    for low, high in itertools.pairwise(edges):
+        first, last = math.ceil(low), math.floor(high)
+        if first <= last:
+            yield tp, first, last, *(number for curves in sums for number in _line(curves, low))
+
+
+def _line(curves: _Sum, low: float) -> tuple[float, float]:
+    """Level and slope of a sum of curves from a size up to the next knot."""
+    slope = sum(factor * c.slopes[bisect_right(c.knots, low)] for c, factor in curves)
+    return sum(factor * c.at(low) for c, factor in curves) - slope * low, slope
+
+
+def _on_one_device(plan: Plan) -> Plan:
+    """The plan's tasks on one device, every block a stage of its own."""
+    units = [
+        Unit(
+            name=f"{name}.{module}",
+            task=name,
+            module=module,
+            vpp=planned.blocks,
+            ranks=(((0,),),),
+            blocks=tuple((block, block + 1) for block in range(planned.blocks)),
+            samples=(task.batch,),
+            microbatches=((task.batch,),),
+            schedule=Schedule(kind="interleaved"),
+        )
+        for name, task in plan.tasks.items()
+        for module, planned in task.modules.items()
+    ]
+    losses = [
+        PlanLoss(name=loss, task=name, ranks=(0,))
+        for name, task in plan.tasks.items()
+        for loss in task.losses
+    ]
+    return plan.model_copy(update={"units": tuple(units), "losses": tuple(losses)})
