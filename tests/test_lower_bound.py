@@ -38,13 +38,13 @@ def bound_of(plan: Plan, costs: Profile) -> float:
     return lower_bound(plan, CostModel(costs, plan.cluster, plan.training)).seconds
 
 
-def check_below(plan: Plan, costs: Profile) -> None:
+def check_below(plan: Plan, costs: Profile, bound_s: float | None = None) -> None:
+    """A plan that fits takes no less than the bound; by default than its own."""
     model = CostModel(costs, plan.cluster, plan.training)
     predicted = predict(plan, model)
     if max(predicted.memory_bytes) <= plan.cluster.device.memory_bytes:
-        bound = lower_bound(plan, model)
-        assert bound.seconds <= predicted.iteration_s * EXACT, plan.units
-        assert max(bound.work_s, bound.path_s) <= bound.seconds * EXACT
+        bound_s = lower_bound(plan, model).seconds if bound_s is None else bound_s
+        assert bound_s <= predicted.iteration_s * EXACT, plan.units
 
 
 # --- by hand ------------------------------------------------------------------------
@@ -230,13 +230,14 @@ def test_no_plan_is_below(case: tuple[Plan, Profile]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None)
+@pytest.mark.timeout(1800)
+@settings(max_examples=1000, deadline=None)
 @given(cases())
 def test_no_plan_of_thousands_is_below(case: tuple[Plan, Profile]) -> None:
     check_case(*case)
 
 
-def check_case(plan: Plan, costs: Profile) -> None:
+def check_case(plan: Plan, costs: Profile, bound_s: float | None = None) -> None:
     if plan_faults(plan):
         return
     try:
@@ -244,7 +245,7 @@ def check_case(plan: Plan, costs: Profile) -> None:
     except InvalidInputError:
         return  # its schedules wait for each other
     if not faults:
-        check_below(plan, costs)
+        check_below(plan, costs, bound_s)
 
 
 # --- plans of solvers, and what is near them ----------------------------------------
@@ -317,7 +318,7 @@ def check_solvers(folder: Path, seeds: range, changes: int) -> int:
             )
             assert plan.solver.lower_bound_s <= plan.predicted.iteration_s * EXACT
             for _ in range(changes):
-                check_case(altered(plan, rng), costs)
+                check_case(altered(plan, rng), costs, plan.solver.lower_bound_s)
             count += 1
     return count
 
@@ -327,6 +328,7 @@ def test_no_solvers_plan_is_below(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_no_plan_near_a_solvers_is_below(tmp_path: Path) -> None:
     assert check_solvers(tmp_path, range(60), changes=40) > 200
 
@@ -341,6 +343,7 @@ def test_all_solvers_have_one_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["clip-digits", "mllm-digits", "multitask-digits", "val-digits"])
 def test_no_plan_of_an_example_is_below(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / name / "workload.yaml"

@@ -38,7 +38,7 @@ _ROUNDING = 1e-9
 # The weights are found in steps of 1/4, 1/8 and so on: so many.
 _STEP_SIZES = 7
 # Curves with their factors: a sum.
-_Sum = Sequence[tuple[Curve, float]]
+_CurveSum = Sequence[tuple[Curve, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +393,7 @@ class _Longest:
         return found_K
 
 
-def _rows(tp: int, most: int, sums: Sequence[_Sum]) -> Iterator[tuple[float, ...]]:
+def _rows(tp: int, most: int, sums: Sequence[_CurveSum]) -> Iterator[tuple[float, ...]]:
     """The pieces of some sums of curves on sizes from 1 to ``most``."""
     knots = {knot for curves in sums for curve, _ in curves for knot in curve.knots}
     edges = [1.0, *sorted(knot for knot in knots if 1 < knot < most), float(most)]
@@ -403,7 +403,7 @@ def _rows(tp: int, most: int, sums: Sequence[_Sum]) -> Iterator[tuple[float, ...
             yield tp, first, last, *(number for curves in sums for number in _line(curves, low))
 
 
-def _line(curves: _Sum, low: float) -> tuple[float, float]:
+def _line(curves: _CurveSum, low: float) -> tuple[float, float]:
     """Level and slope of a sum of curves from a size up to the next knot."""
     slope = sum(factor * c.slopes[bisect_right(c.knots, low)] for c, factor in curves)
     return sum(factor * c.at(low) for c, factor in curves) - slope * low, slope
