@@ -230,7 +230,7 @@ class _Blocks:
         room, found = self._costs.cluster.device.memory_bytes, dict[int, int]()
         degrees = [n for n in self._costs.tp_options(task=task, module=module) if n <= devices]
         for tp in degrees:
-            fixed = self._static_bytes(stage, devices) / tp
+            fixed = self._parameter_bytes(stage, devices) / tp
             if fixed + self._held(stage, tp, batch) <= room:
                 found[tp] = batch
                 continue
@@ -244,18 +244,13 @@ class _Blocks:
                 found[tp] = above
         return found or dict.fromkeys(degrees, batch)
 
-    def _static_bytes(self, stage: Stage, dp: int) -> float:
+    def _parameter_bytes(self, stage: Stage, dp: int) -> float:
         """Least bytes of a block's weights, gradients and state on each of dp replicas."""
-        return min(
-            costs.static_bytes(
-                task=stage.task,
-                module=stage.module,
-                tp=1,
-                dp=dp,
-                blocks=stage.blocks,
-                trainable=stage.trainable,
-                in_rounds=True,
-            )
+        trains = bool(stage.trainable)
+        return self._costs.parameters(
+            task=stage.task, module=stage.module, blocks=stage.blocks
+        ) * min(
+            costs.bytes_per_parameter(trainable=trains, dp=dp, in_rounds=True, gathers=True)
             for costs in self._by_zero
         )
 
@@ -357,7 +352,7 @@ class _Blocks:
         one_copy: defaultdict[tuple[str, int], float] = defaultdict(float)
         for stage in self._stages:
             # ZeRO cuts more with more replicas, but what it does not cut is then there more often.
-            least = min(dp * self._static_bytes(stage, dp) for dp in (1, 2))
+            least = min(dp * self._parameter_bytes(stage, dp) for dp in (1, 2))
             key = stage.owner, stage.blocks[0]
             one_copy[key] = max(one_copy[key], least)
         memory_bytes = self._costs.cluster.device.memory_bytes * self._plan.devices
