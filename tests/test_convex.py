@@ -216,18 +216,7 @@ class Oracle:
             for n in (tp, sharers)
         )
         cuts = [cut for own in ranks for cut in own]
-        backward_s = 0.0
-        for cut in cuts:
-            facts = self.problem.stage(module, cut)
-            backward_s += self.problem.costs.backward_s(
-                task="default",
-                module=module,
-                tp=tp,
-                samples=size,
-                blocks=cut,
-                trainable=facts.trainable,
-                input_gradient=facts.input_gradient,
-            )
+        backward_s = sum(self.problem.stage_s(module, cut, tp, size)[1] for cut in cuts)
         return max(alone_s, together_s - (sharers // tp - 1) * backward_s / len(cuts))
 
     def _bytes(

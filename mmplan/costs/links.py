@@ -279,10 +279,10 @@ class LinkCosts:
 
 def all_reduce_s(
     cluster: Cluster,
-    num: Ints,
-    num_local: Ints,
-    num_nodes: Ints,
-    num_bytes: Floats,
+    num: int | Ints,
+    num_local: int | Ints,
+    num_nodes: int | Ints,
+    num_bytes: float | Floats,
     *,
     sharers: int | Ints,
 ) -> Floats:

@@ -7,10 +7,13 @@ both count. :func:`mmplan.program.communicators.communicator_counts` counts them
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
+from mmplan.arrays import Floats
 from mmplan.solvers.problem import Blocks, Problem
 
 # Where a rank is, and how many ranks of there a stage has, which tells sets of ranks apart.
@@ -56,6 +59,15 @@ def communicators(problem: Problem, placed: PlacedModules) -> dict[Hashable, fro
         for place, _ in (source, target):
             found[place] |= {("messages", source, target), ("messages", target, source)}
     return {place: frozenset(names) for place, names in found.items()}
+
+
+def communicator_counts(
+    problem: Problem, module: str, cuts: Sequence[Blocks], *, tp: int, pp: int, dp: int
+) -> Floats:
+    """``[pp]`` communicators at each position of a module that is alone on its devices."""
+    stages = tuple((c % pp, cut) for c, cut in enumerate(cuts))
+    names = communicators(problem, {module: PlacedModule(stages=stages, tp=tp, dp=dp)})
+    return np.array([len(names[p]) for p in range(pp)], dtype=np.float64)
 
 
 def _of_stage(problem: Problem, module: str, own: PlacedModule, blocks: Blocks) -> set[Hashable]:

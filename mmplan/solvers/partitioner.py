@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mmplan.arrays import Indices
+from mmplan.arrays import Floats, Indices
 from mmplan.solvers.problem import Problem
 
 
@@ -44,10 +44,15 @@ def cut_everywhere(work: tuple[float, ...], most: int) -> list[tuple[tuple[int, 
 
 def module_cuts(problem: Problem, module: str, most: int) -> list[tuple[tuple[int, int], ...]]:
     """The module's blocks cut into 1, 2, ... ``most`` stages of nearly equal time."""
+    return cut_everywhere(tuple(_block_seconds(problem, module).tolist()), most)
+
+
+def _block_seconds(problem: Problem, module: str) -> Floats:
+    """[L] seconds of a sample in every block, at the least tp."""
+    costs, one = problem.module_costs(module), np.ones(1, dtype=np.int64)
     tp = min(problem.costs.tp_options(task=problem.task.name, module=module))
-    blocks = range(problem.blocks(module))
-    work = tuple(sum(problem.stage_s(module, (b, b + 1), tp, 1)) for b in blocks)
-    return cut_everywhere(work, most)
+    forward, backward = costs.seconds(tp, one, one)
+    return (costs.blocks.shares @ (forward + backward))[:, 0]
 
 
 def module_stages(problem: Problem, module: str, pp: int) -> tuple[tuple[int, int], ...]:
@@ -84,8 +89,7 @@ def backbone_of(problem: Problem) -> str:
     specs, task = problem.request.workload.modules, problem.task
 
     def seconds(module: str) -> float:
-        tp = min(problem.costs.tp_options(task=task.name, module=module))
-        return sum(problem.stage_s(module, (0, problem.blocks(module)), tp, 1))
+        return float(_block_seconds(problem, module).sum())
 
     named = [module for module in task.modules if specs[module].backbone]
     return named[0] if named else max(task.modules, key=seconds)

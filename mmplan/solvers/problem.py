@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from mmplan.costs.block_ranges import Blocks, gradient_blocks
@@ -13,6 +14,7 @@ from mmplan.program.lower import trainable_ranges
 from mmplan.schema.cluster import Cluster
 from mmplan.schema.plan import ScalingCurve, Unit, Wave
 from mmplan.schema.workload import TaskView, Workload
+from mmplan.solvers.cost_table import ModuleCosts
 
 
 class NotApplicableError(InvalidInputError):
@@ -175,6 +177,21 @@ class Problem:
         self.memory_bytes = request.cluster.device.memory_bytes
         self._stages: dict[tuple[str, Blocks], StageProperties] = {}
         self._seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = {}
+        self.module_costs = cache(self._module_costs)
+
+    def _module_costs(self, module: str) -> ModuleCosts:
+        """A module's rows of the cost table."""
+        blocks = [self.stage(module, (b, b + 1)) for b in range(self.blocks(module))]
+        return ModuleCosts(
+            self.costs,
+            task=self.task.name,
+            module=module,
+            passed=[block.passed is not None for block in blocks],
+            trains=[bool(block.trainable) for block in blocks],
+            losses=self.hosted_losses(module),
+            recomputes=self.request.workload.modules[module].recompute == "full",
+            round_samples=self.round_samples,
+        )
 
     def blocks(self, module: str) -> int:
         """Blocks of a module."""

@@ -9,33 +9,36 @@ its slowest or fullest, B = (dp, micro-batch size).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
-from mmplan.costs.fit import curve_values
-from mmplan.costs.links import all_reduce_s, between_nodes
+from mmplan.costs.links import between_nodes
 from mmplan.program.schedules.alternating import Alternating
 from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
-from mmplan.solvers.communicators import PlacedModule, communicators
+from mmplan.solvers.communicators import communicator_counts
 from mmplan.solvers.convex.branch_and_bound import Options
+from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
 from mmplan.solvers.messages import RECEIVED, RETURNED, stage_messages
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
-from mmplan.solvers.problem import Problem
+from mmplan.solvers.problem import Blocks, Problem
 from mmplan.solvers.sample_split import smallest_divisors
 
-# Columns of a stage's seconds: the module's forward, its input and its weight gradients, the
-# hosted losses; messages: latency, and seconds per sample (times a link's own numbers).
-FORWARD, INPUT, WEIGHT, LOSS, INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(8)
-# Columns of its bytes: weights and gradients, state, share of the activations held, block
+# Columns of a stage's seconds after its shares in the module's: messages inside the module and
+# to others, latency and seconds per sample (times a link's own numbers).
+INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(LOSSES + 1, LOSSES + 5)
+# Columns of its bytes: parameters that train and others, share of the activations held, block
 # inputs held (recomputation), messages carried, all three again times the stages after it;
-# communicators: always, with tp, with dp, and with both; messages of one micro-batch to wait for
-# and of those of a whole step (:class:`mmplan.solvers.messages.StageMessages`).
-FIXED, STATE, HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, CARRIED, CARRIED_AHEAD = range(8)
-GROUPS, OF_TP, OF_DP, OF_BOTH, RETURNS, RECEIVES, KEPT = range(8, 15)
+# messages of one micro-batch to wait for and of those of a whole step
+# (:class:`mmplan.solvers.messages.StageMessages`); communicators: always, and what tp, dp, and
+# both together add.
+TRAINED_NUMBERS, FROZEN_NUMBERS = range(2)
+HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, CARRIED, CARRIED_AHEAD = range(2, 8)
+RETURNS, RECEIVES, KEPT, GROUPS, OF_TP, OF_DP, BOTH_DEGREES = range(8, 15)
 # The schedules it plans.
 ONE_F_ONE_B = Alternating(whole_round=False)
 INTERLEAVED = Interleaved1F1B(whole_round=False)
@@ -79,38 +82,10 @@ class Shapes:
         return np.where(self.vpp > 1, 2 * self.pp + self.slack, self.pp)
 
 
-class _BlockCosts:
-    """What every block of a module adds to its stage, [L] each.
-
-    Attributes:
-        work: share of the module's time.
-        held: share of the module's activations.
-        passed: 1 where a gradient passes.
-        trains: 1 where the weights train.
-        cut_bytes: of the block's output, per sample.
-    """
-
-    def __init__(self, problem: Problem, module: str) -> None:
-        costs, task = problem.costs, problem.task.name
-        each = [(b, b + 1) for b in range(problem.blocks(module))]
-        facts = [problem.stage(module, block) for block in each]
-
-        def array(value: Callable[..., float]) -> Floats:
-            return np.array([value(task=task, module=module, blocks=block) for block in each])
-
-        self.work = array(costs.work_share)
-        self.held = array(costs.activation_share)
-        self.parameters = array(costs.parameters)
-        self.passed = np.array([float(fact.passed is not None) for fact in facts])
-        self.trains = np.array([float(bool(fact.trainable)) for fact in facts])
-        self.cut_bytes = np.array([problem.output_bytes(module, b) for b, _ in each])
-
-
 def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int]]) -> Shapes:
     """Tables of a module's stages for some (pp, vpp)."""
-    blocks = _BlockCosts(problem, module)
     cuts = module_cuts(problem, module, max(pp * vpp for pp, vpp in shapes))
-    tables = [_Tables(problem, module, blocks, cuts[pp * vpp - 1], pp, vpp) for pp, vpp in shapes]
+    tables = [_ShapeTable(problem, module, cuts[pp * vpp - 1], pp, vpp) for pp, vpp in shapes]
     return Shapes(
         pp=np.array([pp for pp, _ in shapes], dtype=np.int64),
         vpp=np.array([vpp for _, vpp in shapes], dtype=np.int64),
@@ -124,104 +99,52 @@ def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int
     )
 
 
-class _Tables:
+class _ShapeTable:
     """One shape's stages: [pp, 8] seconds and [pp, 15] bytes; a rank's chunks are added up."""
 
     def __init__(
-        self,
-        problem: Problem,
-        module: str,
-        blocks: _BlockCosts,
-        cuts: tuple[tuple[int, int], ...],
-        pp: int,
-        vpp: int,
+        self, problem: Problem, module: str, cuts: tuple[Blocks, ...], pp: int, vpp: int
     ) -> None:
-        self._problem, self._module, self._blocks = problem, module, blocks
-        self._starts = np.array([start for start, _ in cuts])
-        count = len(cuts)
-        again = problem.request.workload.modules[module].recompute == "full"
-        ahead = np.array([ONE_F_ONE_B.in_flight(1, count - 1 - c) for c in range(count)])
-        passed = self._summed(blocks.work * blocks.passed)
-        held = self._summed(blocks.held * blocks.passed)
-        inputs = self._summed(
-            np.append(blocks.cut_bytes[:1], blocks.cut_bytes[:-1]) * blocks.passed
-        )
-        fixed, state = self._parameter_bytes()
-        seconds = [
-            self._summed(blocks.work) + (passed if again else 0.0),
-            passed,
-            self._summed(blocks.work * blocks.trains),
-            (np.arange(count) == count - 1).astype(np.float64),
-            *self._messages(cuts),
-        ]
-        placed = PlacedModule(stages=tuple((c % pp, own) for c, own in enumerate(cuts)), tp=1, dp=1)
-        messages = [stage_messages(problem, module, own, {module: placed}) for own in cuts]
-        carried = np.array([own.carried for own in messages])
-        held_bytes = [fixed, state]
-        for each in (held, inputs, carried):
-            held_bytes += [each, each * ahead]
+        own, count = problem.module_costs(module).stages(cuts), len(cuts)
         chunk = np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
-        self.seconds = _by_rank(np.stack(seconds, axis=1), chunk, pp)
-        bytes_held = _by_rank(np.stack(held_bytes, axis=1), chunk, pp)
+        ahead = np.array([ONE_F_ONE_B.in_flight(1, count - 1 - c) for c in range(count)])
         self.slack = pp - 1 if vpp > 1 and problem.consumers(module) else 0
+        seconds = np.hstack([own.shares, _sent(problem, module, own)])
+        self.seconds = _by_rank(seconds, chunk, pp)
+        messages = [stage_messages(problem, module, cut, {}) for cut in cuts]
+        carried = np.array([stage.carried for stage in messages])
+        columns = [own.trained, own.frozen]
+        for each in (own.held, own.inputs, carried):
+            columns += [each, each * ahead]
+        waits = np.array([(stage.returned, stage.received, stage.kept) for stage in messages])
+        columns += [*waits.T]
+        self.bytes = np.zeros((pp, BOTH_DEGREES + 1))
+        self.bytes[:, : len(columns)] = _by_rank(np.stack(columns, axis=1), chunk, pp)
         if vpp > 1:
             chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, self.slack) for p in range(pp)]
-            columns = (HELD_AHEAD, held), (INPUTS_AHEAD, inputs), (CARRIED_AHEAD, carried)
-            for column, each in columns:
-                bytes_held[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
-        waits = np.array([(own.returned, own.received, own.kept) for own in messages])
-        self.bytes = np.hstack(
-            [bytes_held, self._communicators(cuts, pp), _by_rank(waits, chunk, pp)]
-        )
-        trained = _by_rank(self._summed(blocks.parameters * blocks.trains)[:, None], chunk, pp)
+            held = (HELD_AHEAD, own.held), (INPUTS_AHEAD, own.inputs), (CARRIED_AHEAD, carried)
+            for column, each in held:
+                self.bytes[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
+        if problem.request.cluster.device.communicator_bytes:
+            one, tp, dp, both = (
+                communicator_counts(problem, module, cuts, tp=tp, pp=pp, dp=dp)
+                for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2))
+            )
+            added = one, tp - one, dp - one, both - tp - dp + one
+            self.bytes[:, GROUPS:] = np.stack(added, axis=1)
+        trained = _by_rank(own.trained[:, None], chunk, pp)
         self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
-    def _summed(self, per_block: Floats) -> Floats:
-        return np.add.reduceat(per_block, self._starts)
 
-    def _parameter_bytes(self) -> tuple[Floats, Floats]:
-        """Bytes without the part that ZeRO-1 divides, and that part at dp 1."""
-        costs, blocks = self._problem.costs, self._blocks
-        # Of several replicas: one alone may have wider gradients.
-        two, four = (costs.bytes_per_parameter(trainable=True, dp=dp) for dp in (2, 4))
-        frozen = costs.bytes_per_parameter(trainable=False)
-        trained = self._summed(blocks.parameters * blocks.trains)
-        rest = self._summed(blocks.parameters * (1 - blocks.trains))
-        shared = 4 * (two - four)
-        return trained * (two - shared / 2) + rest * frozen, trained * shared
-
-    def _messages(self, cuts: tuple[tuple[int, int], ...]) -> list[Floats]:
-        """Messages after each stage, there and back: numbers and bytes per sample."""
-        problem, module = self._problem, self._module
-        count = len(cuts)
-        last = np.arange(count) == count - 1
-        edges = bool(problem.consumers(module))
-        back = np.array(
-            [problem.stage(module, cuts[c + 1]).input_gradient for c in range(count - 1)]
-            + [problem.makes_gradient(module)],
-            dtype=np.float64,
-        )
-        number = 1.0 + back
-        size = number * self._blocks.cut_bytes[[stop - 1 for _, stop in cuts]]
-        outer = last & edges
-        return [
-            np.where(last, 0.0, number),
-            np.where(last, 0.0, size),
-            np.where(outer, number, 0.0),
-            np.where(outer, size, 0.0),
-        ]
-
-    def _communicators(self, cuts: tuple[tuple[int, int], ...], pp: int) -> Floats:
-        """[pp, 4]: communicators at tp 1 and dp 1, and what tp, dp, and both together add."""
-
-        def count(tp: int, dp: int) -> Floats:
-            stages = tuple((c % pp, blocks) for c, blocks in enumerate(cuts))
-            placed = {self._module: PlacedModule(stages=stages, tp=tp, dp=dp)}
-            names = communicators(self._problem, placed)
-            return np.array([len(names[p]) for p in range(pp)], dtype=np.float64)
-
-        one, tp, dp, both = count(1, 1), count(2, 1), count(1, 2), count(2, 2)
-        return np.stack([one, tp - one, dp - one, both - tp - dp + one], axis=1)
+def _sent(problem: Problem, module: str, own: StageCosts) -> Floats:
+    """[C, 4] messages after each stage, there and back: numbers and bytes per sample."""
+    cuts = own.cuts
+    back = [problem.stage(module, cut).input_gradient for cut in cuts[1:]]
+    number = 1.0 + np.array([*back, problem.makes_gradient(module)])
+    sent = np.stack([number, number * own.cut_bytes], axis=1)
+    last = np.arange(len(cuts))[:, None] == len(cuts) - 1
+    outer = last & bool(problem.consumers(module))
+    return np.hstack([np.where(last, 0.0, sent), np.where(outer, sent, 0.0)])
 
 
 def _by_rank(per_chunk: Floats, rank: NDArray[np.int64], pp: int) -> Floats:
@@ -248,8 +171,6 @@ ROUNDING = 1e-9
 VPP = (1, 2, 4)
 # Micro-batches up to this size have their curves computed once.
 REMEMBERED = 2048
-# Columns of the seconds of a backward.
-BACKWARD = slice(INPUT, WEIGHT + 1)
 # Less than any activation: bytes divided by it are more than any depth_limit.
 TINY = 1e-12
 
@@ -282,6 +203,20 @@ class Table:
     dp: Ints
 
 
+class _SizeCosts(NamedTuple):
+    """Of micro-batches by size.
+
+    Attributes:
+        basis: [T, 8, B], what the columns of a stage's seconds are multiplied by.
+        backward: [T, 4, B], the backward's part of it.
+        activation: [T, B] bytes of the whole module.
+    """
+
+    basis: Floats
+    backward: Floats
+    activation: Floats
+
+
 class ModuleTables:
     """Everything the options of one module are made of.
 
@@ -300,9 +235,10 @@ class ModuleTables:
         self.tps = allowed_tensor_degrees(problem, module)
         shapes = self._shape_candidates()
         self.empty = not (shapes and self.tps)
-        self._remembered: tuple[Floats, Floats] | None = None
+        self._remembered: _SizeCosts | None = None
         self._tp = np.array(self.tps, dtype=np.int64)[:, None, None]
         if not self.empty:
+            self.costs = problem.module_costs(module)
             self.shapes = module_shapes(problem, module, shapes)
             scale = self._link_scale()
             self._stages = self.shapes.seconds * scale[:, :, None]
@@ -377,11 +313,10 @@ class ModuleTables:
         """
         basis = self.basis(size_B)
         if dp_B is not None and self.problem.varies:
-            straggler_B = np.array([self.problem.straggler(self.module, int(n)) for n in dp_B])
-            basis = self._at(size_B, size_B * straggler_B)[0]
+            basis = self._at(size_B, self.costs.work(size_B, dp_B)).basis
         stage = (self._stages @ basis[:, None]).max(axis=2)
-        compute = self._total[:, :, : LOSS + 1] @ basis[:, : LOSS + 1]
-        messages = self._total[:, :, LOSS + 1 :] @ basis[:, LOSS + 1 :]
+        compute = self._total[:, :, :INNER] @ basis[:, :INNER]
+        messages = self._total[:, :, INNER:] @ basis[:, INNER:]
         # A module with vpp chunks on each rank waits for one chunk where others wait for a stage.
         vpp = self.shapes.vpp[:, None]
         fill = np.where(vpp == 1, compute, stage + np.maximum(compute - stage, 0.0) / vpp)
@@ -389,37 +324,27 @@ class ModuleTables:
 
     def basis(self, size_B: Ints) -> Floats:
         """[T, 8, B]: what the columns of a stage's seconds are multiplied by."""
-        return self._curves(size_B)[0]
+        return self._of_sizes(size_B).basis
 
-    def _curves(self, size_B: Ints) -> tuple[Floats, Floats]:
-        """The basis, and [T, B] activation bytes; small sizes are computed once."""
+    def _of_sizes(self, size_B: Ints) -> _SizeCosts:
+        """Small sizes are computed once."""
         if len(size_B) and int(size_B.max()) <= REMEMBERED:
             if self._remembered is None:
                 sizes = np.arange(1, REMEMBERED + 1)
                 self._remembered = self._at(sizes, sizes)
-            basis, activation = self._remembered
-            return basis[:, :, size_B - 1], activation[:, size_B - 1]
+            return _SizeCosts._make(each[..., size_B - 1] for each in self._remembered)
         return self._at(size_B, size_B)
 
-    def _at(self, size_B: Ints, worth_B: Ints | Floats) -> tuple[Floats, Floats]:
-        """As :meth:`_curves`, for micro-batches worth so many samples of mean work."""
-        costs, task = self.problem.costs, self.problem.task.name
+    def _at(self, size_B: Ints, work_B: Ints | Floats) -> _SizeCosts:
+        """Of micro-batches in samples, and in samples of mean work."""
+        each = [self.costs.seconds(tp, size_B, work_B) for tp in self.tps]
         ones, sizes = np.ones(len(size_B)), size_B.astype(np.float64)
-        loss = np.zeros(len(size_B))
-        for name in self.problem.hosted_losses(self.module):
-            own = costs.loss_curves(name)
-            if own is not None:
-                loss = loss + curve_values(own.forward, size_B) + curve_values(own.backward, size_B)
-        basis: list[Floats] = []
-        activation: list[Floats] = []
-        for tp in self.tps:
-            fit = costs.curves(task=task, module=self.module, tp=tp)
-            inputs = curve_values(fit.backward_input, worth_B)
-            weights = np.maximum(curve_values(fit.backward, worth_B) - inputs, 0.0)
-            forward = curve_values(fit.forward, worth_B)
-            basis.append(np.stack([forward, inputs, weights, loss, ones, sizes, ones, sizes]))
-            activation.append(curve_values(fit.activation_bytes, size_B))
-        return np.stack(basis), np.stack(activation)
+        links = [ones, sizes, ones, sizes]
+        return _SizeCosts(
+            basis=np.array([[*(forward + backward), *links] for forward, backward in each]),
+            backward=np.array([backward for _, backward in each]),
+            activation=np.array([self.costs.activation_bytes(tp, size_B) for tp in self.tps]),
+        )
 
     def _link_scale(self) -> Floats:
         """[T, Q, 8]: latencies and bandwidths of the links that the message columns use.
@@ -450,27 +375,19 @@ class ModuleTables:
         return none[:, None], (one - none)[:, None]
 
     def reduce_s(self, dp_B: Ints, size_B: Ints) -> Floats:
-        """[T, Q, B]: gradient reduction of the stage with most parameters.
-
-        The stages of a replica on one node share its bandwidth, but end their last micro-batch
-        one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
-        after the last stage.
-        """
-        shapes, cluster = self.shapes, self.problem.request.cluster
-        num_bytes = shapes.gradient_bytes[:, None] / self._tp
+        """[T, Q, B]: gradient reductions (:func:`mmplan.solvers.cost_table.reduction_s`)."""
+        shapes = self.shapes
         if not shapes.gradient_bytes.any():
             return np.zeros((len(self.tps), len(shapes.pp), len(dp_B)))
-        stride, node = self._tp * shapes.pp[:, None], cluster.devices_per_node
-        num_local = np.minimum(dp_B, np.maximum(1, -(-node // stride)))
-        num_nodes = (dp_B - 1) * stride // node + 1
-        group = cluster, dp_B, num_local, num_nodes, num_bytes
-        sharers = np.minimum(stride, node)
-        alone_s = all_reduce_s(*group, sharers=self._tp)
-        together_s = all_reduce_s(*group, sharers=sharers)
-        stages = shapes.pp * shapes.vpp
-        backward_s = self._total[:, :, BACKWARD] @ self.basis(size_B)[:, BACKWARD]
-        apart_s = (sharers // self._tp - 1) * backward_s / stages[:, None]
-        return np.where(num_bytes > 0, np.maximum(alone_s, together_s - apart_s), 0.0)
+        backward_s = shapes.total[:, :INNER] @ self._of_sizes(size_B).backward
+        return reduction_s(
+            self.problem.request.cluster,
+            tp=self._tp,
+            pp=shapes.pp[:, None],
+            dp=dp_B,
+            num_bytes=shapes.gradient_bytes[:, None] / self._tp,
+            backward_s=backward_s / (shapes.pp * shapes.vpp)[:, None],
+        )
 
     # --- bytes --------------------------------------------------------------------------
 
@@ -492,31 +409,37 @@ class ModuleTables:
         self, dp_B: Ints, size_B: Ints, steps: int | Ints, memory_bytes: float
     ) -> tuple[Floats, Floats, Floats]:
         """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        problem, table = self.problem, self.shapes.bytes[:, :, :, None]
-        tp = self._tp[..., None]
+        table, tp, costs = self.shapes.bytes[:, :, :, None], self._tp[..., None], self.costs
         groups = (
             table[:, :, GROUPS]
             + table[:, :, OF_TP] * (tp > 1)
             + table[:, :, OF_DP] * (dp_B > 1)
-            + table[:, :, OF_BOTH] * ((dp_B > 1) & (tp > 1))
+            + table[:, :, BOTH_DEGREES] * ((dp_B > 1) & (tp > 1))
         )
-        fixed = table[:, :, FIXED] / tp
-        if problem.costs.training.zero:
-            fixed = fixed + table[:, :, STATE] / tp / dp_B
-        free = memory_bytes - fixed - groups * problem.request.cluster.device.communicator_bytes
-        activation = self._curves(size_B)[1][:, None, None]
-        each, ahead = table[:, :, HELD] * activation, table[:, :, HELD_AHEAD] * activation
-        if problem.request.workload.modules[self.module].recompute == "full":
-            each = np.minimum(each, table[:, :, INPUTS] * size_B)
-            ahead = np.minimum(ahead, table[:, :, INPUTS_AHEAD] * size_B)
+        numbers = table[:, :, TRAINED_NUMBERS], table[:, :, FROZEN_NUMBERS]
+        fixed = costs.parameter_bytes(*numbers, tp=tp, dp=dp_B)
+        fixed = fixed + groups * self.problem.request.cluster.device.communicator_bytes
+        activation = self._of_sizes(size_B).activation[:, None, None]
+        each, ahead = (
+            costs.held_bytes(
+                table[:, :, held],
+                table[:, :, inputs],
+                activation=activation,
+                size=size_B,
+                tp=tp,
+            )
+            + table[:, :, carried] * size_B
+            for held, inputs, carried in (
+                (HELD, INPUTS, CARRIED),
+                (HELD_AHEAD, INPUTS_AHEAD, CARRIED_AHEAD),
+            )
+        )
         waits = (
             table[:, :, RETURNS] * np.minimum(steps, RETURNED)
             + table[:, :, RECEIVES] * np.minimum(steps, RECEIVED)
             + table[:, :, KEPT] * steps
         )
-        each = each + table[:, :, CARRIED] * size_B
-        ahead = ahead + table[:, :, CARRIED_AHEAD] * size_B
-        return free - waits * size_B, each, ahead
+        return memory_bytes - fixed - waits * size_B, each, ahead
 
     # --- replicas -----------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest_after, plan_value
-from mmplan.solvers.convex.module_tables import FIXED, LOSS, STATE, Table
+from mmplan.solvers.convex.module_tables import FROZEN_NUMBERS, INNER, TRAINED_NUMBERS, Table
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.search_budget import SearchBudget
 from mmplan.wording import counted
@@ -193,12 +193,11 @@ class Relaxation:
             return np.zeros((5, 0))
         basis = own.basis(size)
         for t, tp in enumerate(own.tps):
-            seconds = own.shapes.total[0, : LOSS + 1] @ basis[t, : LOSS + 1]
-            shards = dp if problem.costs.training.zero else 1
+            seconds = own.shapes.total[0, :INNER] @ basis[t, :INNER]
             # All stages' bytes: some stage holds at least their mean.
-            table = own.shapes.total_bytes / tp
-            stages = (table[FIXED] + table[STATE] / shards) / problem.memory_bytes
-            fewest = tp * dp * np.maximum(1.0, stages)
+            numbers = own.shapes.total_bytes[[TRAINED_NUMBERS, FROZEN_NUMBERS]]
+            fixed = own.costs.parameter_bytes(*numbers, tp=tp, dp=dp)
+            fewest = tp * dp * np.maximum(1.0, fixed / problem.memory_bytes)
             rows.append(np.stack([np.full(len(dp), tp), dp, seconds, tp * dp * seconds, fewest]))
         return np.concatenate(rows, axis=1)
 

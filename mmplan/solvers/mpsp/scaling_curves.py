@@ -18,8 +18,8 @@ from functools import cache
 import numpy as np
 
 from mmplan.arrays import Floats, Ints
-from mmplan.costs.fit import curve_values
 from mmplan.errors import InfeasibleError
+from mmplan.solvers.cost_table import ModuleCosts
 from mmplan.solvers.mpsp.bounds import DeviceSecondsCurve, curve, level_bound
 from mmplan.solvers.mpsp.instance import Chain
 from mmplan.solvers.mpsp.metaops import MetaOp
@@ -187,7 +187,7 @@ class Scalings:
         replicas = replica_counts(samples, problem.devices // tp, uneven=True, pins=pins)
         if not replicas:
             return {}
-        times = _ModuleTimes(problem, op.module, tp)
+        times = _ModuleTimes(problem.module_costs(op.module), tp)
         dp_D = np.array(replicas, dtype=np.int64)
         pinned = pins.microbatch
         if pinned is None:
@@ -230,20 +230,8 @@ class _ShareSplit:
 class _ModuleTimes:
     """Seconds of every block of a module at one tp."""
 
-    def __init__(self, problem: Problem, module: str, tp: int) -> None:
-        self._problem, self._module = problem, module
-        task, blocks = problem.task.name, range(problem.blocks(module))
-        costs = problem.costs
-        share = [costs.work_share(task=task, module=module, blocks=(b, b + 1)) for b in blocks]
-        facts = [problem.stage(module, (b, b + 1)) for b in blocks]
-        # ``[L]`` share of each block in the module's forward, input and weight gradients.
-        self._share = np.array(share)
-        self._input_share = self._share * [fact.passed is not None for fact in facts]
-        self._weight_share = self._share * [bool(fact.trainable) for fact in facts]
-        self._curves = costs.curves(task=task, module=module, tp=tp)
-        losses = (costs.loss_curves(name) for name in facts[-1].hosted)
-        self._losses = [own for own in losses if own is not None]
-        self._recomputes = problem.request.workload.modules[module].recompute == "full"
+    def __init__(self, costs: ModuleCosts, tp: int) -> None:
+        self._costs, self._tp = costs, tp
 
     def fastest(self, dp_D: Ints, samples: int, least_microbatches: int) -> _ShareSplit:
         """Each number of replicas with the micro-batches that take least time."""
@@ -253,9 +241,8 @@ class _ModuleTimes:
         count_DC = np.hstack([even_DC, -(-share_D[:, None] // sizes)])
         count_DC = np.maximum(count_DC, np.minimum(least_microbatches, share_D)[:, None])
         smaller_DC, num_larger_DC = np.divmod(share_D[:, None], count_DC)
-        factor_D = self._factors(dp_D)[:, None]
-        total_DC = (count_DC - num_larger_DC) * self._total_s(smaller_DC, factor_D)
-        total_DC += num_larger_DC * self._total_s(smaller_DC + 1, factor_D)
+        total_DC = (count_DC - num_larger_DC) * self._total_s(smaller_DC, dp_D)
+        total_DC += num_larger_DC * self._total_s(smaller_DC + 1, dp_D)
         best = np.arange(len(dp_D)), total_DC.argmin(axis=1)
         count_D, smaller_D, num_larger_D = count_DC[best], smaller_DC[best], num_larger_DC[best]
         return _without_empty(
@@ -284,40 +271,22 @@ class _ModuleTimes:
 
     def seconds(self, split: _ShareSplit) -> tuple[Floats, Floats]:
         """Forward and backward ``[D, L]`` of the busiest replica's micro-batches."""
-        work_DP = split.size * self._factors(split.dp)[:, None]
-        forward_D, inputs_D, weights_D = (
-            (split.count * x).sum(axis=1) for x in self._phases_s(work_DP)
+        forward, backward = (
+            (split.count * each).sum(axis=2).T @ self._costs.blocks.shares.T
+            for each in self._seconds(split.size, split.dp)
         )
-        forward = np.outer(forward_D, self._share)
-        backward = np.outer(inputs_D, self._input_share) + np.outer(weights_D, self._weight_share)
-        for loss in self._losses:
-            forward[:, -1] += (split.count * curve_values(loss.forward, split.size)).sum(axis=1)
-            backward[:, -1] += (split.count * curve_values(loss.backward, split.size)).sum(axis=1)
         return forward, backward
 
-    def _factors(self, dp_D: Ints) -> Floats:
-        """Work of the busiest of so many replicas over the mean."""
-        return np.array([self._problem.straggler(self._module, dp) for dp in dp_D.tolist()])
+    def _total_s(self, size_DC: Ints, dp_D: Ints) -> Floats:
+        """[D, C] forward and backward of one micro-batch, all blocks together."""
+        forward, backward = self._seconds(size_DC, dp_D)
+        shares = self._costs.blocks.shares.sum(axis=0)
+        return np.einsum("i,idc->dc", shares, forward + backward)
 
-    def _total_s(self, size: Ints, factor: Floats) -> Floats:
-        """Forward and backward of one micro-batch, all blocks together."""
-        forward, inputs, weights = self._phases_s(size * factor)
-        total = forward * self._share.sum() + inputs * self._input_share.sum()
-        total += weights * self._weight_share.sum()
-        for loss in self._losses:
-            total += curve_values(loss.forward, size) + curve_values(loss.backward, size)
-        return total
-
-    def _phases_s(self, samples: Floats) -> tuple[Floats, Floats, Floats]:
-        """The module's forward, its backward of inputs (with recomputation), and of weights.
-
-        Args:
-            samples: of a micro-batch, weighted by their work.
-        """
-        forward = curve_values(self._curves.forward, samples)
-        inputs = curve_values(self._curves.backward_input, samples)
-        weights = np.maximum(curve_values(self._curves.backward, samples) - inputs, 0.0)
-        return forward, (inputs + forward) if self._recomputes else inputs, weights
+    def _seconds(self, size_DC: Ints, dp_D: Ints) -> tuple[Floats, Floats]:
+        """[4, D, C] (:meth:`mmplan.solvers.cost_table.ModuleCosts.seconds`)."""
+        work_DC = self._costs.work(size_DC, dp_D[:, None])
+        return self._costs.seconds(self._tp, size_DC, work_DC)
 
 
 def _without_empty(dp_D: Ints, size_DP: Ints, count_DP: Ints) -> _ShareSplit:

@@ -29,21 +29,16 @@ class BlockMemory:
 
     def __init__(self, problems: Mapping[str, Problem]) -> None:
         self._problems = problems
-        self._parameters = cache(self._compute_parameters)
+        self.parameters = cache(self._compute_parameters)
         self.activations = cache(self._compute_activations)
         self.messages = cache(self._compute_messages)
 
-    def parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
-        """``[L]`` fixed bytes (parameters, gradients and optimizer state), and of gradients."""
-        zero = self._problems[op.task].costs.training.zero
-        return self._parameters(op, tp, dp if zero else 1)
-
     def _compute_parameters(self, op: MetaOp, tp: int, dp: int) -> tuple[Floats, Floats]:
+        """``[L]`` fixed bytes (parameters, gradients and optimizer state), and of gradients."""
         problem = self._problems[op.task]
-        each = [(b, b + 1) for b in range(problem.blocks(op.module))]
-        fixed = [problem.fixed_bytes(op.module, block, tp, dp) for block in each]
-        gradient = [problem.gradient_bytes(op.module, block, tp) for block in each]
-        return np.array(fixed), np.array(gradient)
+        costs = problem.module_costs(op.module)
+        fixed = costs.parameter_bytes(costs.blocks.trained, costs.blocks.frozen, tp=tp, dp=dp)
+        return fixed, costs.blocks.trained / tp * problem.costs.gradient_bytes
 
     def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
         """Activations of a micro-batch, and the messages that it carries."""

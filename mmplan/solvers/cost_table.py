@@ -1,0 +1,226 @@
+"""The one table of what a module's stages cost, for all degrees and micro-batches at once.
+
+Everything about a stage is a sum over its blocks, times what the whole module takes of a
+micro-batch, which knows no blocks. The rules are those of
+:class:`mmplan.costs.cost_model.CostModel`, which says them for one stage and one micro-batch.
+
+Shape suffixes: L = blocks, C = stages (chunks of a pipeline position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from mmplan.arrays import Floats, Ints
+from mmplan.costs.block_ranges import Blocks
+from mmplan.costs.fit import curve_values
+from mmplan.costs.links import all_reduce_s
+from mmplan.costs.program_costs import CostModel
+from mmplan.schema.cluster import Cluster
+
+# Columns of a stage's shares: of the module's work; of the work that a gradient passes; of the
+# work whose weights train; 1 where the losses are that the module hosts.
+WORK, PASSED, TRAINED, LOSSES = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """A module cut into stages, at tp 1.
+
+    Attributes:
+        cuts: the stages.
+        shares: [C, 4], columns above.
+        held: [C], share of the module's activations that is held.
+        inputs: [C], bytes per sample of the inputs of blocks, which recomputation holds.
+        trained: [C], parameters that train; ``frozen`` the others.
+        cut_bytes: [C], of the output of each stage, per sample.
+    """
+
+    cuts: tuple[Blocks, ...]
+    shares: Floats
+    held: Floats
+    inputs: Floats
+    trained: Floats
+    frozen: Floats
+    cut_bytes: Floats
+
+
+class ModuleCosts:
+    """The costs of one module's blocks.
+
+    Args:
+        costs: of the profile.
+        task: whose version of the module.
+        module: its name.
+        passed: of each block, whether a gradient passes.
+        trains: of each block, whether its weights train.
+        losses: that the last block hosts.
+        recomputes: whether blocks keep their inputs only.
+        round_samples: of a round of the task.
+
+    Attributes:
+        blocks: every block as a stage.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        *,
+        task: str,
+        module: str,
+        passed: Sequence[bool],
+        trains: Sequence[bool],
+        losses: Sequence[str],
+        recomputes: bool,
+        round_samples: int,
+    ) -> None:
+        self._costs, self._task, self._module = costs, task, module
+        self._recomputes, self._round_samples = recomputes, round_samples
+        self._trained_bytes = cache(self._bytes_per_trained)
+        self._straggler = cache(self._compute_straggler)
+        known = (costs.loss_curves(name) for name in losses)
+        self._losses = [own for own in known if own is not None]
+        cuts = tuple((b, b + 1) for b in range(len(passed)))
+
+        def array(value: Callable[..., float]) -> Floats:
+            return np.array([value(task=task, module=module, blocks=cut) for cut in cuts])
+
+        work, parameters = array(costs.work_share), array(costs.parameters)
+        passed_L, trains_L = np.array(passed, dtype=np.float64), np.array(trains, dtype=np.float64)
+        last_L = np.arange(len(cuts)) == len(cuts) - 1
+        cut_bytes = np.array(
+            [costs.cut_bytes(task=task, module=module, after_block=b) for b, _ in cuts]
+        )
+        self.blocks = StageCosts(
+            cuts=cuts,
+            shares=np.stack([work, work * passed_L, work * trains_L, last_L], axis=1),
+            held=array(costs.activation_share) * passed_L,
+            inputs=np.append(cut_bytes[:1], cut_bytes[:-1]) * passed_L,
+            trained=parameters * trains_L,
+            frozen=parameters * (1 - trains_L),
+            cut_bytes=cut_bytes,
+        )
+
+    def _bytes_per_trained(self, dp: int) -> float:
+        return self._costs.bytes_per_parameter(trainable=True, dp=dp)
+
+    def _compute_straggler(self, dp: int) -> float:
+        return self._costs.straggler(
+            task=self._task, module=self._module, dp=dp, samples=self._round_samples
+        )
+
+    def stages(self, cuts: tuple[Blocks, ...]) -> StageCosts:
+        """The module cut into stages."""
+        starts, own = np.array([start for start, _ in cuts]), self.blocks
+        each = (own.shares, own.held, own.inputs, own.trained, own.frozen)
+        shares, held, inputs, trained, frozen = (np.add.reduceat(x, starts) for x in each)
+        return StageCosts(
+            cuts=cuts,
+            shares=shares,
+            held=held,
+            inputs=inputs,
+            trained=trained,
+            frozen=frozen,
+            cut_bytes=own.cut_bytes[[stop - 1 for _, stop in cuts]],
+        )
+
+    # --- seconds ------------------------------------------------------------------------
+
+    def seconds(self, tp: int, size: Ints, work: Ints | Floats) -> tuple[Floats, Floats]:
+        """``[4, ...]`` what the columns of a stage's shares are multiplied by.
+
+        Args:
+            tp: tensor-parallel degree.
+            size: samples of a micro-batch.
+            work: the same in samples of mean work (:meth:`work`).
+
+        Returns:
+            Seconds of a forward, and of a backward.
+        """
+        fit = self._costs.curves(task=self._task, module=self._module, tp=tp)
+        forward = curve_values(fit.forward, work)
+        inputs = curve_values(fit.backward_input, work)
+        weights = np.maximum(curve_values(fit.backward, work) - inputs, 0.0)
+        if self._recomputes:
+            inputs = inputs + forward
+        none, loss, loss_backward = (np.zeros_like(forward) for _ in range(3))
+        for own in self._losses:
+            loss = loss + curve_values(own.forward, size)
+            loss_backward = loss_backward + curve_values(own.backward, size)
+        return (
+            np.stack([forward, none, none, loss]),
+            np.stack([none, inputs, weights, loss_backward]),
+        )
+
+    def work(self, size: Ints, dp: Ints) -> Ints | Floats:
+        """Micro-batches of the busiest of ``dp`` replicas, in samples of mean work."""
+        if self._costs.sampled_work(self._task) is None:
+            return size
+        return size * np.vectorize(self._straggler, otypes=[np.float64])(dp)
+
+    # --- bytes --------------------------------------------------------------------------
+
+    def activation_bytes(self, tp: int, size: Ints) -> Floats:
+        """Of a micro-batch, the whole module's, in the sizes' shape."""
+        fit = self._costs.curves(task=self._task, module=self._module, tp=tp)
+        return curve_values(fit.activation_bytes, size)
+
+    def held_bytes(
+        self, held: Floats, inputs: Floats, *, activation: Floats, size: Ints, tp: int | Ints
+    ) -> Floats:
+        """Activations of one micro-batch.
+
+        Args:
+            held: share of the module's activations.
+            inputs: bytes per sample of the blocks' inputs.
+            activation: :meth:`activation_bytes`.
+            size: samples of the micro-batch.
+            tp: of the activations.
+        """
+        if not self._recomputes:
+            return held * activation
+        sharers = tp if self._costs.training.sequence_parallel else 1
+        return np.minimum(held * activation, inputs * size / sharers)
+
+    def parameter_bytes(
+        self, trained: Floats, frozen: Floats, *, tp: int | Ints, dp: int | Ints
+    ) -> Floats:
+        """Weights, gradients and optimizer state of stages."""
+        of_trained = np.vectorize(self._trained_bytes, otypes=[np.float64])(dp)
+        of_frozen = self._costs.bytes_per_parameter(trainable=False)
+        return (trained * of_trained + frozen * of_frozen) / tp
+
+
+def reduction_s(
+    cluster: Cluster,
+    *,
+    tp: int | Ints,
+    pp: int | Ints,
+    dp: int | Ints,
+    num_bytes: float | Floats,
+    backward_s: float | Floats,
+) -> Floats:
+    """Seconds of gradient reductions after the last stage to end, replicas side by side.
+
+    The stages of a replica on one node share its bandwidth, but end their last micro-batch
+    one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
+    after the last stage.
+
+    Args:
+        cluster: its links carry them.
+        tp, pp, dp: of the module.
+        num_bytes: gradients of the stage that has the most, on a device.
+        backward_s: of one stage's micro-batch.
+    """
+    stride, node = tp * pp, cluster.devices_per_node
+    num_local = np.minimum(dp, np.maximum(1, -(-node // stride)))
+    num_nodes = np.minimum(dp, (dp - 1) * stride // node + 1)
+    group = cluster, dp, num_local, num_nodes, num_bytes
+    sharers = np.minimum(stride, node)
+    alone_s, together_s = all_reduce_s(*group, sharers=tp), all_reduce_s(*group, sharers=sharers)
+    after_s = together_s - (sharers // tp - 1) * backward_s
+    return np.where(np.greater(num_bytes, 0), np.maximum(alone_s, after_s), 0.0)
