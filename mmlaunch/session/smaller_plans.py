@@ -40,6 +40,7 @@ def on_one_rank(plan: Plan) -> Plan:
             "losses": tuple(loss.model_copy(update={"ranks": (0,)}) for loss in plan.losses),
             "waves": (),
             "in_turn": (),
+            "order": None,
             "predicted": _UNPREDICTED,
         }
     )

@@ -21,6 +21,7 @@ from mmplan.planning.measured_trials import (
     run_trials,
     runner_up,
 )
+from mmplan.planning.order_search import best_order, order_notes
 from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
@@ -336,7 +337,8 @@ class _CandidatePlans:
         best_of: dict[str, SimulatedPlan] = {}
         for item in ranked:
             best_of.setdefault(item.solution.solver, item)
-        reordered = {solver: self._best_order(first) for solver, first in best_of.items()}
+        usual = {solver: self._best_order(first) for solver, first in best_of.items()}
+        reordered = {solver: self._on_shared_ranks(item) for solver, item in usual.items()}
         split = {solver: self._best_backwards(fused) for solver, fused in reordered.items()}
 
         def is_refined(item: SimulatedPlan) -> bool:
@@ -351,7 +353,8 @@ class _CandidatePlans:
             finalists, plain_notes = plainest_first(finalists)
             self._search_notes += plain_notes
         best, origin = finalists[0]
-        fused = reordered[best.solution.solver] if is_refined(origin) else best
+        solver = best.solution.solver
+        plain, fused = (usual[solver], reordered[solver]) if is_refined(origin) else (best, best)
         objective_s = best.candidate.objective_s
         # The solver's bound leaves out grids beside its own plans; simulated ones count.
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
@@ -372,6 +375,7 @@ class _CandidatePlans:
                 "measured_s": best.measured_s,
                 "notes": (
                     *self._notes(best, idle, devices),
+                    *order_notes(fused.plan, plain.plan),
                     *split_notes(best.plan, fused.plan),
                     *left_out,
                 ),
@@ -405,6 +409,16 @@ class _CandidatePlans:
         fitting = [p for p in plans if peak_bytes(p.predicted) <= self._memory_bytes]
         # The first of equals: forwards issued early that hide nothing only take memory.
         return replace(best, plan=min(fitting, key=lambda p: rounded(p.predicted.iteration_s)))
+
+    def _on_shared_ranks(self, item: SimulatedPlan) -> SimulatedPlan:
+        """The plan with the order in which its shared ranks idle least."""
+        plan = best_order(
+            item.plan,
+            self._costs_of(item.plan),
+            simulated=self._simulated,
+            fits=lambda plan: peak_bytes(plan.predicted) <= self._memory_bytes,
+        )
+        return item if plan is item.plan else replace(item, plan=plan)
 
     def _best_backwards(self, fused: SimulatedPlan) -> SimulatedPlan:
         """Split backwards where they gain; the formula's optimum and baselines stay as they are."""

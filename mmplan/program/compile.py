@@ -62,7 +62,7 @@ def compile_graph(plan: Plan, graph: Graph, orders: Orders) -> Program:
     """
     batches = {name: task.batch for name, task in plan.tasks.items()}
     links = [edge_links(graph.stages, edge) for edge in graph.edges]
-    timeline = OrderBuilder(graph, batches, orders, links)
+    timeline = OrderBuilder(graph, batches, orders, links, plan.order)
     projection = _Projection(graph, links, plan.devices)
     for event in timeline.run():
         projection.add(event)

@@ -177,4 +177,17 @@ def _in_turn(plan: Plan) -> Iterator[str]:
             return
 
 
-_CHECKS = (_names, _grids, _samples, _blocks, _ties, _losses, _waves, _in_turn)
+def _order(plan: Plan) -> Iterator[str]:
+    """Nominal times are of all units or of none, and of all of their chunks."""
+    times = plan.order.times if plan.order else {}
+    names = [unit.name for unit in plan.units]
+    for name in times:
+        if name not in names:
+            yield f"order.times: there is no unit {name!r}"
+    for unit in plan.units if times else ():
+        given, chunks = len(times.get(unit.name, ())), len(unit.blocks)
+        if given != chunks:
+            yield f"order.times.{unit.name}: times of {given} chunks, the unit has {chunks}"
+
+
+_CHECKS = (_names, _grids, _samples, _blocks, _ties, _losses, _waves, _in_turn, _order)

@@ -251,6 +251,42 @@ class Wave(Record):
     slices: tuple[Slice, ...]
 
 
+OrderRule = Literal["backward-first", "forward-first", "longest-path"]
+
+
+class ChunkTimes(Record):
+    """Nominal times of a chunk's computes per sample, in one scale for a whole plan.
+
+    Attributes:
+        forward: 1 or more.
+        backward: of the whole one; 1 or more, whether the chunk has one or not.
+        input_backward: of the input gradients alone, which a split backward computes first.
+    """
+
+    forward: Count
+    backward: Count
+    input_backward: Count
+
+
+class Order(Record):
+    """How a rank of several units chooses among the computes that could begin.
+
+    Each unit's own order is its schedule's. Computes begin as soon as nominal times let them;
+    of those that could begin at one time the rule chooses.
+
+    Attributes:
+        rule: ``backward-first`` takes backwards before forwards, and earlier samples first;
+            ``forward-first`` takes forwards before backwards, forwards of producers and backwards
+            of consumers first, so that every unit runs as far ahead as its schedule lets it;
+            ``longest-path`` takes what most work waits for, one piece after the other.
+        times: by unit, of each chunk; without them each block's forward takes 1 for every
+            sample, and its backward 2.
+    """
+
+    rule: OrderRule = "backward-first"
+    times: dict[Str, tuple[ChunkTimes, ...]] = Field(default_factory=dict)
+
+
 class PlannedModule(Record):
     """What compiling and simulating need to know of a module in a task.
 
@@ -366,6 +402,11 @@ class Plan(Document):
         default=(),
         description="tasks that run one after another, in this order: a rank ends all forwards "
         "and backwards of one before it begins the next",
+    )
+    order: Order | None = Field(
+        default=None,
+        description="how ranks that several units share choose what to run next; null is "
+        "backward-first without times",
     )
     predicted: Prediction
 

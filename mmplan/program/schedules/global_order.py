@@ -6,7 +6,8 @@ several ranks take part in (a tensor-parallel compute, a sync, a reduction) happ
 them at once. List scheduling with nominal durations puts all events into one sequence in
 which each comes after what it depends on; a rank's program is its part of that sequence.
 Any set of programs made this way runs to the end under blocking semantics, however long
-the events really take.
+the events really take. So the durations, and the rule that chooses among events that could
+begin at one time (:class:`mmplan.schema.plan.Order`), are free.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from mmplan.errors import InvalidInputError
 from mmplan.program.instructions import Op, ReplicaCompute
@@ -24,17 +25,21 @@ from mmplan.program.model import CrossSampleLoss, Edge, Graph, LossReduction, Re
 from mmplan.program.samples import RangeIndex, SampleRange
 from mmplan.program.schedules.plan_order import Orders
 from mmplan.program.schedules.split_backward import Room, SplitSequence, room_of, split_sequence
+from mmplan.schema.plan import Order
 
 # Ties at one instant: free memory first, then feed others; collectives last.
+_FIRST, _SECOND = 1, 2
 _PRIORITY = {
     Op.SYNC_WAIT: 0,
-    Op.BACKWARD: 1,
-    Op.INPUT: 1,
-    Op.FORWARD: 2,
+    Op.BACKWARD: _FIRST,
+    Op.INPUT: _FIRST,
+    Op.FORWARD: _SECOND,
     Op.REDUCE: 3,
     # When nothing else can start; a forward that would take too much memory waits for it.
     Op.WEIGHT: 4,
 }
+# Rules of an order put these before or behind each other.
+_COMPUTES = (Op.FORWARD, Op.BACKWARD, Op.INPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,8 @@ class Event:
     waiting_for: int = 0
     ready_at: int = 0
     start: int = 0
+    # Less is more urgent.
+    urgency: tuple[int, int] = (0, 0)
     then: list[Event] = field(default_factory=list)
 
     def after(self, other: Event) -> None:
@@ -94,6 +101,7 @@ class OrderBuilder:
         batches: samples of a step, by task.
         orders: :func:`mmplan.program.schedules.plan_order.order_stages`.
         links: per edge, :func:`edge_links`.
+        order: the plan's.
     """
 
     def __init__(
@@ -102,7 +110,9 @@ class OrderBuilder:
         batches: dict[str, int],
         orders: Orders,
         links: Sequence[Sequence[Handover]],
+        order: Order | None = None,
     ) -> None:
+        self._order = order or Order()
         self._stages, self._edges, self._losses = graph.stages, graph.edges, graph.losses
         self._batches = batches
         self._computes: dict[ReplicaCompute, Event] = {}
@@ -169,6 +179,21 @@ class OrderBuilder:
         start, stop = stage.microbatches[d][mb]
         return (stop - start) * (stage.blocks[1] - stage.blocks[0])
 
+    def _duration(self, item: ReplicaCompute) -> int:
+        op, index, d, mb = item
+        stage = self._stages[index]
+        if not self._order.times:
+            return self._work(item) * (2 if op is Op.BACKWARD else 1)
+        times = self._order.times[stage.unit][stage.chunk]
+        start, stop = stage.microbatches[d][mb]
+        each = {
+            Op.FORWARD: times.forward,
+            Op.BACKWARD: times.backward,
+            Op.INPUT: times.input_backward,
+            Op.WEIGHT: max(1, times.backward - times.input_backward),
+        }
+        return (stop - start) * each[op]
+
     def _compute(self, item: ReplicaCompute) -> Event:
         op, index, d, mb = item
         stage = self._stages[index]
@@ -178,7 +203,7 @@ class OrderBuilder:
             d=d,
             mb=mb,
             ranks=stage.ranks[d],
-            duration=self._work(item) * (2 if op is Op.BACKWARD else 1),
+            duration=self._duration(item),
             first_sample=stage.microbatches[d][mb][0],
         )
         # To all others I is the backward: it takes gradients and gives them.
@@ -292,7 +317,48 @@ class OrderBuilder:
             InvalidInputError: the orders of the stages wait for each other.
         """
         loose = [*self._syncs.values(), *self._weights, *self._reductions]
+        self._rank(loose)
         return _ListScheduler(self._sequences, loose).run()
+
+    def _rank(self, loose: Sequence[Event]) -> None:
+        """Set the urgency of all events by the rule of the plan."""
+        rule = self._order.rule
+        tails = _tails(self._sequences, loose) if rule == "longest-path" else {}
+        for event in chain(*self._sequences, loose):
+            if event.op not in _COMPUTES or rule == "backward-first":
+                event.urgency = _PRIORITY[event.op], 0
+            elif rule == "longest-path":
+                event.urgency = _FIRST, -tails.get(event, 0)
+            elif event.op is Op.FORWARD:
+                event.urgency = _FIRST, event.index
+            else:
+                event.urgency = _SECOND, -event.index
+
+
+def _tails(sequences: Sequence[Sequence[Event]], loose: Sequence[Event]) -> dict[Event, int]:
+    """Nominal time from the start of each event to the end of the last that waits for it.
+
+    Events that wait for each other, and those after them, are left out.
+    """
+    after: defaultdict[Event, list[Event]] = defaultdict(list)
+    missing: dict[Event, int] = {}
+    for event in chain(*sequences, loose):
+        after[event] += event.then
+        missing[event] = event.waiting_for
+    for one, other in chain(*map(pairwise, sequences)):
+        after[one].append(other)
+        missing[other] += 1
+    ordered = [event for event, number in missing.items() if not number]
+    for event in ordered:
+        for other in after[event]:
+            missing[other] -= 1
+            if not missing[other]:
+                ordered.append(other)
+    tails: dict[Event, int] = {}
+    for event in reversed(ordered):
+        longest = max((tails.get(other, 0) for other in after[event]), default=0)
+        tails[event] = event.duration + longest
+    return tails
 
 
 class _ListScheduler:
@@ -303,7 +369,7 @@ class _ListScheduler:
         self._next: dict[Event, Event] = {}
         self._held: set[Event] = set()
         self._free_at: defaultdict[int, int] = defaultdict(int)
-        self._heap: list[tuple[int, int, int, int, int, int, Event]] = []
+        self._heap: list[tuple[int, int, int, int, int, int, int, int, Event]] = []
         self._ticket = 0
         self._ready_syncs: set[Event] = set()
         self._syncs_of: defaultdict[Event, list[Event]] = defaultdict(list)
@@ -380,6 +446,7 @@ class _ListScheduler:
         self._ticket += 1
         key = (
             self._start(event),
+            *event.urgency,
             _PRIORITY[event.op],
             event.first_sample,
             -event.index,
