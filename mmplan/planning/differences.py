@@ -93,6 +93,7 @@ def _whole(plan: Plan, *, known: bool) -> dict[str, Any]:
         "idle ranks": list(plan.solver.idle_ranks),
         "tasks": {name: task.batch for name, task in plan.tasks.items()},
         "in turn": list(plan.in_turn),
+        "order": plan.order and document["order"],
         "waves": len(plan.waves),
         "solver": plan.solver.name,
         "method": plan.solver.method,
