@@ -55,6 +55,7 @@ bench: install  ## benchmarks; each prints both sides and their ratio
 	$(BIN)/python benchmarks/bench_sequence_parallel.py
 	$(BIN)/python benchmarks/bench_slow_ranks.py
 	$(BIN)/python benchmarks/bench_traces.py
+	$(BIN)/python benchmarks/bench_zero3.py
 	$(BIN)/python benchmarks/bench_goodput.py
 	$(BIN)/python benchmarks/bench_data.py
 

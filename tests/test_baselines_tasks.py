@@ -122,10 +122,14 @@ def test_deepspeed_accumulates_where_the_memory_is_short() -> None:
     assert two.candidates[0].objective_s == pytest.approx(52.0 + 2 * (2 + 2 * 6.0))
     one = solved(388.0)
     assert one.candidates[0].objective_s == pytest.approx(52.0 + 4 * (2 + 6.0))
+    # ZeRO-2 cuts gradients too: 4 + (4 + 8) / 2 bytes are 240, and 2 samples hold 200.
+    assert {solved(memory).candidates[0].zero for memory in (388.0, 688.0)} == {1}
+    assert solved(387.0).candidates[0].zero == solved(340.0).candidates[0].zero == 2
+    # ZeRO-3 needs 16 / 2 bytes, 192, and has the largest block of each of three modules whole.
     with pytest.raises(
-        InfeasibleError, match=r"AB, C one after another, a device has 387 B: 1 B missing"
+        InfeasibleError, match=r"AB, C one after another, a device has 339 B: 25 B missing"
     ):
-        solved(387.0)
+        solved(339.0)
 
 
 def test_deepspeed_where_devices_do_not_divide_the_batch() -> None:
@@ -244,7 +248,8 @@ def test_what_is_missing_is_said() -> None:
         solve_distmm_mt(request_of(task, costs_of(1), 1))
     small = {"memory_bytes": 100.0}
     large = costs_of(4, parameters=10.0, cluster=small)
-    with pytest.raises(InfeasibleError, match=r"deepspeed needs at least 300 B"):
+    with pytest.raises(InfeasibleError, match=r"deepspeed needs at least 210 B"):
+        # With ZeRO-3: 30 parameters of 4 bytes, and of each module a block whole.
         solve_deepspeed(request_of(task, large, 4))
     for solver in (solve_spindle_seq, solve_megatron):
         with pytest.raises(InfeasibleError, match=r"at least 480 B .* 380 B missing"):

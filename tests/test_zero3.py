@@ -75,6 +75,53 @@ def test_steps_and_a_reload_equal_one_process(case: Case, train: dict[str, Any])
     assert not verdict.differences, verdict.differences[:5]
 
 
+def _of_tasks(**second: Any) -> tuple[Plan, Workload]:
+    """Two tasks with other micro-batches use the same modules on the same ranks."""
+    ranks = [[[0]], [[1]]]
+    units = [
+        unit("v", "a", dp=2, k=2, blocks=2, ranks=ranks, task="one"),
+        unit("t", "v", dp=2, k=2, blocks=2, ranks=ranks, task="one"),
+        unit("v", "a", name="two.v", dp=2, k=3, blocks=2, ranks=ranks, task="two", **second),
+        unit("t", "v", name="two.t", dp=2, k=3, blocks=2, ranks=ranks, task="two"),
+    ]
+    losses = [
+        loss("regression", "t", "target", task="one"),
+        loss("regression2", "t", "target", task="two"),
+    ]
+    batches = {"one": 8, "two": 12}
+    workload = make_workload(
+        units, losses, batch=8, task_batches=batches, train={**ADAMW, "zero": 3}
+    )
+    return make_plan(*units, losses=losses, batch=batches), workload
+
+
+def test_tasks_that_share_modules_sum_in_each_of_their_backwards() -> None:
+    plan, workload = _of_tasks()
+    trained = trained_as(plan, workload)
+    program = compile_plan(trained)
+    assert [reduction.rounds for reduction in program.block_reductions] == [5, 5]
+    assert all(stage.gathers for stage in program.stages)
+    assert check_program(program) == []
+    world = StrictWorld(plan.devices)
+    verdict = verify_in_process(trained, workload, world=world)
+    assert world.faults == []
+    assert not verdict.differences, verdict.differences[:5]
+    plan = plan.model_copy(update={"training": plan.training.model_copy(update={"zero": 3})})
+    certificate = certified(plan)
+    assert faults_of(plan, certificate) == []
+    for row in certificate["rows"]:
+        row["instructions"] = row["instructions"].replace("REDUCE:0.4", "REDUCE:0.9")
+    assert faults_of(plan, certificate) != []
+
+
+def test_blocks_that_a_task_freezes_stay_whole() -> None:
+    program = compile_plan(trained_as(*_of_tasks(frozen=((0, 1),))))
+    whole = {r.blocks for r in program.block_reductions if r.owner == "v" and r.rounds is None}
+    assert whole == {(0, 2)}
+    assert [stage.gathers for stage in program.stages if stage.owner == "t"] == [True, True]
+    assert not any(stage.gathers for stage in program.stages if stage.owner == "v")
+
+
 @pytest.mark.slow
 def test_steps_are_those_of_zero_1() -> None:
     one = train_planned(*_made(PIPELINE, zero=1), 3)

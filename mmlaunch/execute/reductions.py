@@ -47,7 +47,7 @@ from mmplan.program.model import (
     TieReduction,
     TieUpdate,
 )
-from mmplan.program.reduction_starts import is_cut, starting_stage
+from mmplan.program.reduction_starts import is_cut, rounds_of
 from mmplan.program.shards import Ranks
 from mmplan.schema.protocols import as_counting
 
@@ -135,8 +135,7 @@ class Reductions:
         Last parameters come first: a backward completes their gradients first.
         """
         rank = self._transport.rank
-        stage = starting_stage(self._program, reduction) if is_cut(reduction) else None
-        gathers = stage is not None and stage.gathers
+        gathers = any(stage.gathers for stage, _ in rounds_of(self._program, reduction))
         # What is gathered apart is summed apart: the parameters of each block.
         found: defaultdict[tuple[str, Ranks, bool, str], list[ParameterSlice]] = defaultdict(list)
         counted: set[str] = set()

@@ -256,7 +256,6 @@ class CostModel(LinkCosts):
         """Weights, gradients and optimizer state of a stage on one device.
 
         All are divided by ``tp``, and what ZeRO cuts (:meth:`bytes_per_parameter`) also by ``dp``.
-        Of ZeRO-3 the block that a compute has whole counts too.
         """
         blocks = blocks or (0, self.num_blocks(task=task, module=module))
         total = self.parameters(task=task, module=module, blocks=blocks)
@@ -267,38 +266,26 @@ class CostModel(LinkCosts):
         # Of tensor-parallel stages the gradients alone are cut.
         gathers = in_rounds and tp == 1 and dp > 1
         each = self.bytes_per_parameter(trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers)
-        whole = 0.0
-        if gathers and self.training.zero > 2:
-            whole = self.gathered_bytes(
-                task=task, module=module, blocks=blocks, trainable=trainable
-            )
         return (
-            whole
-            + (
-                trained * each
-                + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
-            )
-            / tp
-        )
+            trained * each + max(total - trained, 0.0) * self.bytes_per_parameter(trainable=False)
+        ) / tp
 
     def gathered_bytes(
         self, *, task: str, module: str, blocks: Blocks, trainable: Ranges | None = None
     ) -> float:
-        """Bytes of the largest block under ZeRO-3 while its backward runs: weights and gradient.
+        """Most bytes that ZeRO-3 has whole while a block's backward runs: weights and gradient.
 
-        On a device of its own the next block's weights are gathered meanwhile.
+        On a device of its own the weights of the block before it are gathered meanwhile.
         """
-        each = self.held_bytes * (1 if self.cluster.device.is_cpu else 2) + self.gradient_bytes
-        trained = (range(*part) for part in overlaps(blocks, trainable))
-        largest = max(
-            (
-                self.parameters(task=task, module=module, blocks=(block, block + 1))
-                for part in trained
-                for block in part
-            ),
-            default=0.0,
-        )
-        return largest * each
+        numbers = [
+            self.parameters(task=task, module=module, blocks=(block, block + 1))
+            for part in overlaps(blocks, trainable)
+            for block in range(*part)
+        ]
+        ahead = 0 if self.cluster.device.is_cpu else self.held_bytes
+        own = self.held_bytes + self.gradient_bytes
+        found = (n * own + before * ahead for before, n in itertools.pairwise([0.0, *numbers]))
+        return max(found, default=0.0)
 
     @property
     def held_bytes(self) -> int:

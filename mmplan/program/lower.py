@@ -19,7 +19,7 @@ from mmplan.program.model import (
     Ties,
     can_split,
 )
-from mmplan.program.reduction_starts import is_cut, starting_stage
+from mmplan.program.reduction_starts import rounds_of, starting_stages
 from mmplan.program.samples import RangeIndex, number_samples
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.program.shards import Ranks
@@ -56,11 +56,7 @@ def lower(plan: Plan) -> Graph:
     if plan.training.zero > 1:
         graph.reductions = [_in_rounds(graph, each) for each in graph.reductions]
     if plan.training.zero > 2:
-        cut = {
-            stage.index
-            for x in graph.reductions
-            if is_cut(x) and (stage := starting_stage(graph, x))
-        }
+        cut = {stage.index for x in graph.reductions for stage, _ in rounds_of(graph, x)}
         # Of a tensor-parallel stage the gradients alone are cut.
         graph.stages = [replace(s, gathers=s.index in cut and s.tp == 1) for s in graph.stages]
     return graph
@@ -71,14 +67,14 @@ def _in_rounds(graph: Graph, reduction: Reduction) -> Reduction:
 
     Elsewhere a replica may need messages of another one that waits for it in a sum.
     """
-    stage = starting_stage(graph, reduction)
-    if stage is None or stage.split or not isinstance(reduction, BlockReduction):
+    stages = starting_stages(graph, reduction)
+    if not stages or any(s.split for s in stages) or not isinstance(reduction, BlockReduction):
         return reduction
     ends = ((graph.stages[e.producer], graph.stages[e.consumer]) for e in graph.edges)
-    counts = {len(replica) for replica in stage.microbatches}
-    if len(counts) > 1 or any(one.microbatches != other.microbatches for one, other in ends):
+    even = all(len({*map(len, stage.microbatches)}) == 1 for stage in stages)
+    if not even or any(one.microbatches != other.microbatches for one, other in ends):
         return reduction
-    return replace(reduction, rounds=counts.pop())
+    return replace(reduction, rounds=sum(len(stage.microbatches[0]) for stage in stages))
 
 
 def _ties(plan: Plan) -> Ties:

@@ -273,8 +273,9 @@ class BlockReduction(ShardSum):
     Attributes:
         owner: module (``share`` followed).
         blocks: half-open range of blocks.
-        rounds: ZeRO-2: it is made after each of so many micro-batches, and each rank keeps its part
-            of the sums only; None where gradients add up over a step first.
+        rounds: ZeRO-2: it is made after each of so many micro-batches, of all stages that run the
+            blocks, and each rank keeps its part of the sums only; None where gradients add up over
+            a step first.
         communicator: number of that of its ranks.
     """
 

@@ -29,19 +29,42 @@ def starting_stage(graph: Graph | Program, reduction: Reduction) -> Stage | None
 
     No other stage may add to the blocks' gradients, and one rank of each replica brings them.
     """
+    stages = starting_stages(graph, reduction)
+    return stages[0] if len(stages) == 1 else None
+
+
+def starting_stages(graph: Graph | Program, reduction: Reduction) -> list[Stage]:
+    """The stages in each of whose backwards a reduction can begin; none where there are others.
+
+    They are all that run its blocks, on the same ranks: several tasks may use a module. One rank
+    of each replica brings gradients, of all of the blocks where there are several stages.
+    """
     if not isinstance(reduction, BlockReduction) or reduction.parameters != "all":
-        return None
+        return []
     first, end = reduction.blocks
     holders = [
         stage
         for stage in graph.stages
         if stage.owner == reduction.owner and stage.blocks[0] < end and first < stage.blocks[1]
     ]
-    if len(holders) != 1 or not holders[0].has_backward:
-        return None
-    (stage,), ranks = holders, set(reduction.ranks)
-    is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.ranks)
-    return stage if is_one_each and len(ranks) == stage.dp else None
+    ranks = set(reduction.ranks)
+    for stage in holders:
+        is_one_each = all(len(ranks.intersection(group)) == 1 for group in stage.ranks)
+        trains = any(a <= first and end <= b for a, b in stage.trainable) or len(holders) == 1
+        alike = stage.has_backward and trains and stage.ranks == holders[0].ranks
+        if not (is_one_each and alike and len(ranks) == stage.dp):
+            return []
+    return holders
+
+
+def rounds_of(graph: Graph | Program, reduction: Reduction) -> Iterator[tuple[Stage, int]]:
+    """Of a sum that is cut, the stage and the micro-batch of each of its rounds, in order.
+
+    The rounds are numbered stage by stage; what order they have is the rows' own.
+    """
+    for stage in starting_stages(graph, reduction) if is_cut(reduction) else ():
+        for mb in range(len(stage.microbatches[0])):
+            yield stage, mb
 
 
 def completing_op(stage: Stage) -> Op:
@@ -74,25 +97,25 @@ def _with_rounds(
     The sums end directly behind the backward, before it sends anything: a run waits for them
     inside of it, one bucket after the other.
     """
-    of_stage: defaultdict[int, list[int]] = defaultdict(list)
+    # Of a backward, the sums and the numbers of their rounds; those of later blocks first.
+    of_backward: defaultdict[Instruction, list[tuple[int, int]]] = defaultdict(list)
+    cut: set[int] = set()
     for reduction in graph.reductions:
-        stage = starting_stage(graph, reduction)
-        if stage is not None and is_cut(reduction) and rank in reduction.ranks:
-            of_stage[stage.index].insert(0, reduction.index)
-    if not of_stage:
+        if is_cut(reduction) and rank in reduction.ranks:
+            cut.add(reduction.index)
+            for number, (stage, mb) in enumerate(rounds_of(graph, reduction)):
+                backward = Compute(Op.BACKWARD, stage.index, mb)
+                of_backward[backward].insert(0, (reduction.index, number))
+    if not cut:
         return tuple(row)
     found: list[Instruction] = []
-    cut = {index for own in of_stage.values() for index in own}
     for item in row:
         if isinstance(item, Collective) and item.op is Op.REDUCE and item.index in cut:
             continue
-        own = of_stage.get(item.stage, []) if isinstance(item, Compute) else []
-        if not isinstance(item, Compute) or item.op is not Op.BACKWARD or not own:
-            found.append(item)
-            continue
-        found += [Collective(Op.REDUCE_START, index, item.mb) for index in own]
+        own = of_backward.get(item, [])
+        found += [Collective(Op.REDUCE_START, *sum_round) for sum_round in own]
         found.append(item)
-        found += [Collective(Op.REDUCE, index, item.mb) for index in own]
+        found += [Collective(Op.REDUCE, *sum_round) for sum_round in own]
     return tuple(found)
 
 

@@ -354,17 +354,19 @@ class _Checker:
                 yield f"classes.{n}: its row does something before what must come first"
 
     def _rounds(self, at: Mapping[Any, float], k: int, place: Mapping[int, int]) -> list[Any]:
-        """Pairs of a sum made in each backward of one stage; none where it is made elsewhere."""
-        own, adds, ops = self.sums[k], self._adding(k, place), ("REDUCE_START", "B", "REDUCE")
-        turns = [
-            [(op, i if op == "B" else k, m) for op in ops]
-            for i in adds
-            for m in range(own["rounds"])
-        ]
+        """Pairs of a sum made in each backward of its stages; none where it is made elsewhere."""
+        own, adds = self.sums[k], sorted(self._adding(k, place))
         counts = [len(self.samples[self.stages[i]["unit"]][place[i]]) for i in adds]
+        # Rounds are numbered stage by stage, and have the order of the backwards.
+        backwards = [("B", i, m) for i, n in zip(adds, counts, strict=True) for m in range(n)]
+        turns = [
+            [("REDUCE_START", k, number), backward, ("REDUCE", k, number)]
+            for number, backward in enumerate(backwards)
+        ]
+        turns.sort(key=lambda turn: at.get(turn[1], inf))
         others = [event for event in at if event[0] != "REDUCE_START"]
         late = any(at.get(x, inf) < at[e] < at.get(b, 0) for x, b, _ in turns for e in others)
-        fits = counts == [own["rounds"]] and own["parameters"] == "all" and not late
+        fits = sum(counts) == own["rounds"] and own["parameters"] == "all" and not late
         return [*pairwise(event for turn in turns for event in turn)] if fits else []
 
     def _starts_in_time(self, row: _CertifiedRow, k: int, place: Iterable[int]) -> bool:

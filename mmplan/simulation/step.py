@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TypeVar
 
 from mmplan.costs.program_costs import ProgramCosts
@@ -19,7 +19,7 @@ from mmplan.program.clocks import Clocks, Durations, Parts, Shared, replay
 from mmplan.program.dependencies import Dependencies, find_dependencies
 from mmplan.program.instructions import Collective, Compute, Instruction, Op, Step, Sync
 from mmplan.program.model import Edge, Program
-from mmplan.program.reduction_starts import starting_stage
+from mmplan.program.reduction_starts import rounds_of, starting_stage
 from mmplan.program.sent_messages import MessagesUnderWay
 from mmplan.program.trace import TimedInstruction
 from mmplan.schema.plan import Plan, Prediction
@@ -187,7 +187,10 @@ def _parts(program: Program, costs: ProgramCosts, item: Sync | Collective) -> Pa
     if isinstance(item, Sync):
         return [(1.0, costs.gather_s(program.cross_sample(item.loss)))]
     reduction = program.reductions[item.index]
-    return costs.reduce_parts(reduction, starting_stage(program, reduction))
+    stage = starting_stage(program, reduction)
+    if item.mb is not None:
+        stage, _ = next(islice(rounds_of(program, reduction), item.mb, None))
+    return costs.reduce_parts(reduction, stage)
 
 
 def _shared(

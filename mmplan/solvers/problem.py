@@ -352,12 +352,32 @@ class Problem:
         """
         shared = [self.request.workload.modules[m].share for m in self.task.modules]
         alone = len(self.request.tasks) == 1 and not any(shared)
+        in_rounds = is_one_grid and alone
+        fixed = self.parameters_bytes(module, blocks, tp, dp, in_rounds=in_rounds)
+        gathers = in_rounds and tp == 1 and dp > 1
+        return fixed + (self.gathered_bytes(module, blocks) if gathers else 0.0)
+
+    def parameters_bytes(
+        self, module: str, blocks: Blocks, tp: int, dp: int, *, in_rounds: bool
+    ) -> float:
+        """Weights, gradients and optimizer state of a stage as a device keeps them."""
         return self.costs.static_bytes(
-            in_rounds=is_one_grid and alone,
+            in_rounds=in_rounds,
             task=self.task.name,
             module=module,
             tp=tp,
             dp=dp,
+            blocks=blocks,
+            trainable=self.trainable(module, blocks),
+        )
+
+    def gathered_bytes(self, module: str, blocks: Blocks) -> float:
+        """What a rank has whole of a stage's blocks where it gathers them; 0 without ZeRO-3."""
+        if self.costs.training.zero < 3:
+            return 0.0
+        return self.costs.gathered_bytes(
+            task=self.task.name,
+            module=module,
             blocks=blocks,
             trainable=self.trainable(module, blocks),
         )

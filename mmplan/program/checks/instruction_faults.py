@@ -28,7 +28,7 @@ from mmplan.program.model import (
     Stage,
     TieReduction,
 )
-from mmplan.program.reduction_starts import starting_stage
+from mmplan.program.reduction_starts import rounds_of, starting_stage
 from mmplan.program.samples import SampleRange
 
 # (stage, operation, micro-batch) of a compute
@@ -76,7 +76,7 @@ def _reference_fault(program: Program, counts: dict[int, int], item: Instruction
         if item.index >= len(known):
             return f"there is no {item.op} {item.index}"
         if item.mb is not None and item.op is not Op.COUNT:
-            rounds = rounds_of(program.reductions[item.index])
+            rounds = _round_numbers(program.reductions[item.index])
             if item.mb not in rounds:
                 return f"reduction {item.index} is made {len(rounds)} times"
     return None
@@ -192,6 +192,8 @@ class _RankCheck:
         self._computes: defaultdict[_ComputeOf, list[int]] = defaultdict(list)
         self._syncs: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
         self._collectives: defaultdict[tuple[Op, int, int | None], list[int]] = defaultdict(list)
+        # Of sums that are cut, the rounds and the positions of their backwards.
+        self._rounds: dict[int, tuple[list[tuple[Stage, int]], list[int]]] = {}
         # (compute, edge) to the ranges received for it, and positions of its messages.
         self._received: defaultdict[tuple[_ComputeOf, int], list[SampleRange]] = defaultdict(list)
         self._messages: list[tuple[int, Message, _ComputeOf]] = []
@@ -344,7 +346,7 @@ class _RankCheck:
                 if stage == host and op is Op.FORWARD and positions and positions[0] < counts[0]:
                     yield f"{self._at(positions[0])}: comes before {self._row[counts[0]]}"
         for reduction in self._program.reductions:
-            for mb in rounds_of(reduction):
+            for mb in _round_numbers(reduction):
                 positions = self._collectives[Op.REDUCE, reduction.index, mb]
                 expected = int(self._rank in reduction.ranks)
                 name = str(Collective(Op.REDUCE, reduction.index, mb))
@@ -363,7 +365,10 @@ class _RankCheck:
 
         Of a sum that is cut that is the backward of its micro-batch.
         """
-        stage = starting_stage(self._program, reduction)
+        stage, own = starting_stage(self._program, reduction), -1
+        if mb is not None:
+            rounds = self._rounds_of(reduction)
+            stage, own = rounds[mb] if mb < len(rounds) else (None, -1)
         if stage is None or stage.index not in self._stages:
             yield f"{self._at(start)}: more than one stage adds to its gradients, or none"
             return
@@ -376,7 +381,7 @@ class _RankCheck:
         computes = ((x.stage, x.op, p) for p, x in enumerate(row) if isinstance(x, Compute))
         last = max((p for i, op, p in computes if i == stage.index and op in adding), default=-1)
         if mb is not None:
-            last = next(iter(self._computes[stage.index, Op.BACKWARD, mb]), -1)
+            last = next(iter(self._computes[stage.index, Op.BACKWARD, own]), -1)
         if inside != last:
             yield (
                 f"{self._at(start)}: stands before {row[inside]}, not before the last backward of "
@@ -384,8 +389,11 @@ class _RankCheck:
             )
 
     def _reduce_order_faults(self, index: int, reduce: int, round: int | None) -> Iterator[str]:
-        """What is in a sum comes before it; of one that is cut the rest of its blocks after it."""
+        """What is in a sum comes before it; see :meth:`_round_faults` for one that is cut."""
         reduction = self._program.reductions[index]
+        if round is not None:
+            yield from self._round_faults(reduction, reduce, round)
+            return
         for stage in self._stages.values():
             if isinstance(reduction, LossReduction):
                 names = {self._program.losses[i].name for i in stage.hosted}
@@ -403,16 +411,34 @@ class _RankCheck:
                 ops.append(Op.WEIGHT)
             for mb in range(len(self._microbatches[stage.index]) if contributes else 0):
                 for late in (self._computes[stage.index, op, mb] for op in ops):
-                    if round is not None and mb > round:
-                        if late and late[0] < reduce:
-                            yield f"{self._at(reduce)}: has gradients of {self._row[late[0]]} in it"
-                    elif late and late[-1] > reduce:
+                    if late and late[-1] > reduce:
                         yield f"{self._at(late[-1])}: adds to gradients already reduced at {reduce}"
         if isinstance(reduction, LossReduction):
             for (_, loss, _), positions in self._syncs.items():
                 named = self._program.losses[loss].name == reduction.owner
                 if named and positions and positions[-1] > reduce:
                     yield f"{self._at(positions[-1])}: adds to gradients already reduced"
+
+    def _rounds_of(self, reduction: Reduction) -> list[tuple[Stage, int]]:
+        """The stage and the micro-batch of each round of a sum that is cut."""
+        if reduction.index not in self._rounds:
+            rounds = [*rounds_of(self._program, reduction)]
+            own = (self._computes.get((s.index, Op.BACKWARD, mb), ()) for s, mb in rounds)
+            self._rounds[reduction.index] = rounds, sorted(p for found in own for p in found)
+        return self._rounds[reduction.index][0]
+
+    def _round_faults(self, reduction: Reduction, reduce: int, number: int) -> Iterator[str]:
+        """A sum that is cut has the gradients of one backward: no other one is before it."""
+        rounds = self._rounds_of(reduction)
+        stage, mb = rounds[number] if number < len(rounds) else (None, 0)
+        own = () if stage is None else self._computes.get((stage.index, Op.BACKWARD, mb), ())
+        if not own:
+            return
+        if own[0] > reduce:
+            yield f"{self._at(own[0])}: adds to gradients already reduced at {reduce}"
+        adding = self._rounds[reduction.index][1]
+        for late in adding[bisect_right(adding, own[0]) : bisect_left(adding, reduce)]:
+            yield f"{self._at(reduce)}: has gradients of {self._row[late]} in it"
 
     def _step_faults(self) -> Iterator[str]:
         steps = [i for i, item in enumerate(self._row) if isinstance(item, Step)]
@@ -421,7 +447,7 @@ class _RankCheck:
             yield f"{self._at(steps[-1])}: is not the last instruction"
 
 
-def rounds_of(reduction: Reduction) -> Sequence[int | None]:
+def _round_numbers(reduction: Reduction) -> Sequence[int | None]:
     """The micro-batches after which a sum is made; None for once, after all."""
     rounds = reduction.rounds if isinstance(reduction, BlockReduction) else None
     return (None,) if rounds is None else range(rounds)

@@ -156,7 +156,10 @@ def _with_zero(request: Request, zero: int) -> Solution:
     training = request.costs.training.model_copy(update={"zero": zero})
     costs = CostModel(request.costs.profile, request.cluster, training)
     sharded = replace(request, costs=costs)
-    solution = InTurn(sharded, "deepspeed", _replicated, lambda grid: [grid.most]).solution()
+    tasks = InTurn(
+        sharded, "deepspeed", _replicated, lambda grid: [grid.most], is_one_grid=zero > 1
+    )
+    solution = tasks.solution()
     stage = cast("Literal[1, 2, 3]", zero)
     return replace(solution, candidates=tuple(replace(c, zero=stage) for c in solution.candidates))
 

@@ -51,10 +51,15 @@ class Ledger:
     """Bytes and reduction seconds of sets of holdings of one module; remembers what it was asked.
 
     Holdings are known by number, so that sets of them are cheap to compare.
+
+    Args:
+        problems: of the tasks.
+        is_one_grid: whether all modules of a task have the same replicas. Then ZeRO-2 and ZeRO-3
+            cut what all tasks hold and train alike.
     """
 
-    def __init__(self, problems: Mapping[str, Problem]) -> None:
-        self.problems = problems
+    def __init__(self, problems: Mapping[str, Problem], *, is_one_grid: bool = False) -> None:
+        self.problems, self._is_one_grid = problems, is_one_grid
         self.devices = next(iter(problems.values())).devices
         self._holdings: list[Holding] = []
         self._numbers: dict[Holding, int] = {}
@@ -77,6 +82,8 @@ class Ledger:
         return self._bytes[numbers]
 
     def _together(self, numbers: Sequence[int]) -> Floats:
+        if self._is_one_grid and len({self._alike(number) for number in numbers}) == 1:
+            return self._cut(self._holdings[numbers[0]])
         held_DL, shard_DL, whole_DL = self._part(numbers[0])
         for number in numbers[1:]:
             own_DL, other_DL, all_DL = self._part(number)
@@ -85,6 +92,25 @@ class Ledger:
             held_DL = np.where(differ, whole_DL, np.maximum(held_DL, own_DL))
             shard_DL = np.where(differ, 1, np.maximum(shard_DL, other_DL))
         return held_DL.sum(axis=1)
+
+    def _alike(self, number: int) -> object:
+        """Equal for holdings whose gradients have one sum after each micro-batch."""
+        item = self._holdings[number]
+        return (
+            item.blocks,
+            item.grid,
+            self.problems[item.task].trainable(item.module, item.blocks[0]),
+        )
+
+    def _cut(self, holding: Holding) -> Floats:
+        """[D] bytes of a module that its replicas cut, and of what they gather of it."""
+        problem, grid, found_D = self.problems[holding.task], holding.grid, np.zeros(self.devices)
+        for chunk, blocks in enumerate(holding.blocks):
+            own = problem.parameters_bytes(holding.module, blocks, grid.tp, grid.dp, in_rounds=True)
+            if grid.tp == 1 and grid.dp > 1:
+                own += problem.gathered_bytes(holding.module, blocks)
+            found_D[[rank for group in grid.stage(chunk) for rank in group]] += own
+        return found_D
 
     def _part(self, number: int) -> tuple[Floats, NDArray[np.int64], Floats]:
         """[D, L]: bytes of the shard held, what shard it is (0 for none, 1 for all), bytes of all.
@@ -474,6 +500,7 @@ class InTurn:
     Args:
         layouts: to choose from, of one task.
         replicas: to try on a grid.
+        is_one_grid: see :class:`Ledger`.
 
     Raises:
         InfeasibleError: devices or pins leave a task without any option.
@@ -485,12 +512,14 @@ class InTurn:
         solver: str,
         layouts: Callable[[Problem], Iterable[Layout]],
         replicas: Replicas = halvings,
+        *,
+        is_one_grid: bool = False,
     ) -> None:
         self._request, self._solver = request, solver
         self._problems = {
             name: Problem(request=request, task=task) for name, task in request.tasks.items()
         }
-        self._ledger = Ledger(self._problems)
+        self._ledger = Ledger(self._problems, is_one_grid=is_one_grid)
         self._options = [self._of(p, list(layouts(p)), replicas) for p in self._problems.values()]
 
     def _of(
