@@ -32,6 +32,12 @@ def _workload(case: Case, *modules: str, **train: Any) -> Workload:
     return workload.model_copy(update={"modules": specs, "train": changed})
 
 
+def _left_to_the_plan(workload: Workload) -> Workload:
+    specs = workload.modules.items()
+    auto = {name: spec.model_copy(update={"recompute": "auto"}) for name, spec in specs}
+    return workload.model_copy(update={"modules": auto})
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,9 +99,10 @@ def test_a_module_that_two_tasks_train_differently_keeps_its_freezes(
     assert not verdict.differences, verdict.differences[:5]
 
 
+@pytest.mark.parametrize("said", ["by the workload", "by the plan"])
 @pytest.mark.parametrize("modules", [(), ("v",)])
 def test_blocks_save_only_their_inputs_where_they_run_again(
-    modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    modules: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = small_case(others="single")
     saved: Counter[str] = Counter()
@@ -117,7 +124,7 @@ def test_blocks_save_only_their_inputs_where_they_run_again(
         workload = _workload(case, *modules)
         session = Session(
             plan=trained_as(case.plan(), workload),
-            workload=workload,
+            workload=_left_to_the_plan(workload) if said == "by the plan" else workload,
             folder=HERE,
             transport=transport,
         )

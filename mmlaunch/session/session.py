@@ -236,12 +236,11 @@ class Session:
         )
         gathered = self._reductions.gathered
         seeds = Seeds(workload.train.seed, transport.device)
-        recompute = frozenset(n for n, m in workload.modules.items() if m.recompute == "full")
         blocks = (
             StageBlocks(
                 self.model,
                 seeds,
-                recompute,
+                plan.recomputing,
                 CompiledBlocks(transport.device) if workload.train.compile else None,
                 gathered=gathered,
             )

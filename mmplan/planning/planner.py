@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mmplan.costs.program_costs import CostModel, check_cluster
 from mmplan.errors import InfeasibleError, InvalidInputError
@@ -22,6 +23,7 @@ from mmplan.planning.measured_trials import (
     runner_up,
 )
 from mmplan.planning.order_search import best_order, order_notes
+from mmplan.planning.recomputation import best_recomputation, free_modules
 from mmplan.processes import rare_collections
 from mmplan.program.lower import lower
 from mmplan.program.symmetry_classes import LoweredPlan, lower_plan
@@ -138,7 +140,6 @@ def solve(
         InfeasibleError: no plan fits the devices or their memory.
         RunFailedError: none of the plans that were tried ran.
     """
-    started = time.monotonic()
     if top < 1:
         raise InvalidInputError(
             f"--top {top}: at least one plan is simulated", hint="give 1 or more"
@@ -149,6 +150,7 @@ def solve(
         )
     check_cluster(profile, cluster)
     check_profiled(profile, workload)
+    started = time.monotonic()
     used = (cluster or profile.cluster).take(devices)
     training = PlannedTraining(
         precision=workload.train.precision,
@@ -161,29 +163,44 @@ def solve(
     )
     chosen = check_tasks(workload, workload.task_sets[0].tasks if tasks is None else tasks)
     costs = CostModel(profile, used, training)
-    devices = devices or used.num_devices
-    request = Request(
-        workload=workload,
-        tasks=chosen,
-        costs=costs,
-        cluster=used,
-        devices=useful_devices(chosen.values(), costs, used, devices),
-        method=method,
-        top=top,
-        budget_s=budget_s,
-    )
+    wanted = devices or used.num_devices
     asked = Asked(solver=solver, method=method, top=top, budget_s=budget_s)
-    candidates = _CandidatePlans(
-        request, workload_path, profile_path, plan_path, training, asked, steps
+    folder = Path(plan_path).resolve().parent
+    files = (
+        file_reference(workload, workload_path, folder),
+        file_reference(profile, profile_path, folder),
     )
-    solutions, left_out = solutions_of(request, solver, progress)
     patience_s = SIMULATION_BUDGETS * budget_s if patience_s is None else patience_s
-    plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
-    ordinary = None if top == 1 else candidates.ordinary(plans)
-    seconds = time.monotonic() - started
-    chosen_plan = candidates.choose(plans, left_out, trials, devices=devices, seconds=seconds)
-    report = chosen_plan.solver.model_copy(update={"ordinary": ordinary})
-    return chosen_plan.model_copy(update={"solver": report})
+
+    def plan_of(settled: Workload, trials: Trials | None = None) -> Plan:
+        request = Request(
+            workload=settled,
+            tasks=chosen,
+            costs=costs,
+            cluster=used,
+            devices=useful_devices(chosen.values(), costs, used, wanted),
+            method=method,
+            top=top,
+            budget_s=budget_s,
+        )
+        candidates = _CandidatePlans(request, files, training, asked, steps)
+        solutions, left_out = solutions_of(request, solver, progress)
+        plans = candidates.simulate_all(solutions, patience_s=patience_s, progress=progress)
+        ordinary = None if top == 1 else candidates.ordinary(plans)
+        plan = candidates.choose(plans, left_out, trials, devices=wanted)
+        return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
+
+    if not free_modules(workload):
+        return plan_of(workload, trials)
+    found = best_recomputation(workload, plan_of)
+    plan = found.plan if trials is None else plan_of(found.workload, trials)
+    notes = (*plan.solver.notes, found.note)
+    return _reported(plan, notes=notes, seconds=time.monotonic() - started)
+
+
+def _reported(plan: Plan, **facts: Any) -> Plan:
+    """The plan with other facts about its search."""
+    return plan.model_copy(update={"solver": plan.solver.model_copy(update=facts)})
 
 
 def useful_devices(
@@ -221,9 +238,7 @@ class _CandidatePlans:
     def __init__(
         self,
         request: Request,
-        workload_path: str | Path | None,
-        profile_path: str | Path | None,
-        plan_path: str | Path,
+        files: tuple[FileReference, FileReference],
         training: PlannedTraining,
         asked: Asked,
         steps: BestSteps | None,
@@ -232,9 +247,7 @@ class _CandidatePlans:
         self._training = training
         self._asked = asked
         self._steps = steps
-        folder = Path(plan_path).resolve().parent
-        self._workload = file_reference(request.workload, workload_path, folder)
-        self._profile = file_reference(request.costs.profile, profile_path, folder)
+        self._workload, self._profile = files
         self._tasks = planned_tasks(request)
         self._depends_on = depended_on(
             request.workload, request.tasks, working=request.costs.profile.data
@@ -330,7 +343,6 @@ class _CandidatePlans:
         trials: Trials | None,
         *,
         devices: int,
-        seconds: float,
     ) -> Plan:
         """The best plan, refined, with its report, on all devices that were asked for."""
         ranked = sorted(plans, key=merit)
@@ -365,7 +377,6 @@ class _CandidatePlans:
         idle = tuple(rank for rank in range(plan.devices) if rank not in used)
         report = best.plan.solver.model_copy(
             update={
-                "seconds": seconds,
                 "objective_s": objective_s,
                 "formula_bound_s": bound_s,
                 "formula_gap": objective_s / bound_s - 1 if bound_s else 0.0,

@@ -19,6 +19,7 @@ from mmplan.schema.workload import (
     ModuleSpec,
     TaskView,
     Workload,
+    recomputing,
     resolve_tasks,
 )
 from mmplan.wording import counted
@@ -49,7 +50,7 @@ def planned_task(
                 blocks=blocks[name],
                 frozen=task.frozen[name],
                 share=workload.modules[name].share,
-                recompute=workload.modules[name].recompute,
+                recompute="full" if workload.modules[name].recompute == "full" else "none",
                 backbone=bool(workload.modules[name].backbone),
                 ties=ties.get(name, ()),
             )
@@ -141,6 +142,7 @@ def plan_differences(plan: Plan, workload: Workload) -> list[str]:
     all that they depend on; they are believed too. A solver may use ZeRO where the workload does
     not ask for it.
     """
+    workload = recomputing(workload, plan.recomputing)
     known, found = resolve_tasks(workload), list[str]()
     for name, task in plan.tasks.items():
         if name not in known:

@@ -415,6 +415,16 @@ class Plan(Document):
         """Whether a rank may hold, or update, a part of a parameter."""
         return any(unit.tp > 1 for unit in self.units) or bool(self.training.zero)
 
+    @property
+    def recomputing(self) -> frozenset[str]:
+        """Modules whose blocks run their forward again in backward."""
+        return frozenset(
+            name
+            for task in self.tasks.values()
+            for name, module in task.modules.items()
+            if module.recompute == "full"
+        )
+
     def unit(self, name: str) -> Unit:
         """The unit of that name.
 

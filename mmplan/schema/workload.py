@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -77,7 +77,8 @@ class ModuleSpec(Record):
         frozen: true, or half-open ranges of blocks that do not train.
         init: safetensors file or folder to start from.
         share: another module whose parameters this one uses.
-        recompute: full keeps only the inputs of blocks and runs them again in backward.
+        recompute: full keeps only the inputs of blocks and runs them again in backward; auto lets
+            the plan say.
         backbone: the LLM of a chain; default: the module with the most seconds per sample.
         plan: degrees that the solver must or may choose.
     """
@@ -88,7 +89,7 @@ class ModuleSpec(Record):
     frozen: Frozen = False
     init: Str | None = None
     share: Str | None = None
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full", "auto"] = "none"
     backbone: Bool | None = None
     plan: Pins = Pins()
 
@@ -206,6 +207,17 @@ class TaskView:
     def period(self) -> int:
         """Samples after which all sync batches begin anew; the batch when there are none."""
         return math.lcm(*self.sync_batches.values()) if self.sync_batches else self.batch
+
+
+def recomputing(workload: Workload, full: Collection[str]) -> Workload:
+    """The workload with ``recompute: auto`` settled: ``full`` for these modules, else ``none``."""
+    modules = {
+        name: spec.model_copy(update={"recompute": "full" if name in full else "none"})
+        if spec.recompute == "auto"
+        else spec
+        for name, spec in workload.modules.items()
+    }
+    return workload.model_copy(update={"modules": modules})
 
 
 def parse_source(text: str | None, modules: Mapping[str, Any] | set[str]) -> InputSource:
