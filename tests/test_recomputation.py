@@ -65,7 +65,8 @@ def test_two_modules_get_the_best_of_all_settings(tmp_path: Path) -> None:
         check_agrees(plan, free)
         check_agrees(plan, _with(job, **dict.fromkeys(plan.recomputing, "full")))
         chosen["+".join(sorted(plan.recomputing)) or "none"] += 1
-    assert chosen["none"] and len(chosen) >= 3, chosen
+    assert chosen["none"]
+    assert len(chosen) >= 3
 
 
 def test_a_plan_that_recomputes_is_not_one_of_a_workload_that_does_not(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def best_recomputation(workload: Workload, plan_of: PlanOf) -> Settled:
     """The recomputation with the shortest step.
 
     No module recomputes first, then all do; from the better of both on, one module at a time is
-    turned over, and stays so where the step gets shorter. That is two plans and one for each module.
+    turned over, and stays so where the step gets shorter: two plans, and one for each module.
 
     Args:
         workload: with modules whose recomputation is to be found.
