@@ -39,6 +39,9 @@ import numpy as np
 from mmplan.arrays import Floats, Ints
 from mmplan.schema.cluster import Cluster, Link, Links
 
+# So many that a latency beside them loses no digits.
+_MANY_BYTES = 2**30
+
 CollectiveKind = Literal["all_reduce", "all_gather"]
 
 
@@ -263,6 +266,16 @@ class LinkCosts:
     def gather_shares_s(self, *, ranks: Sequence[int], num_bytes: float) -> float:
         """Seconds of the all-gather after a scatter: each rank of the group receives 1/n."""
         return self._collective("all_gather", ranks, num_bytes).seconds
+
+    def message_line(self, *, apart: bool) -> tuple[float, float]:
+        """Seconds, and seconds per byte, of a message inside a node or between two."""
+        link = between_nodes(self.cluster) if apart else self.cluster.links.intra_node
+        return link.latency_s, 1 / link.bandwidth_bytes_per_s
+
+    def gather_line(self, tp: int) -> tuple[float, float]:
+        """Seconds, and seconds per byte, of gathering shares in a tensor-parallel group."""
+        none, many = (self.gather_shares_s(ranks=range(tp), num_bytes=n) for n in (0, _MANY_BYTES))
+        return none, (many - none) / _MANY_BYTES
 
     def message_s(self, *, source: int, target: int, num_bytes: float) -> float:
         """Seconds of one message between two ranks; 0 to itself."""

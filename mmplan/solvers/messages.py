@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from mmplan.solvers.communicators import PlacedModules
 from mmplan.solvers.problem import Blocks, Problem
@@ -42,11 +45,13 @@ class StageMessages:
 
     def bytes_beside(self, count: int) -> float:
         """For each sample of a micro-batch, what is not ``carried``, with so many in a step."""
-        return (
-            self.returned * min(count, RETURNED)
-            + self.received * min(count, RECEIVED)
-            + self.kept * count
-        )
+        return float(bytes_beside(self.returned, self.received, self.kept, count))
+
+
+def bytes_beside(returned: Any, received: Any, kept: Any, count: Any) -> Any:
+    """:meth:`StageMessages.bytes_beside`, also of arrays."""
+    waited = returned * np.minimum(count, RETURNED) + received * np.minimum(count, RECEIVED)
+    return waited + kept * count
 
 
 def stage_messages(

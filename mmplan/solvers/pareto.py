@@ -32,8 +32,9 @@ def pareto_rows(values: Floats) -> Indices:
     # A few rows with small weighted sums dominate most other rows.
     scale = ordered.max(axis=0) - ordered.min(axis=0)
     unit = (ordered - ordered.min(axis=0)) / np.where(scale > 0, scale, 1.0)
-    corners = itertools.product((_SMALL_WEIGHT, 1.0), repeat=min(values.shape[1], _CORNER_COLUMNS))
-    weights = (np.resize(np.array(corner), values.shape[1]) for corner in corners)
+    count = min(values.shape[1], _CORNER_COLUMNS)
+    corners = np.array([*itertools.product((_SMALL_WEIGHT, 1.0), repeat=count)])
+    weights = corners[:, np.arange(values.shape[1]) % count]
     strong = np.unique([int((unit @ weight).argmin()) for weight in weights])
     alive = np.ones(len(ordered), dtype=np.bool_)
     for row in strong:

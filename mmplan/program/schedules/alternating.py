@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mmplan.program.samples import SampleRange
 from mmplan.program.schedules.policy import SchedulePolicy
@@ -43,10 +43,10 @@ class Alternating(SchedulePolicy):
             before = [min(len(spans), max(b, m + warm_up)) for m, b in enumerate(before)]
         return before
 
-    def in_flight(self, per_round: int, ahead: int) -> int:
+    def in_flight(self, per_round: Any, ahead: Any) -> Any:
         """``1 + ahead``; batch-sync ``K + ahead``."""
         return (per_round if self.whole_round else 1) + ahead
 
-    def round_s(self, per_round: int, interval_s: float, fill_and_drain_s: float) -> float:
+    def round_s(self, per_round: Any, interval_s: Any, fill_and_drain_s: Any) -> Any:
         """Syncs hide behind the steady state: K intervals."""
         return per_round * interval_s

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from mmplan.program.instructions import Op
 from mmplan.program.samples import SampleRange
@@ -72,7 +74,7 @@ class SchedulePolicy(Protocol):
     """What a kind of schedule decides; compiling and the solvers ask it.
 
     K is the number of micro-batches of a round; a round is one sync batch, or the whole step
-    where the task has no cross-sample loss.
+    where the task has no cross-sample loss. Where a type is Any, arrays do as well as numbers.
     """
 
     # Whether a stage may run ``lead`` micro-batches ahead of its consumers.
@@ -104,7 +106,7 @@ class SchedulePolicy(Protocol):
         """
         ...
 
-    def in_flight(self, per_round: int, ahead: int) -> int:
+    def in_flight(self, per_round: Any, ahead: Any) -> Any:
         """Most micro-batches that a stage holds of a step that has at least so many.
 
         Args:
@@ -113,7 +115,11 @@ class SchedulePolicy(Protocol):
         """
         ...
 
-    def round_s(self, per_round: int, interval_s: float, fill_and_drain_s: float) -> float:
+    def held_of_step(self, per_round: Any, rounds: int, ahead: Any) -> Any:
+        """:meth:`in_flight` of a step of so many rounds."""
+        return np.minimum(rounds * per_round, self.in_flight(per_round, ahead))
+
+    def round_s(self, per_round: Any, interval_s: Any, fill_and_drain_s: Any) -> Any:
         """Seconds from one sync to the next.
 
         Args:

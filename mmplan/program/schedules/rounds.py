@@ -7,7 +7,7 @@ Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mmplan.program.samples import SampleRange
 from mmplan.program.schedules.policy import SchedulePolicy
@@ -29,10 +29,10 @@ class Rounds(SchedulePolicy):
         """All of the round that a backward belongs to."""
         return [(m // per_round + 1) * per_round for m in range(len(spans))]
 
-    def in_flight(self, per_round: int, ahead: int) -> int:
+    def in_flight(self, per_round: Any, ahead: Any) -> Any:
         """K."""
         return per_round
 
-    def round_s(self, per_round: int, interval_s: float, fill_and_drain_s: float) -> float:
+    def round_s(self, per_round: Any, interval_s: Any, fill_and_drain_s: Any) -> Any:
         """The round by itself."""
         return fill_and_drain_s

@@ -16,10 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
 
 from mmplan.errors import InfeasibleError
+from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
-from mmplan.schema.plan import Schedule
+from mmplan.schema.plan import Schedule, ScheduleKind
 from mmplan.solvers.distmm.module_options import Stages
 from mmplan.solvers.pareto import staircase
 from mmplan.solvers.partitioner import tensor_degrees
@@ -81,11 +85,11 @@ def solve_colocated(request: Request) -> Solution:
 
 
 class _ColocationSearch:
-    """Undominated plans on the first n devices; remembers stages and syncs."""
+    """Undominated plans on the first n devices; remembers shares and syncs."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._stages: dict[tuple[str, int], Stages] = {}
+        self._shares = cache(self._compute_shares)
         self._syncs: dict[tuple[int, ...], float] = {}
 
     def run(self) -> list[tuple[_PartialShare, float]]:
@@ -147,34 +151,48 @@ class _ColocationSearch:
         if not pins.allows("pp", 1):
             return
         for tp in tensor_degrees(problem, module):
-            dp = min(devices // tp, problem.round_samples)
-            if dp and pins.allows("tp", tp) and pins.allows("dp", dp):
-                share = -(-problem.round_samples // dp)
-                for size in microbatch_sizes(share, pins):
-                    pinned = pins.microbatch is not None
-                    yield self._part(self._stage(module, tp), dp, share, size, pinned=pinned)
+            if pins.allows("tp", tp):
+                dp = min(devices // tp, problem.round_samples)
+                yield from self._shares(module, tp).get(dp, ())
 
-    def _stage(self, module: str, tp: int) -> Stages:
-        if (module, tp) not in self._stages:
-            self._stages[module, tp] = Stages(self._problem, module, tp, 1)
-        return self._stages[module, tp]
-
-    def _part(
-        self, stages: Stages, dp: int, share: int, size: int, *, pinned: bool
-    ) -> _ModuleShare:
-        problem, count = self._problem, -(-share // size)
-        forward_s, backward_s = stages.times(size, dp)[0]
+    def _compute_shares(self, module: str, tp: int) -> dict[int, list[_ModuleShare]]:
+        """Ways to share the devices at one tp, by the number of replicas."""
+        problem, stages = self._problem, Stages(self._problem, module, 1)
+        pins, samples = problem.request.workload.modules[module].plan, problem.round_samples
+        replicas = {min(devices // tp, samples) for devices in self._counts()} - {0}
+        found = [
+            (dp, size, -(-samples // dp))
+            for dp in replicas
+            if pins.allows("dp", dp)
+            for size in microbatch_sizes(-(-samples // dp), pins)
+        ]
+        dp, size, share = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        count = -(-share // size)
+        forward_s, backward_s = (x[0] for x in stages.seconds(tp, size, dp))
+        time_s = problem.rounds * count * (forward_s + backward_s)
+        time_s = time_s + stages.reduce_s(tp, dp, backward_s)
         # Most modules have the same ranks, and no messages.
-        held = problem.held_bytes(stages.module, stages.blocks[0], stages.tp, size)
-        flight = min(problem.rounds * count, count if problem.task.sync_batches else 1)
-        return _ModuleShare(
-            tp=stages.tp,
-            dp=dp,
-            size=size,
-            pinned=pinned,
-            time_s=problem.rounds * count * (forward_s + backward_s) + stages.reduce_s(dp, size),
-            held_bytes=stages.fixed(dp)[0] + held * flight,
-        )
+        costs = problem.module_costs(module)
+        whole = costs.stages(((0, problem.blocks(module)),))
+        activation = costs.activation_bytes(tp, size)
+        held = costs.held_bytes(whole.held, whole.inputs, activation=activation, size=size, tp=tp)
+        flight = POLICIES[_kind(problem)].held_of_step(count, problem.rounds, 0)
+        num_bytes = stages.fixed_bytes(tp, dp)[0] + held * flight
+        shares: dict[int, list[_ModuleShare]] = {}
+        for (own_dp, own, _), seconds, own_bytes in zip(
+            found, time_s.tolist(), num_bytes.tolist(), strict=True
+        ):
+            shares.setdefault(own_dp, []).append(
+                _ModuleShare(
+                    tp=tp,
+                    dp=own_dp,
+                    size=own,
+                    pinned=pins.microbatch is not None,
+                    time_s=seconds,
+                    held_bytes=own_bytes,
+                )
+            )
+        return shares
 
     def _merge(self, parts: dict[str, list[_ModuleShare]]) -> list[_PartialShare]:
         """Undominated sums of time and bytes that fit a device."""
@@ -239,8 +257,12 @@ def _candidate(problem: Problem, whole: _PartialShare, value_s: float) -> Candid
             size=part.size,
             pinned=part.pinned,
             # The consumer is on the same devices: running ahead of it only holds memory.
-            schedule=Schedule(kind="batch-sync" if problem.task.sync_batches else "1f1b", lead=0),
+            schedule=Schedule(kind=_kind(problem), lead=0),
         )
         for name, part in zip(problem.task.modules, whole.parts, strict=True)
     )
     return Candidate(units=units, objective_s=value_s)
+
+
+def _kind(problem: Problem) -> ScheduleKind:
+    return "batch-sync" if problem.task.sync_batches else "1f1b"

@@ -156,12 +156,13 @@ def _option(problem: Problem, ledger: Ledger, candidate: Candidate) -> TaskOptio
 
 def _held(problem: Problem, unit: Unit) -> Floats:
     """[D] activations and messages."""
-    stages = Stages(problem, unit.module, unit.tp, unit.pp)
-    count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
-    active = stages.active(size, unit.schedule.kind, count)
+    stages, sizes = Stages(problem, unit.module, unit.pp), unit.microbatches[0]
+    active = stages.active_bytes(
+        unit.tp, np.array([max(sizes)]), np.array([len(sizes)]), unit.schedule.kind
+    )
     held_D = np.zeros(problem.devices)
     for p in range(unit.pp):
-        held_D[[rank for group in unit.grid.stage(p) for rank in group]] = active[p]
+        held_D[[rank for group in unit.grid.stage(p) for rank in group]] = active[p, 0]
     return held_D
 
 

@@ -14,34 +14,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mmplan.arrays import Floats, Ints
-from mmplan.costs.links import between_nodes
-from mmplan.program.schedules.alternating import Alternating
-from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
-from mmplan.solvers.communicators import communicator_counts
 from mmplan.solvers.convex.branch_and_bound import Options
 from mmplan.solvers.cost_table import LOSSES, StageCosts, reduction_s
-from mmplan.solvers.messages import RECEIVED, RETURNED, stage_messages
 from mmplan.solvers.partitioner import allowed_tensor_degrees, module_cuts
-from mmplan.solvers.problem import Blocks, Problem
+from mmplan.solvers.problem import Problem
 from mmplan.solvers.sample_split import smallest_divisors
+from mmplan.solvers.stage_rows import (
+    TRAINED_NUMBERS,
+    StageBytes,
+    largest_rows,
+    slack,
+    stage_rows,
+    summed_by_position,
+)
 
 # Columns of a stage's seconds after its shares in the module's: messages inside the module and
 # to others, latency and seconds per sample (times a link's own numbers).
 INNER, INNER_BYTES, OUTER, OUTER_BYTES = range(LOSSES + 1, LOSSES + 5)
-# Columns of its bytes: parameters that train and others, share of the activations held, block
-# inputs held (recomputation), messages carried, all three again times the stages after it;
-# messages of one micro-batch to wait for and of those of a whole step
-# (:class:`mmplan.solvers.messages.StageMessages`); communicators: always, and what tp, dp, and
-# both together add.
-TRAINED_NUMBERS, FROZEN_NUMBERS = range(2)
-HELD, HELD_AHEAD, INPUTS, INPUTS_AHEAD, CARRIED, CARRIED_AHEAD = range(2, 8)
-RETURNS, RECEIVES, KEPT, GROUPS, OF_TP, OF_DP, BOTH_DEGREES = range(8, 15)
-# The schedules it plans.
-ONE_F_ONE_B = Alternating(whole_round=False)
-INTERLEAVED = Interleaved1F1B(whole_round=False)
 # More stages after a module than any pipeline has: memory sets no limit.
 UNLIMITED = 2**40
 
@@ -56,8 +47,8 @@ class Shapes:
         cuts: the chunks of each shape.
         seconds: [Q, S, 8], columns above; the last stages repeat where there are fewer.
         total: [Q, 8], the same, summed over all stages.
-        bytes: [Q, S, 15], columns above, at tp 1.
-        total_bytes: [15], the first shape's, summed over its stages.
+        bytes: [Q, S, 16], columns of :mod:`mmplan.solvers.stage_rows`, at tp 1.
+        total_bytes: [16], the first shape's, summed over its stages.
         gradient_bytes: [Q], of the stage that has the most, at tp 1.
         slack: [Q], micro-batches that interleaved chunks take in beyond what is linear in the
             stages after them: pp at a time.
@@ -84,56 +75,26 @@ class Shapes:
 
 def module_shapes(problem: Problem, module: str, shapes: Sequence[tuple[int, int]]) -> Shapes:
     """Tables of a module's stages for some (pp, vpp)."""
-    cuts = module_cuts(problem, module, max(pp * vpp for pp, vpp in shapes))
-    tables = [_ShapeTable(problem, module, cuts[pp * vpp - 1], pp, vpp) for pp, vpp in shapes]
+    all_cuts = module_cuts(problem, module, max(pp * vpp for pp, vpp in shapes))
+    cuts = [all_cuts[pp * vpp - 1] for pp, vpp in shapes]
+    seconds: list[Floats] = []
+    for own, (pp, _) in zip(cuts, shapes, strict=True):
+        stages = problem.module_costs(module).stages(own)
+        columns = np.hstack([stages.shares, _sent(problem, module, stages)])
+        seconds.append(summed_by_position(columns, pp))
+    rows = [stage_rows(problem, module, own, pp) for own, (pp, _) in zip(cuts, shapes, strict=True)]
+    numbers = np.array([own[:, TRAINED_NUMBERS].max() for own in rows])
     return Shapes(
         pp=np.array([pp for pp, _ in shapes], dtype=np.int64),
         vpp=np.array([vpp for _, vpp in shapes], dtype=np.int64),
-        cuts=tuple(cuts[pp * vpp - 1] for pp, vpp in shapes),
-        seconds=_padded([_largest(table.seconds) for table in tables]),
-        total=np.array([table.seconds.sum(axis=0) for table in tables]),
-        bytes=_padded([_largest(table.bytes) for table in tables]),
-        total_bytes=tables[0].bytes.sum(axis=0),
-        gradient_bytes=np.array([table.gradient_bytes for table in tables]),
-        slack=np.array([table.slack for table in tables], dtype=np.int64),
+        cuts=tuple(cuts),
+        seconds=_padded([own[largest_rows(own)] for own in seconds]),
+        total=np.array([own.sum(axis=0) for own in seconds]),
+        bytes=_padded([own[largest_rows(own)] for own in rows]),
+        total_bytes=rows[0].sum(axis=0),
+        gradient_bytes=numbers * problem.costs.gradient_bytes,
+        slack=np.array([slack(problem, module, *shape) for shape in shapes], dtype=np.int64),
     )
-
-
-class _ShapeTable:
-    """One shape's stages: [pp, 8] seconds and [pp, 15] bytes; a rank's chunks are added up."""
-
-    def __init__(
-        self, problem: Problem, module: str, cuts: tuple[Blocks, ...], pp: int, vpp: int
-    ) -> None:
-        own, count = problem.module_costs(module).stages(cuts), len(cuts)
-        chunk = np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
-        ahead = np.array([ONE_F_ONE_B.in_flight(1, count - 1 - c) for c in range(count)])
-        self.slack = pp - 1 if vpp > 1 and problem.consumers(module) else 0
-        seconds = np.hstack([own.shares, _sent(problem, module, own)])
-        self.seconds = _by_rank(seconds, chunk, pp)
-        messages = [stage_messages(problem, module, cut, {}) for cut in cuts]
-        carried = np.array([stage.carried for stage in messages])
-        columns = [own.trained, own.frozen]
-        for each in (own.held, own.inputs, carried):
-            columns += [each, each * ahead]
-        waits = np.array([(stage.returned, stage.received, stage.kept) for stage in messages])
-        columns += [*waits.T]
-        self.bytes = np.zeros((pp, BOTH_DEGREES + 1))
-        self.bytes[:, : len(columns)] = _by_rank(np.stack(columns, axis=1), chunk, pp)
-        if vpp > 1:
-            chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, self.slack) for p in range(pp)]
-            held = (HELD_AHEAD, own.held), (INPUTS_AHEAD, own.inputs), (CARRIED_AHEAD, carried)
-            for column, each in held:
-                self.bytes[:, column] = np.array(chunks) * each.reshape(vpp, pp).max(axis=0)
-        if problem.request.cluster.device.communicator_bytes:
-            one, tp, dp, both = (
-                communicator_counts(problem, module, cuts, tp=tp, pp=pp, dp=dp)
-                for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2))
-            )
-            added = one, tp - one, dp - one, both - tp - dp + one
-            self.bytes[:, GROUPS:] = np.stack(added, axis=1)
-        trained = _by_rank(own.trained[:, None], chunk, pp)
-        self.gradient_bytes = float(trained.max()) * problem.costs.gradient_bytes
 
 
 def _sent(problem: Problem, module: str, own: StageCosts) -> Floats:
@@ -145,20 +106,6 @@ def _sent(problem: Problem, module: str, own: StageCosts) -> Floats:
     last = np.arange(len(cuts))[:, None] == len(cuts) - 1
     outer = last & bool(problem.consumers(module))
     return np.hstack([np.where(last, 0.0, sent), np.where(outer, sent, 0.0)])
-
-
-def _by_rank(per_chunk: Floats, rank: NDArray[np.int64], pp: int) -> Floats:
-    result = np.zeros((pp, per_chunk.shape[1]))
-    np.add.at(result, rank, per_chunk)
-    return result
-
-
-def _largest(rows: Floats) -> Floats:
-    """Rows that no other row equals or exceeds in every column."""
-    rows = np.unique(rows, axis=0)
-    exceeded = np.all(rows[:, None] <= rows[None], axis=2)
-    np.fill_diagonal(exceeded, False)
-    return rows[~np.any(exceeded, axis=1)]
 
 
 def _padded(rows: Sequence[Floats]) -> Floats:
@@ -240,6 +187,7 @@ class ModuleTables:
         if not self.empty:
             self.costs = problem.module_costs(module)
             self.shapes = module_shapes(problem, module, shapes)
+            self._bytes_of_stages = StageBytes(problem, module, self.shapes.bytes)
             scale = self._link_scale()
             self._stages = self.shapes.seconds * scale[:, :, None]
             self._total = self.shapes.total * scale
@@ -354,25 +302,14 @@ class ModuleTables:
         cluster, shapes = self.problem.request.cluster, self.shapes
         one_node = self.problem.devices <= cluster.devices_per_node
         near = one_node | (cluster.devices_per_node % (self._tp[:, :, 0] * shapes.pp) == 0)
-        inside, between = cluster.links.intra_node, between_nodes(cluster)
-        inside_byte_s = 1 / inside.bandwidth_bytes_per_s
-        gather_s, gather_byte_s = self._gathers_s()
-        between_s = between.latency_s + gather_s
-        between_byte_s = 1 / between.bandwidth_bytes_per_s + gather_byte_s
-        scale = np.ones((len(self.tps), len(shapes.pp), 8))
-        scale[:, :, INNER] = np.where(near, inside.latency_s, between_s)
-        scale[:, :, INNER_BYTES] = np.where(near, inside_byte_s, between_byte_s)
-        scale[:, :, OUTER] = inside.latency_s if one_node else between_s
-        scale[:, :, OUTER_BYTES] = inside_byte_s if one_node else between_byte_s
+        costs = self.problem.costs
+        gathers = np.array([costs.gather_line(tp) for tp in self.tps]).T[..., None]
+        inside, between = (costs.message_line(apart=apart) for apart in (False, True))
+        scale = np.ones((len(self.tps), len(shapes.pp), OUTER_BYTES + 1))
+        for i, gather in enumerate(gathers):
+            scale[:, :, INNER + i] = np.where(near, inside[i], between[i] + gather)
+            scale[:, :, OUTER + i] = inside[i] if one_node else between[i] + gather
         return scale
-
-    def _gathers_s(self) -> tuple[Floats, Floats]:
-        """[T, 1] each: latency and seconds per byte of gathering shares in a TP group."""
-        gather_s = self.problem.costs.gather_shares_s
-        groups = [range(tp) for tp in self.tps]
-        none = np.array([gather_s(ranks=group, num_bytes=0) for group in groups])
-        one = np.array([gather_s(ranks=group, num_bytes=1) for group in groups])
-        return none[:, None], (one - none)[:, None]
 
     def reduce_s(self, dp_B: Ints, size_B: Ints) -> Floats:
         """[T, Q, B]: gradient reductions (:func:`mmplan.solvers.cost_table.reduction_s`)."""
@@ -409,37 +346,13 @@ class ModuleTables:
         self, dp_B: Ints, size_B: Ints, steps: int | Ints, memory_bytes: float
     ) -> tuple[Floats, Floats, Floats]:
         """[T, Q, S, B]: what parameters leave, a micro-batch, and those in the module itself."""
-        table, tp, costs = self.shapes.bytes[:, :, :, None], self._tp[..., None], self.costs
-        groups = (
-            table[:, :, GROUPS]
-            + table[:, :, OF_TP] * (tp > 1)
-            + table[:, :, OF_DP] * (dp_B > 1)
-            + table[:, :, BOTH_DEGREES] * ((dp_B > 1) & (tp > 1))
-        )
-        numbers = table[:, :, TRAINED_NUMBERS], table[:, :, FROZEN_NUMBERS]
-        fixed = costs.parameter_bytes(*numbers, tp=tp, dp=dp_B)
-        fixed = fixed + groups * self.problem.request.cluster.device.communicator_bytes
+        tp, own = self._tp[..., None], self._bytes_of_stages
         activation = self._of_sizes(size_B).activation[:, None, None]
         each, ahead = (
-            costs.held_bytes(
-                table[:, :, held],
-                table[:, :, inputs],
-                activation=activation,
-                size=size_B,
-                tp=tp,
-            )
-            + table[:, :, carried] * size_B
-            for held, inputs, carried in (
-                (HELD, INPUTS, CARRIED),
-                (HELD_AHEAD, INPUTS_AHEAD, CARRIED_AHEAD),
-            )
+            own.held_bytes(tp, size_B, activation, ahead=ahead) for ahead in (False, True)
         )
-        waits = (
-            table[:, :, RETURNS] * np.minimum(steps, RETURNED)
-            + table[:, :, RECEIVES] * np.minimum(steps, RECEIVED)
-            + table[:, :, KEPT] * steps
-        )
-        return memory_bytes - fixed - waits * size_B, each, ahead
+        taken = own.fixed_bytes(tp, dp_B) + own.bytes_beside(size_B, steps)
+        return memory_bytes - taken, each, ahead
 
     # --- replicas -----------------------------------------------------------------------
 

@@ -32,9 +32,10 @@ from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.solvers.convex.backbone_groups import BackboneShape, Pipelines
 from mmplan.solvers.convex.branch_and_bound import FormulaPlan, Options, longest_after, plan_value
-from mmplan.solvers.convex.module_tables import FROZEN_NUMBERS, INNER, TRAINED_NUMBERS, Table
+from mmplan.solvers.convex.module_tables import INNER, Table
 from mmplan.solvers.problem import Problem
 from mmplan.solvers.search_budget import SearchBudget
+from mmplan.solvers.stage_rows import FROZEN_NUMBERS, TRAINED_NUMBERS
 from mmplan.wording import counted
 
 # A quotient so little below a whole number of stages is that number.

@@ -2,27 +2,30 @@
 
 Symbols, as in DistMM: K micro-batches of a round, P stages, f and b the forward and backward
 seconds of the slowest stage on the slowest replica's largest micro-batch.
+
+Shape suffixes: P = stages, C = cuts between them, B = (replicas, micro-batch size).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mmplan.arrays import Floats
+from mmplan.arrays import Floats, Indices, Ints
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.plan import ScheduleKind, Unit
-from mmplan.solvers.communicators import PlacedModule, communicators
-from mmplan.solvers.messages import stage_messages
+from mmplan.solvers.cost_table import reduction_s
 from mmplan.solvers.pareto import pareto_rows
 from mmplan.solvers.partitioner import degree_candidates, module_stages
-from mmplan.solvers.problem import Blocks, Problem, Request
+from mmplan.solvers.problem import Problem, Request
 from mmplan.solvers.sample_split import microbatch_sizes, replica_counts
+from mmplan.solvers.stage_rows import StageBytes, largest_rows, stage_rows
 
 # Far beyond any device: a unit that still fits is not limited by memory.
 UNLIMITED = 2**40
@@ -30,284 +33,139 @@ UNLIMITED = 2**40
 LONG_LEAD = 2
 
 
-class StageOrders(NamedTuple):
-    """Orders of a module's stages that fit the memory, each with its lead.
-
-    Attributes:
-        needed_bytes: of the smallest, whether it fits or not.
-        is_all: nothing was left out for lack of memory.
-    """
-
-    found: list[tuple[ScheduleKind, int]]
-    needed_bytes: float
-    is_all: bool
-
-
-class StageSeconds(NamedTuple):
-    """Seconds of one micro-batch.
-
-    Attributes:
-        forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
-        busy_s: of all stages.
-        backwards_s: of all stages, their backwards only.
-    """
-
-    forward_s: float
-    backward_s: float
-    busy_s: float
-    backwards_s: float
-
-
 class Stages:
-    """A module cut into stages at given degrees; remembers what it was asked."""
+    """A module on devices of its own, cut into so many stages.
 
-    def __init__(self, problem: Problem, module: str, tp: int, pp: int) -> None:
-        self.problem, self.module, self.tp, self.pp = problem, module, tp, pp
-        self.blocks: tuple[Blocks, ...] = module_stages(problem, module, pp)
-        self._times: dict[tuple[int, int], tuple[tuple[float, float], ...]] = {}
-        self._held: dict[int, tuple[float, ...]] = {}
-        self._fixed: dict[int, tuple[float, ...]] = {}
-        self._reduce: dict[int, tuple[float, float]] = {}
-        self._work: dict[tuple[int, int], StageSeconds] = {}
-        self._transfers: dict[int, list[float]] = {}
-        self._intervals: dict[tuple[int, int, int], float] = {}
-        # The same as arrays, one number for each stage.
-        self._held_P: dict[int, Floats] = {}
-        self._fixed_P: dict[int, Floats] = {}
-        self._flights_P: dict[tuple[ScheduleKind, int, int], Floats] = {}
-        self._beside_P: dict[tuple[ScheduleKind, int, int], Floats] = {}
-        placed = {module: PlacedModule(stages=tuple(enumerate(self.blocks)), tp=tp, dp=1)}
-        self._messages = [stage_messages(problem, module, cut, placed) for cut in self.blocks]
-        self._backward = [problem.has_backward(module, blocks) for blocks in self.blocks]
+    Sizes, replicas and counts of micro-batches are arrays [B].
+    """
+
+    def __init__(self, problem: Problem, module: str, pp: int) -> None:
+        self.pp = pp
+        self._problem, self._module = problem, module
+        self._cuts = module_stages(problem, module, pp)
+        self._costs = problem.module_costs(module)
+        self._own = self._costs.stages(self._cuts)
         self._later = len(_downstream(problem, module))
-        nodes = [problem.request.cluster.node_of(p * tp) for p in range(pp)]
-        self._apart = [here != there for here, there in pairwise(nodes)]
-        # Messages take a latency and a time in proportion to the samples.
-        self._transfer_s = self._transfers_s(0)
-        self._transfer_per_sample_s = [
-            one - none for none, one in zip(self._transfer_s, self._transfers_s(1), strict=True)
-        ]
-        self._gathered: dict[int, list[tuple[float, float]]] = {}
-        # Bytes of gradients to sum, None where a stage has none.
-        self._summed = [
-            problem.gradient_bytes(module, cut, tp) if problem.trainable(module, cut) else None
-            for cut in self.blocks
-        ]
+        rows = stage_rows(problem, module, self._cuts, pp)
+        self._bytes = StageBytes(problem, module, rows)
+        self._fullest = StageBytes(problem, module, rows[largest_rows(rows)])
 
-    def times(self, size: int, dp: int) -> tuple[tuple[float, float], ...]:
-        """Forward and backward seconds of every stage for one micro-batch."""
-        key = size, dp if self.problem.varies else 1
-        if key not in self._times:
-            stages = [self.problem.stage_s(self.module, cut, self.tp, *key) for cut in self.blocks]
-            self._times[key] = tuple(
-                (forward_s + own[0], backward_s + own[1])
-                for (forward_s, backward_s), own in zip(stages, self._gathers_s(size), strict=True)
-            )
-        return self._times[key]
+    # --- seconds ------------------------------------------------------------------------
 
-    def work(self, size: int, dp: int) -> StageSeconds:
-        """Most and all seconds of any stage for one micro-batch."""
-        key = size, dp if self.problem.varies else 1
-        if key not in self._work:
-            times = self.times(*key)
-            forward_s, backward_s = zip(*times, strict=True)
-            self._work[key] = StageSeconds(
-                max(forward_s), max(backward_s), sum(map(sum, times)), sum(backward_s)
-            )
-        return self._work[key]
+    def seconds(self, tp: int, size: Ints, dp: Ints) -> tuple[Floats, Floats]:
+        """[P, B] forward and backward of one micro-batch, with gathers of what came in shares."""
+        each = self._costs.seconds(tp, size, self._costs.work(size, dp))
+        forward, backward = (self._own.shares @ x for x in each)
+        gather_s, gather_byte_s = self._problem.costs.gather_line(tp)
+        gathers = self._apart(tp) * (gather_s + size * self._cut_bytes * gather_byte_s)
+        # A gradient comes back over a cut where something before it trains.
+        back = [self._problem.has_backward(self._module, cut) for cut in self._cuts[:-1]]
+        forward[1:] += gathers
+        backward[:-1] += gathers * np.array(back, dtype=np.bool_)[:, None]
+        return forward, backward
 
-    def _gathers_s(self, size: int) -> list[tuple[float, float]]:
-        """Forward and backward, of every stage: bringing together what came in shares."""
-        if size not in self._gathered:
-            cuts = [0.0] * (self.pp + 1)
-            for p in range(self.pp - 1 if self.tp > 1 else 0):
-                if self._apart[p]:
-                    cuts[p + 1] = self.problem.costs.gather_shares_s(
-                        ranks=range(p * self.tp, (p + 1) * self.tp),
-                        num_bytes=size * self._cut_bytes(p),
-                    )
-            backs = [self._backward[p] * cut for p, cut in enumerate(cuts[1:])]
-            self._gathered[size] = list(zip(cuts[:-1], backs, strict=True))
-        return self._gathered[size]
-
-    def _cut_bytes(self, p: int) -> float:
-        """Per sample, after a stage."""
-        return self.problem.output_bytes(self.module, self.blocks[p][1] - 1)
-
-    def slowest(self) -> tuple[float, float, float]:
-        """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""
-        times, problem = self.times(1, 1), self.problem
-        return (
-            max(f for f, _ in times),
-            max(b for _, b in times),
-            max(problem.gradient_bytes(self.module, cut, self.tp) for cut in self.blocks),
+    def transfers_s(self, tp: int, size: Ints) -> Floats:
+        """[C, B] of each message of one micro-batch from stage to stage, one way."""
+        lines = (self._problem.costs.message_line(apart=apart) for apart in (False, True))
+        inside, between = (
+            latency_s + size * self._cut_bytes * byte_s for latency_s, byte_s in lines
         )
+        return np.where(self._apart(tp), between, inside)
 
-    def held(self, size: int) -> tuple[float, ...]:
-        """Bytes that each stage holds of one micro-batch, with the messages that it carries."""
-        if size not in self._held:
-            self._held[size] = tuple(
-                self.problem.held_bytes(self.module, blocks, self.tp, size) + size * own.carried
-                for blocks, own in zip(self.blocks, self._messages, strict=True)
-            )
-        return self._held[size]
+    @property
+    def _cut_bytes(self) -> Floats:
+        """[C, 1] per sample."""
+        return self._own.cut_bytes[:-1, None]
 
-    def active(self, size: int, kind: ScheduleKind, count: int, lead: int = 1) -> tuple[float, ...]:
-        """Bytes of activations and messages on each stage's devices (:meth:`in_flight`)."""
-        flights = self.in_flight(kind, count, lead)
-        beside = self._beside(count)
-        return tuple(
-            h * n + size * b for h, n, b in zip(self.held(size), flights, beside, strict=True)
-        )
+    def _apart(self, tp: int) -> NDArray[np.bool_]:
+        """[C, 1] whether the next stage is on another node.
 
-    def _beside(self, count: int) -> list[float]:
-        """Bytes per sample of messages beside those that micro-batches in flight carry."""
-        steps = self.problem.rounds * count
-        return [own.bytes_beside(steps) for own in self._messages]
-
-    def fixed(self, dp: int) -> tuple[float, ...]:
-        """Bytes of parameters, and of communicators, on each stage's devices."""
-        key = dp if self.problem.costs.training.zero or dp == 1 else 2
-        if key not in self._fixed:
-            each = self.problem.request.cluster.device.communicator_bytes
-            stages = tuple(enumerate(self.blocks))
-            placed = {self.module: PlacedModule(stages=stages, tp=self.tp, dp=key)}
-            names = communicators(self.problem, placed) if each else {}
-            self._fixed[key] = tuple(
-                self.problem.fixed_bytes(self.module, blocks, self.tp, dp)
-                + each * len(names.get(p, ()))
-                for p, blocks in stages
-            )
-        return self._fixed[key]
-
-    def in_flight(self, kind: ScheduleKind, count: int, lead: int = 1) -> list[int]:
-        """Most micro-batches that each stage holds of the G K of a step.
-
-        A stage without a backward holds only the one that it computes.
+        Then each rank of a TP group sends a share, and all share one link.
         """
-        policy, total = POLICIES[kind], self.problem.rounds * count
-        ahead = [lead * (self.pp - 1 - p) + self._later for p in range(self.pp)]
-        return [
-            min(total, policy.in_flight(count, stages)) if backward else 1
-            for stages, backward in zip(ahead, self._backward, strict=True)
-        ]
+        node = np.arange(self.pp) * tp // self._problem.request.cluster.devices_per_node
+        return (np.diff(node) > 0)[:, None]
 
-    def orders(self, dp: int, count: int, size: int, kinds: Sequence[ScheduleKind]) -> StageOrders:
-        """The orders that fit the memory.
-
-        The first of ``kinds`` that fits, and, where messages between sync batches would hold
-        it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
-        """
-        needed = float("inf")
-        allowed: Sequence[ScheduleKind] = kinds if self.problem.task.sync_batches else ("1f1b",)
-        for kind in allowed:
-            runs_ahead = POLICIES[kind].runs_ahead
-            lead = int(runs_ahead)
-            own = self._needed_bytes(dp, size, (kind, count, lead))
-            needed = min(needed, own)
-            if own > self.problem.memory_bytes:
-                continue
-            found: list[tuple[ScheduleKind, int]] = [(kind, lead)]
-            is_all = kind == allowed[0]
-            if runs_ahead and self.problem.rounds > 1 and any(self.transfers(size)):
-                longer = self._needed_bytes(dp, size, (kind, count, LONG_LEAD))
-                if longer <= self.problem.memory_bytes:
-                    found.append((kind, LONG_LEAD))
-                else:
-                    is_all = False
-            return StageOrders(found, needed, is_all)
-        return StageOrders([], needed, False)
-
-    def _needed_bytes(self, dp: int, size: int, order: tuple[ScheduleKind, int, int]) -> float:
-        """Of the fullest stage in an order (:meth:`in_flight`). Asked very often."""
-        if dp not in self._fixed_P:
-            self._fixed_P[dp] = np.array(self.fixed(dp))
-        if size not in self._held_P:
-            self._held_P[size] = np.array(self.held(size))
-        if order not in self._flights_P:
-            self._flights_P[order] = np.array(self.in_flight(*order), dtype=np.float64)
-            self._beside_P[order] = np.array(self._beside(order[1]))
-        active_P = self._held_P[size] * self._flights_P[order] + size * self._beside_P[order]
-        return float((self._fixed_P[dp] + active_P).max())
-
-    def interval_s(self, size: int, dp: int, lead: int) -> float:
-        """From one micro-batch to the next where a stage alternates backward and forward.
+    def interval_s(self, tp: int, size: Ints, work_s: Floats, lead: int) -> Floats:
+        """[B] from one micro-batch to the next where a stage alternates backward and forward.
 
         A gradient's way back over k cuts and the way on of what it lets go take (k + 1)(f + b)
         and 2 k messages, in which a stage that runs ``lead`` ahead of the next one makes
         k lead + 1 micro-batches. The least interval is greatest for one cut or for all of them.
-        """
-        key = size, dp if self.problem.varies else 1, lead
-        if key not in self._intervals:
-            self._intervals[key] = self._interval_s(*key)
-        return self._intervals[key]
 
-    def _interval_s(self, size: int, dp: int, lead: int) -> float:
-        work_s = self.work(size, dp).forward_s + self.work(size, dp).backward_s
+        Args:
+            tp: of the stages.
+            size: of the micro-batches.
+            work_s: f + b.
+            lead: of the stages.
+        """
         if lead == 0 or self.pp == 1:
             return work_s
         # To the next node go activations and to the last one gradients, and share the way out.
-        ways = [
-            2 * s if apart else s
-            for s, apart in zip(self.transfers(size), self._apart, strict=True)
-        ]
-        one_cut_s = 2 * (work_s + max(ways)) / (lead + 1)
-        cuts = self.pp - 1
-        all_cuts_s = (self.pp * work_s + 2 * sum(ways)) / (cuts * lead + 1)
-        return max(work_s, max(ways), one_cut_s, all_cuts_s)
+        ways = self.transfers_s(tp, size) * (1 + self._apart(tp))
+        longest_s, cuts = ways.max(axis=0), self.pp - 1
+        one_cut_s = 2 * (work_s + longest_s) / (lead + 1)
+        all_cuts_s = (self.pp * work_s + 2 * ways.sum(axis=0)) / (cuts * lead + 1)
+        return np.maximum.reduce([work_s, longest_s, one_cut_s, all_cuts_s])
 
-    def transfers(self, size: int) -> list[float]:
-        """Seconds of each message of one micro-batch from stage to stage, one way."""
-        if size not in self._transfers:
-            self._transfers[size] = [
-                a + size * b
-                for a, b in zip(self._transfer_s, self._transfer_per_sample_s, strict=True)
-            ]
-        return self._transfers[size]
+    def reduce_s(self, tp: int, dp: Ints, backwards_s: Floats) -> Floats:
+        """[B] (:func:`mmplan.solvers.cost_table.reduction_s`).
 
-    def _transfers_s(self, size: int) -> list[float]:
-        """Seconds of each message from stage to stage, forward or backward."""
-        # Between nodes each rank of a TP group sends a share, and all share one link.
-        return [
-            self.problem.costs.message_s(
-                source=p * self.tp,
-                target=(p + 1) * self.tp,
-                num_bytes=size * self._cut_bytes(p),
-            )
-            for p in range(self.pp - 1)
-        ]
-
-    def reduce_s(self, dp: int, size: int) -> float:
-        """Seconds of gradient reduction after the last stage to end, replicas side by side.
-
-        The stages of a replica on one node share its bandwidth, but end their last micro-batch
-        one backward after the other: n reductions so end max(one alone, n - (n - 1) backwards)
-        after the last stage.
+        Args:
+            tp: of the stages.
+            dp: replicas.
+            backwards_s: of one micro-batch, all stages.
         """
-        if dp == 1:
-            return 0.0
-        per_node = self.problem.request.cluster.devices_per_node
-        sharers = min(self.tp * self.pp, per_node)
-        if dp not in self._reduce:
-            # Of stages in the same place of their nodes the one with most to sum takes longest.
-            most: dict[int, tuple[float, int]] = {}
-            for p, own in enumerate(self._summed):
-                place = p * self.tp % per_node
-                if own is not None:
-                    most[place] = max((own, p), most.get(place, (0.0, p)))
-            alone_s, together_s = (
-                max((self._sum_s(dp, p, own, n) for own, p in most.values()), default=0.0)
-                for n in (self.tp, sharers)
-            )
-            self._reduce[dp] = alone_s, together_s
-        alone_s, together_s = self._reduce[dp]
-        backward_s = self.work(size, dp).backwards_s / self.pp
-        return max(alone_s, together_s - (sharers // self.tp - 1) * backward_s)
+        return reduction_s(
+            self._problem.request.cluster,
+            tp=tp,
+            pp=self.pp,
+            dp=dp,
+            num_bytes=self._gradient_bytes(tp),
+            backward_s=backwards_s / self.pp,
+        )
 
-    def _sum_s(self, dp: int, p: int, num_bytes: float, sharers: int) -> float:
-        """Seconds of one stage's gradient reduction."""
-        ranks = range(p * self.tp, dp * self.pp * self.tp, self.pp * self.tp)
-        return self.problem.costs.all_reduce_s(ranks=ranks, num_bytes=num_bytes, sharers=sharers)
+    def _gradient_bytes(self, tp: int) -> float:
+        """Of the stage that has the most."""
+        return float(self._own.trained.max()) / tp * self._problem.costs.gradient_bytes
+
+    def slowest(self, tp: int) -> Floats:
+        """Most forward and backward seconds of one sample, and gradient bytes, of any stage."""
+        one = np.ones(1, dtype=np.int64)
+        forward, backward = self.seconds(tp, one, one)
+        return np.array([forward.max(), backward.max(), self._gradient_bytes(tp)])
+
+    # --- bytes --------------------------------------------------------------------------
+
+    def fixed_bytes(self, tp: int, dp: Ints) -> Floats:
+        """[P, B] of parameters and communicators."""
+        return self._bytes.fixed_bytes(tp, dp)
+
+    def active_bytes(
+        self, tp: int, size: Ints, count: Ints, kind: ScheduleKind, lead: int = 1
+    ) -> Floats:
+        """[P, B] of activations and messages, with K = ``count`` micro-batches of a round."""
+        return self._active_bytes(self._bytes, tp, size, count)(kind, lead)
+
+    def needed_bytes(
+        self, tp: int, dp: Ints, size: Ints, count: Ints
+    ) -> Callable[[ScheduleKind, int], Floats]:
+        """[B] of the fullest stage, for an order and its lead."""
+        fixed = self._fullest.fixed_bytes(tp, dp)
+        active = self._active_bytes(self._fullest, tp, size, count)
+        return lambda kind, lead: (fixed + active(kind, lead)).max(axis=0)
+
+    def _active_bytes(
+        self, stages: StageBytes, tp: int, size: Ints, count: Ints
+    ) -> Callable[[ScheduleKind, int], Floats]:
+        rounds = self._problem.rounds
+        held = stages.held_bytes(tp, size, self._costs.activation_bytes(tp, size))
+        beside = stages.bytes_beside(size, rounds * count)
+
+        def active(kind: ScheduleKind, lead: int) -> Floats:
+            ahead = lead * stages.after + self._later
+            return held * POLICIES[kind].held_of_step(count, rounds, ahead) + beside
+
+        return active
 
 
 def _downstream(problem: Problem, module: str) -> set[str]:
@@ -324,87 +182,46 @@ class Option:
 
     Attributes:
         dp: replicas, n.
-        share: samples of a round on the slowest replica.
-        size: its largest micro-batch.
+        size: the largest micro-batch of the slowest replica.
         pinned: the micro-batch size is the user's.
         count: micro-batches of the slowest replica, K.
+        even: all replicas have the same micro-batches.
         kind: order of its stages.
         lead: micro-batches that a stage runs ahead of the next one.
-        interval_s: from one micro-batch to the next between two syncs.
         forward_s: of the slowest stage, f; ``backward_s`` likewise, b.
-        transfers_s: one message over each cut between stages.
-        transfer_s: the slowest of these.
+        fill_forward_s: first micro-batch through all stages: P f and the messages.
+        steady_forward_s: the others: (K - 1) f, or as fast as messages follow each other.
+        drain_backward_s: the last micro-batch's way back: P b and the messages.
+        steady_backward_s: the others: (K - 1) b, or as fast as messages follow each other.
         reduce_s: gradient reductions after the last stage to end.
-        busy_s: forward and backward of one micro-batch on all stages.
-        rounds: per step, G.
+        first_s: (K + P - 1) f.
+        round_s: from sync to sync: K paces; a gpipe drains and fills, (K + P - 1) (f + b).
+        last_s: (K + P - 1) b, and the reduction.
+        devices: of all replicas.
+        device_s: busy device-seconds of a step.
     """
 
     tp: int
     pp: int
     dp: int
-    share: int
     size: int
     pinned: bool
     count: int
+    even: bool
     kind: ScheduleKind
     lead: int
-    interval_s: float
+    devices: int
     forward_s: float
     backward_s: float
-    transfers_s: float
-    transfer_s: float
+    fill_forward_s: float
+    steady_forward_s: float
+    drain_backward_s: float
+    steady_backward_s: float
     reduce_s: float
-    busy_s: float
-    rounds: int
-    even: bool
-
-    @property
-    def devices(self) -> int:
-        """Devices of all replicas."""
-        return self.tp * self.pp * self.dp
-
-    @property
-    def fill_forward_s(self) -> float:
-        """First micro-batch through all stages: P f and the messages."""
-        return self.pp * self.forward_s + self.transfers_s
-
-    @property
-    def drain_backward_s(self) -> float:
-        """The last micro-batch's way back: P b and the messages."""
-        return self.pp * self.backward_s + self.transfers_s
-
-    @property
-    def steady_forward_s(self) -> float:
-        """The other micro-batches: (K - 1) f, or as fast as messages follow each other."""
-        return (self.count - 1) * max(self.forward_s, self.transfer_s)
-
-    @property
-    def steady_backward_s(self) -> float:
-        """The other micro-batches: (K - 1) b, or as fast as messages follow each other."""
-        return (self.count - 1) * max(self.backward_s, self.transfer_s)
-
-    @property
-    def first_s(self) -> float:
-        """(K + P - 1) f."""
-        return self.fill_forward_s + self.steady_forward_s
-
-    @property
-    def last_s(self) -> float:
-        """(K + P - 1) b, and the reduction."""
-        return self.drain_backward_s + self.steady_backward_s + self.reduce_s
-
-    @property
-    def round_s(self) -> float:
-        """From sync to sync: K paces; a gpipe drains and fills, (K + P - 1) (f + b)."""
-        if self.rounds == 1:
-            return 0.0
-        fill_and_drain_s = self.first_s + self.last_s - self.reduce_s
-        return POLICIES[self.kind].round_s(self.count, self.interval_s, fill_and_drain_s)
-
-    @property
-    def device_s(self) -> float:
-        """Busy device-seconds of a step."""
-        return self.rounds * self.count * self.dp * self.tp * self.busy_s
+    first_s: float
+    round_s: float
+    last_s: float
+    device_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,7 +249,47 @@ class Coupling(NamedTuple):
     """Modules that must agree in something: ``key`` of their options must be equal."""
 
     name: str
-    key: Callable[[Option], Hashable]
+    key: Callable[[Any], Hashable]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Splits:
+    """Ways to cut a round.
+
+    Attributes:
+        dp: [B] replicas, ascending.
+        size: [B] samples of the slowest one's largest micro-batch.
+        count: [B] its micro-batches, K.
+        timed: [2, U] sizes and replicas that have times of their own.
+        index: [B], which of them.
+    """
+
+    dp: Ints
+    size: Ints
+    count: Ints
+    timed: Ints
+    index: Indices
+
+    def up_to(self, most: int) -> _Splits:
+        """Those of at most so many replicas."""
+        own = slice(int(np.searchsorted(self.dp, most, side="right")))
+        shorter = {name: getattr(self, name)[own] for name in ("dp", "size", "count", "index")}
+        return replace(self, **shorter)
+
+
+class _OptionRows(NamedTuple):
+    """Options of the same degrees and order; ``columns`` are the other fields of each."""
+
+    tp: int
+    pp: int
+    kind: ScheduleKind
+    lead: int
+    columns: dict[str, NDArray[Any]]
+
+    def option(self, row: int, *, pinned: bool) -> Option:
+        """One of them."""
+        own = {name: column[row].item() for name, column in self.columns.items()}
+        return Option(tp=self.tp, pp=self.pp, kind=self.kind, lead=self.lead, pinned=pinned, **own)
 
 
 class ModuleOptions:
@@ -455,92 +312,155 @@ class ModuleOptions:
         if method.same_devices:
             most = max(1, most // len(problem.task.modules))
         self.tried = [(tp, pp) for tp, pp in degree_candidates(problem, module) if tp * pp <= most]
-        self._problem, self._method, self._most = problem, method, most
+        self._problem, self._method = problem, method
         self._pins = problem.request.workload.modules[module].plan
-        options: list[Option] = []
+        stages_of = cache(lambda pp: Stages(problem, module, pp))
+        splits, rows = self._splits(most), list[_OptionRows]()
         # Of each tp the last number of stages with which everything fitted.
-        enough: dict[int, tuple[float, float, float]] = {}
+        enough: dict[int, Floats] = {}
         for tp, pp in self.tried:
-            stages = Stages(problem, module, tp, pp)
-            slowest = stages.slowest()
-            if coupling is None and tp in enough and _is_no_better(slowest, enough[tp]):
+            stages = stages_of(pp)
+            slowest = stages.slowest(tp)
+            if coupling is None and tp in enough and (slowest >= enough[tp] * (1 - 1e-9)).all():
                 # More stages, none of them shorter: a longer fill on more devices.
                 continue
-            self._is_all = True
-            options += self._of_degrees(stages)
-            enough |= {tp: slowest} if self._is_all else {}
-            if options and method.preferred_only:
+            found, is_all = self._of_degrees(stages, tp, splits.up_to(most // (tp * pp)))
+            rows += found
+            enough |= {tp: slowest} if is_all else {}
+            if rows and method.preferred_only:
                 break
-        groups: dict[Hashable, list[Option]] = {}
-        chained = problem.chained()
-        for option in options:
+        self.options = list(self._undominated(rows))
+
+    def _splits(self, most: int) -> _Splits:
+        problem, uneven = self._problem, self._method.uneven
+        samples = problem.round_samples
+        found = [
+            (dp, size, -(-samples // dp))
+            for dp in replica_counts(samples, most, uneven=uneven, pins=self._pins)
+            for size in microbatch_sizes(-(-samples // dp), self._pins)
+        ]
+        dp, size, share = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        pairs = np.stack([size, dp if problem.varies else np.ones_like(dp)])
+        timed, index = np.unique(pairs, axis=1, return_inverse=True)
+        return _Splits(dp=dp, size=size, count=-(-share // size), timed=timed, index=index.ravel())
+
+    def _of_degrees(
+        self, stages: Stages, tp: int, splits: _Splits
+    ) -> tuple[list[_OptionRows], bool]:
+        """The options of a tp and pp that fit, and whether memory left none out.
+
+        Of the method's orders the first that fits, and, where messages between sync batches would
+        hold it up, the same with a longer lead. Without a cross-sample loss there is only 1f1b.
+        """
+        problem, found, is_all = self._problem, list[_OptionRows](), True
+        kinds: Sequence[ScheduleKind] = self._method.kinds
+        if not problem.task.sync_batches:
+            kinds = ("1f1b",)
+        columns = self._columns(stages, tp, splits)
+        transfer_s = columns.pop("transfer_s")
+        needed_bytes = stages.needed_bytes(tp, splits.dp, splits.size, splits.count)
+        left = np.ones(len(splits.dp), dtype=np.bool_)
+        least = np.full(len(splits.dp), np.inf)
+        for kind in kinds:
+            lead = int(POLICIES[kind].runs_ahead)
+            needed = needed_bytes(kind, lead)
+            least = np.minimum(least, needed)
+            fits = left & (needed <= problem.memory_bytes)
+            is_all &= kind == kinds[0] or not fits.any()
+            orders = [(lead, fits)]
+            if lead and problem.rounds > 1:
+                held_up = fits & (transfer_s > 0)
+                longer = held_up & (needed_bytes(kind, LONG_LEAD) <= problem.memory_bytes)
+                is_all &= bool((longer == held_up).all())
+                orders.append((LONG_LEAD, longer))
+            for order_lead, rows in orders:
+                if rows.any():
+                    own = {name: column[rows] for name, column in columns.items()}
+                    own["round_s"] = self._round_s(stages, tp, own, kind, order_lead)
+                    found.append(_OptionRows(tp, stages.pp, kind, order_lead, own))
+            left &= ~fits
+        if left.any() and (self.shortage is None or least[left].min() < self.shortage[0]):
+            self.shortage = float(least[left].min()), tp, stages.pp
+        return found, is_all and not left.any()
+
+    def _columns(self, stages: Stages, tp: int, splits: _Splits) -> dict[str, NDArray[Any]]:
+        """[B] each: fields of :class:`Option`, but what depends on the order; slowest message."""
+        size_U, dp_U = splits.timed
+        forward, backward = stages.seconds(tp, size_U, dp_U)
+        transfers = stages.transfers_s(tp, size_U)
+        of_timed = np.stack(
+            [
+                forward.max(axis=0),
+                backward.max(axis=0),
+                transfers.max(axis=0, initial=0.0),
+                transfers.sum(axis=0),
+                forward.sum(axis=0),
+                backward.sum(axis=0),
+            ]
+        )
+        f, b, transfer, transfers_s, forwards_s, backwards_s = of_timed[:, splits.index]
+        pp, dp, count = stages.pp, splits.dp, splits.count
+        fill, steady = pp * f + transfers_s, (count - 1) * np.maximum(f, transfer)
+        drain, steady_back = pp * b + transfers_s, (count - 1) * np.maximum(b, transfer)
+        reduce_s = stages.reduce_s(tp, dp, backwards_s)
+        samples = self._problem.round_samples
+        return {
+            "dp": dp,
+            "size": splits.size,
+            "count": count,
+            "even": count * splits.size * dp == samples,
+            "devices": tp * pp * dp,
+            "forward_s": f,
+            "backward_s": b,
+            "transfer_s": transfer,
+            "fill_forward_s": fill,
+            "steady_forward_s": steady,
+            "drain_backward_s": drain,
+            "steady_backward_s": steady_back,
+            "reduce_s": reduce_s,
+            "first_s": fill + steady,
+            "last_s": drain + steady_back + reduce_s,
+            "device_s": self._problem.rounds * count * dp * tp * (forwards_s + backwards_s),
+        }
+
+    def _round_s(
+        self,
+        stages: Stages,
+        tp: int,
+        columns: dict[str, NDArray[Any]],
+        kind: ScheduleKind,
+        lead: int,
+    ) -> Floats:
+        """[B]."""
+        if self._problem.rounds == 1:
+            return np.zeros(len(columns["dp"]))
+        work_s = columns["forward_s"] + columns["backward_s"]
+        interval_s = stages.interval_s(tp, columns["size"], work_s, lead)
+        fill_and_drain_s = columns["first_s"] + columns["last_s"] - columns["reduce_s"]
+        return POLICIES[kind].round_s(columns["count"], interval_s, fill_and_drain_s)
+
+    def _undominated(self, rows: Sequence[_OptionRows]) -> Iterator[Option]:
+        """Options that no other one equals or beats in devices, times and device-seconds."""
+        names = ["devices", "first_s", "round_s", "last_s", "device_s"]
+        chained = self._problem.chained()
+        if chained:
+            names += ["fill_forward_s", "steady_forward_s", "drain_backward_s"]
+            names += ["steady_backward_s"]
+        groups: dict[Hashable, list[_OptionRows]] = {}
+        for own in rows:
+            groups.setdefault(self.coupling and self.coupling.key(own), []).append(own)
+        for group in groups.values():
+            values = np.hstack([[own.columns[name] for name in names] for own in group]).T
+            owner = np.repeat(np.arange(len(group)), [len(own.columns["dp"]) for own in group])
+            row = np.hstack([np.arange(len(own.columns["dp"])) for own in group])
             # What a chain waits for depends on whether micro-batches hold the same samples.
-            cuts = (option.count, option.even) if chained else None
-            groups.setdefault((coupling and coupling.key(option), cuts), []).append(option)
-        self.options = [x for own in groups.values() for x in _undominated(own, chained=chained)]
-
-    def _of_degrees(self, stages: Stages) -> Iterator[Option]:
-        problem, devices = self._problem, stages.tp * stages.pp
-        counts = replica_counts(
-            problem.round_samples,
-            self._most // devices,
-            uneven=self._method.uneven,
-            pins=self._pins,
-        )
-        for dp in counts:
-            share = -(-problem.round_samples // dp)
-            for size in microbatch_sizes(share, self._pins):
-                yield from self._options(stages, dp, share, size)
-
-    def _options(self, stages: Stages, dp: int, share: int, size: int) -> Iterator[Option]:
-        """One for each order that fits."""
-        orders = stages.orders(dp, -(-share // size), size, self._method.kinds)
-        self._is_all &= orders.is_all
-        if not orders.found and (self.shortage is None or orders.needed_bytes < self.shortage[0]):
-            self.shortage = orders.needed_bytes, stages.tp, stages.pp
-        for kind, lead in orders.found:
-            yield self._option(stages, dp, share, size, kind, lead)
-
-    def _option(
-        self, stages: Stages, dp: int, share: int, size: int, kind: ScheduleKind, lead: int
-    ) -> Option:
-        work, transfers = stages.work(size, dp), stages.transfers(size)
-        pinned, count = self._pins.microbatch is not None, -(-share // size)
-        return Option(
-            tp=stages.tp,
-            pp=stages.pp,
-            dp=dp,
-            share=share,
-            size=size,
-            pinned=pinned,
-            count=count,
-            kind=kind,
-            lead=lead,
-            interval_s=stages.interval_s(size, dp, lead),
-            forward_s=work.forward_s,
-            backward_s=work.backward_s,
-            transfers_s=sum(transfers),
-            transfer_s=max(transfers, default=0.0),
-            reduce_s=stages.reduce_s(dp, size),
-            busy_s=work.busy_s,
-            rounds=self._problem.rounds,
-            even=count * size * dp == self._problem.round_samples,
-        )
-
-
-def _is_no_better(slowest: tuple[float, float, float], known: tuple[float, float, float]) -> bool:
-    return all(now >= before * (1 - 1e-9) for now, before in zip(slowest, known, strict=True))
-
-
-def _undominated(options: Sequence[Option], *, chained: bool) -> list[Option]:
-    """Options that no other one equals or beats in devices, times and device-seconds."""
-    if not options:
-        return []
-    names = ["devices", "first_s", "round_s", "last_s", "device_s"]
-    if chained:
-        names += ["fill_forward_s", "steady_forward_s", "drain_backward_s", "steady_backward_s"]
-    rows = np.array([[getattr(option, name) for name in names] for option in options])
-    return [options[i] for i in pareto_rows(rows)]
+            cuts = np.hstack([2 * own.columns["count"] + own.columns["even"] for own in group])
+            for key in np.unique(cuts) if chained else [None]:
+                members = np.flatnonzero(cuts == key) if chained else np.arange(len(cuts))
+                for i in members[pareto_rows(values[members])]:
+                    yield group[owner[i]].option(
+                        int(row[i]), pinned=self._pins.microbatch is not None
+                    )
 
 
 def largest_of_all_tasks(request: Request, units: Sequence[Unit]) -> dict[str, int]:
@@ -572,12 +492,12 @@ def largest_sync_batches(problem: Problem, units: Sequence[Unit]) -> dict[str, i
 
 def _limit(problem: Problem, unit: Unit, spare: Sequence[float]) -> int:
     """Samples that all replicas of a unit can hold for one sync; see above."""
-    stages = Stages(problem, unit.module, unit.tp, unit.pp)
-    size = max(unit.microbatches[0])
+    stages, size = Stages(problem, unit.module, unit.pp), max(unit.microbatches[0])
 
     def is_too_large(count: int) -> bool:
-        active = stages.active(size, unit.schedule.kind, count, unit.schedule.lead)
-        return any(own > most for own, most in zip(active, spare, strict=True))
+        order = unit.schedule.kind, unit.schedule.lead
+        active = stages.active_bytes(unit.tp, np.array([size]), np.array([count]), *order)
+        return bool((active[:, 0] > spare).any())
 
     most = -(-UNLIMITED // (size * unit.dp))
     count = bisect_left(range(1, most), True, key=is_too_large)
@@ -593,10 +513,10 @@ def _spare_bytes(problem: Problem, units: Sequence[Unit]) -> dict[str, list[floa
     fixed: dict[str, list[float]] = {}
     active: dict[str, list[float]] = {}
     for unit in units:
-        stages = Stages(problem, unit.module, unit.tp, unit.pp)
-        count, size = len(unit.microbatches[0]), max(unit.microbatches[0])
-        fixed[unit.name] = list(stages.fixed(unit.dp))
-        active[unit.name] = list(stages.active(size, "gpipe", count))
+        stages = Stages(problem, unit.module, unit.pp)
+        count, size = np.array([len(unit.microbatches[0])]), np.array([max(unit.microbatches[0])])
+        fixed[unit.name] = stages.fixed_bytes(unit.tp, np.array([unit.dp]))[:, 0].tolist()
+        active[unit.name] = stages.active_bytes(unit.tp, size, count, "gpipe")[:, 0].tolist()
     spare: dict[str, list[float]] = {}
     for unit in units:
         beside = [u for u in units if set(u.all_ranks) & set(unit.all_ranks)]

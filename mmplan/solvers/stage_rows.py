@@ -1,0 +1,144 @@
+"""A module on devices of its own, cut into pipeline stages: rows of bytes, one for each position.
+
+Shape suffixes: C = chunks of a pipeline, P = positions, B = (replicas, micro-batch size).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mmplan.arrays import Floats, Indices, Ints
+from mmplan.program.schedules.alternating import Alternating
+from mmplan.program.schedules.interleaved_1f1b import Interleaved1F1B
+from mmplan.solvers.communicators import communicator_counts
+from mmplan.solvers.messages import bytes_beside, stage_messages
+from mmplan.solvers.problem import Blocks, Problem
+
+# Columns of a position's bytes at tp 1: parameters that train and others, share of the activations
+# held, block inputs held (recomputation), messages carried, all three again times the micro-batches
+# that the stages after it have first; those stages; messages to wait for
+# (:class:`mmplan.solvers.messages.StageMessages`); communicators: always, and what tp, dp, and both
+# together add.
+TRAINED_NUMBERS, FROZEN_NUMBERS = range(2)
+HELD, INPUTS, CARRIED = range(2, 5)
+HELD_AHEAD, INPUTS_AHEAD, CARRIED_AHEAD, STAGES_AFTER = range(5, 9)
+RETURNS, RECEIVES, KEPT, GROUPS, OF_TP, OF_DP, OF_BOTH = range(9, 16)
+NUM_COLUMNS = 16
+# The orders of chunks: of one on each position, and of several.
+ONE_F_ONE_B = Alternating(whole_round=False)
+INTERLEAVED = Interleaved1F1B(whole_round=False)
+
+
+def positions(count: int, pp: int) -> Ints:
+    """[C] the pipeline position of each of ``count`` chunks."""
+    return np.array([ONE_F_ONE_B.position(c, pp) for c in range(count)])
+
+
+def slack(problem: Problem, module: str, pp: int, vpp: int) -> int:
+    """Micro-batches that chunks take in beyond what is linear in the stages after them.
+
+    Interleaved ones take in pp at a time for those.
+    """
+    return pp - 1 if vpp > 1 and problem.consumers(module) else 0
+
+
+def summed_by_position(per_chunk: Floats, pp: int) -> Floats:
+    """[P, columns] of [C, columns]: the chunks of a position added up."""
+    result = np.zeros((pp, per_chunk.shape[1]))
+    np.add.at(result, positions(len(per_chunk), pp), per_chunk)
+    return result
+
+
+def stage_rows(problem: Problem, module: str, cuts: tuple[Blocks, ...], pp: int) -> Floats:
+    """[P, 16], columns above."""
+    own, count = problem.module_costs(module).stages(cuts), len(cuts)
+    vpp = count // pp
+    after = np.arange(count)[::-1]
+    messages = [stage_messages(problem, module, cut, {}) for cut in cuts]
+    per_chunk = np.zeros((count, NUM_COLUMNS))
+    per_chunk[:, TRAINED_NUMBERS], per_chunk[:, FROZEN_NUMBERS] = own.trained, own.frozen
+    held = np.stack([own.held, own.inputs, [each.carried for each in messages]], axis=1)
+    per_chunk[:, HELD : CARRIED + 1] = held
+    ahead = ONE_F_ONE_B.in_flight(1, after[:, None])
+    per_chunk[:, HELD_AHEAD : CARRIED_AHEAD + 1] = held * ahead
+    waits = [(each.returned, each.received, each.kept) for each in messages]
+    per_chunk[:, RETURNS : KEPT + 1] = waits
+    rows = summed_by_position(per_chunk, pp)
+    rows[:, STAGES_AFTER] = after[:pp]
+    if vpp > 1:
+        own_slack = slack(problem, module, pp, vpp)
+        chunks = [INTERLEAVED.chunks_in_flight(p, pp, vpp, own_slack) for p in range(pp)]
+        most = held.reshape(vpp, pp, 3).max(axis=0)
+        rows[:, HELD_AHEAD : CARRIED_AHEAD + 1] = np.array(chunks)[:, None] * most
+    if problem.request.cluster.device.communicator_bytes:
+        one, tp, dp, both = (
+            communicator_counts(problem, module, cuts, tp=tp, pp=pp, dp=dp)
+            for tp, dp in ((1, 1), (2, 1), (1, 2), (2, 2))
+        )
+        rows[:, GROUPS:] = np.stack([one, tp - one, dp - one, both - tp - dp + one], axis=1)
+    return rows
+
+
+def largest_rows(rows: Floats) -> Indices:
+    """Rows [n, columns] that no other one equals or exceeds in every column."""
+    _, first = np.unique(rows, axis=0, return_index=True)
+    unique = rows[first]
+    exceeded = np.all(unique[:, None] <= unique[None], axis=2)
+    np.fill_diagonal(exceeded, False)
+    return first[~np.any(exceeded, axis=1)]
+
+
+class StageBytes:
+    """Bytes on the devices of stages, for degrees and micro-batches at once.
+
+    Args:
+        problem: its task.
+        module: of the task.
+        rows: [..., P, 16] of :func:`stage_rows`.
+
+    Results have the shape [..., P, B], with axes of ``tp`` before.
+    """
+
+    def __init__(self, problem: Problem, module: str, rows: Floats) -> None:
+        self._costs = problem.module_costs(module)
+        self._each = problem.request.cluster.device.communicator_bytes
+        self._columns = np.moveaxis(rows, -1, 0)[..., None]
+
+    @property
+    def after(self) -> Floats:
+        """Stages of the module after each."""
+        return self._columns[STAGES_AFTER]
+
+    def fixed_bytes(self, tp: int | Ints, dp: Ints) -> Floats:
+        """Parameters and communicators."""
+        columns = self._columns
+        numbers = columns[TRAINED_NUMBERS], columns[FROZEN_NUMBERS]
+        groups = (
+            columns[GROUPS]
+            + columns[OF_TP] * np.greater(tp, 1)
+            + columns[OF_DP] * np.greater(dp, 1)
+            + columns[OF_BOTH] * (np.greater(dp, 1) & np.greater(tp, 1))
+        )
+        return self._costs.parameter_bytes(*numbers, tp=tp, dp=dp) + groups * self._each
+
+    def held_bytes(
+        self, tp: int | Ints, size: Ints, activation: Floats, *, ahead: bool = False
+    ) -> Floats:
+        """Activations and messages of one micro-batch in flight.
+
+        Args:
+            tp: of the stages.
+            size: of the micro-batch.
+            activation: bytes of the whole module at this tp.
+            ahead: of all that 1F1B has in flight for the module's own stages.
+        """
+        held, inputs, carried = self._columns[
+            slice(HELD_AHEAD, CARRIED_AHEAD + 1) if ahead else slice(HELD, CARRIED + 1)
+        ]
+        own = self._costs.held_bytes(held, inputs, activation=activation, size=size, tp=tp)
+        return own + carried * size
+
+    def bytes_beside(self, size: Ints, steps: int | Ints) -> Floats:
+        """Messages beside those that micro-batches in flight carry, of so many in a step."""
+        returned, received, kept = self._columns[RETURNS : KEPT + 1]
+        return bytes_beside(returned, received, kept, steps) * size
