@@ -16,6 +16,7 @@ from mmlaunch.comm.strict import StrictWorld
 from mmlaunch.execute import gradient_buckets
 from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.gradient_buckets import FlatShards
+from mmlaunch.session.accelerator_check import check_on_accelerator
 from mmlaunch.session.session import Session
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
@@ -219,6 +220,12 @@ def test_steps_are_the_same_behind_a_warm_up_and_compiled(
     cold = train_planned(*_made(CONTRASTIVE), 2)
     assert warm.losses == pytest.approx(cold.losses, rel=1e-12)
     assert worst_difference(warm.weights, cold.weights) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_step_keeps_the_rules_of_an_accelerator() -> None:
+    verdict = check_on_accelerator(*_made(CONTRASTIVE, precision="bf16"), HERE)
+    assert (verdict.failure, verdict.faults) == (None, ())
 
 
 def test_emulated_ranks_gather_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,6 @@ class GatheredBlocks:
         self._current: BlockKey | None = None
         self._sum: Callable[[FlatShards], None] | None = None
         self.is_ahead = transport.device.type == "cuda"
-        for item in own:
-            item.release()
 
     def _blocks_of(self, stage: Stage) -> list[BlockKey]:
         """The blocks of a stage that are cut, in order."""

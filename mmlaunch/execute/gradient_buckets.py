@@ -258,6 +258,13 @@ def _set_gradient(item: ParameterSlice, flat: Tensor, begun: set[str]) -> None:
     item.write(parameter.grad, flat)
 
 
+def _resize(tensor: Tensor, num_bytes: int) -> None:
+    """Give a tensor, and all its views, memory or none; what they are views of stays the same."""
+    # The tensors of a device without hardware, a subclass, have no memory.
+    if type(tensor) is Tensor:
+        tensor.untyped_storage().resize_(num_bytes)
+
+
 class FlatShards:
     """Slices of parameters of which each rank of a set updates an equal flat shard.
 
@@ -276,6 +283,7 @@ class FlatShards:
             this rank's shard (ZeRO-2).
         is_cut: whether a rank keeps its shard of the parameters only (ZeRO-3). Their memory is
             freed by :meth:`release`, and there again after :meth:`start_gather`.
+        device: to which parameters come; None for their own.
 
     Attributes:
         slices: as given.
@@ -297,11 +305,12 @@ class FlatShards:
         gradients: torch.dtype | None = None,
         in_rounds: bool = False,
         is_cut: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._ranks, self.slices, self.narrow = ranks, slices, narrow
         self.in_rounds, self.is_cut = in_rounds, is_cut
         # Of the optimizer's slices, of parameters, and of gradients and their sums.
-        self._dtype, self._device = slices[0].parameter.dtype, slices[0].parameter.device
+        self._dtype, self._device = slices[0].parameter.dtype, device or slices[0].parameter.device
         self._held, self._summed = narrow or self._dtype, gradients or self._dtype
         total = sum(item.num_elements for item in slices)
         self._length = -(-total // len(ranks))
@@ -327,12 +336,15 @@ class FlatShards:
                 if low < high:
                     self._own[own] = values.reshape(-1)[low - start : high - start]
                 view = self._flat[start:stop].view(values.shape)
-                view.copy_(values)
+                if not is_cut:
+                    view.copy_(values)
                 item.parameter.data = view
             if low < high:
                 cut = self._cut(item, start, low, high, counts=item.name in counted)
                 self.updated += cut
                 self._slice_of += [index] * len(cut)
+        if is_cut:
+            self.release()
 
     def _laid_out(self) -> Iterator[tuple[ParameterSlice, int, int]]:
         """Each slice with its first and end element in the flat buffer."""
@@ -436,12 +448,12 @@ class FlatShards:
     def start_gather(self, transport: Transport) -> Work:
         """Begin to gather parameters that are cut; they are whole after the wait."""
         full, mine = cast(Tensor, self._flat), cast(Tensor, self._own).to(self._held)
-        full.untyped_storage().resize_(full.numel() * full.element_size())
+        _resize(full, full.numel() * full.element_size())
         return transport.start_gather_flat(full, mine, self._ranks)
 
     def release(self) -> None:
         """Free the memory of parameters that are cut; they and what refers to them keep shapes."""
-        cast(Tensor, self._flat).untyped_storage().resize_(0)
+        _resize(cast(Tensor, self._flat), 0)
 
     def drop_gradients(self) -> None:
         """Let go of gradients that no sum takes."""

@@ -31,7 +31,7 @@ from mmlaunch.execute.gradient_buckets import (
     slices_of,
     whole_slice,
 )
-from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.local_model import LocalModel, tensors_in
 from mmlaunch.model.precision import widen_rows
 from mmlaunch.model.whole_modules import BlockKey
 from mmplan.program.model import (
@@ -107,6 +107,10 @@ class Reductions:
                 cut[owner, int(block)].append(item)
         widen_rows(model.blocks.values(), {self._trained[name] for name in narrow_names})
         self.gathered = GatheredBlocks(cut, transport)
+        for block in model.blocks.values():
+            # What is not cut, buffers and frozen parameters, may still be on the host.
+            if any(t.is_cpu for t in tensors_in(block)) and transport.device.type == "cuda":
+                block.to(transport.device)
         self.cut_names = narrow_names | self.gathered.names
         # Those that begin inside the next compute, in order.
         self._starting: list[_Sum] = []
@@ -169,6 +173,7 @@ class Reductions:
                 gradients=self._narrow if is_narrow and self._narrow_gradients else None,
                 in_rounds=is_cut(reduction),
                 is_cut=gathers,
+                device=self._transport.device if gathers else None,
             )
 
     def _update_of(self, name: str, reduction: Reduction) -> ParameterUpdate:

@@ -50,6 +50,12 @@ class Tie:
     blocks: tuple[int, ...]
 
 
+def tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    """All parameters and buffers of a module."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
 class LocalModel:
     """Builds every module this rank needs, keeps its own blocks, and cuts them for TP.
 
@@ -61,7 +67,9 @@ class LocalModel:
         folder: the workload file's folder.
         program: says which blocks the rank runs.
         rank: this rank.
-        device: where parameters live.
+        device: where parameters live. On CUDA those of stages that gather them come to it cut
+            (:class:`mmlaunch.execute.gathered_blocks.GatheredBlocks`); until then they are on the
+            host, since they may not fit the device whole.
         comm: the tensor-parallel group of given ranks.
 
     Attributes:
@@ -132,7 +140,7 @@ class LocalModel:
         module = build_owner(self._workload, owner, self._folder, self._trains)
         self._keep_all(owner, module, kept)
         for block in self._blocks_of(owner).values():
-            block.to(self._device)
+            block.to(self._device_of(kept))
         if reason is not None:
             whole_bytes = sum(parameter.nbytes for parameter in module.parameters())
             self.notes.append(
@@ -145,8 +153,13 @@ class LocalModel:
         meta = MetaModule(self._workload, owner, self._folder)
         mark_frozen(meta.module, owner, self._trains)
         cuts = self._keep_all(owner, meta.module, kept)
-        meta.materialise(self._blocks_of(owner), cuts, self._device)
+        meta.materialise(self._blocks_of(owner), cuts, self._device_of(kept))
         return meta.storages()
+
+    def _device_of(self, kept: list[Stage]) -> torch.device:
+        """Where the blocks of some stages are built."""
+        on_host = self._device.type == "cuda" and all(stage.gathers for stage in kept)
+        return torch.device("cpu") if on_host else self._device
 
     def _forget(self, owner: str) -> None:
         """Drop everything that was kept of a module."""

@@ -24,7 +24,7 @@ from mmlaunch.comm.messages import LeafSpec, Spec, spec_of, tree_of
 from mmlaunch.comm.transport import Transport
 from mmlaunch.comm.wire import Failure
 from mmlaunch.data.loader import StepData
-from mmlaunch.model.local_model import LocalModel
+from mmlaunch.model.local_model import LocalModel, tensors_in
 from mmlaunch.model.precision import TrainingPrecision
 from mmlaunch.model.whole_modules import call_blocks
 from mmplan.errors import MMPlanError, RunFailedError
@@ -90,7 +90,9 @@ def infer_shapes(
                     inputs = _arguments(
                         stage, program, specs, data(stage.task), prepare, transport.device
                     )
-                    answer = _infer(stage, model, inputs, known, sequence_parallel)
+                    answer = _infer(
+                        stage, model, inputs, known, sequence_parallel, transport.device
+                    )
             except MMPlanError as error:
                 answer = _Answer(failure=Failure.of(error))
             except Exception as error:
@@ -161,6 +163,7 @@ def _infer(
     arguments: list[Tree],
     known: dict[object, TPStates],
     rows: bool,
+    device: torch.device,
 ) -> _Answer:
     """A stage's answer.
 
@@ -170,15 +173,16 @@ def _infer(
         arguments: of the first block.
         known: states of blocks that were followed before.
         rows: whether tensor-parallel groups share out rows.
+        device: of the arguments; blocks may still be on the host.
     """
     if stage.tp > 1:
         return _follow(stage, model, arguments, known, rows)
     blocks = [model.blocks[stage.owner, b] for b in range(*stage.blocks)]
     try:
-        return _Answer(spec=_run_fake(blocks, arguments))
+        return _Answer(spec=_run_fake(blocks, arguments, device))
     except Exception:
         # Some blocks look at values, which fake tensors do not have.
-        return _Answer(spec=spec_of(call_blocks(blocks, arguments)))
+        return _Answer(spec=spec_of(_run_real(blocks, arguments, device)))
 
 
 def _follow(
@@ -218,7 +222,20 @@ def _follow(
     return _Answer(spec=spec_of(given[0]), partial=partial, rows=cuts)
 
 
-def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
+def _run_real(blocks: list[nn.Module], arguments: list[Tree], device: torch.device) -> Tree:
+    """The output of blocks; one that is on the host comes to the device while it runs."""
+    given: tuple[Tree, ...] = tuple(arguments)
+    for block in blocks:
+        comes = device.type == "cuda" and any(t.is_cpu for t in tensors_in(block))
+        if comes:
+            block.to(device)
+        given = (call_blocks([block], given),)
+        if comes:
+            block.to("cpu")
+    return given[0]
+
+
+def _run_fake(blocks: list[nn.Module], arguments: list[Tree], device: torch.device) -> Spec:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     # It logs a traceback of a failure that is tried again with real tensors, or worded by us.
@@ -227,18 +244,21 @@ def _run_fake(blocks: list[nn.Module], arguments: list[Tree]) -> Spec:
     with FakeTensorMode(), torch.enable_grad():
         fake: dict[Tensor, Tensor] = {}
 
-        def convert(tensor: Tensor) -> Tensor:
+        def convert(tensor: Tensor, to: torch.device | None = None) -> Tensor:
             if tensor not in fake:
                 like = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=to or tensor.device
                 )
                 fake[tensor] = like.requires_grad_(tensor.requires_grad)
             return fake[tensor]
+
+        def weight(tensor: Tensor) -> Tensor:
+            return convert(tensor, device)
 
         given: tuple[Any, ...] = tuple(map_tensors(argument, convert) for argument in arguments)
         for block in blocks:
             parameters = block.named_parameters(remove_duplicate=False)
             buffers = block.named_buffers(remove_duplicate=False)
-            state = {name: convert(tensor) for name, tensor in chain(parameters, buffers)}
+            state = {name: weight(tensor) for name, tensor in chain(parameters, buffers)}
             given = (torch.func.functional_call(block, state, given, tie_weights=False),)
         return spec_of(given[0])
