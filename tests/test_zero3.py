@@ -22,6 +22,7 @@ from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Instruction
 from mmplan.program.model import Timings
+from mmplan.program.text import format_program
 from mmplan.proof.rows import hash_graph, hash_row
 from mmplan.schema.plan import Plan
 from mmplan.schema.workload import Workload
@@ -272,6 +273,7 @@ def _swapped(row: Row) -> Row:
 def test_replicas_that_gather_in_different_orders_are_found() -> None:
     program = compile_plan(_made(small_case(dp=2, k=2, others="same", feature="regression"))[0])
     assert check_program(program) == []
+    assert "gathers its blocks" in format_program(program)
     rows = (_swapped(program.instructions[0]), *program.instructions[1:])
     assert check_program(replace(program, instructions=rows)) != []
     # Without gathers the orders of replicas are their own.

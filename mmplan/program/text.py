@@ -40,6 +40,7 @@ def _stage(stage: Stage) -> str:
         f"# stage {stage.index}: {stage.task}.{stage.unit} chunk {stage.chunk}, blocks "
         f"{_span(stage.blocks)} of {stage.owner}, trains {trained}, ranks {grid}, "
         f"micro-batches {sizes}{', split backward' if stage.split else ''}"
+        f"{', gathers its blocks' if stage.gathers else ''}"
     )
 
 
