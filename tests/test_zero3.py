@@ -18,6 +18,7 @@ from mmlaunch.execute.gathered_blocks import GatheredBlocks
 from mmlaunch.execute.gradient_buckets import FlatShards
 from mmlaunch.session.accelerator_check import check_on_accelerator
 from mmlaunch.session.session import Session
+from mmlaunch.session.verify import compare
 from mmplan.program.checks.check import check_program
 from mmplan.program.compile import compile_plan
 from mmplan.program.instructions import Compute, Instruction
@@ -29,6 +30,8 @@ from mmplan.schema.workload import Workload
 from mmplan.simulation.peak_memory import ExpectedMemory
 from mmplan.simulation.predict import costs_of
 from tests.compiling import Backend
+from tests.gloo_entries import gradients_and_resume
+from tests.launching import launched
 from tests.matrix_cases import Case, small_case
 from tests.matrix_models import wide
 from tests.programs import loss, make_plan, trained_as, unit
@@ -221,6 +224,22 @@ def test_steps_are_the_same_behind_a_warm_up_and_compiled(
     cold = train_planned(*_made(CONTRASTIVE), 2)
     assert warm.losses == pytest.approx(cold.losses, rel=1e-12)
     assert worst_difference(warm.weights, cold.weights) < 1e-12
+
+
+@pytest.mark.slow
+def test_gradients_and_a_resumed_run_over_gloo(tmp_path: Path) -> None:
+    plan, workload = _made(PIPELINE)
+    found = launched(
+        gradients_and_resume,
+        ([(plan, workload)], tmp_path / "checkpoints"),
+        num_ranks=plan.devices,
+        run_dir=tmp_path / "run",
+        timeout_s=90.0,
+    )
+    verdict = compare(workload, HERE, compile_plan(plan), [own[0] for own, _ in found])
+    assert not verdict.differences, verdict.differences[:5]
+    for _, report in found:
+        assert report["losses"][0] == report["losses"][1]
 
 
 @pytest.mark.slow
