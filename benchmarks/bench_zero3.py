@@ -86,7 +86,8 @@ class FullyShard:
         model = cast(nn.Sequential, build_module(job, "llm", Path()))
         for block in model:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        self._model = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        self._model: nn.Module = model
         named = [*model.named_parameters()]
         self._optimizer = build_optimizer(job.train, named, sharded=True)
         self._range = rank * BATCH // RANKS, (rank + 1) * BATCH // RANKS
