@@ -148,7 +148,7 @@ def _kind(value: Field) -> str:
 
 Collate = Callable[[list[Any]], dict[str, Field]]
 # Dataset indices of a step's batch and the step, to the same indices in another order.
-Order = Callable[[Sequence[int], int], Sequence[int]]
+Permutation = Callable[[Sequence[int], int], Sequence[int]]
 
 
 def step_indices(dataset: Any, batch: int, seed: int, step: int) -> list[int]:
@@ -276,7 +276,7 @@ class StepLoader(Iterator[StepData]):
         seed: int,
         ranges: Sequence[tuple[int, int]],
         fields: Collection[str],
-        order: Order | None = None,
+        order: Permutation | None = None,
         start_step: int = 0,
         num_workers: int = 0,
         ahead: int = 2,
@@ -429,7 +429,7 @@ class Reader(Dataset[Any]):
     fields: Sequence[str]
     seed: int
     ranges: Sequence[tuple[int, int]]
-    order: Order | None
+    order: Permutation | None
     draws: bool = False
 
     def __getitems__(

@@ -28,7 +28,8 @@ from mmplan.program.schedules.split_backward import Room, SplitSequence, room_of
 from mmplan.schema.plan import Order
 
 # Ties at one instant: free memory first, then feed others; collectives last.
-_FIRST, _SECOND = 1, 2
+_FIRST = 1
+_SECOND = 2
 _PRIORITY = {
     Op.SYNC_WAIT: 0,
     Op.BACKWARD: _FIRST,
