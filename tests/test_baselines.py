@@ -29,6 +29,7 @@ from mmplan.solvers.problem import Blocks, NotApplicableError, Problem, Request,
 from mmplan.solvers.registry import OF_SEVERAL_TASKS
 from tests.commands import call
 from tests.solving import module_profile, profile, run_solve, workload
+from tests.stage_costs import fixed_bytes, gradient_bytes, held_bytes, stage_s
 from tests.test_convex import GRAPHS, problem_of, random_problem
 from tests.test_convex_plans import MODELS, costs, job
 from tests.verification import verify_in_process
@@ -194,7 +195,7 @@ class Oracle:
     def cuts(self, module: str) -> list[tuple[Blocks, ...]]:
         tp = min(self.problem.costs.tp_options(task="default", module=module))
         blocks = self.problem.blocks(module)
-        work = [sum(self.problem.stage_s(module, (b, b + 1), tp, 1)) for b in range(blocks)]
+        work = [sum(stage_s(self.problem, module, (b, b + 1), tp, 1)) for b in range(blocks)]
         return cut_everywhere(tuple(work), blocks)
 
     def tps(self, module: str) -> set[int]:
@@ -271,25 +272,25 @@ class Oracle:
             through[m] = 0.0
             for i, cut in enumerate(cuts):
                 q = first + i
-                stage_s = sum(problem.stage_s(m, cut, degree[m], own[m], dp * ways[m]))
-                busy[q] += stage_s
-                through[m] += stage_s
+                own_s = sum(stage_s(problem, m, cut, degree[m], own[m], dp * ways[m]))
+                busy[q] += own_s
+                through[m] += own_s
                 if i + 1 < len(cuts):
                     through[m] += self._message_s(
                         (q * tp, (q + 1) * tp),
                         own[m] * problem.output_bytes(m, cut[1] - 1),
                         [degree[m]] * (1 + problem.stage(m, cuts[i + 1]).input_gradient),
                     )
-                fixed[q] += problem.fixed_bytes(m, cut, degree[m], dp * ways[m])
+                fixed[q] += fixed_bytes(problem, m, cut, degree[m], dp * ways[m])
                 flight = min(steps, 1 + self._after(m, places) + len(cuts) - 1 - i)
                 messages = stage_messages(problem, m, cut, placed)
-                held = problem.held_bytes(m, cut, degree[m], own[m]) + own[m] * messages.carried
+                held = held_bytes(problem, m, cut, degree[m], own[m]) + own[m] * messages.carried
                 fixed[q] += held * (1 if count == 1 else flight)
                 fixed[q] += own[m] * messages.bytes_beside(steps)
                 if problem.trainable(m, cut):
                     reduce[q] += problem.costs.all_reduce_s(
                         ranks=[(d * count + q) * tp + w for d in range(dp) for w in range(ways[m])],
-                        num_bytes=problem.gradient_bytes(m, cut, degree[m]),
+                        num_bytes=gradient_bytes(problem, m, cut, degree[m]),
                         sharers=degree[m],
                     )
         if max(fixed) > problem.memory_bytes:

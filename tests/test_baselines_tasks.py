@@ -32,6 +32,7 @@ from mmplan.solvers.distmm.solver import solve_distmm
 from mmplan.solvers.problem import Problem, Request, Solution
 from tests.commands import call
 from tests.solving import module_profile, profile, run_solve, workload
+from tests.stage_costs import fixed_bytes, gradient_bytes, held_bytes, stage_s
 from tests.task_sets import job, write_files
 from tests.training import plain, train_alone, train_planned, worst_difference
 from tests.verification import verify_in_process
@@ -325,7 +326,7 @@ class Oracle:
     def time_s(self, problem: Problem, tp: int, dp: int, limit: int) -> float:
         count, size = self.cut(problem, dp, limit)
         modules = [self.whole(problem, m) for m in problem.task.modules]
-        busy_s = sum(sum(problem.stage_s(*own, tp, size, dp)) for own in modules)
+        busy_s = sum(sum(stage_s(problem, *own, tp, size, dp)) for own in modules)
         ranks = tuple(range(tp * dp))
         sync_s = problem.sync_s(dict.fromkeys(problem.task.modules, ranks))
         return problem.rounds * (count * busy_s + sync_s)
@@ -342,14 +343,14 @@ class Oracle:
         total = 0.0
         for module, held in self.owners(chosen).items():
             tp = held[0][1] if len({tp for _, tp, _ in held}) == 1 else 1
-            each = [p.fixed_bytes(*self.whole(p, module), tp, dp) for p, _, dp in held]
+            each = [fixed_bytes(p, *self.whole(p, module), tp, dp) for p, _, dp in held]
             total += max(each)
         active = [0.0]
         for problem, (tp, dp, limit) in zip(self.problems, chosen, strict=True):
             count, size = self.cut(problem, dp, limit)
             times = count if problem.task.sync_batches else 1
             modules = [self.whole(problem, m) for m in problem.task.modules]
-            active.append(sum(times * problem.held_bytes(*m, tp, size) for m in modules))
+            active.append(sum(times * held_bytes(problem, *m, tp, size) for m in modules))
         return total + max(active)
 
     def reduce_s(self, chosen: Sequence[tuple[int, int, int]]) -> float:
@@ -358,7 +359,7 @@ class Oracle:
             max(
                 problem.costs.all_reduce_s(
                     ranks=list(range(0, dp * tp, tp)),
-                    num_bytes=problem.gradient_bytes(*self.whole(problem, module), tp),
+                    num_bytes=gradient_bytes(problem, *self.whole(problem, module), tp),
                     sharers=tp,
                 )
                 for problem, tp, dp in held

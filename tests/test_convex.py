@@ -23,6 +23,7 @@ from mmplan.solvers.messages import stage_messages
 from mmplan.solvers.partitioner import cut_blocks, cut_everywhere
 from mmplan.solvers.problem import Candidate, Problem, Request
 from tests.solving import module_profile, profile, workload
+from tests.stage_costs import fixed_bytes, gradient_bytes, held_bytes, stage_s
 
 GRAPHS: dict[str, dict[str, list[str]]] = {
     "llm": {"llm": ["llm_data"]},
@@ -80,12 +81,12 @@ class Oracle:
 
     def _per_sample(self, module: str) -> float:
         tp = min(self.problem.costs.tp_options(task="default", module=module))
-        return sum(self.problem.stage_s(module, (0, self.problem.blocks(module)), tp, 1))
+        return sum(stage_s(self.problem, module, (0, self.problem.blocks(module)), tp, 1))
 
     def _cuts(self, module: str) -> list[tuple[tuple[int, int], ...]]:
         blocks = self.problem.blocks(module)
         tp = min(self.problem.costs.tp_options(task="default", module=module))
-        work = [sum(self.problem.stage_s(module, (b, b + 1), tp, 1)) for b in range(blocks)]
+        work = [sum(stage_s(self.problem, module, (b, b + 1), tp, 1)) for b in range(blocks)]
         return cut_everywhere(tuple(work), blocks)
 
     def best_s(self) -> float:
@@ -157,7 +158,7 @@ class Oracle:
 
     def _row(self, module: str, tp: int, pp: int, vpp: int, dp: int, size: int) -> Row:
         problem, cuts = self.problem, self.cuts[module][pp * vpp - 1]
-        compute = [sum(problem.stage_s(module, cut, tp, size, dp)) for cut in cuts]
+        compute = [sum(stage_s(problem, module, cut, tp, size, dp)) for cut in cuts]
         messages = [self._message_s(module, c, cuts, tp, pp, size) for c in range(len(cuts))]
         ranks = [range(p, len(cuts), pp) for p in range(pp)]
         stage = max(sum(compute[c] + messages[c] for c in own) for own in ranks)
@@ -204,7 +205,7 @@ class Oracle:
         self, module: str, tp: int, pp: int, dp: int, ranks: list[list[tuple[int, int]]], size: int
     ) -> float:
         numbers = max(
-            sum(self.problem.gradient_bytes(module, cut, tp) for cut in own) for own in ranks
+            sum(gradient_bytes(self.problem, module, cut, tp) for cut in own) for own in ranks
         )
         if not numbers:
             return 0.0
@@ -216,7 +217,7 @@ class Oracle:
             for n in (tp, sharers)
         )
         cuts = [cut for own in ranks for cut in own]
-        backward_s = sum(self.problem.stage_s(module, cut, tp, size)[1] for cut in cuts)
+        backward_s = sum(stage_s(self.problem, module, cut, tp, size)[1] for cut in cuts)
         return max(alone_s, together_s - (sharers // tp - 1) * backward_s / len(cuts))
 
     def _bytes(
@@ -234,7 +235,7 @@ class Oracle:
         placed = {module: PlacedModule(stages=places, tp=tp, dp=dp)}
         messages = [stage_messages(problem, module, cuts[c], placed) for c in own]
         held = {
-            c: problem.held_bytes(module, cuts[c], tp, size) + size * m.carried
+            c: held_bytes(problem, module, cuts[c], tp, size) + size * m.carried
             for c, m in zip(own, messages, strict=True)
         }
         trains = any(problem.trainable(module, cuts[c]) for c in own)
@@ -251,7 +252,7 @@ class Oracle:
                 near |= {(m, "last")} if module in problem.into_last(m) else set()
         # With each neighbour, messages there and back.
         groups = (problem.devices > 1) + len(sizes) + 2 * len(near)
-        fixed = sum(problem.fixed_bytes(module, cuts[c], tp, dp) for c in own)
+        fixed = sum(fixed_bytes(problem, module, cuts[c], tp, dp) for c in own)
         ahead = sum(h * (len(cuts) - c) for c, h in held.items())
         if len(own) > 1:  # interleaved: what test_schedules sees the ranks hold
             more = (len(own) - 1) * self._slack(module, pp)

@@ -105,8 +105,10 @@ class ModuleCosts:
             cut_bytes=cut_bytes,
         )
 
-    def _bytes_per_trained(self, dp: int) -> float:
-        return self._costs.bytes_per_parameter(trainable=True, dp=dp)
+    def _bytes_per_trained(self, dp: int, in_rounds: bool, gathers: bool) -> float:
+        return self._costs.bytes_per_parameter(
+            trainable=True, dp=dp, in_rounds=in_rounds, gathers=gathers and dp > 1
+        )
 
     def _compute_straggler(self, dp: int) -> float:
         return self._costs.straggler(
@@ -114,13 +116,17 @@ class ModuleCosts:
         )
 
     def stages(self, cuts: tuple[Blocks, ...]) -> StageCosts:
-        """The module cut into stages."""
-        starts, own = np.array([start for start, _ in cuts]), self.blocks
-        each = (own.shares, own.held, own.inputs, own.trained, own.frozen)
-        shares, held, inputs, trained, frozen = (np.add.reduceat(x, starts) for x in each)
+        """Ranges of the module's blocks as stages."""
+        own = self.blocks
+        columns = own.held, own.inputs, own.trained, own.frozen
+        # Of each range's start and end the sums up to the next are added; every other one counts.
+        per_block = np.column_stack([own.shares, *columns])
+        ends = np.vstack([per_block, np.zeros(per_block.shape[1])])
+        sums = np.add.reduceat(ends, np.array(cuts).ravel())[::2]
+        held, inputs, trained, frozen = sums[:, LOSSES + 1 :].T
         return StageCosts(
             cuts=cuts,
-            shares=shares,
+            shares=sums[:, : LOSSES + 1],
             held=held,
             inputs=inputs,
             trained=trained,
@@ -187,10 +193,25 @@ class ModuleCosts:
         return np.minimum(held * activation, inputs * size / sharers)
 
     def parameter_bytes(
-        self, trained: Floats, frozen: Floats, *, tp: int | Ints, dp: int | Ints
+        self,
+        trained: Floats,
+        frozen: Floats,
+        *,
+        tp: int | Ints,
+        dp: int | Ints,
+        in_rounds: bool = False,
     ) -> Floats:
-        """Weights, gradients and optimizer state of stages."""
-        of_trained = np.vectorize(self._trained_bytes, otypes=[np.float64])(dp)
+        """Weights, gradients and optimizer state of stages.
+
+        Args:
+            trained: parameters that train.
+            frozen: the others.
+            tp, dp: of the stages.
+            in_rounds: whether gradients are summed after each micro-batch.
+        """
+        # Of tensor-parallel stages the gradients alone are cut.
+        gathers = np.equal(tp, 1) if in_rounds else False
+        of_trained = np.vectorize(self._trained_bytes, otypes=[np.float64])(dp, in_rounds, gathers)
         of_frozen = self._costs.bytes_per_parameter(trainable=False)
         return (trained * of_trained + frozen * of_frozen) / tp
 

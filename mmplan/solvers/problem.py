@@ -176,7 +176,6 @@ class Problem:
         self.rounds = task.batch // task.period
         self.memory_bytes = request.cluster.device.memory_bytes
         self._stages: dict[tuple[str, Blocks], StageProperties] = {}
-        self._seconds: dict[tuple[str, Blocks, int, int, int], tuple[float, float]] = {}
         self.module_costs = cache(self._module_costs)
 
     def _module_costs(self, module: str) -> ModuleCosts:
@@ -280,96 +279,19 @@ class Problem:
         stage = self.stage(module, blocks)
         return bool(stage.hosted) or stage.passed is not None
 
-    def stage_s(
-        self, module: str, blocks: Blocks, tp: int, samples: int, dp: int = 1
-    ) -> tuple[float, float]:
-        """Forward and backward seconds of a stage, with the losses that it hosts.
-
-        These are seconds of the busiest replica where the work of samples varies.
-        """
-        key = module, blocks, tp, samples, dp
-        if key not in self._seconds:
-            self._seconds[key] = self._stage_s(*key)
-        return self._seconds[key]
-
-    def _stage_s(
-        self, module: str, blocks: Blocks, tp: int, samples: int, dp: int
-    ) -> tuple[float, float]:
-        task, stage = self.task.name, self.stage(module, blocks)
-        weighted_samples = samples * self.straggler(module, dp)
-        forward = self.costs.forward_s(
-            task=task, module=module, tp=tp, samples=weighted_samples, blocks=blocks
-        )
-        backward = self.costs.backward_s(
-            task=task,
-            module=module,
-            tp=tp,
-            samples=weighted_samples,
-            blocks=blocks,
-            trainable=stage.trainable,
-            input_gradient=stage.input_gradient,
-            recompute=self.request.workload.modules[module].recompute,
-        )
-        for loss in stage.hosted:
-            own = self.costs.loss_s(loss=loss, samples=samples)
-            forward, backward = forward + own[0], backward + own[1]
-        return forward, backward
-
-    def straggler(self, module: str, dp: int) -> float:
-        """Expected work of the busiest of dp replicas in a round, over the mean."""
-        return self.costs.straggler(
-            task=self.task.name, module=module, dp=dp, samples=self.round_samples
-        )
-
     @property
     def varies(self) -> bool:
         """Whether the profile has the varying work of samples."""
         return self.costs.sampled_work(self.task.name) is not None
 
-    def held_bytes(self, module: str, blocks: Blocks, tp: int, samples: int) -> float:
-        """Bytes that a device holds of one micro-batch from its forward to its backward."""
-        passed = self.stage(module, blocks).passed
-        if passed is None:
-            return 0.0
-        return self.costs.activation_bytes(
-            task=self.task.name,
-            module=module,
-            tp=tp,
-            samples=samples,
-            blocks=passed,
-            recompute=self.request.workload.modules[module].recompute,
-        )
+    @property
+    def sums_in_rounds(self) -> bool:
+        """Whether one grid for all modules could sum gradients after each micro-batch.
 
-    def fixed_bytes(
-        self, module: str, blocks: Blocks, tp: int, dp: int, *, is_one_grid: bool = False
-    ) -> float:
-        """Weights, gradients and optimizer state of a stage on one device.
-
-        Args:
-            module, blocks, tp, dp: of the stage.
-            is_one_grid: all modules have the same replicas. Then ZeRO-2 cuts gradients, unless
-                another stage uses a module too.
+        Then ZeRO-2 cuts them, but where another stage uses a module too.
         """
         shared = [self.request.workload.modules[m].share for m in self.task.modules]
-        alone = len(self.request.tasks) == 1 and not any(shared)
-        in_rounds = is_one_grid and alone
-        fixed = self.parameters_bytes(module, blocks, tp, dp, in_rounds=in_rounds)
-        gathers = in_rounds and tp == 1 and dp > 1
-        return fixed + (self.gathered_bytes(module, blocks) if gathers else 0.0)
-
-    def parameters_bytes(
-        self, module: str, blocks: Blocks, tp: int, dp: int, *, in_rounds: bool
-    ) -> float:
-        """Weights, gradients and optimizer state of a stage as a device keeps them."""
-        return self.costs.static_bytes(
-            in_rounds=in_rounds,
-            task=self.task.name,
-            module=module,
-            tp=tp,
-            dp=dp,
-            blocks=blocks,
-            trainable=self.trainable(module, blocks),
-        )
+        return len(self.request.tasks) == 1 and not any(shared)
 
     def gathered_bytes(self, module: str, blocks: Blocks) -> float:
         """What a rank has whole of a stage's blocks where it gathers them; 0 without ZeRO-3."""
@@ -381,14 +303,6 @@ class Problem:
             blocks=blocks,
             trainable=self.trainable(module, blocks),
         )
-
-    def gradient_bytes(self, module: str, blocks: Blocks, tp: int) -> float:
-        """Bytes of gradient that a device of a stage contributes to its reduction."""
-        numbers = sum(
-            self.costs.parameters(task=self.task.name, module=module, blocks=part)
-            for part in self.trainable(module, blocks)
-        )
-        return numbers / tp * self.costs.gradient_bytes
 
     def output_bytes(self, module: str, after_block: int) -> float:
         """Bytes per sample that cross a cut."""

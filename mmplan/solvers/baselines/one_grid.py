@@ -9,19 +9,26 @@ where busy_q is what all modules at position q compute for one micro-batch, the 
 micro-batch's longest way through the modules (never less than the busiest position), and
 reduce is the position with the longest reductions. With Q = 1 this is the formula of
 :mod:`.colocated`.
+
+Shape suffixes: S = stages of a module, B = splits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from mmplan.arrays import Floats, Ints
 from mmplan.errors import InfeasibleError
 from mmplan.program.schedules.registry import POLICIES
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Schedule, Unit
 from mmplan.solvers.communicators import PlacedModule, PlacedModules, communicators
-from mmplan.solvers.messages import StageMessages, stage_messages
+from mmplan.solvers.cost_table import ModuleCosts, StageCosts
+from mmplan.solvers.messages import bytes_beside, stage_messages
 from mmplan.solvers.partitioner import module_cuts, tensor_degrees
 from mmplan.solvers.problem import Blocks, Candidate, Problem
 from mmplan.solvers.sample_split import cut, microbatch_sizes, smallest_divisors, split_evenly
@@ -80,22 +87,22 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StageBytes:
-    """What a stage of a module holds.
+class _ModuleStages:
+    """A module's stages at positions of the grid.
 
     Attributes:
-        position: of the grid.
-        size: samples of its largest micro-batch.
-        held: bytes of one micro-batch in flight.
-        after: stages after it, on the longest way to the end.
-        messages: of the stage.
+        positions: of its stages.
+        after: [S, 1] stages after each, on the longest way to the end.
+        messages: [4, S, 1] bytes per sample (:class:`mmplan.solvers.messages.StageMessages`).
     """
 
-    position: int
-    size: int
-    held: float
-    after: int
-    messages: StageMessages
+    grid: ModuleGrid
+    positions: slice
+    tp: int
+    costs: ModuleCosts
+    stages: StageCosts
+    after: Ints
+    messages: Floats
 
 
 class OneGrid:
@@ -108,12 +115,24 @@ class OneGrid:
             kind="batch-sync" if problem.task.sync_batches else "1f1b",
             lead=int(layout.positions > 1),
         )
-        self._intervals: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._held: dict[tuple[int, int], list[_StageBytes]] = {}
-        self._fixed: dict[tuple[int, int], list[float]] = {}
         self._reduce: dict[tuple[int, int], float] = {}
         self._sync: dict[int, float] = {}
-        self._after = {module: self._stages_after(module) for module in layout.places}
+        self._modules = {module: self._stages(module) for module in layout.places}
+
+    def _stages(self, module: str) -> _ModuleStages:
+        place, costs = self.layout.places[module], self.problem.module_costs(module)
+        placed = self._placed(1, self.layout.tp)
+        own = [stage_messages(self.problem, module, cut, placed) for cut in place.cuts]
+        messages = [(m.carried, m.returned, m.received, m.kept) for m in own]
+        return _ModuleStages(
+            grid=place,
+            positions=slice(place.first, place.first + len(place.cuts)),
+            tp=self._tp(place),
+            costs=costs,
+            stages=costs.stages(place.cuts),
+            after=self._stages_after(module) - np.arange(len(place.cuts))[:, None],
+            messages=np.array(messages).T[..., None],
+        )
 
     @property
     def most(self) -> int:
@@ -123,7 +142,7 @@ class OneGrid:
 
     # --- what may be chosen ------------------------------------------------------------
 
-    def splits(self, replicas: Iterable[int] | None = None) -> Iterator[Split]:
+    def splits(self, replicas: Iterable[int] | None = None) -> list[Split]:
         """Replicas, of all numbers or of those given, and micro-batches that the pins allow.
 
         Of the replicas that leave the slowest one the same share only the fewest are tried,
@@ -132,11 +151,11 @@ class OneGrid:
         if replicas is None:
             every = bool(self.problem.costs.training.zero or self.problem.task.sync_batches)
             replicas = self.counts(every=every)
-        for dp in replicas:
-            for limit, pinned in self._limits(-(-self.problem.round_samples // dp)):
-                split = self._split(dp, limit, pinned)
-                if self._allowed(split):
-                    yield split
+        samples = self.problem.round_samples
+        found = (
+            self._split(dp, *own) for dp in replicas for own in self._limits(-(-samples // dp))
+        )
+        return [split for split in found if self._allowed(split)]
 
     def counts(self, *, every: bool = False) -> Iterable[int]:
         """Replicas, each number the smallest that leaves the slowest its share.
@@ -193,15 +212,27 @@ class OneGrid:
 
     # --- seconds -----------------------------------------------------------------------
 
-    def compute_s(self, split: Split) -> float:
-        """The formula without reductions and syncs."""
-        fill_s, interval_s = self.fill_and_interval_s(split.size, split.inner_dp, split.dp)
-        return fill_s + (self.problem.rounds * split.count - 1) * interval_s
+    def compute_s(self, splits: Sequence[Split]) -> Floats:
+        """[B] the formula without reductions and syncs, of every split."""
+        busy, end = np.zeros((self.layout.positions, len(splits))), dict[str, Floats]()
+        for module, own in self._modules.items():
+            dp, size = _replicas(own, splits), _sizes(own, splits)
+            each = own.costs.seconds(own.tp, size, own.costs.work(size, dp))
+            stage_s = own.stages.shares @ sum(each)
+            busy[own.positions] += stage_s
+            producers = self.problem.producers(module)
+            reached = [end[p] + self._between_s(p, module, splits) for p in producers]
+            inside_s = stage_s.sum(axis=0) + self._inside_s(module, size)
+            end[module] = np.maximum.reduce([np.zeros(len(splits)), *reached]) + inside_s
+        interval_s = busy.max(axis=0)
+        fill_s = np.maximum.reduce([interval_s, *end.values()])
+        count = np.array([split.count for split in splits])
+        return fill_s + (self.problem.rounds * count - 1) * interval_s
 
     def step_s(self, split: Split) -> float:
         """The formula, T."""
-        reduced_s = self.reduce_s(split.dp, split.inner_dp)
-        return self.compute_s(split) + reduced_s + self.problem.rounds * self.sync_s(split)
+        (compute_s,) = self.compute_s([split]).tolist()
+        return compute_s + self.reduce_s(split) + self.problem.rounds * self.sync_s(split)
 
     def sync_s(self, split: Split) -> float:
         """All batch-syncs of one round."""
@@ -216,72 +247,51 @@ class OneGrid:
             )
         return self._sync[split.dp]
 
-    def fill_and_interval_s(self, size: int, inner_dp: int, dp: int) -> tuple[float, float]:
-        """(fill, busiest position) of one micro-batch, forward and backward."""
-        key = size, inner_dp, dp if self.problem.varies else 1
-        if key not in self._intervals:
-            busy, end = [0.0] * self.layout.positions, dict[str, float]()
-            for module, place in self.layout.places.items():
-                producers = self.problem.producers(module)
-                reached = max(
-                    (end[p] + self._between_s(p, module, size, inner_dp) for p in producers),
-                    default=0,
-                )
-                for i, blocks in enumerate(place.cuts):
-                    own, replicas = _own(place, size, inner_dp), key[2] * _inner_dp(place, inner_dp)
-                    stage_s = sum(
-                        self.problem.stage_s(module, blocks, self._tp(place), own, replicas)
-                    )
-                    busy[place.first + i] += stage_s
-                    reached += stage_s + self._transfer_s(module, i, own)
-                end[module] = reached
-            self._intervals[key] = max(*busy, *end.values()), max(busy)
-        return self._intervals[key]
-
     def _tp(self, place: ModuleGrid) -> int:
         return 1 if place.replicated else self.layout.tp
 
-    def _transfer_s(self, module: str, i: int, size: int) -> float:
-        """From stage i of a module to its next one, and back."""
-        place = self.layout.places[module]
-        if i + 1 == len(place.cuts):
-            return 0.0
-        back = self.problem.stage(module, place.cuts[i + 1]).input_gradient
-        num_bytes = size * self.problem.output_bytes(module, place.cuts[i][1] - 1)
-        here = place.first + i, self._tp(place)
-        return self._message_s(here, (here[0] + 1, here[1]), num_bytes, back)
+    def _inside_s(self, module: str, size: Ints) -> Floats | float:
+        """[B] messages from stage to stage of a module, and back."""
+        own, total_s = self._modules[module], 0.0
+        for i, following in enumerate(own.grid.cuts[1:]):
+            back = self.problem.stage(module, following).input_gradient
+            here = own.grid.first + i, own.tp
+            num_bytes = size * own.stages.cut_bytes[i]
+            total_s = total_s + self._message_s(here, (here[0] + 1, own.tp), num_bytes, back)
+        return total_s
 
-    def _between_s(self, producer: str, consumer: str, size: int, inner_dp: int) -> float:
-        source, target = self.layout.places[producer], self.layout.places[consumer]
-        per_sample = self.problem.output_bytes(producer, self.problem.blocks(producer) - 1)
+    def _between_s(self, producer: str, consumer: str, splits: Sequence[Split]) -> Floats:
+        source, target = self._modules[producer], self._modules[consumer]
         return self._message_s(
-            (source.first + len(source.cuts) - 1, self._tp(source)),
-            (target.first, self._tp(target)),
-            _own(source, size, inner_dp) * per_sample,
+            (source.positions.stop - 1, source.tp),
+            (target.positions.start, target.tp),
+            _sizes(source, splits) * source.stages.cut_bytes[-1],
             self.problem.makes_gradient(producer),
         )
 
     def _message_s(
-        self, source: tuple[int, int], target: tuple[int, int], num_bytes: float, back: bool
-    ) -> float:
-        """Between two (position, TP degree); what comes from another node is gathered."""
+        self, source: tuple[int, int], target: tuple[int, int], num_bytes: Floats, back: bool
+    ) -> Floats:
+        """[B] between two (position, TP degree); what comes from another node is gathered."""
+        if source[0] == target[0]:
+            return np.zeros(len(num_bytes))
         costs, node_of = self.problem.costs, self.problem.request.cluster.node_of
-        first, second = (position * self.layout.tp for position, _ in (source, target))
-        total_s = (1 + back) * costs.message_s(source=first, target=second, num_bytes=num_bytes)
-        if node_of(first) != node_of(second):
-            for tp in (target[1], *([source[1]] if back else [])):
-                total_s += costs.gather_shares_s(ranks=range(tp), num_bytes=num_bytes)
-        return total_s
+        apart = len({node_of(position * self.layout.tp) for position, _ in (source, target)}) > 1
+        lines = [costs.message_line(apart=apart)] * (1 + back)
+        if apart:
+            lines += [costs.gather_line(tp) for tp in (target[1], *([source[1]] if back else []))]
+        return sum((line[0] + num_bytes * line[1] for line in lines), np.zeros(len(num_bytes)))
 
-    def reduce_s(self, dp: int, inner_dp: int) -> float:
+    def reduce_s(self, split: Split) -> float:
         """Gradient reductions of the position where they take longest."""
-        if (dp, inner_dp) not in self._reduce:
+        key = split.dp, split.inner_dp
+        if key not in self._reduce:
             taken = [0.0] * self.layout.positions
             for module, place in self.layout.places.items():
                 for i in range(len(place.cuts)):
-                    taken[place.first + i] += self._stage_reduce_s(module, i, dp, inner_dp)
-            self._reduce[dp, inner_dp] = max(taken)
-        return self._reduce[dp, inner_dp]
+                    taken[place.first + i] += self._stage_reduce_s(module, i, *key)
+            self._reduce[key] = max(taken)
+        return self._reduce[key]
 
     def _stage_reduce_s(self, module: str, i: int, dp: int, inner_dp: int) -> float:
         place, tp = self.layout.places[module], self.layout.tp
@@ -291,56 +301,45 @@ class OneGrid:
         starts = [(d * self.layout.positions + place.first + i) * tp for d in range(dp)]
         return self.problem.costs.all_reduce_s(
             ranks=[start + t for start in starts for t in range(each)],
-            num_bytes=self.problem.gradient_bytes(module, blocks, self._tp(place)),
+            num_bytes=self._modules[module].stages.trained[i]
+            / self._tp(place)
+            * self.problem.costs.gradient_bytes,
             sharers=self._tp(place),
         )
 
     # --- bytes -------------------------------------------------------------------------
 
-    def needed_bytes(self, split: Split) -> float:
-        """Bytes of the fullest device: as many micro-batches as each stage's order holds."""
-        fixed = self._fixed_bytes(split.dp, split.inner_dp)
-        return max(map(sum, zip(fixed, self.active_bytes(split), strict=True)))
+    def needed_bytes(self, splits: Sequence[Split]) -> Floats:
+        """[B] bytes of the fullest device: as many micro-batches as each stage's order holds."""
+        return (self._fixed_bytes(splits) + self.active_bytes(splits)).max(axis=0)
 
-    def active_bytes(self, split: Split) -> list[float]:
-        """Activations and messages that each position holds."""
-        total = [0.0] * self.layout.positions
-        schedule, count = self.schedule, self.problem.rounds * split.count
-        for stage in self._held_bytes(split.size, split.inner_dp):
-            flight = POLICIES[schedule.kind].in_flight(split.count, schedule.lead * stage.after)
-            beside = stage.size * stage.messages.bytes_beside(count)
-            total[stage.position] += stage.held * min(count, flight) + beside
+    def active_bytes(self, splits: Sequence[Split]) -> Floats:
+        """[positions, B] activations and messages."""
+        total = np.zeros((self.layout.positions, len(splits)))
+        policy, rounds = POLICIES[self.schedule.kind], self.problem.rounds
+        count = np.array([split.count for split in splits])
+        for own in self._modules.values():
+            size = _sizes(own, splits)
+            carried, returned, received, kept = own.messages
+            held = own.costs.held_bytes(
+                own.stages.held[:, None],
+                own.stages.inputs[:, None],
+                activation=own.costs.activation_bytes(own.tp, size),
+                size=size,
+                tp=own.tp,
+            )
+            flight = policy.held_of_step(count, rounds, self.schedule.lead * own.after)
+            beside = bytes_beside(returned, received, kept, rounds * count)
+            total[own.positions] += (held + size * carried) * flight + size * beside
         return total
 
     def least_bytes(self) -> float:
         """A bound on :meth:`needed_bytes`: one micro-batch of one sample."""
-        return min(
-            self.needed_bytes(
-                Split(dp=dp, limit=1, pinned=False, count=1, size=1, inner_dp=self.layout.tp)
-            )
+        ends = [
+            Split(dp=dp, limit=1, pinned=False, count=1, size=1, inner_dp=self.layout.tp)
             for dp in (1, max(1, self.most))
-        )
-
-    def _held_bytes(self, size: int, inner_dp: int) -> list[_StageBytes]:
-        """What every stage holds."""
-        if (size, inner_dp) not in self._held:
-            placed = self._placed(1, inner_dp)
-            found = self._held[size, inner_dp] = []
-            for module, place in self.layout.places.items():
-                own = _own(place, size, inner_dp)
-                for i, blocks in enumerate(place.cuts):
-                    messages = stage_messages(self.problem, module, blocks, placed)
-                    held = self.problem.held_bytes(module, blocks, self._tp(place), own)
-                    found.append(
-                        _StageBytes(
-                            position=place.first + i,
-                            size=own,
-                            held=held + own * messages.carried,
-                            after=self._after[module] - i,
-                            messages=messages,
-                        )
-                    )
-        return self._held[size, inner_dp]
+        ]
+        return float(self.needed_bytes(ends).min())
 
     def _stages_after(self, module: str) -> int:
         """Stages after the module's first one, on the longest way to the end."""
@@ -348,23 +347,26 @@ class OneGrid:
         consumers = self.problem.consumers(module)
         return own - 1 + max((1 + self._stages_after(c) for c in consumers), default=0)
 
-    def _fixed_bytes(self, dp: int, inner_dp: int) -> list[float]:
-        key = (dp if self.problem.costs.training.zero else min(dp, 2)), inner_dp
-        if key not in self._fixed:
-            each = self.problem.request.cluster.device.communicator_bytes
-            names = self.communicators(dp, inner_dp) if each else {}
-            fixed = [each * len(names.get(p, ())) for p in range(self.layout.positions)]
-            for module, place in self.layout.places.items():
-                for i, blocks in enumerate(place.cuts):
-                    fixed[place.first + i] += self.problem.fixed_bytes(
-                        module,
-                        blocks,
-                        self._tp(place),
-                        dp * _inner_dp(place, inner_dp),
-                        is_one_grid=inner_dp == 1,
-                    )
-            self._fixed[key] = fixed
-        return self._fixed[key]
+    def _fixed_bytes(self, splits: Sequence[Split]) -> Floats:
+        """[positions, B] parameters and communicators."""
+        each = self.problem.request.cluster.device.communicator_bytes
+        keys = [(min(split.dp, 2), split.inner_dp) for split in splits]
+        names = {key: self.communicators(*key) if each else {} for key in {*keys}}
+        fixed = np.array(
+            [[each * len(names[k].get(p, ())) for k in keys] for p in range(self.layout.positions)],
+            dtype=np.float64,
+        )
+        in_rounds = self.problem.sums_in_rounds and not self._any_replicated
+        for module, own in self._modules.items():
+            trained, frozen = own.stages.trained[:, None], own.stages.frozen[:, None]
+            dp = _replicas(own, splits)
+            fixed[own.positions] += own.costs.parameter_bytes(
+                trained, frozen, tp=own.tp, dp=dp, in_rounds=in_rounds
+            )
+            if in_rounds and own.tp == 1:
+                whole = [self.problem.gathered_bytes(module, cut) for cut in own.grid.cuts]
+                fixed[own.positions] += np.array(whole)[:, None] * (dp > 1)
+        return fixed
 
     def communicators(self, dp: int, inner_dp: int) -> dict[Hashable, frozenset[Hashable]]:
         """By position; see :func:`mmplan.solvers.communicators.communicators`."""
@@ -428,6 +430,16 @@ class OneGrid:
         )
 
 
+def _replicas(own: _ModuleStages, splits: Sequence[Split]) -> Ints:
+    """[B] of a module."""
+    return np.array([split.dp * _inner_dp(own.grid, split.inner_dp) for split in splits])
+
+
+def _sizes(own: _ModuleStages, splits: Sequence[Split]) -> Ints:
+    """[B] samples of a module's largest micro-batch."""
+    return np.array([_own(own.grid, split.size, split.inner_dp) for split in splits])
+
+
 def _inner_dp(place: ModuleGrid, inner_dp: int) -> int:
     """Replicas of a module in one replica of the grid."""
     return inner_dp if place.replicated else 1
@@ -471,6 +483,15 @@ def depths(problem: Problem, modules: Sequence[str]) -> list[int]:
     return sorted(n for n in found if n <= most)
 
 
+class _Entry(NamedTuple):
+    """A split of a grid, by its position, with its bytes on the fullest device."""
+
+    compute_s: float
+    grid: int
+    split: Split
+    needed_bytes: float
+
+
 def best_grids(
     problem: Problem, solver: str, layouts: Sequence[Layout]
 ) -> list[tuple[Candidate, OneGrid]]:
@@ -490,11 +511,16 @@ def best_grids(
         g for g, (least, _) in zip(grids, lacking, strict=True) if least <= problem.memory_bytes
     ]
     entries = [
-        (grid.compute_s(split), k, split) for k, grid in enumerate(roomy) for split in grid.splits()
+        _Entry(compute_s, k, split, needed)
+        for k, grid in enumerate(roomy)
+        for splits in (grid.splits(),)
+        for compute_s, split, needed in zip(
+            grid.compute_s(splits).tolist(), splits, grid.needed_bytes(splits).tolist(), strict=True
+        )
     ]
     if not entries and (roomy or not grids):
         raise nothing_allowed(problem, solver, layouts)
-    found = _visit(problem, roomy, sorted(entries, key=lambda entry: entry[0]), lacking)
+    found = _visit(problem, roomy, sorted(entries, key=lambda entry: entry.compute_s), lacking)
     if not found:
         raise too_large(problem, solver, [x for x in lacking if x[0] > problem.memory_bytes])
     return [
@@ -506,21 +532,22 @@ def best_grids(
 def _visit(
     problem: Problem,
     grids: Sequence[OneGrid],
-    entries: Sequence[tuple[float, int, Split]],
+    entries: Sequence[_Entry],
     lacking: list[tuple[float, Layout]],
 ) -> dict[int, list[tuple[float, Split]]]:
     """Position of a grid to its splits that fit, best first; what does not joins ``lacking``."""
     found: dict[int, list[tuple[float, Split]]] = {}
-    for compute_s, k, split in entries:
+    for compute_s, k, split, needed in entries:
         firsts, top = sorted(own[0][0] for own in found.values()), problem.request.top
         if len(firsts) >= top and compute_s >= firsts[top - 1]:
             break
-        needed = grids[k].needed_bytes(split)
         if needed > problem.memory_bytes:
             lacking.append((needed, grids[k].layout))
             continue
         own = found.setdefault(k, [])
-        own.append((grids[k].step_s(split), split))
+        reduced_s = grids[k].reduce_s(split)
+        sync_s = problem.rounds * grids[k].sync_s(split)
+        own.append((compute_s + reduced_s + sync_s, split))
         own.sort(key=lambda pair: pair[0])
     return found
 

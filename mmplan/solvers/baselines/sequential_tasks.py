@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -105,8 +106,12 @@ class Ledger:
     def _cut(self, holding: Holding) -> Floats:
         """[D] bytes of a module that its replicas cut, and of what they gather of it."""
         problem, grid, found_D = self.problems[holding.task], holding.grid, np.zeros(self.devices)
-        for chunk, blocks in enumerate(holding.blocks):
-            own = problem.parameters_bytes(holding.module, blocks, grid.tp, grid.dp, in_rounds=True)
+        costs = problem.module_costs(holding.module)
+        stages = costs.stages(holding.blocks)
+        kept = costs.parameter_bytes(
+            stages.trained, stages.frozen, tp=grid.tp, dp=grid.dp, in_rounds=True
+        )
+        for chunk, (blocks, own) in enumerate(zip(holding.blocks, kept.tolist(), strict=True)):
             if grid.tp == 1 and grid.dp > 1:
                 own += problem.gathered_bytes(holding.module, blocks)
             found_D[[rank for group in grid.stage(chunk) for rank in group]] += own
@@ -137,10 +142,9 @@ class Ledger:
         key = holding.task, holding.module, holding.grid.dp
         if key not in self._blocks:
             problem = self.problems[holding.task]
-            blocks = range(problem.blocks(holding.module))
-            self._blocks[key] = np.array(
-                [problem.fixed_bytes(holding.module, (b, b + 1), 1, key[2]) for b in blocks]
-            )
+            costs = problem.module_costs(holding.module)
+            own = costs.blocks
+            self._blocks[key] = costs.parameter_bytes(own.trained, own.frozen, tp=1, dp=key[2])
         return self._blocks[key]
 
     def reduce_s(self, number: int) -> Floats:
@@ -148,13 +152,14 @@ class Ledger:
         if number not in self._reduce:
             item, total_D = self._holdings[number], np.zeros(self.devices)
             problem, tp = self.problems[item.task], item.grid.tp
+            trained = problem.module_costs(item.module).stages(item.blocks).trained
             for chunk, blocks in enumerate(item.blocks if item.grid.dp > 1 else ()):
                 if problem.stage(item.module, blocks).trainable:
                     groups = item.grid.stage(chunk)
                     total_D[[rank for group in groups for rank in group]] += (
                         problem.costs.all_reduce_s(
                             ranks=[group[0] for group in groups],
-                            num_bytes=problem.gradient_bytes(item.module, blocks, tp),
+                            num_bytes=trained[chunk] / tp * problem.costs.gradient_bytes,
                             sharers=tp,
                         )
                     )
@@ -215,28 +220,40 @@ def grid_options(
         grid = OneGrid(problem, layout)
         if not grid.most or not allowed(problem, layout):
             continue
-        for dp in replicas(grid):
-            splits = list(grid.splits([dp]))
-            if splits:
-                # Layouts for all devices have no module that a TP group holds whole.
-                places = grid.layout.places.items()
-                held = [(m, place.cuts, grid.ranks(m, splits[0])) for m, place in places]
-                holdings = by_owner(problem, ledger, held)
-                options = (_option(grid, split, holdings) for split in splits)
-                found += staircase(options, lambda o: (o.time_s, float(o.held_bytes.max())))
+        splits = grid.splits(replicas(grid))
+        rows = zip(
+            splits, grid.compute_s(splits).tolist(), grid.active_bytes(splits).T, strict=True
+        )
+        for _, same in groupby(rows, key=lambda row: row[0].dp):
+            own = list(same)
+            # Layouts for all devices have no module that a TP group holds whole.
+            places = grid.layout.places.items()
+            held = [(m, place.cuts, grid.ranks(m, own[0][0])) for m, place in places]
+            holdings = by_owner(problem, ledger, held)
+            options = (_option(grid, *row, holdings) for row in own)
+            found += staircase(options, lambda o: (o.time_s, float(o.held_bytes.max())))
     return found
 
 
-def _option(grid: OneGrid, split: Split, holdings: dict[str, frozenset[int]]) -> TaskOption:
-    problem = grid.problem
+def _option(
+    grid: OneGrid,
+    split: Split,
+    compute_s: float,
+    active_bytes: Floats,
+    holdings: dict[str, frozenset[int]],
+) -> TaskOption:
+    """An option of a split; ``active_bytes`` are of the grid's positions."""
+    problem, tp, positions = grid.problem, grid.layout.tp, grid.layout.positions
+    held_D = np.zeros(problem.devices)
+    held_D[: split.dp * positions * tp] = np.tile(np.repeat(active_bytes, tp), split.dp)
     return TaskOption(
         task=problem.task.name,
-        time_s=grid.compute_s(split) + problem.rounds * grid.sync_s(split),
-        reduce_s=grid.reduce_s(split.dp, split.inner_dp),
-        held_bytes=_by_device(grid, split, problem.devices),
+        time_s=compute_s + problem.rounds * grid.sync_s(split),
+        reduce_s=grid.reduce_s(split),
+        held_bytes=held_D,
         communicators=grid.communicators(split.dp, split.inner_dp),
         holdings=holdings,
-        shape=(grid.layout.tp, grid.layout.positions, split.dp),
+        shape=(tp, positions, split.dp),
         make=lambda: grid.units(split),
     )
 
@@ -257,16 +274,6 @@ def by_owner(
         number = ledger.number(Holding(problem.task.name, module, blocks, grid))
         found.setdefault(owner, set()).add(number)
     return {owner: frozenset(own) for owner, own in found.items()}
-
-
-def _by_device(grid: OneGrid, split: Split, devices: int) -> Floats:
-    """[D] bytes of activations."""
-    tp, positions = grid.layout.tp, grid.layout.positions
-    at_position = np.array(grid.active_bytes(split))
-    held = np.zeros(devices)
-    used = split.dp * positions * tp
-    held[:used] = np.tile(np.repeat(at_position, tp), split.dp)
-    return held
 
 
 def named(units: Iterable[Unit]) -> tuple[Unit, ...]:

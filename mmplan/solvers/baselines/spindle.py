@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from mmplan.errors import InfeasibleError
 from mmplan.schema.grid import RankGrid
 from mmplan.schema.plan import Unit
@@ -123,20 +125,24 @@ def _points(problem: Problem) -> list[_Point]:
     lacking: list[tuple[float, Layout]] = []
     for layout in layouts:
         grid = OneGrid(problem, layout)
-        for dp in grid.counts() if allowed(problem, layout) else ():
-            splits = sorted(grid.splits([dp]), key=grid.compute_s)
-            needed = [grid.needed_bytes(split) for split in splits]
-            lacking += [(own, layout) for own in needed]
-            fits = [s for s, own in zip(splits, needed, strict=True) if own <= problem.memory_bytes]
-            if fits:
-                found.append(
-                    _Point(
-                        devices=dp * layout.tp * layout.positions,
-                        time_s=grid.step_s(fits[0]),
-                        grid=grid,
-                        split=fits[0],
-                    )
-                )
+        splits = grid.splits(grid.counts()) if allowed(problem, layout) else []
+        if not splits:
+            continue
+        compute_s, needed = grid.compute_s(splits), grid.needed_bytes(splits)
+        lacking += [(own, layout) for own in needed.tolist()]
+        fastest: dict[int, Split] = {}
+        for i in np.argsort(compute_s, kind="stable"):
+            if needed[i] <= problem.memory_bytes:
+                fastest.setdefault(splits[i].dp, splits[i])
+        found += [
+            _Point(
+                devices=split.dp * layout.tp * layout.positions,
+                time_s=grid.step_s(split),
+                grid=grid,
+                split=split,
+            )
+            for split in fastest.values()
+        ]
     if not lacking:
         raise nothing_allowed(problem, "spindle-optimus", layouts)
     if not found:

@@ -42,11 +42,10 @@ class BlockMemory:
 
     def _compute_activations(self, op: MetaOp, tp: int, size: int, blocks: Blocks) -> float:
         """Activations of a micro-batch, and the messages that it carries."""
-        problem = self._problems[op.task]
-        return (
-            problem.held_bytes(op.module, blocks, tp, size)
-            + size * self.messages(op, blocks).carried
-        )
+        costs, sizes = self._problems[op.task].module_costs(op.module), np.array([size])
+        own, activation = costs.stages((blocks,)), costs.activation_bytes(tp, sizes)
+        held = costs.held_bytes(own.held, own.inputs, activation=activation, size=sizes, tp=tp)
+        return float(held[0]) + size * self.messages(op, blocks).carried
 
     def _compute_messages(self, op: MetaOp, blocks: Blocks) -> StageMessages:
         return stage_messages(self._problems[op.task], op.module, blocks, {})

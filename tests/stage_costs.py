@@ -1,0 +1,73 @@
+"""Costs of one stage and one micro-batch, from the cost model's scalar answers.
+
+The solvers read the cost table (:mod:`mmplan.solvers.cost_table`); these stand beside it.
+"""
+
+from __future__ import annotations
+
+from mmplan.costs.block_ranges import Blocks
+from mmplan.solvers.problem import Problem
+
+
+def stage_s(
+    problem: Problem, module: str, blocks: Blocks, tp: int, samples: int, dp: int = 1
+) -> tuple[float, float]:
+    """Forward and backward of the busiest replica, with the losses that the stage hosts."""
+    costs, task, stage = problem.costs, problem.task.name, problem.stage(module, blocks)
+    factor = costs.straggler(task=task, module=module, dp=dp, samples=problem.round_samples)
+    forward = costs.forward_s(
+        task=task, module=module, tp=tp, samples=samples * factor, blocks=blocks
+    )
+    backward = costs.backward_s(
+        task=task,
+        module=module,
+        tp=tp,
+        samples=samples * factor,
+        blocks=blocks,
+        trainable=stage.trainable,
+        input_gradient=stage.input_gradient,
+        recompute=problem.request.workload.modules[module].recompute,
+    )
+    for loss in stage.hosted:
+        own = costs.loss_s(loss=loss, samples=samples)
+        forward, backward = forward + own[0], backward + own[1]
+    return forward, backward
+
+
+def held_bytes(problem: Problem, module: str, blocks: Blocks, tp: int, samples: int) -> float:
+    """What a device holds of one micro-batch from its forward to its backward."""
+    passed = problem.stage(module, blocks).passed
+    if passed is None:
+        return 0.0
+    return problem.costs.activation_bytes(
+        task=problem.task.name,
+        module=module,
+        tp=tp,
+        samples=samples,
+        blocks=passed,
+        recompute=problem.request.workload.modules[module].recompute,
+    )
+
+
+def fixed_bytes(
+    problem: Problem, module: str, blocks: Blocks, tp: int, dp: int, *, in_rounds: bool = False
+) -> float:
+    """Weights, gradients and optimizer state on one device."""
+    return problem.costs.static_bytes(
+        task=problem.task.name,
+        module=module,
+        tp=tp,
+        dp=dp,
+        blocks=blocks,
+        trainable=problem.trainable(module, blocks),
+        in_rounds=in_rounds,
+    )
+
+
+def gradient_bytes(problem: Problem, module: str, blocks: Blocks, tp: int) -> float:
+    """Gradient that a device contributes to its reduction."""
+    numbers = sum(
+        problem.costs.parameters(task=problem.task.name, module=module, blocks=part)
+        for part in problem.trainable(module, blocks)
+    )
+    return numbers / tp * problem.costs.gradient_bytes
