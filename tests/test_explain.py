@@ -145,6 +145,7 @@ def test_the_lines_say_the_plan_in_figures(tmp_path: Path) -> None:
     assert "75.0% of the work" in by_topic["llm"]
     assert "if llm took half the time" in by_topic["binds"]
     assert f"{plan.solver.gap:.2%}" in by_topic["bound"]
+    assert "% waiting" in by_topic["bound"]
 
 
 def test_the_command_has_words_and_data(tmp_path: Path) -> None:

@@ -107,19 +107,6 @@ def test_memory_leaves_slower_degrees() -> None:
     check_below(plan, costs)
 
 
-def test_activations_that_wait_need_memory() -> None:
-    """A sample of 4 equal blocks holds a quarter of its 100 bytes more after each forward."""
-    costs = profile({"a": module_profile(4.0, 4.0, activation_bytes=100.0)}, 4, memory_bytes=30.0)
-    plan = make_plan(
-        unit("a", kind="1f1b", pp=4, k=4), losses=[loss("l", "a")], batch=4
-    ).model_copy(update={"cluster": costs.cluster})
-    # Seconds of forward and input gradients of a block, times the bytes that are held meanwhile.
-    held = (1 + 0.5) * (25 + 50 + 75 + 100)
-    bound = lower_bound(plan, CostModel(costs, plan.cluster, plan.training))
-    assert bound.seconds == pytest.approx(4 * held / (4 * 30))
-    assert bound.work_s == pytest.approx(4 * 8 / 4)
-
-
 def test_frozen_blocks_take_forwards_only() -> None:
     costs = profile({"a": module_profile(1.0, 2.0), "b": module_profile(1.0, 2.0)}, 1)
     plan = make_plan(

@@ -4,10 +4,9 @@ It knows no solver and no schedule. Whatever a plan does, each of its micro-batc
 with some tensor-parallel degree and some size, and all these choices together have to meet
 
 - *work*: devices are busy with all computes, and there are N of them for a step;
-- *path*: a sample goes through its blocks one after another, to a loss and back;
-- *memory*: until it has come back its activations are held, and devices hold so much at a time.
+- *path*: a sample goes through its blocks one after another, to a loss and back.
 
-The bound is a weighted mean of the three, least over the choices of each block by itself, with the
+The bound is a weighted mean of the two, least over the choices of each block by itself, with the
 weights for which that is largest. docs/architecture.md has the proof.
 
 Shape suffixes used in this file: K = blocks of all modules of all tasks; P = pieces of
@@ -19,7 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
@@ -32,6 +30,7 @@ from mmplan.program.lower import lower
 from mmplan.program.model import CrossSampleLoss, Graph, Stage
 from mmplan.schema.plan import Plan, PlanLoss, PlannedTraining, Schedule, Unit
 from mmplan.schema.profile import Curve
+from mmplan.simulation.step import Simulation
 
 # What rounding may take from a simulated step, relative.
 _ROUNDING = 1e-9
@@ -57,14 +56,13 @@ class LowerBound:
 
 
 class _Weights(NamedTuple):
-    """Of memory, and of the path in the rest; what is then left is of work.
+    """Of the path; the rest of 1 is that of work.
 
     A loss over the whole batch parts a step in two: forwards come before it, backwards after.
     """
 
-    memory: float
-    forward_path: float
-    backward_path: float
+    forward: float
+    backward: float
 
 
 def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
@@ -77,8 +75,8 @@ def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
         costs: of its profile, cluster and training.
     """
     blocks = _Blocks(plan, costs)
-    work, path = _Weights(0.0, 0.0, 0.0), _Weights(0.0, 1.0, 1.0)
-    best = max((blocks.least_s(w), w) for w in (work, path, _Weights(0.25, 0.25, 0.25)))
+    work, path = _Weights(0.0, 0.0), _Weights(1.0, 1.0)
+    best = max((blocks.least_s(weights), weights) for weights in (work, path))
     for halvings in range(_STEP_SIZES):
         best = _climbed(blocks.least_s, best, 0.25 / 2**halvings)
     return LowerBound(
@@ -86,6 +84,26 @@ def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
         work_s=blocks.least_s(work) * (1 - _ROUNDING),
         path_s=blocks.least_s(path) * (1 - _ROUNDING),
     )
+
+
+def above_work(simulation: Simulation, bound: LowerBound) -> dict[str, float]:
+    """Where a step's device time goes beside the least work: shares of it, by what takes them.
+
+    Args:
+        simulation: of a plan.
+        bound: of its workload.
+    """
+    total_s = len(simulation.used) * simulation.iteration_s or 1.0
+    used_s = sum(simulation.used) * simulation.iteration_s
+    waiting_s, messages_s = sum(simulation.idle_s), sum(simulation.communication_s)
+    least_s = bound.work_s * len(simulation.used)
+    seconds = {
+        "slower degrees and sizes": used_s - waiting_s - messages_s - least_s,
+        "waiting": waiting_s,
+        "communication": messages_s,
+        "devices without work": total_s - used_s,
+    }
+    return {what: max(0.0, value) / total_s for what, value in seconds.items()}
 
 
 def _climbed(
@@ -139,7 +157,6 @@ class _Blocks:
         self._known: dict[object, Floats] = {}
         largest = [self._largest(stage) for stage in self._stages]
         pieces = [self._pieces(*pair) for pair in zip(self._stages, largest, strict=True)]
-        held_K = np.array([self._held_bytes(*x) for x in zip(self._stages, largest, strict=True)])
         rows, lengths = np.concatenate(pieces), list(map(len, pieces))
         self._block_P = np.repeat(np.arange(len(pieces)), lengths)
         self._first_P = np.cumsum([0, *lengths[:-1]])
@@ -157,26 +174,21 @@ class _Blocks:
         forward_K = self._least_of_each(each_K, none_K, none_K, none_K)
         backward_K = self._least_of_each(none_K, each_K, none_K, none_K)
         self._path = self._longest_path(forward_K, backward_K)
-        upstream_K = self._held_upstream(held_K, forward_K + backward_K)
-        self._held_s_K = batch_K * upstream_K / self._room_bytes()
 
     def least_s(self, weights: _Weights) -> float:
-        """The weighted mean of work, path and memory, least over all choices."""
-        rest, path = 1 - weights.memory, self._path
-        forward, backward = weights.forward_path, weights.backward_path
-        if not self._barrier_s:
-            backward = forward
-        held_K = weights.memory * self._held_s_K
+        """The weighted mean of work and path, least over all choices."""
+        forward, path = weights.forward, self._path
+        backward = weights.backward if self._barrier_s else forward
         blocks_K = self._least_of_each(
-            held_K + rest * forward * path.forwards,
-            held_K + rest * backward * path.backwards,
-            rest * (1 - forward) * self._share_K,
-            rest * (1 - backward) * self._share_K,
+            forward * path.forwards,
+            backward * path.backwards,
+            (1 - forward) * self._share_K,
+            (1 - backward) * self._share_K,
         )
         losses_s = self._barrier_s or (
             forward * path.loss_s + (1 - forward) * self._syncs_s / self._plan.devices
         )
-        return float(blocks_K.sum()) + rest * losses_s
+        return float(blocks_K.sum()) + losses_s
 
     def _least_of_each(
         self, f_K: Floats, i_K: Floats, work_f_K: Floats, work_b_K: Floats
@@ -254,15 +266,6 @@ class _Blocks:
             for costs in self._by_zero
         )
 
-    def _held_bytes(self, stage: Stage, largest: Mapping[int, int]) -> float:
-        """Least activations of a sample, on all devices of a group together."""
-        found: list[float] = []
-        for tp, most in largest.items():
-            fit = self._costs.curves(task=stage.task, module=stage.module, tp=tp)
-            sizes = {1, most, *(knot for knot in fit.activation_bytes.knots if 1 < knot < most)}
-            found += [tp * self._held(stage, tp, size) / size for size in sizes]
-        return min(found)
-
     def _pieces(self, stage: Stage, largest: Mapping[int, int]) -> Floats:
         """[P, 9] pieces of a block's curves between two knots.
 
@@ -331,33 +334,6 @@ class _Blocks:
             total = there.total_K[first] + loss_s + (0.0 if last is None else back.total_K[last])
             paths.append((total, _Path(there.on_path(first), back.on_path(last), loss_s)))
         return max(paths, key=lambda pair: pair[0])[1]
-
-    def _held_upstream(self, held_K: Floats, seconds_K: Floats) -> Floats:
-        """[K] bytes of a sample that are held while it is in a block, by the blocks before it.
-
-        The activations of a block are held on one path from it to a loss and back: the longest.
-        """
-        bytes_K, far_K = held_K.copy(), seconds_K.copy()
-        after: dict[int, int] = {}
-        for edge in sorted(self._graph.edges, key=lambda edge: -edge.producer):
-            p, c = edge.producer, edge.consumer
-            if edge.carries_gradient and seconds_K[p] + far_K[c] > far_K[p]:
-                far_K[p], after[p] = seconds_K[p] + far_K[c], c
-        for block in sorted(after):
-            bytes_K[after[block]] += bytes_K[block]
-        return bytes_K
-
-    def _room_bytes(self) -> float:
-        """Memory of all devices without one copy of everything that is trained."""
-        one_copy: defaultdict[tuple[str, int], float] = defaultdict(float)
-        for stage in self._stages:
-            # ZeRO cuts more with more replicas, but what it does not cut is then there more often.
-            least = min(dp * self._parameter_bytes(stage, dp) for dp in (1, 2))
-            key = stage.owner, stage.blocks[0]
-            one_copy[key] = max(one_copy[key], least)
-        memory_bytes = self._costs.cluster.device.memory_bytes * self._plan.devices
-        room = memory_bytes - sum(one_copy.values())
-        return room if room > 0 else math.inf
 
 
 class _Longest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import shorten
 
 from mmplan.costs.cost_model import CostModel
-from mmplan.planning.lower_bound import lower_bound
+from mmplan.planning.lower_bound import above_work, lower_bound
 from mmplan.planning.what_if import Effect, Replan
 from mmplan.program.instructions import Compute
 from mmplan.reporting import numbers as fmt
@@ -206,10 +206,17 @@ def _expected_memory(
 def _bound(plan: Plan, profile: Profile, simulation: Simulation) -> str:
     bound = lower_bound(plan, CostModel(profile, plan.cluster, plan.training))
     gap = simulation.iteration_s / bound.seconds - 1 if bound.seconds else 0.0
+    shares = above_work(simulation, bound).items()
+    parts = [f"{fmt.percent(share)} {what}" for what, share in shares if share >= _LEAST_GAIN]
     return (
-        f"no plan takes less than {fmt.seconds(bound.seconds)} (gap {gap:.2%}): its work takes all "
+        f"no plan takes less than {fmt.seconds(bound.seconds)} (gap {gap:.2%}): the work takes all "
         f"devices {fmt.seconds(bound.work_s)} at the least, the path of one sample "
         f"{fmt.seconds(bound.path_s)}"
+        + (
+            f"; beside the least work, of this plan's device time, {', '.join(parts)}"
+            if parts
+            else ""
+        )
     )
 
 
