@@ -148,8 +148,9 @@ def slowest(plan: Plan, costs: CostModel) -> str:
 
 def device_s(costs: CostModel, unit: Unit, tp: int, size: int) -> float:
     """Seconds of a group's devices for one sample, forward and backward."""
-    of = {"task": unit.task, "module": unit.module, "tp": tp}
-    return tp * (costs.forward_s(**of, samples=size) + costs.backward_s(**of, samples=size)) / size
+    task, module = unit.task, unit.module
+    forward_s = costs.forward_s(task=task, module=module, tp=tp, samples=size)
+    return tp * (forward_s + costs.backward_s(task=task, module=module, tp=tp, samples=size)) / size
 
 
 def least_s(costs: CostModel, unit: Unit) -> float:

@@ -26,7 +26,7 @@ from mmplan.schema.workload import Workload, load_workload
 from mmplan.simulation.symmetry import predict
 from mmplan.solvers.problem import NotApplicableError
 from tests.programs import loss, make_plan, plans, split_evenly, unit
-from tests.solving import module_profile, profile, run_solve
+from tests.solving import module_profile, profile, run_solve, workload
 from tests.test_monotone import chain, pair, random_costs, two_tasks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -117,6 +117,27 @@ def test_frozen_blocks_take_forwards_only() -> None:
     )
     assert bound_of(plan, costs) == pytest.approx(2 * (1 + 1 + 2 * 3 / 4))
     check_below(plan, costs)
+
+
+@pytest.mark.parametrize(("memory_bytes", "seconds"), [(60.0, 8 * 4.0), (30.0, 8 * 4.375)])
+def test_what_recomputes_may_be_the_plans_choice(memory_bytes: float, seconds: float) -> None:
+    """Of 30 bytes a sample two or one fit without recomputation, eight with it."""
+    module = module_profile(1.0, 2.0, fixed_s=1.0, blocks=1, activation_bytes=30.0)
+    costs = profile({"a": module}, 1, memory_bytes=memory_bytes)
+    plan = make_plan(unit("a", kind="1f1b", k=8), losses=[loss("l", "a")], batch=8).model_copy(
+        update={"cluster": costs.cluster}
+    )
+    report = plan.solver.model_copy(update={"recompute_auto": ("a",)})
+    assert bound_of(plan.model_copy(update={"solver": report}), costs) == pytest.approx(seconds)
+    check_below(plan, costs)
+
+
+def test_a_plan_says_what_its_workload_left_to_it(tmp_path: Path) -> None:
+    costs = profile({"a": module_profile()}, 2)
+    job = workload({"a": {"recompute": "auto"}}, batch=4)
+    plan = run_solve(tmp_path, job, costs, solver="colocated")
+    assert plan.solver.recompute_auto == ("a",)
+    assert plan.solver.lower_bound_s == pytest.approx(4 * 3 / 2)
 
 
 # --- all plans ----------------------------------------------------------------------

@@ -36,6 +36,8 @@ from mmplan.simulation.step import Simulation
 _ROUNDING = 1e-9
 # The weights are found in steps of 1/4, 1/8 and so on: so many.
 _STEP_SIZES = 7
+# A tensor-parallel degree, and whether a block recomputes; None where it has nothing to.
+_Way = tuple[int, str | None]
 # Curves with their factors: a sum.
 _CurveSum = Sequence[tuple[Curve, float]]
 
@@ -71,7 +73,8 @@ def lower_bound(plan: Plan, costs: CostModel) -> LowerBound:
     Every plan of these that has no faults simulates to no less, whatever degrees the workload pins.
 
     Args:
-        plan: any plan of them: neither its units nor its prediction are looked at.
+        plan: any plan of them. Neither its units nor its prediction are looked at; its tasks say
+            which modules recompute, its solver's report of which of them it chose that itself.
         costs: of its profile, cluster and training.
     """
     blocks = _Blocks(plan, costs)
@@ -154,6 +157,7 @@ class _Blocks:
             CostModel(costs.profile, costs.cluster, plan.training.model_copy(update={"zero": zero}))
             for zero in get_args(PlannedTraining.model_fields["zero"].annotation)
         ]
+        self._trained = {(stage.owner, stage.blocks) for stage in self._stages if stage.trainable}
         self._known: dict[object, Floats] = {}
         largest = [self._largest(stage) for stage in self._stages]
         pieces = [self._pieces(*pair) for pair in zip(self._stages, largest, strict=True)]
@@ -213,60 +217,57 @@ class _Blocks:
 
     # --- choices ---------------------------------------------------------------------
 
-    def _recompute(self, stage: Stage) -> str | None:
+    def _recomputations(self, stage: Stage) -> tuple[str | None, ...]:
         """Of a block that keeps something for its backward; None for the others."""
-        passed = stage.has_backward and (stage.input_gradient or bool(stage.trainable))
-        return self._plan.tasks[stage.task].modules[stage.module].recompute if passed else None
+        if not stage.has_backward or not (stage.input_gradient or stage.trainable):
+            return (None,)
+        if stage.module in self._plan.solver.recompute_auto:
+            return ("none", "full")
+        return (self._plan.tasks[stage.task].modules[stage.module].recompute,)
 
-    def _held(self, stage: Stage, tp: int, samples: float) -> float:
-        """Bytes that each device of a group holds of one micro-batch."""
-        recompute = self._recompute(stage)
-        if recompute is None:
-            return 0.0
-        return self._costs.activation_bytes(
-            task=stage.task,
-            module=stage.module,
-            tp=tp,
-            samples=samples,
-            blocks=stage.blocks,
-            recompute=recompute,
-        )
-
-    def _largest(self, stage: Stage) -> dict[int, int]:
-        """Of each degree that fits a device with one sample, the largest size that does.
+    def _largest(self, stage: Stage) -> dict[_Way, int]:
+        """Of each way that fits a device with one sample, the largest size that does.
 
         If none fits, no plan does. The bound is then that of devices with more memory.
         """
         task, module = stage.task, stage.module
         batch, devices = self._plan.tasks[task].batch, self._plan.devices
-        room, found = self._costs.cluster.device.memory_bytes, dict[int, int]()
+        room, found = self._costs.cluster.device.memory_bytes, dict[_Way, int]()
         degrees = [n for n in self._costs.tp_options(task=task, module=module) if n <= devices]
-        for tp in degrees:
-            fixed = self._parameter_bytes(stage, devices) / tp
-            if fixed + self._held(stage, tp, batch) <= room:
-                found[tp] = batch
-                continue
-            # The first size that does not fit.
-            above = bisect_right(
-                range(1, batch),
-                room,
-                key=lambda n, tp=tp, own=fixed: own + self._held(stage, tp, n),
-            )
-            if above:
-                found[tp] = above
-        return found or dict.fromkeys(degrees, batch)
+        ways = list(itertools.product(degrees, self._recomputations(stage)))
+        for way in ways:
 
-    def _parameter_bytes(self, stage: Stage, dp: int) -> float:
-        """Least bytes of a block's weights, gradients and state on each of dp replicas."""
-        trains = bool(stage.trainable)
-        return self._costs.parameters(
-            task=stage.task, module=stage.module, blocks=stage.blocks
-        ) * min(
-            costs.bytes_per_parameter(trainable=trains, dp=dp, in_rounds=True, gathers=True)
+            def held(size: int, way: _Way = way) -> float:
+                return self._held_bytes(stage, way, size)
+
+            if fitting := bisect_right(range(1, batch + 1), room, key=held):
+                found[way] = fitting
+        return found or dict.fromkeys(ways, batch)
+
+    def _held_bytes(self, stage: Stage, way: _Way, size: int) -> float:
+        """What each device of a group holds at least of a block and one micro-batch."""
+        tp, recompute = way
+        task, module = stage.task, stage.module
+        trains = (stage.owner, stage.blocks) in self._trained
+        each = min(
+            costs.bytes_per_parameter(
+                trainable=trains, dp=self._plan.devices, in_rounds=True, gathers=True
+            )
             for costs in self._by_zero
         )
+        own = each * self._costs.parameters(task=task, module=module, blocks=stage.blocks) / tp
+        if recompute is None:
+            return own
+        return own + self._costs.activation_bytes(
+            task=task,
+            module=module,
+            tp=tp,
+            samples=size,
+            blocks=stage.blocks,
+            recompute=recompute,
+        )
 
-    def _pieces(self, stage: Stage, largest: Mapping[int, int]) -> Floats:
+    def _pieces(self, stage: Stage, largest: Mapping[_Way, int]) -> Floats:
         """[P, 9] pieces of a block's curves between two knots.
 
         The columns are the degree; the least and the largest whole size; level and slope of the
@@ -274,14 +275,14 @@ class _Blocks:
         included.
         """
         share = self._costs.work_share(task=stage.task, module=stage.module, blocks=stage.blocks)
-        recompute, trains = self._recompute(stage), bool(stage.trainable)
-        key = stage.task, stage.module, share, recompute, trains, stage.hosted, *largest.items()
+        trains = bool(stage.trainable)
+        key = stage.task, stage.module, share, trains, stage.hosted, *largest.items()
         if key in self._known:
             return self._known[key]
         hosted = [self._graph.losses[index].name for index in stage.hosted]
         losses = [fit for fit in map(self._costs.loss_curves, hosted) if fit is not None]
         rows: list[tuple[float, ...]] = []
-        for tp, most in largest.items():
+        for (tp, recompute), most in largest.items():
             fit = self._costs.curves(task=stage.task, module=stage.module, tp=tp)
             forward = [(fit.forward, share), *((loss.forward, 1.0) for loss in losses)]
             after = [(loss.backward, 1.0) for loss in losses]

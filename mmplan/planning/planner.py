@@ -190,12 +190,21 @@ def solve(
         plan = candidates.choose(plans, left_out, trials, devices=wanted)
         return _reported(plan, ordinary=ordinary, seconds=time.monotonic() - started)
 
-    if not free_modules(workload):
-        return plan_of(workload, trials)
+    free = free_modules(workload)
+    if not free:
+        return _bounded(plan_of(workload, trials), costs)
     found = best_recomputation(workload, plan_of)
     plan = found.plan if trials is None else plan_of(found.workload, trials)
     notes = (*plan.solver.notes, found.note)
-    return _reported(plan, notes=notes, seconds=time.monotonic() - started)
+    plan = _reported(plan, notes=notes, recompute_auto=free, seconds=time.monotonic() - started)
+    return _bounded(plan, costs)
+
+
+def _bounded(plan: Plan, costs: CostModel) -> Plan:
+    """The plan with what no plan of the workload takes less than."""
+    least_s = lower_bound(plan, costs).seconds
+    gap = plan.predicted.iteration_s / least_s - 1 if least_s else 0.0
+    return _reported(plan, lower_bound_s=least_s, gap=gap)
 
 
 def _reported(plan: Plan, **facts: Any) -> Plan:
@@ -372,7 +381,6 @@ class _CandidatePlans:
         simulated_s = (t.candidate.objective_s for t in plans if t.solution is best.solution)
         bound_s = min(best.solution.formula_bound_s, *simulated_s)
         plan = self._on(devices, best.plan)
-        least_s = lower_bound(plan, self._costs_of(plan)).seconds
         used = {rank for unit in plan.units for rank in unit.all_ranks}
         idle = tuple(rank for rank in range(plan.devices) if rank not in used)
         report = best.plan.solver.model_copy(
@@ -380,8 +388,6 @@ class _CandidatePlans:
                 "objective_s": objective_s,
                 "formula_bound_s": bound_s,
                 "formula_gap": objective_s / bound_s - 1 if bound_s else 0.0,
-                "lower_bound_s": least_s,
-                "gap": plan.predicted.iteration_s / least_s - 1 if least_s else 0.0,
                 "idle_ranks": idle,
                 "measured_s": best.measured_s,
                 "notes": (

@@ -111,6 +111,7 @@ class SolverReport(Record):
         ordinary: the best plan that gives every module the same degrees, as training without
             a planner does; null where none fits, or only the formula's optimum was asked for.
         curves: of every MetaOp, where tasks were planned in waves.
+        recompute_auto: modules whose recomputation the workload left to the plan.
         asked: to plan for other task sets in the same way.
     """
 
@@ -129,6 +130,7 @@ class SolverReport(Record):
     runners_up: tuple[RunnerUp, ...] = ()
     ordinary: RunnerUp | None = None
     curves: tuple[ScalingCurve, ...] = ()
+    recompute_auto: tuple[Str, ...] = ()
     asked: Asked | None = None
 
     @model_validator(mode="before")
