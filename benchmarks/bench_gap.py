@@ -34,6 +34,8 @@ from mmplan.simulation.symmetry import simulated
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # Gaps above it get a line on where they come from.
 EXPLAINED = 0.1
+# Smaller shares of the time are not in that line.
+LISTED = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class Found:
 
     Attributes:
         shares: :func:`above_work`.
-        slowest: the unit with the most device time above its best degrees and sizes, in words.
+        slowest: the unit whose degree and sizes lose most device time beside the best ones, in
+            words; empty where that is little.
     """
 
     name: str
@@ -143,7 +146,9 @@ def slowest(plan: Plan, costs: CostModel) -> str:
     unit = max(plan.units, key=lost_s)
     size = max(map(max, unit.microbatches))
     more = device_s(costs, unit, unit.tp, size) / least_s(costs, unit) - 1
-    return f"{unit.name} with tp {unit.tp} and micro-batches of {size} takes {more:.0%} more"
+    if more < LISTED:
+        return ""
+    return f" ({unit.name} with tp {unit.tp} and micro-batches of {size} takes {more:.0%} more)"
 
 
 def device_s(costs: CostModel, unit: Unit, tp: int, size: int) -> float:
@@ -177,9 +182,9 @@ def row(item: Found) -> list[str]:
 def reason(item: Found) -> str:
     """Where a gap comes from, in a line."""
     parts = [
-        f"{what} {share:.1%}" + (f" ({item.slowest})" if what.startswith("slower") else "")
+        f"{what} {share:.1%}" + (item.slowest if what.startswith("slower") else "")
         for what, share in sorted(item.shares.items(), key=lambda pair: -pair[1])
-        if share >= 0.02
+        if share >= LISTED
     ]
     return f"- {item.name}, {item.plan.devices} devices, {item.gap:.1%}: {'; '.join(parts)}."
 

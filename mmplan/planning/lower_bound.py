@@ -101,7 +101,7 @@ def above_work(simulation: Simulation, bound: LowerBound) -> dict[str, float]:
     waiting_s, messages_s = sum(simulation.idle_s), sum(simulation.communication_s)
     least_s = bound.work_s * len(simulation.used)
     seconds = {
-        "slower degrees and sizes": used_s - waiting_s - messages_s - least_s,
+        "slower computes": used_s - waiting_s - messages_s - least_s,
         "waiting": waiting_s,
         "communication": messages_s,
         "devices without work": total_s - used_s,
